@@ -1,0 +1,29 @@
+PYTHON := .venv/bin/python
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: setup quickstart test test-slow check
+
+setup: .venv/ready
+
+.venv/ready: requirements.txt requirements-dev.txt pyproject.toml
+	@echo "setting up .venv (about a minute with a fast network)"
+	python3 -m venv .venv
+	DS_BUILD_OPS=0 $(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+quickstart: setup
+	$(PYTHON) tools/quickstart.py
+
+test: setup
+	$(PYTHON) -m pytest -m "not slow and not gpu and not multi_gpu"
+
+test-slow: setup
+	$(PYTHON) -m pytest -m "slow and not gpu and not multi_gpu"
+
+check: setup
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m pyright
+	$(PYTHON) -m pytest -q -m "not slow and not gpu and not multi_gpu and not processes"

@@ -1,0 +1,33 @@
+"""Llama 3.1 70B trained whole on one host of eight GPUs: ZeRO-3 with parameters and optimizer on NVMe drives.
+
+    deepspeed --num_gpus 8 recipes/llama3_1_70b_zero3_nvme.py --out /local_nvme/llama3_1_70b
+
+The swap files lie in OUT/nvme_swap, so OUT belongs on a fast local drive; or write the drive's folder as `nvme_path` in a
+copy of ds_configs/zero3_nvme.json. Needs Debian's libaio-dev to compile DeepSpeed's asynchronous I/O.
+Needs: 8 x 40 GB GPUs, 512 GB of host memory and 3 TB of NVMe (147.8 GiB of states for each GPU, 115.0 of them on NVMe, the
+gradients on the host; a checkpoint takes 1 TB, and two exist while one is written). Gated model: see recipes/README.md.
+Measured: not measured.
+Faster, with 32 GPUs of 80 GB: --deepspeed_config zero3.json.
+"""
+
+from recipekit import Recipe, run
+
+RECIPE = Recipe(
+    model="meta-llama/Llama-3.1-70B",
+    dataset="HuggingFaceTB/finemath",
+    subset="finemath-4plus",
+    ds_config="zero3_nvme.json",
+    activation_checkpointing=True,
+    seq_len=4096,
+    global_batch=64,
+    lr=1e-5,
+    warmup_steps=10,
+    steps=200,
+    eval_every=50,
+    eval_rows=32,
+    save_every=50,
+    keep=1,
+)
+
+if __name__ == "__main__":
+    run(RECIPE)

@@ -1,0 +1,29 @@
+"""Llama 3.1 8B continued on mathematical web pages with ZeRO-3, one host of eight GPUs.
+
+    deepspeed --num_gpus 8 recipes/llama3_1_8b_zero3.py
+
+Rows of the 8,192 tokens that Llama 3 was trained on, a million tokens a step, activations recomputed in the backward pass.
+Needs: 8 x 80 GB GPUs (16.8 GiB of states each; activations and logits of one row add about 20). Gated model: see
+recipes/README.md. Measured: not measured.
+Less memory: --seq_len 4096 halves the activations and logits; llama3_1_8b_zero3_cpu.py needs two small GPUs.
+"""
+
+from recipekit import Recipe, run
+
+RECIPE = Recipe(
+    model="meta-llama/Llama-3.1-8B",
+    dataset="HuggingFaceTB/finemath",
+    subset="finemath-4plus",
+    ds_config="zero3.json",
+    activation_checkpointing=True,
+    seq_len=8192,
+    global_batch=128,
+    lr=3e-5,
+    warmup_steps=100,
+    steps=2000,
+    eval_every=200,
+    save_every=250,
+)
+
+if __name__ == "__main__":
+    run(RECIPE)

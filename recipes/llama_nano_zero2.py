@@ -1,0 +1,30 @@
+"""A 5 M parameter Llama trained from scratch on the Python standard library's own sources, with ZeRO-2.
+
+    deepspeed --num_gpus 2 recipes/llama_nano_zero2.py
+
+The quickstart (`make quickstart`): it runs in minutes on a laptop's CPU and downloads nothing. It shows the whole way
+from text to Hugging Face files; every other recipe changes only the values below. The loop is recipekit/train.py.
+Needs: 2 CPU cores, or any GPU. Measured: see README.md, "What the quickstart took".
+"""
+
+from recipekit import Recipe, run
+
+RECIPE = Recipe(
+    model="recipekit/llama-nano",
+    init="random",
+    tokenizer="bytes",
+    dataset="builtin",
+    ds_config="zero2.json",
+    seq_len=256,
+    micro_batch=4,
+    global_batch=16,
+    lr=2e-3,
+    warmup_steps=10,
+    steps=120,
+    eval_every=40,
+    eval_rows=32,
+    save_every=60,
+)
+
+if __name__ == "__main__":
+    run(RECIPE)

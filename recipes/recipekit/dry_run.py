@@ -1,0 +1,70 @@
+"""What `--dry_run` prints: layout, batch arithmetic, resolved JSON and the memory of the model's states."""
+
+import json
+from typing import Any
+
+from .model import empty_model, enabled
+from .plan import Plan
+from .recipe import Recipe
+from .tensor_parallel import local_sizes
+
+
+def show(plan: Plan) -> None:
+    """Prints the plan; needs no accelerator, no process group and no weights."""
+    recipe, mesh = plan.recipe, plan.mesh
+    for note in plan.notes:
+        print(note)
+    print(f"layout   {mesh.world} rank{'s' if mesh.world > 1 else ''}: {mesh}")
+    print(
+        f"batch    {recipe.global_batch} rows x {recipe.seq_len} tokens = {recipe.global_batch * recipe.seq_len:,} tokens a step"
+        f" = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
+    )
+    print(f"schedule {recipe.steps} steps = {recipe.steps * recipe.global_batch * recipe.seq_len / 1e9:.3f} billion tokens")
+    print(f"JSON     {plan.ds_path or 'from the recipe'}, resolved:")
+    print(json.dumps(plan.ds_config, indent=2))
+    if plan.model_config is None:
+        print(f"memory   not known: {recipe.model} is neither shipped in recipes/recipekit/architectures/ nor on this machine")
+        return
+    for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, mesh.tp)).items():
+        listed = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+        print(f"memory   {place}, each rank: {sum(parts.values()) / 2**30:.2f} GiB = {listed}")
+    print("         activations, buckets and the allocator's reserve come on top")
+
+
+def count_parameters(recipe: Recipe, model_config: dict[str, Any], tp: int) -> tuple[int, int]:
+    """(parameters one rank holds, those of them that are trained) before ZeRO divides them; tied weights count once."""
+    model = empty_model(recipe, model_config)
+    if recipe.adapt is not None:
+        model = recipe.adapt(model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if tp > 1:
+        sizes = local_sizes(model, tp)
+    return sum(sizes.values()), sum(sizes[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def state_bytes(plan: Plan, parameters: int, trained: int) -> dict[str, dict[str, int]]:
+    """place -> what -> bytes on each rank, padding left out.
+
+    Mixed precision keeps 2 bytes a weight, an fp32 master copy and two fp32 Adam moments (ZeRO, arXiv 1910.02054,
+    section 3.1); gradients are kept in data_types.grad_accum_dtype.
+    """
+    zero = plan.ds_config["zero_optimization"]
+    stage, dp = zero["stage"], plan.mesh.dp
+    mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
+    width = 2 if mixed else 4
+    gradient = 4 if plan.ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32") else width
+    master = 4 if mixed or stage > 0 else 0
+    share = lambda size, since: -(-size // dp) if stage >= since else size  # noqa: E731
+    device = "accelerator"
+    homes = {
+        "parameters": {"none": device, "cpu": "host", "nvme": "NVMe"}[zero.get("offload_param", {}).get("device", "none")],
+        "optimizer": {"none": device, "cpu": "host", "nvme": "NVMe"}[zero.get("offload_optimizer", {}).get("device", "none")],
+    }
+    places: dict[str, dict[str, int]] = {}
+    for what, home, size in (
+        ("parameters", homes["parameters"], share(parameters * width, 3)),
+        ("gradients", "host" if homes["optimizer"] != device else device, share(trained * gradient, 2)),
+        ("optimizer states", homes["optimizer"], share(trained * (master + 8), 1)),
+    ):
+        places.setdefault(home, {})[what] = size
+    return places

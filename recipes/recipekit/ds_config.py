@@ -1,0 +1,412 @@
+"""A DeepSpeed JSON: read strictly, every mistake found before anything starts, every "auto" turned into a number.
+
+What DeepSpeed reads is in ds_schema.json (written by tools/make_ds_schema.py), what it cannot combine in ds_rules.py.
+Neither torch nor deepspeed is imported, so a refusal takes about a second.
+"""
+
+import copy
+import difflib
+import json
+import math
+import os
+import re
+from json import decoder, scanner
+from pathlib import Path
+from typing import Any
+
+from .ds_rules import RECIPE_HONOURS, RECIPE_RULES, RULES, Facts
+from .ds_schema import AUTO, at, optimizer_name, optimizer_params, shown, walk
+from .mesh import Mesh, make_mesh
+from .recipe import Recipe
+from .refusal import Problem, Refusal, refuse
+
+SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
+
+# Numbers that both the recipe and the JSON may set: field of Recipe -> path in the JSON.
+SHARED = {
+    "global_batch": "train_batch_size",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "gradient_clipping": "gradient_clipping",
+    "lr": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "beta1": "optimizer.params.betas.0",
+    "beta2": "optimizer.params.betas.1",
+    "eps": "optimizer.params.eps",
+}
+DEGREES = {
+    "tp": "tensor_parallel.autotp_size",
+    "pp": "pipeline.stages",
+    "sp": "sequence_parallel_size",
+    "ep": "expert_parallel.autoep_size",
+}
+
+# While one of these is at fault, what it combines with cannot be told.
+PIVOTS = (
+    "zero_optimization",
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+    "bf16.enabled",
+    "fp16.enabled",
+    "optimizer.type",
+    "optimizer.params.torch_adam",
+)
+
+
+# Reading
+
+
+def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """The JSON called `name` and its path; a dict is returned as it is, with no path.
+
+    A name is looked up as typed, then in `folder` (where the recipe lies), then in the repository's ds_configs/. Raises
+    `Refusal` if it is not there or not strict JSON.
+    """
+    if isinstance(name, dict):
+        return copy.deepcopy(name), None
+    places = [Path(name).expanduser(), folder / name, SHIPPED / name]
+    for path in places:
+        if path.is_file():
+            return _read(path), path
+    known = sorted({path.name for place in (folder, SHIPPED) if place.is_dir() for path in place.glob("*.json")})
+    near = difflib.get_close_matches(Path(name).name, known, 1)
+    fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}" if known else "give the path of a DeepSpeed JSON"
+    looked = ", ".join(str(path) for path in dict.fromkeys(places))
+    raise refuse(f"deepspeed_config = {name}", f"no such file (looked for {looked})", fix)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(str(path), f"cannot be read: {error}", "give a readable JSON file in UTF-8") from None
+    try:
+        config = _StrictDecoder(text).decode(text)
+    except json.JSONDecodeError as error:
+        where = f"{path}, line {error.lineno}, column {error.colno}"
+        raise refuse(where, f"is not strict JSON: {error.msg}", "JSON has no comments, trailing commas, NaN or single quotes, and no key twice") from None
+    except RecursionError:
+        raise refuse(str(path), "is nested too deeply to be a DeepSpeed configuration", "see ds_configs/README.md") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise refuse(str(path), f"is not usable JSON: {error}", "write smaller numbers") from None
+    if not isinstance(config, dict):
+        raise refuse(str(path), f"holds {shown(config)}, not an object", 'start from a file of ds_configs/: {"zero_optimization": {"stage": 2}, ...}')
+    return config
+
+
+class _StrictDecoder(json.JSONDecoder):
+    """JSON that refuses a key written twice, NaN and Infinity, with the line and column.
+
+    json's hooks are not told where they are, so this uses its Python scanner, whose parse functions are.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.parse_object = self._object
+        self.parse_constant = self._constant
+        self.scan_once = scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _constant(self, name: str) -> Any:
+        strings_or_name = re.finditer(rf'"(?:\\.|[^"\\])*"|({re.escape(name)})', self.text)
+        start = next(match.start() for match in strings_or_name if match.group(1))
+        raise json.JSONDecodeError(f"{name} is no JSON number", self.text, start)
+
+    def _object(self, s_and_end: tuple[str, int], strict: bool, scan_once: Any, _hook: Any, _pairs_hook: Any, memo: Any) -> Any:
+        pairs: list[tuple[str, Any]] = []
+        _, end = decoder.JSONObject(s_and_end, strict, scan_once, None, pairs.extend, memo)  # pyright: ignore
+        names = [name for name, _ in pairs]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise json.JSONDecodeError(f'"{twice[0]}" is written twice in the block that starts here', self.text, s_and_end[1] - 1)
+        return dict(pairs), end
+
+
+# Checking
+
+
+def check(
+    config: dict[str, Any],
+    *,
+    world: int | None = None,
+    mesh: Mesh | None = None,
+    recipe: Recipe | None = None,
+    model_config: dict[str, Any] | None = None,
+    typed: frozenset[str] = frozenset(),
+    json_only: bool = False,
+) -> list[Problem]:
+    """Every mistake that can be told without hardware; an empty list if there is none.
+
+    What is not given is not checked. `typed` names the recipe's fields that came from the command line. `json_only` is
+    for a JSON of another script: what has no effect in a recipe only is then let pass.
+    """
+    found, clean = walk(config)
+    degrees = {axis: getattr(recipe, axis, 1) for axis in DEGREES} | _degrees(clean)
+    if mesh is not None:
+        degrees = {axis: getattr(mesh, axis) for axis in DEGREES}
+    elif world is not None:
+        try:
+            mesh = make_mesh(world, **degrees)
+        except Refusal as refusal:
+            found += refusal.problems
+    facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, recipe.steps if recipe else None)
+    rules = () if any(at(config, pivot) is not None and at(clean, pivot) is None for pivot in PIVOTS) else RULES if json_only else RULES + RECIPE_RULES
+    for rule in rules:
+        if (value := facts.get(rule.key)) is not None and rule.broken(facts):
+            found.append(Problem(f"{rule.key} = {shown(value)}", rule.rule, rule.fix))
+    if not json_only:
+        found += _half_honoured(clean)
+    if recipe is not None:
+        found += _contradictions(clean, recipe, typed)
+    found += _batch(clean, recipe, mesh)
+    found += _divisions(degrees, facts, recipe, model_config, mesh)
+    return list(dict.fromkeys(found))
+
+
+def check_device(config: dict[str, Any], device_type: str) -> list[Problem]:
+    """What the accelerator of this process cannot do; `device_type` is torch's name for it, such as cuda or cpu."""
+    facts = Facts(walk(config)[1])
+    found = []
+    if device_type == "cpu" and facts.dtype == "fp16":
+        found.append(Problem("fp16.enabled = true", "DeepSpeed does not train in fp16 on a CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}'))
+    if device_type == "cpu" and optimizer_name(facts.config) == "Lamb":
+        found.append(Problem("optimizer.type = Lamb", "has no CPU implementation", "use AdamW"))
+    if device_type != "cuda" and facts.get("aio.use_gds"):
+        found.append(Problem("aio.use_gds = true", "GPU direct storage needs CUDA", "set it to false"))
+    if device_type != "cuda" and facts.get("zero_optimization.offload_optimizer.super_offload"):
+        found.append(Problem("zero_optimization.offload_optimizer.super_offload = true", "needs CUDA", "set it to false"))
+    return found
+
+
+def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
+    """NVMe folders that cannot be used on this host; a relative `nvme_path` lies under `out`."""
+    found = []
+    for path in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        block = at(config, path)
+        if not isinstance(block, dict) or block.get("device") != "nvme" or not isinstance(block.get("nvme_path"), str):
+            continue
+        where, folder = f"{path}.nvme_path = {block['nvme_path']}", Path(block["nvme_path"]).expanduser()
+        relative = not folder.is_absolute()
+        folder = out / folder if relative else folder
+        there = folder
+        while relative and not there.exists():  # under `out` it is made
+            there = there.parent
+        if not there.is_dir():
+            found.append(Problem(where, f"no folder {folder} on this host", "write the folder of a local drive"))
+        elif not os.access(there, os.W_OK):
+            found.append(Problem(where, f"{there} is not writable", "write a folder this user may write to"))
+        elif _file_system(there) in ("tmpfs", "ramfs"):
+            found.append(Problem(where, f"{there} is in memory ({_file_system(there)}), so offloading there saves none", "write the folder of a local drive"))
+    return found
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system that `folder` lies on, or "" where the system does not tell."""
+    mounts = Path("/proc/self/mounts")
+    best, kind = "", ""
+    for line in mounts.read_text().splitlines() if mounts.exists() else []:
+        _, point, name, *_ = line.split()
+        point = point.replace("\\040", " ")
+        if len(point) >= len(best) and folder.resolve().is_relative_to(point):
+            best, kind = point, name
+    return kind
+
+
+# What the JSON says
+
+
+def degrees(config: dict[str, Any]) -> dict[str, int]:
+    """The parallel degrees that the JSON sets, of tp, pp, sp and ep."""
+    return _degrees(walk(config)[1])
+
+
+def literals(config: dict[str, Any]) -> dict[str, Any]:
+    """Field of `Recipe` -> the number that the JSON sets for it. An "auto" is no number."""
+    clean = walk(config)[1]
+    found = {}
+    for field, path in SHARED.items():
+        block, _, last = path.rpartition(".")
+        value = at(clean, block)[int(last)] if last.isdigit() and at(clean, block) else at(clean, path)
+        if value is not None and value != "auto":
+            found[field] = value
+    return found
+
+
+def _degrees(clean: dict[str, Any]) -> dict[str, int]:
+    found = {axis: value for axis, path in DEGREES.items() if (value := at(clean, path))}
+    if not at(clean, "expert_parallel.enabled"):
+        found.pop("ep", None)
+    return found
+
+
+# Resolving
+
+
+def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """The JSON as DeepSpeed gets it, and one line for each recipe default that a literal of the JSON beats.
+
+    Every "auto" is a number, and the numbers of the recipe that the JSON does not mention are there. Degrees are taken
+    out, since the recipes lay out the ranks themselves. `config` must have passed `check`.
+    """
+    found, resolved = walk(config)
+    assert not found, found
+    said = literals(resolved)
+    beaten = said | _degrees(resolved)
+    lines = [f"{field}: the JSON's {value} beats the recipe's {getattr(recipe, field)}" for field, value in beaten.items() if value != getattr(recipe, field)]
+
+    global_batch, micro_batch = said.get("global_batch", recipe.global_batch), said.get("micro_batch", recipe.micro_batch)
+    resolved["train_batch_size"] = global_batch
+    resolved["train_micro_batch_size_per_gpu"] = micro_batch
+    resolved["gradient_accumulation_steps"] = global_batch // (micro_batch * mesh.dp)
+    resolved["gradient_clipping"] = said.get("gradient_clipping", recipe.gradient_clipping)
+
+    if "optimizer" not in resolved:
+        offloaded = Facts(resolved).offload != "none"
+        resolved["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True}}
+        lines.append("optimizer: the JSON has none, so AdamW")
+    params = resolved["optimizer"].setdefault("params", {})
+    takes = optimizer_params(resolved)
+    numbers = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps}
+    for key, number in numbers.items():
+        if key in takes and params.get(key, "auto") == "auto":
+            params[key] = number
+
+    hidden = _shape(model_config, "hidden_size", "n_embd", "d_model")
+    bucket = max(hidden, 4096) ** 2  # elements; smaller ones waste the network on many short messages
+    sizes = {
+        "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": int(0.9 * bucket),
+        "stage3_param_persistence_threshold": 10 * (hidden or 4096),
+    }
+    zero = resolved.setdefault("zero_optimization", {})
+    zero.setdefault("stage", 0)
+    zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
+
+    for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
+        resolved.pop(block, None)
+    return resolved, lines
+
+
+# Several keys together
+
+
+def _half_honoured(clean: dict[str, Any]) -> list[Problem]:
+    """Keys of blocks of which a recipe reads only the degree."""
+    return [
+        Problem(f"{block}.{key} = {shown(value)}", f"a recipe reads only {' and '.join(sorted(honoured))} of this block", "delete it")
+        for block, honoured in RECIPE_HONOURS.items()
+        for key, value in clean.get(block, {}).items()
+        if key not in honoured
+    ]
+
+
+def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
+    """Typed flags that a literal of the JSON contradicts, or that nothing would read."""
+    found = []
+    for field, value in (literals(clean) | _degrees(clean)).items():
+        if field in typed and value != getattr(recipe, field):
+            path = (SHARED | DEGREES)[field]
+            fix = 'drop the flag, or write "auto" in the JSON' if path in AUTO else "drop the flag, or delete the key from the JSON"
+            found.append(Problem(f"--{field} {getattr(recipe, field)}", f"contradicts {path.removesuffix('.0').removesuffix('.1')} = {value} in the JSON", fix))
+    if "scheduler" in clean:
+        fields = ("warmup_steps", "schedule", "min_lr") + (
+            ("lr",) if {"warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"} & set(clean["scheduler"].get("params", {})) else ()
+        )
+        found += [
+            Problem(
+                f"--{field} {getattr(recipe, field)}",
+                "contradicts the scheduler block of the JSON, which sets the learning rate",
+                "drop the flag, or delete the block",
+            )
+            for field in fields
+            if field in typed
+        ]
+    name = optimizer_name(clean)
+    if name:
+        takes = optimizer_params(clean)
+        for field, key in (("weight_decay", "weight_decay"), ("beta1", "betas"), ("beta2", "betas"), ("eps", "eps")):
+            if field in typed and key not in takes:
+                found.append(Problem(f"--{field} {getattr(recipe, field)}", f"{name} takes no {key}, so it would be ignored", "drop the flag, or use AdamW"))
+    return found
+
+
+def _batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> list[Problem]:
+    """rows of a step = data-parallel ranks * rows of a forward pass * accumulated micro-batches, all whole."""
+
+    def number(path: str, field: str) -> int | None:
+        value = clean.get(path, "auto")
+        return value if value != "auto" else getattr(recipe, field, None) if field else None
+
+    total, micro, steps = (
+        number(SHARED["global_batch"], "global_batch"),
+        number(SHARED["micro_batch"], "micro_batch"),
+        number("gradient_accumulation_steps", ""),
+    )
+    if total is None or mesh is None or min(total, micro or 1) < 1:
+        return []
+    dp = mesh.dp
+    if micro is None:
+        parts = dp * (steps or 1)
+        if total % parts:
+            return [Problem(f"train_batch_size = {total}", f"does not divide by {_product(dp, None, steps)} = {parts}", f"write {_near(total, parts)}")]
+        return []
+    if total % (dp * micro):
+        fits = [rows for rows in range(1, total // dp + 1) if total % (dp * rows) == 0]
+        fix = f"use global_batch {_near(total, dp * micro)}"
+        fix += f", or micro_batch {max((rows for rows in fits if rows <= micro), default=fits[0])}" if fits else ""
+        return [Problem(f"global_batch (train_batch_size) = {total}", f"does not divide by {_product(dp, micro, None)} = {dp * micro}", fix)]
+    if steps is not None and total != dp * micro * steps:
+        rule = f"{_product(dp, micro, steps)} = {dp * micro * steps}, not the {total} rows of a step"
+        fix = f'write "auto" or {total // (dp * micro)}, or use global_batch {dp * micro * steps}'
+        fix += f", or micro_batch {total // (dp * steps)}" if total % (dp * steps) == 0 else ""
+        return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix)]
+    return []
+
+
+def _product(dp: int, micro: int | None, steps: int | None) -> str:
+    parts = [f"{dp} data-parallel rank{'s' if dp > 1 else ''}"]
+    parts += [f"micro_batch {micro}"] if micro is not None else []
+    parts += [f"{steps} micro-batches"] if steps is not None else []
+    return " * ".join(parts)
+
+
+def _near(number: int, divisor: int) -> str:
+    """The multiples of `divisor` on both sides of `number`."""
+    low = number // divisor * divisor
+    return f"{low} or {low + divisor}" if low else str(divisor)
+
+
+def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
+    """Parallel degrees that do not divide the model, and parameters that do not fit their swap buffer."""
+    found = []
+    heads = _shape(model_config, "num_attention_heads", "n_head")
+    shape = {
+        "attention heads": heads,
+        "key-value heads": _shape(model_config, "num_key_value_heads") or heads,
+        "columns of the feed-forward layer": _shape(model_config, "intermediate_size", "n_inner"),
+    }
+    tp, sp = degrees["tp"], degrees["sp"]
+    broken = [f"{number} {name}" for name, number in shape.items() if number % tp]
+    if tp > 1 and broken:
+        fits = [str(degree) for degree in range(1, tp) if not any(number % degree for number in shape.values())]
+        found.append(Problem(f"tp = {tp}", f"does not divide the model's {', '.join(broken)}", f"use --tp {' or '.join(fits)}"))
+    if sp > 1 and heads % sp:
+        found.append(Problem(f"sp = {sp}", f"does not divide the model's {heads} attention heads", "use a divisor of both, or --sp 1"))
+    if sp > 1 and recipe is not None and recipe.seq_len % sp:
+        found.append(Problem(f"sp = {sp}", f"does not divide seq_len = {recipe.seq_len}", f"use --seq_len {_near(recipe.seq_len, sp)}, or --sp 1"))
+    if facts.param_offload == "nvme" and mesh is not None:
+        key = "zero_optimization.offload_param.buffer_size"
+        largest = _shape(model_config, "vocab_size") * _shape(model_config, "hidden_size", "n_embd", "d_model")
+        part = math.ceil(largest / mesh.dp / mesh.tp)
+        if part > (size := facts.get(key, 100_000_000)):
+            found.append(Problem(f"{key} = {size}", f"is less than the {part} elements that a rank holds of the embedding", f"write {part} or more"))
+    return found
+
+
+def _shape(model_config: dict[str, Any] | None, *names: str) -> int:
+    """A number of the model's config under one of several names; 0 if it is not known."""
+    for config in (model_config or {}, (model_config or {}).get("text_config") or {}):
+        for name in names:
+            if isinstance(config.get(name), int):
+                return config[name]
+    return 0

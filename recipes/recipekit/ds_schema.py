@@ -1,0 +1,265 @@
+"""Which keys DeepSpeed reads, and what each may hold: the look at single keys, from ds_schema.json."""
+
+import copy
+import difflib
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from .refusal import Problem
+
+Node = dict[str, Any]  # of ds_schema.json, which tools/make_ds_schema.py writes
+
+# Keys that Trainer, accelerate and the recipes all fill; "auto" anywhere else would be dropped without a word.
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.params.lr",
+    "optimizer.params.weight_decay",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+
+
+def at(config: dict[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path; `default` where the configuration does not mention it."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return default
+        value = value[key]
+    return value
+
+
+@functools.cache
+def schema() -> Node:
+    return json.loads((Path(__file__).parent / "ds_schema.json").read_text())
+
+
+def optimizer_name(config: dict[str, Any]) -> str | None:
+    """The optimizer's name as the schema spells it; None if there is none, or none of that name."""
+    name = at(config, "optimizer.type")
+    if not isinstance(name, str):
+        return None
+    known = schema()["optimizers"]
+    return next((spelled for spelled in known if spelled == name or (known[spelled].get("any_case") and spelled.lower() == name.lower())), None)
+
+
+def optimizer_params(config: dict[str, Any]) -> dict[str, Node]:
+    """The keys of optimizer.params, for the implementation that DeepSpeed will choose."""
+    name = optimizer_name(config)
+    if name is None:
+        return {}
+    variants = schema()["optimizers"][name]
+    offloaded = at(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    chosen = "torch" if at(config, "optimizer.params.torch_adam") is True else "cpu" if offloaded else "device"
+    return variants.get(chosen) or variants.get("device", {})
+
+
+def walk(config: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
+    """The mistakes a look at single keys can find, and the configuration without the keys at fault.
+
+    Whole numbers written as 5e8 become integers in it.
+    """
+    found: list[Problem] = []
+    root = copy.copy(schema()["config"])
+    root["keys"] = copy.deepcopy({key: node for key, node in root["keys"].items() if key in config})
+    for block, names in (("optimizer", schema()["optimizers"]), ("scheduler", schema()["schedulers"])):
+        if not isinstance(config.get(block), dict):
+            continue
+        given = config[block].get("type")
+        params = root["keys"][block]["keys"]["params"]
+        name = optimizer_name(config) if block == "optimizer" else given if isinstance(given, str) and given in names else None
+        if name is None:
+            if given is None or isinstance(given, str):
+                found.append(_unknown_name(block, given, list(names)))
+        elif "needs_package" in names[name]:
+            package = names[name]["needs_package"]
+            found.append(Problem(f"{block}.type = {given}", f"needs the package {package}, which is not installed", "use AdamW"))
+        else:
+            params["keys"] = optimizer_params(config) if block == "optimizer" else names[name]
+            params["of"] = name
+            if "params" not in config[block] and (needed := [key for key, node in params["keys"].items() if node.get("required")] or block == "scheduler"):
+                listed = ", ".join(needed) if isinstance(needed, list) else "an object"
+                found.append(Problem(f"{block}.params", f"{name} needs it", f'add "params" with {listed}'))
+    root["keys"] |= {key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]}
+    clean = _block(root, config, "", found)
+    for block in ("optimizer", "scheduler"):
+        if "keys" not in root["keys"][block]["keys"]["params"]:  # its type is at fault, so nothing is known about them
+            clean.get(block, {}).pop("params", None)
+    return found, clean
+
+
+def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem]) -> dict[str, Any]:
+    clean = {}
+    for key, value in config.items():
+        here = f"{path}.{key}" if path else key
+        known = node["keys"].get(key)
+        if known is None:
+            found.append(_unknown_key(node, key, value, path))
+        elif "removed" in known:
+            found.append(Problem(f"{here} = {shown(value)}", f"was removed from DeepSpeed {schema()['deepspeed']}", "delete it"))
+        elif "use_instead" in known:
+            found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", f"write {known['use_instead']} instead"))
+        elif problem := _wrong(known, value, here):
+            found.append(problem)
+        elif "keys" in known and isinstance(value, dict):
+            clean[key] = _block(known, value, here, found)
+        else:
+            clean[key] = int(value) if isinstance(value, float) and "integer" in known["type"] and "number" not in known["type"] else copy.deepcopy(value)
+    for key, known in node["keys"].items():
+        if known.get("required") and key not in config:
+            found.append(Problem(f"{path}.{key}", f"{node.get('of', path)} needs it", f'add "{key}": {_example(known)}'))
+    enabled = node["keys"].get("enabled", {})
+    if config and "enabled" not in config and enabled.get("default") is False:
+        found.append(Problem(path, 'has no "enabled", so DeepSpeed leaves it off and ignores the rest', 'add "enabled": true or delete the block'))
+    return clean
+
+
+def _wrong(node: Node, value: Any, path: str) -> Problem | None:
+    """What is wrong with one value: "auto" where nobody fills it, its type, its range, its name."""
+    where, types = f"{path} = {shown(value)}", node["type"]
+    if value == "auto" and path in AUTO:
+        return None
+    if value == "auto" and node.get("default") != "auto":
+        return Problem(where, '"auto" is filled by nobody here', f"write {_example(node)}")
+    if not any(_is(value, name) for name in types):
+        names = " or ".join(
+            {"object": "a block {...}", "array": "a list [...]", "integer": "a whole number", "number": "a number", "null": "null"}.get(name, f"a {name}")
+            for name in types
+        )
+        return Problem(where, f"must be {names}", f"write {_meant(node, value)}")
+    if isinstance(value, str):
+        if "enum" in node and not (value in node["enum"] or (node.get("any_case") and value.lower() in [str(name).lower() for name in node["enum"]])):
+            near = difflib.get_close_matches(value, [str(name) for name in node["enum"]], 1)
+            return Problem(
+                where, f"must be one of {', '.join(str(name) for name in node['enum'])}", f"did you mean {near[0]}?" if near else f"write {_example(node)}"
+            )
+        return None
+    numbers = [number for number in node.get("enum", []) if not isinstance(number, str)]
+    if numbers and value is not None and value not in numbers:
+        return Problem(where, f"must be {' or '.join(json.dumps(number) for number in numbers)}", f"write {_nearest(numbers, value)}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        for word, bad, says in (
+            ("min", lambda bound: value < bound, "at least"),
+            ("above", lambda bound: value <= bound, "more than"),
+            ("max", lambda bound: value > bound, "at most"),
+            ("below", lambda bound: value >= bound, "less than"),
+        ):
+            if word in node and bad(node[word]):
+                return Problem(where, f"must be {says} {node[word]:g}", f"write {_example(node)}")
+    if isinstance(value, list):
+        if not all(_is(item, node.get("items", "any")) for item in value):
+            return Problem(where, f"must hold nothing but items of type {node['items']}", f"write {_example(node)}")
+        if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
+            return Problem(where, f"{shown(odd[0])} is none of {', '.join(node['items_enum'])}", "write one of these")
+        if "length" in node and len(value) != node["length"]:
+            return Problem(where, f"must hold {node['length']} numbers", f"write {_example(node)}")
+        if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
+            return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]")
+    return None
+
+
+def _is(value: Any, name: str) -> bool:
+    if name == "boolean":
+        return isinstance(value, bool)
+    if name in ("integer", "number"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        return math.isfinite(value) and (name == "number" or value == int(value))
+    return {"string": isinstance(value, str), "array": isinstance(value, list), "object": isinstance(value, dict), "null": value is None, "any": True}[name]
+
+
+def _meant(node: Node, value: Any) -> str:
+    """What a value of the wrong type was probably meant to be."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if "boolean" in node["type"] and text in ("true", "false", "yes", "no", "on", "off"):
+            return "true" if text in ("true", "yes", "on") else "false"
+        if {"integer", "number"} & set(node["type"]) and re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", text):
+            return f"{value.strip()} without quotes"
+    if "boolean" in node["type"] and value in (0, 1):
+        return "true" if value else "false"
+    if "integer" in node["type"] and isinstance(value, float) and math.isfinite(value):
+        return str(math.ceil(value))
+    return _example(node)
+
+
+def _nearest(numbers: list[Any], value: Any) -> str:
+    return json.dumps(min(numbers, key=lambda number: abs(number - value)))
+
+
+def _example(node: Node) -> str:
+    """A value that the node takes, as one would type it."""
+    if node.get("default") is not None:
+        return json.dumps(node["default"])
+    if "enum" in node:
+        return json.dumps(node["enum"][0])
+    if node.get("items"):
+        return "[0.9, 0.95]" if node["items"] == "number" else '["NAME"]'
+    return {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "a string in quotes", "object": "{...}"}.get(
+        node["type"][0], "null"
+    )
+
+
+def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
+    here = f"{path}.{key}" if path else key
+    kind = f"{node['of']} does not take this key" if "of" in node else "DeepSpeed knows no such key here"
+    valid = [name for name, known in node["keys"].items() if "removed" not in known and "use_instead" not in known]
+    near = difflib.get_close_matches(key, valid, 1, 0.7)
+    elsewhere = [place for place in _paths() if place.rpartition(".")[2] == key]
+    if near:
+        fix = f"did you mean {near[0]}?"
+    elif elsewhere:
+        fix = f"it belongs in {' or '.join(place.rpartition('.')[0] or 'the top level' for place in elsewhere)}"
+    elif "of" in node:
+        fix = f"delete it; {node['of']} takes {', '.join(valid)}"
+    elif far := difflib.get_close_matches(key, _paths_by_name(), 1, 0.8):
+        fix = f"did you mean {_paths_by_name()[far[0]]}?"
+    else:
+        near = difflib.get_close_matches(key, valid, 1, 0.0)
+        fix = f"delete it; the nearest key is {near[0]}" if near else "delete it"
+    return Problem(f"{here} = {shown(value)}", kind, fix)
+
+
+def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
+    if given is None:
+        return Problem(
+            f"{block}.type", f"is missing, so DeepSpeed ignores the {block} block", f'add "type": "{"AdamW" if block == "optimizer" else "WarmupLR"}"'
+        )
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
+    fix = f"did you mean {by_lower[near[0]]}?" if near else f"write one of {', '.join(names)}"
+    return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} has no such {block} that a JSON could set up", fix)
+
+
+@functools.cache
+def _paths() -> tuple[str, ...]:
+    """The dotted path of every key."""
+
+    def below(node: Node, path: str) -> list[str]:
+        return [
+            place
+            for key, known in node["keys"].items()
+            if known.get("type")
+            for place in [path + key, *(below(known, f"{path}{key}.") if "keys" in known else [])]
+        ]
+
+    return tuple(below(schema()["config"], ""))
+
+
+@functools.cache
+def _paths_by_name() -> dict[str, str]:
+    return {place.rpartition(".")[2]: place for place in reversed(_paths())}
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in the JSON, shortened."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

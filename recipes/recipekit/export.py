@@ -1,0 +1,131 @@
+"""The trained model as Hugging Face files, written from a live engine in any layout."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from . import tensor_parallel
+from .groups import Groups
+from .model import Built
+
+SHARD_BYTES = 4 * 1024**3
+
+
+def whole_parameters(model: Any, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor on the CPU) of every parameter, one at a time, on every rank (a collective).
+
+    Where the training dtype is smaller than `dtype`, the optimizer's fp32 master weights are given.
+    """
+    for name, parameter in model.named_parameters():
+        master = None
+        if (
+            dtype == torch.float32 != parameter.dtype
+            and parameter.requires_grad
+            and hasattr(parameter, "_hp_mapping" if not hasattr(parameter, "ds_id") else "ds_id")
+        ):
+            master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            value = (parameter if master is None else master).detach()
+            if name in built.cuts:
+                assert groups.tp_mesh is not None
+                value = tensor_parallel.join(value.to(parameter.device).view_as(parameter), built.cuts[name], groups.tp_mesh)
+            value = value.to("cpu", dtype, copy=True)
+        yield name, value
+
+
+def export(engine: Any, built: Built, groups: Groups, tokenizer: Any, folder: Path, dtype: torch.dtype, merge: bool) -> None:
+    """Writes safetensors, config and tokenizer into `folder`, complete or not at all (a collective).
+
+    A LoRA model writes its adapter, or the merged weights with `merge`. Tensors that transformers ties are written once.
+    """
+    model = engine.module
+    adapter = hasattr(model, "peft_config")
+    if adapter and not merge:
+        _export_adapter(model, built, groups, tokenizer, folder, dtype)
+        return
+    tensors = _merged(model, built, groups, dtype) if adapter else whole_parameters(model, built, groups, dtype)
+    plain = model.get_base_model() if adapter else model
+    staging = folder.with_name(f".{folder.name}.tmp")
+    rank0 = dist.get_rank() == 0
+    if rank0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    shard: dict[str, torch.Tensor] = {}
+    files: list[list[str]] = []
+    total = size = 0
+    for name, value in tensors:
+        if not rank0:
+            continue
+        if size and size + value.nbytes > SHARD_BYTES:
+            files.append(_write(shard, staging, len(files)))
+            shard, size = {}, 0
+        shard[name] = value.contiguous()
+        size += value.nbytes
+        total += value.nbytes
+    if rank0:
+        parameters = dict(plain.named_parameters())
+        for name in plain.state_dict():
+            if name not in parameters and (buffer := dict(plain.named_buffers()).get(name)) is not None:
+                shard[name] = buffer.cpu()
+        files.append(_write(shard, staging, len(files)))
+        names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))] if len(files) > 1 else ["model.safetensors"]
+        for number, name in enumerate(names):
+            os.rename(staging / f"part-{number}", staging / name)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": {key: names[number] for number, keys in enumerate(files) for key in keys}}
+            (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        config = plain.config.__class__.from_dict(plain.config.to_dict())
+        config.dtype, config.use_cache = dtype, True
+        config.architectures = [type(plain).__name__]
+        config.save_pretrained(staging)
+        if plain.can_generate():
+            plain.generation_config.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        _publish(staging, folder)
+    dist.barrier()
+
+
+def _write(shard: dict[str, torch.Tensor], staging: Path, number: int) -> list[str]:
+    save_file(shard, staging / f"part-{number}", metadata={"format": "pt"})
+    return list(shard)
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(staging, folder)
+
+
+def _export_adapter(model: Any, built: Built, groups: Groups, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
+    """The adapter as peft writes it: adapter_model.safetensors and adapter_config.json."""
+    adapter = {name.replace(".default", ""): value for name, value in whole_parameters(model, built, groups, dtype) if "lora_" in name}
+    if dist.get_rank() == 0:
+        staging = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        save_file({name: value.contiguous() for name, value in adapter.items()}, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        model.peft_config["default"].save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        _publish(staging, folder)
+    dist.barrier()
+
+
+def _merged(model: Any, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The base model's names and weights with each adapter added: W + scaling * B @ A (LoRA, arXiv 2106.09685, section 4.1)."""
+    scaling = {f"base_model.model.{name}": module.scaling["default"] for name, module in model.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    adapter = {name: value.float() for name, value in whole_parameters(model, built, groups, torch.float32) if "lora_" in name}
+    for name, value in whole_parameters(model, built, groups, dtype):
+        if "lora_" in name:
+            continue
+        owner = name.removesuffix(".base_layer.weight")
+        if owner in scaling:
+            delta = scaling[owner] * adapter[f"{owner}.lora_B.default.weight"] @ adapter[f"{owner}.lora_A.default.weight"]
+            value = (value.float() + delta).to(dtype)
+        yield name.removeprefix("base_model.model.").replace(".base_layer", ""), value

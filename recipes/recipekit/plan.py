@@ -1,0 +1,175 @@
+"""From a command line to everything a run needs to know, with every mistake found before anything is started."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import ds_config
+from .architecture import model_config, shrink
+from .mesh import Mesh, fit_degrees, make_mesh
+from .recipe import Command, Recipe, check_recipe
+from .refusal import Problem, Refusal
+
+BYTE_VOCAB = 264  # of the byte-level tokenizer: 256 bytes and 8 special tokens (tokens.py)
+TINY_SEQ_LEN = 128
+
+# What a run is made of: a run folder is continued only if these are the same.
+IDENTITY = (
+    *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "task", "tokenizer", "seed", "seq_len", "global_batch"),
+    *("steps", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is about to run. `ds_config` is resolved: numbers only. `model_config` is None until a hub model is fetched."""
+
+    command: Command
+    recipe: Recipe
+    mesh: Mesh
+    ds_config: dict[str, Any]
+    ds_path: Path | None
+    model_config: dict[str, Any] | None
+    out: Path
+    resume_from: Path | None  # run or step folder; None: a new run
+    notes: tuple[str, ...]  # what was decided for the user, one line each
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one optimizer step on one data-parallel rank."""
+        return self.recipe.global_batch // (self.mesh.dp * self.recipe.micro_batch)
+
+
+def make_plan(command: Command) -> Plan:
+    """Resolves a command for its world size; raises one `Refusal` with every problem. Reads files, changes nothing."""
+    recipe = command.recipe
+    notes: list[str] = []
+    if "steps" in command.typed and "warmup_steps" not in command.typed and recipe.warmup_steps >= recipe.steps > 0:
+        notes.append(f"warmup_steps: {recipe.warmup_steps} of the recipe lowered to {recipe.steps // 10} for {recipe.steps} steps")
+        recipe = _with(recipe, {"warmup_steps": recipe.steps // 10})
+    problems = check_recipe(recipe)
+    try:
+        config, path = ds_config.load(command.recipe.ds_config, command.folder)
+    except Refusal as refusal:
+        config, path = {}, None
+        problems += refusal.problems
+    written = {name: value for name, value in {**ds_config.literals(config), **ds_config.degrees(config)}.items() if name not in command.typed}
+    for name, value in written.items():
+        if getattr(recipe, name) != value:
+            notes.append(f"{name}: {value} of the JSON beats {getattr(recipe, name)} of the recipe")
+    recipe = _with(recipe, written)
+
+    mesh = Mesh()
+    fixed = command.typed | written.keys()
+    try:
+        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")}
+        if command.tiny:
+            fitted = fit_degrees(command.world, degrees, frozenset(fixed))
+            if fitted != degrees:
+                lowered = ", ".join(f"{axis} {degrees[axis]} -> {fitted[axis]}" for axis in degrees if fitted[axis] != degrees[axis])
+                notes.append(f"--tiny lowered {lowered} to fit {command.world} rank{'s' if command.world > 1 else ''}")
+            degrees = fitted
+            recipe = dataclasses.replace(recipe, **degrees)
+        mesh = make_mesh(command.world, **degrees)
+    except Refusal as refusal:
+        problems += refusal.problems
+    for axis in ("pp", "sp", "ep"):
+        if getattr(recipe, axis) > 1:
+            problems.append(
+                Problem(f"{axis} = {getattr(recipe, axis)}", "is not built yet: recipes train with data and tensor parallelism and ZeRO", f"use --{axis} 1")
+            )
+
+    architecture = None
+    try:
+        architecture = model_config(recipe)
+    except Refusal as refusal:
+        problems += refusal.problems
+    if command.tiny:
+        if architecture is None:
+            problems.append(
+                Problem(
+                    f"--tiny with model = {recipe.model}",
+                    "needs the model's config.json, which is neither shipped nor in the local cache",
+                    "give its folder with --model, or put the file in recipes/recipekit/architectures/ORG--NAME.json",
+                )
+            )
+        else:
+            architecture = shrink(architecture, BYTE_VOCAB)
+        recipe = _tiny(recipe, mesh, frozenset(fixed))
+    elif architecture is not None and recipe.tokenizer == "bytes":
+        architecture = architecture | {"vocab_size": BYTE_VOCAB}
+
+    out = Path(recipe.out or Path("runs") / command.name)
+    resume_from = None
+    try:
+        resume_from = find_resume(recipe, out, architecture)
+    except Refusal as refusal:
+        problems += refusal.problems
+    if config or not problems:
+        problems += ds_config.check(config, world=command.world, mesh=mesh, recipe=recipe, model_config=architecture, typed=command.typed)
+    if problems:
+        raise Refusal(problems)
+    resolved, more = ds_config.resolve(config, recipe, mesh, architecture)
+    notes += [line for line in more if line not in notes]
+    return Plan(command, recipe, mesh, resolved, path, architecture, out, resume_from, tuple(notes))
+
+
+def _tiny(recipe: Recipe, mesh: Mesh, fixed: frozenset[str]) -> Recipe:
+    """The same recipe small enough for a laptop; nothing in `fixed` is touched."""
+    micro_batch = recipe.micro_batch if "micro_batch" in fixed else 2
+    small = {
+        "micro_batch": micro_batch,
+        "global_batch": 2 * mesh.dp * micro_batch * (mesh.pp if mesh.pp > 1 else 1),
+        "seq_len": min(recipe.seq_len, TINY_SEQ_LEN),
+        "eval_rows": min(recipe.eval_rows, 8),
+        "dataset": "builtin",
+        "subset": "",
+        "tokenizer": "bytes",
+        "init": "random",
+    }
+    return _with(recipe, {name: value for name, value in small.items() if name not in fixed})
+
+
+def _with(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    return dataclasses.replace(recipe, **changes)
+
+
+def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None) -> Path | None:
+    """The folder to go on from, or None for a new run. Raises `Refusal` with every difference to the run in `out`."""
+    if recipe.resume == "never":
+        return None
+    if recipe.resume != "auto":
+        chosen = Path(recipe.resume)
+        if not (chosen / "checkpoints").is_dir() and not (chosen / "manifest.json").is_file():
+            raise Refusal(
+                [
+                    Problem(
+                        f"resume = {recipe.resume}", "is neither a run folder nor a step folder of one", "give runs/NAME or runs/NAME/checkpoints/step_00000010"
+                    )
+                ]
+            )
+        if chosen.resolve() not in (out.resolve(), *out.resolve().glob("checkpoints/step_*")) and (out / "run.json").exists():
+            raise Refusal([Problem(f"out = {out}", f"already holds a run, which is not {recipe.resume}", "choose a new folder with --out NEW")])
+        return chosen
+    if not (out / "run.json").exists():
+        return None
+    before = json.loads((out / "run.json").read_text())
+    now = identity(recipe, architecture)
+    differences = [
+        Problem(f"{name} = {now[name]}", f"the run in {out} has {before['identity'].get(name)}", "see the three ways on below")
+        for name in now
+        if before["identity"].get(name) != now[name]
+    ]
+    if differences:
+        ways = f"start a new run with --out NEW, accept the differences with --resume {out}, or put the old run aside with --resume never"
+        raise Refusal([dataclasses.replace(problem, fix=ways) if index == len(differences) - 1 else problem for index, problem in enumerate(differences)])
+    return out
+
+
+def identity(recipe: Recipe, architecture: dict[str, Any] | None) -> dict[str, Any]:
+    """What a run is made of, as it is kept in run.json and compared on resume."""
+    text = json.dumps(architecture, sort_keys=True)
+    return {name: getattr(recipe, name) for name in IDENTITY} | {"model_config": hashlib.sha256(text.encode()).hexdigest()[:16]}

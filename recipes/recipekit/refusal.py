@@ -1,0 +1,68 @@
+"""What a user is told when a run cannot start: every problem at once, each with its fix."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: `where` names the key or flag with its value, `rule` what it breaks, `fix` what to write instead."""
+
+    where: str
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.rule}; {self.fix}"
+
+
+class Refusal(ValueError):
+    """The input is at fault. Carries every problem found; `exit_code` is 1, or 2 for a wrong command line."""
+
+    def __init__(self, problems: list[Problem], exit_code: int = 1):
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+        self.exit_code = exit_code
+
+
+def refuse(where: str, rule: str, fix: str) -> Refusal:
+    """A refusal of one problem, to be raised."""
+    return Refusal([Problem(where, rule, fix)])
+
+
+def exit_refused(refusal: Refusal, patience: float = 60) -> None:
+    """Prints the refusal once per host, on local rank 0, and exits.
+
+    The launcher kills every rank as soon as one ends, so the other ranks wait until local rank 0 has ended; otherwise its
+    message would be lost. One that is still there after `patience` seconds has not met this problem (a bad file in one
+    rank's part of the data, say), and then this rank tells.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    deadline = time.monotonic() + patience
+    while rank and time.monotonic() < deadline:
+        if not _local_rank_0_alive():
+            raise SystemExit(refusal.exit_code)
+        time.sleep(0.1)
+    count = len(refusal.problems)
+    lines = [f"refused{f' by local rank {rank}' if rank else ''}: {count} problem{'s' if count > 1 else ''}"]
+    lines += [f"  {number}. {problem}" for number, problem in enumerate(refusal.problems, 1)]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    raise SystemExit(refusal.exit_code)
+
+
+def _local_rank_0_alive() -> bool:
+    """True while a sibling process (same parent) carries LOCAL_RANK=0 in its environment."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            status = (entry / "stat").read_text().rpartition(")")[2].split()
+            sibling = int(status[1]) == os.getppid() and status[0] != "Z"
+            if sibling and b"LOCAL_RANK=0" in (entry / "environ").read_bytes().split(b"\0"):
+                return True
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended while we looked, or is not ours
+    return False

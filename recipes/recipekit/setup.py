@@ -1,0 +1,140 @@
+"""What happens once before the first step: quiet libraries, compiled ops, the checkpoint to go on from, the facts of the run."""
+
+import json
+import logging
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+
+from . import checkpoint
+from .model import enabled
+from .plan import Plan, identity
+from .refusal import refuse
+
+
+def start(plan: Plan) -> torch.device:
+    """Compiles what is missing, joins the process group, seeds, and returns this rank's device (a collective)."""
+    quiet()
+    prepare_ops(plan)
+    # DeepSpeed 0.19 lowered its own default to 10 minutes, which a large save on a slow disk outlasts
+    deepspeed.init_distributed(timeout=timedelta(minutes=30), verbose=False)
+    torch.manual_seed(plan.recipe.seed)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", plan.command.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def find_checkpoint(plan: Plan, say: Any) -> Path | None:
+    """The step folder to go on from; rank 0 looks and verifies, every rank gets its answer (a collective)."""
+    found: list[Any] = [None]
+    if plan.resume_from is not None:
+        if dist.get_rank() == 0:
+            found = [checkpoint.newest(plan.resume_from, say)]
+        dist.broadcast_object_list(found)
+        if found[0] is None and plan.recipe.resume != "auto":
+            raise refuse(f"resume = {plan.recipe.resume}", "holds no complete checkpoint", "give another folder, or --resume never to start anew")
+    return found[0]
+
+
+def put_aside(out: Path) -> None:
+    """Moves an existing run folder to the first free `<name>.N`; nothing is overwritten."""
+    number = 1
+    while (aside := out.with_name(f"{out.name}.{number}")).exists():
+        number += 1
+    os.rename(out, aside)
+    print(f"the run that was in {out} is now in {aside}")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the device's peak of allocated memory, or on a CPU the peak resident size of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
+    """The source model's dtype, or the training dtype for a model trained from scratch."""
+    if plan.recipe.init == "random":
+        return torch.bfloat16 if enabled(plan.ds_config, "bf16") else torch.float32
+    return getattr(torch, model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
+
+
+def run_facts(plan: Plan, model_config: dict[str, Any]) -> dict[str, Any]:
+    """What run.json holds: everything that made this run."""
+    recipe = {name: value for name, value in vars(plan.recipe).items() if isinstance(value, (str, int, float, bool))}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=plan.command.folder, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "recipe": recipe | {"name": plan.command.name, "tiny": plan.command.tiny},
+        "identity": identity(plan.recipe, plan.model_config),
+        "mesh": vars(plan.mesh) | {"world": plan.mesh.world, "name": str(plan.mesh)},
+        "ds_config": plan.ds_config,
+        "model_config": model_config,
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers", "datasets", "accelerate", "wandb")}
+        | {"python": platform.python_version()},
+        "git_commit": commit or None,
+        "host": {
+            "name": platform.node(),
+            "cpus": os.cpu_count(),
+            "devices": torch.cuda.device_count(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        },
+        "argv": sys.argv,
+    }
+
+
+def write_facts(plan: Plan, facts: dict[str, Any]) -> None:
+    """Writes run.json, and the resolved JSON by itself, which anyone's `--deepspeed_config` accepts."""
+    plan.out.mkdir(parents=True, exist_ok=True)
+    (plan.out / "run.json").write_text(json.dumps(facts, indent=1))
+    (plan.out / "ds_config.json").write_text(json.dumps(plan.ds_config, indent=2))
+
+
+def prepare_ops(plan: Plan) -> None:
+    """Compiles the DeepSpeed ops this run needs, saying so; once per machine and TORCH_EXTENSIONS_DIR."""
+
+    zero = plan.ds_config["zero_optimization"]
+    homes = {zero.get(block, {}).get("device", "none") for block in ("offload_optimizer", "offload_param")}
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    wanted = [("shared-memory communication", "30 s", "ShareMemCommBuilder")] if not torch.cuda.is_available() else []
+    if offloaded and not plan.ds_config["optimizer"].get("params", {}).get("torch_adam", False):
+        wanted.append(("CPU Adam", "60 s", "CPUAdamBuilder"))
+    if "nvme" in homes:
+        wanted.append(("asynchronous I/O", "180 s", "AsyncIOBuilder"))
+    accelerator: Any = get_accelerator()
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    speaks = plan.command.local_rank == 0
+    for title, typical, name in wanted:
+        builder = accelerator.create_op_builder(name)
+        built = any(cache.glob(f"**/{builder.name}.so"))
+        begun = time.perf_counter()
+        for lock in cache.glob(f"**/{builder.name}/lock"):
+            if speaks and not built:
+                print(f"another process is compiling {title}; if none is, remove {lock}", flush=True)
+        if speaks and not built:
+            print(f"compiling DeepSpeed's {title} (once, about {typical} on two cores) ...", flush=True)
+        builder.load(verbose=False)
+        if speaks and not built:
+            print(f"compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def quiet() -> None:
+    """Leaves warnings and errors of the libraries visible, not their information lines."""
+    logger.setLevel(logging.WARNING)
+    # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; the warning repeats for each
+    warnings.filterwarnings("ignore", message=r".*is deprecated\. Please use `torch\.distributed", category=FutureWarning)

@@ -1,0 +1,197 @@
+"""How a run ends before its time: a signal, or a launcher that has gone.
+
+A Python signal handler does not run while the main thread is blocked inside a collective, so a thread listens.
+
+    SIGTERM, SIGINT, SIGHUP   a request, honoured at the next step boundary; repeats change nothing (launchers send several)
+    third Ctrl-C              presses at least a second apart: the rank ends at once, without a checkpoint
+    launcher gone             before a `Stopper` is active the rank ends at once; then it is a request like a signal
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+REASONS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "launcher gone": 143}  # why a run stops -> its exit code
+POLL = 0.5  # seconds between two looks at the launcher and at the clock
+
+
+class Stopper:
+    """Turns signals and a gone launcher into `requested`, which the loop reads at each step boundary.
+
+    Once a stop is requested, a rank that reaches no further boundary and does not leave the `with` within `grace` seconds
+    prints the stacks of its threads and ends with `exit_code`. Only the main thread may enter. Save, finish tracking and
+    destroy the process group inside the `with`: outside it the next signal kills.
+    """
+
+    def __init__(self, grace: float):
+        self.requested: str | None = None  # a key of REASONS
+        self._grace = grace
+        self._boundary_due = self._request_due = 0.0  # time.monotonic() from which a requested stop counts as stuck
+        self._pressed = 0.0
+        self._presses = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0, or the code that tells a shell why the run stopped."""
+        return REASONS[self.requested] if self.requested else 0
+
+    def request(self, reason: str) -> None:
+        """Asks for a stop, from any thread; the first reason stays. The loop passes on what another rank was told."""
+        if self.requested is None:
+            self._request_due = time.monotonic() + self._grace
+            self.requested = reason
+
+    def boundary(self, next_within: float | None = None) -> None:
+        """Called after each optimizer step, and with `next_within` (seconds) before work that may outlast `grace`, such as a save."""
+        self._boundary_due = time.monotonic() + (self._grace if next_within is None else next_within)
+
+    def __enter__(self) -> Self:
+        # nohup ignores SIGHUP, and so do we then
+        numbers = {signal.SIGTERM, signal.SIGINT} | ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set())
+        self._stop_listening = _listen(numbers, self._python_handler, self._react)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop_listening()
+
+    def _python_handler(self, number: int, frame: Any) -> None:
+        """Does nothing, the thread has the signal; as SIGTERM's handler it leads the launcher watch to this object."""
+
+    def _react(self, number: int | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._pressed >= 1:
+            self._pressed = now
+            self._presses += 1
+            if self._presses == 3:
+                _leave(REASONS["SIGINT"], "third Ctrl-C: ended at once, without a checkpoint")
+        if number is not None:
+            self.request(signal.Signals(number).name)
+        if self.requested and now > max(self._boundary_due, self._request_due):
+            _tell(f"stuck: no step boundary came in the {self._grace:g} s after {self.requested}; the stacks of its threads:")
+            faulthandler.dump_traceback(2)
+            os._exit(self.exit_code)
+
+
+def quiet_interrupts() -> None:
+    """Until a `Stopper` is active, Ctrl-C ends the process at once with one line instead of a traceback."""
+
+    def react(number: int | None) -> None:
+        if number is not None:
+            _leave(REASONS["SIGINT"], "interrupted before training began")
+
+    _listen({signal.SIGINT}, lambda number, frame: None, react)
+
+
+def start_launcher_watch() -> None:
+    """Notices, within a second, that the launcher of this rank has gone, so that no rank trains on as an orphan.
+
+    The launcher is the parent process, and the `deepspeed` command above it: a signal to that command ends it alone. Call
+    it before slow imports. Without a launcher (no RANK, or a shell that set RANK by hand) nothing is watched.
+    """
+    launcher = os.getppid()
+    if "RANK" not in os.environ or _command_name(launcher) in {"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "ash"}:
+        return
+    above = _parent(launcher)
+    runner = above if above and _runs_deepspeed(above) else None
+
+    def gone() -> int | None:
+        if os.getppid() != launcher:
+            return launcher
+        return runner if runner and _parent(launcher) != runner else None
+
+    def watch() -> None:
+        while (pid := gone()) is None:
+            time.sleep(POLL)
+        stopper = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if not isinstance(stopper, Stopper):
+            _leave(REASONS["launcher gone"], f"the launcher (pid {pid}) has gone: ended")
+        else:
+            stopper.request("launcher gone")
+
+    threading.Thread(target=watch, name="launcher watch", daemon=True).start()
+
+
+def _listen(numbers: set[signal.Signals], handler: Callable[[int, Any], None], react: Callable[[int | None], None]) -> Callable[[], None]:
+    """Calls `react(number)` in a thread for each signal, and `react(None)` every POLL seconds; returns the call that ends it."""
+    reader, writer = socket.socketpair()
+    reader.settimeout(POLL)
+    writer.setblocking(False)
+    fd = writer.detach()  # an open number, which no garbage collection closes
+    before = {number: signal.signal(number, handler) for number in numbers}
+    for number in numbers:
+        signal.siginterrupt(number, False)  # no library sees a system call cut short by a signal we only take note of
+    fd_before = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+    listening = True
+
+    def listen() -> None:
+        while True:
+            try:
+                heard = reader.recv(64)
+            except TimeoutError:
+                react(None)
+                continue
+            if not heard:
+                return reader.close()
+            for number in set(heard) & numbers:
+                react(number)
+
+    def forget_in_child() -> None:
+        # A forked worker must die of SIGTERM (multiprocessing ends workers so), and must not wake its parent's thread.
+        if listening:
+            signal.set_wakeup_fd(-1)
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
+
+    def stop() -> None:
+        nonlocal listening
+        listening = False
+        signal.set_wakeup_fd(fd_before)
+        for number, old in before.items():
+            signal.signal(number, old or signal.SIG_DFL)
+        os.close(fd)
+
+    os.register_at_fork(after_in_child=forget_in_child)
+    threading.Thread(target=listen, name="stopping", daemon=True).start()
+    return stop
+
+
+def _leave(exit_code: int, text: str) -> None:
+    _tell(text)
+    os._exit(exit_code)
+
+
+def _tell(text: str) -> None:
+    """Prints without Python's locks, which the main thread may hold; the reader of stderr may be gone with the launcher."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"rank {os.environ.get('RANK', '0')}: {text}\n".encode())
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _command_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _runs_deepspeed(pid: int) -> bool:
+    """True if the process is the `deepspeed` command: `python .../bin/deepspeed` or `python -m deepspeed.launcher.runner`."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    program = next((word for word in words[1:] if word and not word.startswith("-")), words[0])
+    return Path(program).name in {"deepspeed", "ds", "deepspeed.launcher.runner"} or program.endswith("deepspeed/launcher/runner.py")

@@ -1,0 +1,146 @@
+"""Tensor parallelism by the model's own published plan, with parameters that are plain local shards.
+
+DeepSpeed and ZeRO see ordinary tensors; a module meets its shards as DTensors only inside its forward, where
+transformers' plan styles need them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.distributed import tensor_parallel as styles
+
+from .refusal import refuse
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter lies on the tensor group: DTensor placements, whole shape and stride."""
+
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def sharded(self) -> bool:
+        return not self.placements[0].is_replicate()
+
+
+def plan_of(model: Any) -> dict[str, str]:
+    """The model's tensor-parallel plan, module pattern -> style; a tied head stays whole, like its embedding.
+
+    Raises `Refusal` for a model that publishes none.
+    """
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if not plan:
+        raise refuse(f"tp > 1 with {type(model).__name__}", "this model publishes no base_model_tp_plan", "use --tp 1")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        names = {module: name for name, module in model.named_modules()}
+        # One parameter cannot be cut in two ways; cutting the head alone would untie it.
+        plan.pop(names[head], None)
+        plan.pop(names[embedding], None)
+        for pattern in [key for key in plan if key.rsplit(".", 1)[-1] == "embed_tokens"]:
+            plan.pop(pattern)
+    return plan
+
+
+def apply(model: Any, tp_mesh: DeviceMesh) -> dict[str, Cut]:
+    """Cuts a model whose parameters are on the meta device, in place, and returns the cut of every parameter it cut.
+
+    Afterwards each cut parameter is a plain meta parameter of this rank's local shape.
+    """
+    plan = plan_of(model)
+    original = styles.ReplicatedWithGradAllReduce.install_forward
+    styles.ReplicatedWithGradAllReduce.install_forward = _sum_incoming_gradient
+    try:
+        styles.apply_tensor_parallelism(model, tp_mesh, plan)
+    finally:
+        styles.ReplicatedWithGradAllReduce.install_forward = original
+    cuts: dict[str, Cut] = {}
+    for name, module in model.named_modules():
+        own = {}
+        for key, parameter in list(module._parameters.items()):
+            if not isinstance(parameter, DTensor):
+                continue
+            cut = Cut(tuple(parameter.placements), parameter.shape, parameter.stride())
+            local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+            # The clipping norm sums over the tensor group what carries this mark, and counts once what does not.
+            local.model_parallel = local.tensor_model_parallel = cut.sharded  # pyright: ignore[reportAttributeAccessIssue]
+            module._parameters[key] = local
+            own[key] = cuts[f"{name}.{key}"] = cut
+        if own:
+            _present_as_dtensors(module, own, tp_mesh)
+    return cuts
+
+
+def local_sizes(model: Any, tp: int) -> dict[str, int]:
+    """Parameter name -> number of elements on the first of `tp` ranks (the largest share), without making a group."""
+    plan = plan_of(model)
+    sizes = {}
+    for name, parameter in model.named_parameters():
+        style = styles._get_parameter_plan(name, plan) or ""
+        whole_bias = name.endswith("bias") and "rowwise" in style
+        dim = None
+        if ("colwise" in style or "rowwise" in style) and not whole_bias:
+            # Linear weights are cut along their outputs (colwise) or inputs (rowwise), embeddings along the dimension named.
+            outputs, inputs = max(parameter.ndim - 2, 0), parameter.ndim - 1
+            if style.startswith("embedding"):
+                outputs, inputs = 1, 0
+            dim = outputs if "colwise" in style else inputs
+        cut = parameter.shape[dim] if dim is not None else 1
+        sizes[name] = parameter.numel() // cut * (-(-cut // tp) if dim is not None else 1)
+    return sizes
+
+
+def shard(whole: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of a whole tensor, a copy; no communication."""
+    return distribute_tensor(whole, tp_mesh, list(cut.placements), src_data_rank=None).to_local().clone()
+
+
+def join(local: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """The whole tensor on every rank of the tensor group (a collective)."""
+    return DTensor.from_local(local, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride).full_tensor()
+
+
+def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: DeviceMesh) -> None:
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        locals_ = {key: module._parameters[key] for key in own}
+        for key, cut in own.items():
+            tensor = locals_[key]
+            assert tensor is not None
+            module._parameters[key] = DTensor.from_local(tensor, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride)  # type: ignore
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            module._parameters.update(locals_)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _sum_incoming_gradient(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    # transformers 5.22.2 all-reduces the accumulated .grad after every backward, which counts earlier micro-batches
+    # again and runs after ZeRO's own hooks; the incoming gradient is the one to sum.
+    inner = module.forward
+    hooked: set[int] = set()
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=mesh.get_group())
+        return gradient
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in hooked:
+                parameter.register_hook(summed)
+                hooked.add(id(parameter))
+        return inner(*args, **kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]
+    return module

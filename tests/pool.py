@@ -1,0 +1,178 @@
+"""Warm pools of real gloo workers: importing torch and deepspeed costs seconds, so it is paid once per world size.
+
+A case is a module-level function `case(**arguments)`; every rank of the pool runs it, and `Pool.run` returns what each
+returned. A case that raises or outlives its time limit ends the pool: the stacks of all ranks are in the error, and the
+next case gets a new pool.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def environment() -> dict[str, str]:
+    """What every process of the tests runs with: one thread, the CPU, no network, the project's own op cache."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions")),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "recipes"), str(ROOT / "tests")]),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class CaseFailed(AssertionError):
+    """A case raised, or did not end in time."""
+
+
+class Pool:
+    def __init__(self, world: int):
+        self.world = world
+        self.folder = Path(tempfile.mkdtemp(prefix=f"pool{world}_"))
+        address = str(self.folder / "socket")
+        with Listener(address, "AF_UNIX", backlog=world) as listener:
+            port = str(free_port())
+            self.processes = []
+            for rank in range(world):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                with (self.folder / f"rank{rank}.log").open("w") as log:
+                    command = [sys.executable, __file__, address, str(self.folder / f"stacks{rank}")]
+                    self.processes.append(subprocess.Popen(command, env=environment() | own, stdout=log, stderr=subprocess.STDOUT))
+            connections = [listener.accept() for _ in range(world)]
+        self.connections: dict[int, Connection] = {connection.recv(): connection for connection in connections}
+
+    def run(self, case: Callable[..., Any], timeout: float = 120, **arguments: Any) -> list[Any]:
+        """Runs `case(**arguments)` on every rank; returns the ranks' results in order."""
+        for connection in self.connections.values():
+            connection.send((case.__module__, case.__name__, arguments))
+        results: list[Any] = [None] * self.world
+        errors = []
+        deadline = time.monotonic() + timeout
+        waiting = set(range(self.world))
+        while waiting:
+            for rank in sorted(waiting):
+                try:
+                    if not self.connections[rank].poll(0.01):
+                        continue
+                    ok, value = self.connections[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, f"the process ended with {self.processes[rank].poll()}\n{self._log(rank)}"
+                waiting.remove(rank)
+                if ok:
+                    results[rank] = value
+                else:
+                    errors.append(f"rank {rank}: {value}")
+                    deadline = min(deadline, time.monotonic() + 5)  # its peers hang in a collective or fail soon too
+            if waiting and time.monotonic() > deadline:
+                errors.append(f"ranks {sorted(waiting)} did not end within {timeout} s; their stacks:\n{self._stacks()}")
+                break
+        if errors:
+            self.close()
+            raise CaseFailed("\n".join(errors))
+        return results
+
+    @property
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def close(self) -> None:
+        for connection in self.connections.values():
+            connection.close()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def _stacks(self) -> str:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"--- rank {rank}\n{(self.folder / f'stacks{rank}').read_text()}" for rank in range(self.world))
+
+    def _log(self, rank: int) -> str:
+        return "\n".join((self.folder / f"rank{rank}.log").read_text().splitlines()[-30:])
+
+
+class Pools:
+    """The pools of a test session, made when first asked for."""
+
+    def __init__(self) -> None:
+        self.pools: dict[int, Pool] = {}
+
+    def run(self, world: int, case: Callable[..., Any], timeout: float = 120, **arguments: Any) -> list[Any]:
+        if world not in self.pools or not self.pools[world].alive:
+            self.pools[world] = Pool(world)
+        return self.pools[world].run(case, timeout, **arguments)
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+
+
+def _worker(address: str, stacks: str) -> None:
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for the process's life)
+    connection = Client(address, "AF_UNIX")
+    connection.send(int(os.environ["RANK"]))
+    import importlib
+
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    while True:
+        try:
+            module, name, arguments = connection.recv()
+        except EOFError:
+            break
+        try:
+            connection.send((True, getattr(importlib.import_module(module), name)(**arguments)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            _forget()
+    torch.distributed.destroy_process_group()
+
+
+def _forget() -> None:
+    """Puts back what DeepSpeed keeps in module globals, so that one case does not change the next."""
+    import gc
+
+    import torch
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()  # the groups and the mpu of the case
+    torch.nn.functional.linear = LINEAR  # zero.Init replaces it for good (DeepSpeed 0.19.8)
+    partition_parameters.Init.apply_param_persistence = False
+    partition_parameters.Init.num_persisted_parameters = partition_parameters.Init.num_persisted_elements = 0
+    gc.collect()
+
+
+if __name__ == "__main__":
+    import torch.nn.functional
+
+    LINEAR = torch.nn.functional.linear
+    _worker(*sys.argv[1:])

@@ -1,0 +1,130 @@
+"""Any layout, same training: losses, gradient norms and final weights are those of plain PyTorch (tests/reference.py)."""
+
+import functools
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipekit.architecture import SHIPPED
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe, parse
+from reference import Trained, train_plain
+
+STEPS = 10
+MODELS = {"untied": "meta-llama/Llama-3.1-8B", "tied": "meta-llama/Llama-3.2-1B", "qwen3": "Qwen/Qwen3-0.6B", "gpt2": "openai-community/gpt2"}
+NUMBERS = dict(lr=3e-4, eps=1e-6, steps=STEPS, seq_len=64, global_batch=8, warmup_steps=2, weight_decay=0.1, eval_every=STEPS, eval_rows=8, wandb=False, seed=3)
+
+
+def strategy(file: str, bf16: bool = False) -> dict[str, Any]:
+    """A shipped JSON; in fp32 without its bf16 block and what depends on it."""
+    config = json.loads((Path(__file__).parents[1] / "ds_configs" / f"{file}.json").read_text())
+    if not bf16:
+        config["bf16"] = {"enabled": False}
+        config.pop("data_types", None)
+    return config
+
+
+@functools.cache
+def without_dropout(model: str) -> str:
+    """A folder with the model's config, its dropout switched off: two runs with dropout are not comparable."""
+    config = json.loads((SHIPPED / f"{model.replace('/', '--')}.json").read_text())
+    folder = Path(tempfile.mkdtemp(prefix="parity_"))
+    (folder / "config.json").write_text(json.dumps(config | {key: 0.0 for key in config if key.endswith("pdrop")}))
+    return str(folder)
+
+
+def recipe_for(model: str, **changes: Any) -> Recipe:
+    name = without_dropout(MODELS[model]) if model == "gpt2" else MODELS[model]
+    return Recipe(model=name, ds_config={}, **(NUMBERS | {"micro_batch": 1} | changes))
+
+
+def train_in_layout(recipe: Recipe, config: dict[str, Any], out: str) -> int:
+    """Runs on every rank of a pool: the real loop, as `run` starts it."""
+    from dataclasses import replace
+
+    from recipekit.train import main
+
+    recipe = replace(recipe, ds_config=config, out=out)
+    command = parse(recipe, Path("parity.py"), ["--tiny", *pinned(recipe)])
+    sys.argv = ["parity.py"]
+    return main(make_plan(command))
+
+
+def pinned(recipe: Recipe) -> list[str]:
+    """--tiny must not change the numbers of this test, so they are typed."""
+    names = ("micro_batch", "global_batch", "seq_len", "eval_rows", "warmup_steps", "tp")
+    return [word for name in names for word in (f"--{name}", str(getattr(recipe, name)))]
+
+
+@functools.cache
+def reference(model: str, micro_batch: int = 1, bf16: bool = False, **changes: Any) -> Trained:
+    recipe = recipe_for(model, micro_batch=micro_batch, **changes)
+    os.environ.pop("WORLD_SIZE", None)
+    plan = make_plan(
+        parse(Recipe(**(vars(recipe) | {"ds_config": strategy("zero0", bf16), "out": "/nonexistent"})), Path("parity.py"), ["--tiny", *pinned(recipe)])
+    )
+    assert plan.model_config is not None
+    return train_plain(plan.recipe, plan.model_config, STEPS, bf16)
+
+
+def compare(out: Path, expected: Trained, check_weights: bool = True) -> None:
+    """The tolerances of a layout in fp32: 1e-5 relative for losses and norms, 1e-5 absolute for every weight."""
+    from safetensors.torch import load_file
+
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in lines] == pytest.approx(expected.losses, rel=1e-5)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(expected.grad_norms, rel=1e-5)
+    if expected.eval_loss is not None:
+        assert lines[-1]["eval_loss"] == pytest.approx(expected.eval_loss, rel=1e-5)
+    if check_weights:
+        got = load_file(out / "hf" / "model.safetensors")
+        assert got.keys() == expected.weights.keys()
+        for name, value in expected.weights.items():
+            worst = (got[name] - value).abs().max().item()
+            assert worst <= 1e-5, f"{name} differs by {worst}"
+
+
+CASES = [
+    *((f"zero{stage} dp{dp}", dp, f"zero{stage}", {}, {}) for stage in range(4) for dp in (1, 2, 4)),
+    *((f"zero{stage} tp2", 2, f"zero{stage}", {"tp": 2}, {}) for stage in range(4)),
+    *((f"zero{stage} tp2 dp2", 4, f"zero{stage}", {"tp": 2}, {}) for stage in (0, 1, 3)),
+    ("zero2 optimizer on the CPU", 2, "zero2_cpu", {}, {}),
+    ("zero3 optimizer and parameters on the CPU", 2, "zero3_cpu", {}, {}),
+    ("zero3 on NVMe", 2, "zero3_nvme", {}, {}),
+    ("micro_batch 2", 2, "zero1", {"micro_batch": 2}, {}),
+    ("micro_batch 4, no accumulation", 2, "zero2", {"micro_batch": 4}, {}),
+    ("activation checkpointing zero0", 2, "zero0", {"activation_checkpointing": True}, {}),
+    ("activation checkpointing zero3", 2, "zero3", {"activation_checkpointing": True}, {}),
+    ("activation checkpointing zero3 tp2", 2, "zero3", {"activation_checkpointing": True, "tp": 2}, {}),
+    ("no clipping", 2, "zero2", {}, {"gradient_clipping": 0.0}),
+    ("strong clipping", 4, "zero1", {"tp": 2}, {"gradient_clipping": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("world", "file", "layout", "numbers"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_layout_trains_like_plain_pytorch(pools, tmp_path, world, file, layout, numbers):
+    recipe = recipe_for("untied", **layout, **numbers)
+    codes = pools.run(world, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run"))
+    assert codes == [0] * world
+    compare(tmp_path / "run", reference("untied", **numbers))
+
+
+@pytest.mark.parametrize("file", ["zero1", "zero3"])
+@pytest.mark.parametrize(("model", "tp"), [("tied", 1), ("tied", 2), ("qwen3", 1), ("qwen3", 2), ("gpt2", 1)])
+def test_model_trains_like_plain_pytorch(pools, tmp_path, model, tp, file):
+    recipe = recipe_for(model, tp=tp)
+    pools.run(2, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run"))
+    compare(tmp_path / "run", reference(model))
+
+
+def test_every_shipped_architecture_is_a_known_model():
+    from transformers import AutoConfig
+
+    for file in SHIPPED.glob("*.json"):
+        config = json.loads(file.read_text())
+        AutoConfig.for_model(config.pop("model_type"), **config)

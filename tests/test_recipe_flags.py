@@ -1,0 +1,178 @@
+"""The command line made from the fields of a recipe."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pool import ROOT, environment
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe, check_recipe, parse
+from recipekit.refusal import Refusal
+
+RECIPE = Recipe(model="meta-llama/Llama-3.2-1B", tp=4, warmup_steps=10)
+FILE = Path("/somewhere/mine.py")
+PLAIN = {item.name: item for item in dataclasses.fields(Recipe) if "help" in item.metadata}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(argv: list[str]) -> Refusal:
+    with pytest.raises(Refusal) as refusal:
+        parse(RECIPE, FILE, argv)
+    return refusal.value
+
+
+def test_without_flags_the_recipe_is_unchanged():
+    command = parse(RECIPE, FILE, [])
+    assert command.recipe == RECIPE and command.typed == frozenset()
+    assert (command.name, command.folder, command.world, command.rank, command.local_rank) == ("mine", Path("/somewhere"), 1, 0, 0)
+    assert not command.tiny and not command.dry_run
+
+
+def test_every_plain_field_is_a_flag_and_no_other():
+    assert {item.name for item in dataclasses.fields(Recipe)} - PLAIN.keys() == {"ds_config", "adapt"}
+    assert "unrecognized" in str(refused(["--ds_config", "zero3.json"])) and "unrecognized" in str(refused(["--adapt", "x"]))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("spelling", [str, lambda name: name.replace("_", "-")], ids=["_", "-"])
+def test_flag_sets_its_field_alone(name, spelling):
+    default = getattr(RECIPE, name)
+    choices = PLAIN[name].metadata.get("choices")
+    value = not default if isinstance(default, bool) else choices[-1] if choices else default + 1 if isinstance(default, int | float) else "typed"
+    flag = "--" + spelling(name)
+    argv = [flag if value else "--no-" + spelling(name)] if isinstance(default, bool) else [flag, str(value)]
+    command = parse(RECIPE, FILE, argv)
+    assert command.recipe == dataclasses.replace(RECIPE, **{name: value}) and type(getattr(command.recipe, name)) is type(default)
+    assert command.typed == {name}
+
+
+def test_typing_the_default_counts_as_typed():
+    assert parse(RECIPE, FILE, ["--tp", "4", "--lr", "3e-4"]).typed == {"tp", "lr"}
+
+
+def test_json_has_its_own_flag():
+    command = parse(RECIPE, FILE, ["--deepspeed_config", "zero3.json", "--tiny", "--dry-run", "--world", "8"])
+    assert command.recipe.ds_config == "zero3.json" and command.typed == {"ds_config"}
+    assert command.tiny and command.dry_run and command.world == 8
+
+
+def test_ranks_come_from_the_launcher(monkeypatch):
+    for name, value in (("WORLD_SIZE", "8"), ("RANK", "5"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    command = parse(RECIPE, FILE, ["--local_rank=1", "--steps", "20"])
+    assert (command.world, command.rank, command.local_rank) == (8, 5, 1)
+    assert command.typed == {"steps"}
+
+
+def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    parse(RECIPE, FILE, ["--out", "run", "--seed", "3"])
+    assert dict(os.environ) == before and not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--micro_bach", "2"], "did you mean --micro_batch?"),
+        (["--global-bacth=2"], "did you mean --global-batch?"),
+        (["--step", "20"], "did you mean --steps?"),  # no silent abbreviation
+        (["--deepspeed", "x.json"], "did you mean --deepspeed_config?"),
+        (["--steps", "twenty"], "--steps"),
+        (["--steps", "2.5"], "--steps"),
+        (["--schedule", "cosinus"], "cosine"),
+        (["--steps"], "--steps"),
+        (["extra"], "extra"),
+        (["--world", "4"], "goes with --dry_run only"),
+        (["--dry_run", "--world", "0"], "at least 1 rank"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_with_the_nearest_flag(argv, named):
+    refusal = refused(argv)
+    assert refusal.exit_code == 2 and named in str(refusal)
+
+
+def test_a_wrong_flag_exits_2_without_traceback(tmp_path):
+    argv = [sys.executable, ROOT / "recipes" / "llama_nano_zero2.py", "--step", "3"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[0] == "refused: 1 problem" and "did you mean --steps?" in done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_help_names_every_flag_with_this_recipes_value(tmp_path):
+    argv = [sys.executable, ROOT / "recipes" / "llama_nano_zero2.py", "--help"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30, check=True)
+    assert all(f"--{name}" in done.stdout for name in [*PLAIN, "deepspeed_config", "tiny", "dry_run", "world"])
+    assert "(here: 0.002)" in " ".join(done.stdout.split())
+
+
+NUMBERS = {
+    "tp": (1, 2, 4),
+    "micro_batch": (1, 2, 4),
+    "global_batch": (16, 32),
+    "seq_len": (32, 512),
+    "eval_rows": (4, 100),
+    "warmup_steps": (0, 2),
+    "steps": (3, 50),
+}
+
+
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in NUMBERS.items()}), st.sampled_from((4, 8)))
+def test_tiny_never_changes_a_typed_value(typed, world):
+    argv = [word for name, value in typed.items() for word in (f"--{name}", str(value))]
+    try:
+        recipe = make_plan(parse(RECIPE, FILE, ["--tiny", "--dry_run", "--world", str(world), *argv])).recipe
+    except Refusal as refusal:  # it fits or is refused
+        assert any(f"{name} = {value}" in str(refusal) or f"{name} {value}" in str(refusal) for name, value in typed.items()), str(refusal)
+        return
+    assert {name: getattr(recipe, name) for name in typed} == typed
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "batch"),
+    [(1, dict(tp=1), (2, 4)), (2, dict(tp=2), (2, 4)), (4, dict(tp=4), (2, 4)), (8, dict(tp=4), (2, 8))],
+)
+def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
+    plan = make_plan(parse(RECIPE, FILE, ["--tiny", "--dry_run", "--world", str(world)]))
+    assert plan.mesh.tp == degrees["tp"] and plan.mesh.world == world
+    assert (plan.recipe.micro_batch, plan.recipe.global_batch) == batch
+    assert (plan.recipe.dataset, plan.recipe.tokenizer, plan.recipe.init, plan.recipe.seq_len) == ("builtin", "bytes", "random", 128)
+    lowered = [note for note in plan.notes if "lowered" in note]
+    assert lowered == ([] if world >= 4 else [f"--tiny lowered tp 4 -> {world} to fit {world} rank{'s' if world > 1 else ''}"])
+
+
+def test_every_impossible_number_is_named_at_once():
+    recipe = Recipe(seq_len=0, steps=5, warmup_steps=5, stop_at=6, lr=0.0, min_lr=-1.0, beta1=1.0, merge=True)
+    named = {problem.where.split(" = ")[0] for problem in check_recipe(recipe)}
+    assert named == {"model", "seq_len", "warmup_steps", "stop_at", "lr", "min_lr", "beta1", "merge"}
+    assert check_recipe(RECIPE) == []
+
+
+@pytest.mark.parametrize("name", [name for name, item in PLAIN.items() if isinstance(item.default, float)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_is_finite(name, value):
+    (problem,) = check_recipe(dataclasses.replace(RECIPE, **{name: value}))
+    assert problem.where == f"{name} = {value}"
+
+
+def test_a_value_written_in_the_file_is_checked_like_a_flag():
+    wrong = Recipe(model="x", steps="20", micro_batch=2.0, export=1, seed=True, schedule="cosin", task="SFT")  # type: ignore[arg-type]
+    named = {problem.where for problem in check_recipe(wrong)}
+    assert named == {"steps = '20'", "micro_batch = 2.0", "export = 1", "seed = True", "schedule = 'cosin'", "task = 'SFT'"}
+
+
+def test_a_whole_number_in_the_file_leaves_the_flag_a_fraction():
+    recipe = Recipe(model="x", weight_decay=0, lr=1)
+    assert check_recipe(recipe) == []
+    assert parse(recipe, FILE, ["--weight_decay", "0.1"]).recipe.weight_decay == 0.1

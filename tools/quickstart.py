@@ -1,0 +1,125 @@
+"""The main job from end to end: train a small Llama with DeepSpeed, export it, and prove that transformers agrees.
+
+    make quickstart
+
+Trains recipes/llama_nano_zero2.py (2 processes on a CPU machine, every GPU elsewhere), loads the exported Hugging Face
+files with plain transformers, compares the loss on held-out text with the engine's, prints a sample, draws loss.png.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TOLERANCE = 2e-3  # relative: the engine and transformers run the same bf16 weights, on other batch shapes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="run folder (default: %(default)s); a finished run in it is used again")
+    parser.add_argument("--steps", type=int, default=None, help="optimizer steps (default: the recipe's)")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+
+    begun = phase(1, "train recipes/llama_nano_zero2.py with the deepspeed launcher")
+    import torch
+
+    ranks = torch.cuda.device_count() or 2
+    deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    if deepspeed is None:
+        print("the deepspeed command is not installed beside this Python; run make setup", file=sys.stderr)
+        return 1
+    steps = ["--steps", str(arguments.steps)] if arguments.steps else []
+    command = [deepspeed, "--num_gpus", str(ranks), str(ROOT / "recipes" / "llama_nano_zero2.py"), "--out", str(arguments.out), *steps]
+    print("  " + " ".join(command), flush=True)
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        print(f"training ended with exit code {code}; its messages are above", file=sys.stderr)
+        return 1
+    ended(begun)
+
+    begun = phase(2, f"load {arguments.out}/hf with plain transformers and compare the loss on held-out text")
+    from recipekit.recipe import Recipe
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    facts = json.loads((arguments.out / "run.json").read_text())["recipe"]
+    recipe = Recipe(**{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__})
+    lines = [json.loads(line) for line in (arguments.out / "metrics.jsonl").read_text().splitlines()]
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.out / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(arguments.out / "hf")
+    engine_loss, plain_loss = lines[-1]["eval_loss"], held_out_loss(model, tokenizer, recipe)
+    print(f"  engine {engine_loss:.6f}, transformers {plain_loss:.6f}")
+    if abs(plain_loss - engine_loss) > TOLERANCE * engine_loss:
+        print(f"they differ by more than {TOLERANCE:g} relative: the export is not the model that was trained", file=sys.stderr)
+        return 1
+    ended(begun)
+
+    begun = phase(3, "generate a sample")
+    prompt = tokenizer("def ", return_tensors="pt")
+    torch.manual_seed(0)
+    written = model.generate(**prompt, max_new_tokens=120, do_sample=True, temperature=0.6, pad_token_id=tokenizer.pad_token_id)
+    print("  " + tokenizer.decode(written[0], skip_special_tokens=True).replace("\n", "\n  "))
+    ended(begun)
+
+    begun = phase(4, f"draw {arguments.out}/loss.png")
+    draw(lines, len(tokenizer), arguments.out / "loss.png")
+    ended(begun)
+
+    first, last, uniform = lines[0]["loss"], lines[-1]["loss"], math.log(len(tokenizer))
+    print(f"done in {time.perf_counter() - began:.0f} s: loss {first:.3f} -> {last:.3f}, {last / uniform:.0%} of ln(vocabulary) = {uniform:.3f}")
+    print(
+        "what the run left: "
+        + ", ".join(str(arguments.out / name) for name in ("metrics.jsonl", "run.json", "ds_config.json", "checkpoints/", "hf/", "loss.png"))
+    )
+    return 0
+
+
+def held_out_loss(model, tokenizer, recipe) -> float:
+    """The token-mean loss of a plain transformers model on the rows that the run held out."""
+    import torch
+    from recipekit.data import eval_rows
+
+    total, tokens = 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for batch in eval_rows(recipe, tokenizer, dp=1, dp_rank=0):
+            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.float()
+            total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum").item()
+            tokens += int((batch["labels"] != -100).sum())
+    return total / tokens
+
+
+def draw(lines: list[dict], vocabulary: int, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], label="training")
+    evaluated = [line for line in lines if "eval_loss" in line]
+    axes.plot([line["step"] for line in evaluated], [line["eval_loss"] for line in evaluated], "o", label="held-out")
+    axes.axhline(math.log(vocabulary), color="grey", linestyle=":", label="ln(vocabulary)")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="llama_nano_zero2")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def phase(number: int, what: str) -> float:
+    print(f"[{number}/4] {what}", flush=True)
+    return time.perf_counter()
+
+
+def ended(begun: float) -> None:
+    print(f"      took {time.perf_counter() - begun:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
