@@ -140,7 +140,10 @@ def _worker(address: str, stacks: str) -> None:
     import deepspeed
     import torch
 
+    from recipekit.setup import load_op
+
     torch.set_num_threads(1)
+    load_op("ShareMemCommBuilder", "shared-memory communication", print)
     deepspeed.init_distributed("gloo", verbose=False)
     while True:
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from recipekit.architecture import SHIPPED
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe, parse
@@ -107,7 +108,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "file", "layout", "numbers"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_layout_trains_like_plain_pytorch(pools, tmp_path, world, file, layout, numbers):
+def test_layout_trains_like_plain_pytorch(pools, ops, tmp_path, world, file, layout, numbers):
+    for op in {"zero2_cpu": ["cpu_adam"], "zero3_cpu": ["cpu_adam"], "zero3_nvme": ["cpu_adam", "async_io"]}.get(file, []):
+        ops(op)
     recipe = recipe_for("untied", **layout, **numbers)
     codes = pools.run(world, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run"))
     assert codes == [0] * world
@@ -120,6 +123,52 @@ def test_model_trains_like_plain_pytorch(pools, tmp_path, model, tp, file):
     recipe = recipe_for(model, tp=tp)
     pools.run(2, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run"))
     compare(tmp_path / "run", reference(model))
+
+
+BF16_CASES = [("zero0", 1), ("zero1", 1), ("zero2", 1), ("zero3", 1), ("zero1", 2), ("zero3", 2), ("zero3_cpu", 1)]
+
+
+@pytest.mark.parametrize(("file", "tp"), BF16_CASES)
+def test_layout_trains_like_plain_pytorch_in_bf16(pools, tmp_path, file, tp):
+    """Every loss within 3 x the largest difference between single-process runs that only split the batch differently."""
+    plain = [reference("untied", micro_batch=micro_batch, bf16=True).losses for micro_batch in (8, 4, 2, 1)]
+    noise = max(max(step) - min(step) for step in zip(*plain, strict=True))
+    pools.run(2, train_in_layout, recipe=recipe_for("untied", tp=tp), config=strategy(file, bf16=True), out=str(tmp_path / "run"))
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    middle = [sum(step) / len(step) for step in zip(*plain, strict=True)]
+    worst = max(abs(mine - theirs) for mine, theirs in zip(losses, middle, strict=True))
+    print(f"{file} tp{tp}: worst difference {worst:.1e}, noise of the reference {noise:.1e}")
+    assert 0 < noise < 0.05
+    assert worst <= 3 * noise
+
+
+def adam_steps(steps: int, weight_decay: float) -> tuple[float, float, float]:
+    """Largest differences of the weights after `steps` on the same gradients: CPU Adam from torch's AdamW, and each from fp64."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(100_003, generator=generator)  # no multiple of the vector width
+    mine, theirs, exact = (torch.nn.Parameter(start.clone().to(dtype)) for dtype in (torch.float32, torch.float32, torch.float64))
+    numbers = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=weight_decay)
+    optimizers = [DeepSpeedCPUAdam([mine], adamw_mode=True, **numbers), torch.optim.AdamW([theirs], **numbers), torch.optim.AdamW([exact], **numbers)]
+    for _ in range(steps):
+        gradient = torch.randn(start.shape, generator=generator)
+        for parameter in (mine, theirs, exact):
+            parameter.grad = gradient.to(parameter.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    mine, theirs, exact = mine.detach(), theirs.detach(), exact.detach()
+    return tuple((a.double() - b).abs().max().item() for a, b in ((mine, theirs), (mine, exact), (theirs, exact)))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_cpu_adam_is_adamw(pools, ops, weight_decay):
+    """DeepSpeed's CPU Adam after 100 steps is as near to AdamW in fp64 as torch's fp32 AdamW is; without decay the two agree to one rounding."""
+    ops("cpu_adam")
+    apart, mine, theirs = pools.run(1, adam_steps, steps=100, weight_decay=weight_decay)[0]
+    print(f"weight decay {weight_decay}: CPU Adam to torch {apart:.1e}, to fp64 {mine:.1e}; torch to fp64 {theirs:.1e}")
+    assert mine <= 1.2 * theirs
+    assert weight_decay or apart < 5e-7  # one unit in the last place of weights up to 4.5
 
 
 def test_every_shipped_architecture_is_a_known_model():

@@ -246,7 +246,7 @@ def test_a_copied_recipe_runs_with_the_numbers_changed_in_it(tmp_path, ops):
     assert strategy.count('"allgather_bucket_size": 500000000') == 1
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "mine.py").write_text(recipe)
-    (tmp_path / "user" / "mine.json").write_text(strategy.replace('"allgather_bucket_size": 500000000', '"allgather_bucket_size": 123456789'))
+    (tmp_path / "user" / "mine.json").write_text(strategy.replace('"allgather_bucket_size": 500000000', '"allgather_bucket_size": 123456788'))
     (tmp_path / "spy.py").write_text("""
 import runpy, sys
 import deepspeed
@@ -261,6 +261,6 @@ runpy.run_path("user/mine.py", run_name="__main__")
 """)
     code, output = start([sys.executable, tmp_path / "spy.py"], tmp_path, timeout=150)
     assert code == 0, f"ended with {code}:\n{output[-8000:]}"
-    assert "ENGINE 123456789 1e-05" in output
+    assert "ENGINE 123456788 1e-05" in output
     lines = [json.loads(line) for line in (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
     assert [line["lr"] for line in lines] == pytest.approx([5e-6, 1e-5, 5e-6, 0.0])

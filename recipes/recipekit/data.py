@@ -205,6 +205,8 @@ def _from_line(field: str, sft: bool, line: str, place: str) -> list[Document]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise refuse(place, f"is not JSON: {error}", "write one JSON object per line") from error
+    if "\\ud" in line.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
+        row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     if not isinstance(row, dict):
         raise refuse(place, f"is not a JSON object but a {type(row).__name__}", "write one JSON object per line")
     if field not in row:
@@ -510,6 +512,7 @@ def _identity(recipe: Recipe, tokenizer: Any, source: Source) -> dict:
         "seed": recipe.seed,
         "global_batch": recipe.global_batch,
         "seq_len": recipe.seq_len,
+        "blocks": [READ_ROWS, BLOCK_DOCUMENTS, BLOCK_CHARACTERS, PIECE, TEXT_PARTS],
     }
 
 

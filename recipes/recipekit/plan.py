@@ -109,11 +109,15 @@ def make_plan(command: Command) -> Plan:
     except Refusal as refusal:
         problems += refusal.problems
     if config or not problems:
+        problems += ds_config.check_swap(config, out)
         problems += ds_config.check(config, world=command.world, mesh=mesh, recipe=recipe, model_config=architecture, typed=command.typed)
     if problems:
         raise Refusal(problems)
     resolved, more = ds_config.resolve(config, recipe, mesh, architecture)
-    notes += [line for line in more if line not in notes]
+    notes += more
+    for block in ("offload_optimizer", "offload_param"):
+        if (offload := resolved["zero_optimization"].get(block, {})).get("device") == "nvme":
+            offload["nvme_path"] = str((out / Path(offload["nvme_path"]).expanduser()).resolve())  # an absolute path stays
     return Plan(command, recipe, mesh, resolved, path, architecture, out, resume_from, tuple(notes))
 
 

@@ -1,5 +1,6 @@
 """What happens once before the first step: quiet libraries, compiled ops, the checkpoint to go on from, the facts of the run."""
 
+import fcntl
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -18,26 +20,44 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import logger
 
 from . import checkpoint
+from .ds_config import check_device
 from .model import enabled
 from .plan import Plan, identity
-from .refusal import refuse
+from .refusal import Refusal, refuse
 
 
 def start(plan: Plan) -> torch.device:
     """Compiles what is missing, joins the process group, seeds, and returns this rank's device (a collective)."""
     quiet()
+    device = torch.device("cuda", plan.command.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if problems := check_device(plan.ds_config, device.type):
+        raise Refusal(problems)
     prepare_ops(plan)
     # DeepSpeed 0.19 lowered its own default to 10 minutes, which a large save on a slow disk outlasts
     deepspeed.init_distributed(timeout=timedelta(minutes=30), verbose=False)
     torch.manual_seed(plan.recipe.seed)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", plan.command.local_rank)
-    torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
+
+
+def undo_hidden_step(engine: Any) -> None:
+    """Makes step 1 the first one that the optimizer takes.
+
+    DeepSpeed 0.19.8 allocates the states of its ZeRO-0 mixed-precision optimizer by a step with zero gradients
+    (unfused_optimizer.py, initialize_optimizer_states): it decays the weights once, and Adam's bias correction is one
+    step ahead ever after, which makes the first update a quarter too small.
+    """
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        engine.basic_optimizer.state.clear()
+        with torch.no_grad():
+            for masters, weights in zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True):
+                for master, weight in zip(masters, weights, strict=True):
+                    master.copy_(weight)
 
 
 def find_checkpoint(plan: Plan, say: Any) -> Path | None:
@@ -116,21 +136,36 @@ def prepare_ops(plan: Plan) -> None:
         wanted.append(("CPU Adam", "60 s", "CPUAdamBuilder"))
     if "nvme" in homes:
         wanted.append(("asynchronous I/O", "180 s", "AsyncIOBuilder"))
-    accelerator: Any = get_accelerator()
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    speaks = plan.command.local_rank == 0
     for title, typical, name in wanted:
-        builder = accelerator.create_op_builder(name)
-        built = any(cache.glob(f"**/{builder.name}.so"))
+        load_op(name, f"{title} (once, about {typical} on two cores)", print if plan.command.local_rank == 0 else lambda _: None)
+
+
+def load_op(name: str, title: str, say: Callable[[str], None]) -> None:
+    """Loads one of DeepSpeed's C++ ops, compiling it first where it is missing; one process of a host at a time.
+
+    torch 2.13 marks a compile with a plain file (FileBaton); a process that is killed meanwhile leaves it, and every later
+    one waits for ever. The kernel drops our lock with its process, so whoever holds it may remove such a file.
+    """
+    accelerator: Any = get_accelerator()
+    builder = accelerator.create_op_builder(name)
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{builder.name}.flock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not any(cache.glob(f"**/{builder.name}.so")):
+                say(f"waiting for another process that compiles DeepSpeed's {title}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for left_over in cache.glob(f"**/{builder.name}/lock"):
+            left_over.unlink()
+        missing = not any(cache.glob(f"**/{builder.name}.so"))
         begun = time.perf_counter()
-        for lock in cache.glob(f"**/{builder.name}/lock"):
-            if speaks and not built:
-                print(f"another process is compiling {title}; if none is, remove {lock}", flush=True)
-        if speaks and not built:
-            print(f"compiling DeepSpeed's {title} (once, about {typical} on two cores) ...", flush=True)
+        if missing:
+            say(f"compiling DeepSpeed's {title} ...")
         builder.load(verbose=False)
-        if speaks and not built:
-            print(f"compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+        if missing:
+            say(f"compiled in {time.perf_counter() - begun:.0f} s")
 
 
 def quiet() -> None:

@@ -53,7 +53,7 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
     chain: list[BaseException] = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
-    text = f"{error}".strip().split("\n")[0]
+    text = " ".join(f"{error}".split("\n")[:2]).strip()
     names = {type(link).__name__ for link in chain}
     if Path(name).expanduser().exists() or not _is_hub_id(name):
         exists = Path(name).expanduser().exists()

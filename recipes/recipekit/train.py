@@ -16,7 +16,7 @@ from .groups import Groups
 from .model import build_model, check_weights, enabled, fetch_config, parameter_groups
 from .plan import Plan
 from .recipe import Recipe
-from .setup import export_dtype, find_checkpoint, peak_memory, put_aside, run_facts, start, write_facts
+from .setup import export_dtype, find_checkpoint, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
@@ -119,6 +119,7 @@ def main(plan: Plan) -> int:
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
     trained: Any = parameter_groups(built.model)  # a list of groups, which DeepSpeed takes but does not annotate
     engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    undo_hidden_step(engine)
     compared = check_weights(engine, built, groups)
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in built.model.parameters())
     checked = f", {compared} of them compared with the files" if compared else ""
@@ -136,7 +137,7 @@ def main(plan: Plan) -> int:
 
     dp_rank = groups.coords["dp"]
     stream = open_stream(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, state=state["data"])
-    held_out = [to_device(batch, device) for batch in eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank)] if recipe.eval_every else []
+    held_out = [to_device(batch, device) for batch in eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say)] if recipe.eval_every else []
     facts = run_facts(plan, model_config)
     if rank0:
         write_facts(plan, facts)
