@@ -7,6 +7,7 @@ next case gets a new pool.
 
 import faulthandler
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -66,7 +67,7 @@ class Pool:
     def run(self, case: Callable[..., Any], timeout: float = 120, **arguments: Any) -> list[Any]:
         """Runs `case(**arguments)` on every rank; returns the ranks' results in order."""
         for connection in self.connections.values():
-            connection.send((case.__module__, case.__name__, arguments))
+            connection.send_bytes(pickle.dumps((case.__module__, case.__name__, arguments)))
         results: list[Any] = [None] * self.world
         errors = []
         deadline = time.monotonic() + timeout
@@ -76,7 +77,7 @@ class Pool:
                 try:
                     if not self.connections[rank].poll(0.01):
                         continue
-                    ok, value = self.connections[rank].recv()
+                    ok, value = pickle.loads(self.connections[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
                     ok, value = False, f"the process ended with {self.processes[rank].poll()}\n{self._log(rank)}"
                 waiting.remove(rank)
@@ -139,7 +140,6 @@ def _worker(address: str, stacks: str) -> None:
 
     import deepspeed
     import torch
-
     from recipekit.setup import load_op
 
     torch.set_num_threads(1)
@@ -147,15 +147,16 @@ def _worker(address: str, stacks: str) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     while True:
         try:
-            module, name, arguments = connection.recv()
+            module, name, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:
             break
         try:
-            connection.send((True, getattr(importlib.import_module(module), name)(**arguments)))
+            answer = pickle.dumps((True, getattr(importlib.import_module(module), name)(**arguments)))
         except BaseException:
-            connection.send((False, traceback.format_exc()))
-        finally:
-            _forget()
+            answer = pickle.dumps((False, traceback.format_exc()))
+        # plain pickle: multiprocessing's would share tensors by file descriptors that die with the worker
+        connection.send_bytes(answer)
+        _forget()
     torch.distributed.destroy_process_group()
 
 

@@ -27,7 +27,7 @@ def start(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., 
 
 
 def wait_until_training(job: Job, run: Path) -> None:
-    job.wait_for(lambda: steps_done(run) > 3 and list(run.glob("wandb/*run-*/*.wandb")) or job.process.poll() is not None, 90)
+    job.wait_for(lambda: (steps_done(run) > 3 and list(run.glob("wandb/*run-*/*.wandb"))) or job.process.poll() is not None, 90)
     assert job.process.poll() is None, job.output[-8000:]
 
 

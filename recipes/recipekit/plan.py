@@ -157,20 +157,33 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None) 
             )
         if chosen.resolve() not in (out.resolve(), *out.resolve().glob("checkpoints/step_*")) and (out / "run.json").exists():
             raise Refusal([Problem(f"out = {out}", f"already holds a run, which is not {recipe.resume}", "choose a new folder with --out NEW")])
+        before = _saved_identity(chosen if (chosen / "checkpoints").is_dir() else chosen.parent.parent)
+        if before and before.get("model_config") != identity(recipe, architecture)["model_config"]:
+            rule = f"the checkpoint in {chosen} is of another model, {before.get('model')}"
+            raise Refusal([Problem(f"model = {recipe.model}", rule, f"use --model {before.get('model')}, or start anew with --out NEW")])
         return chosen
-    if not (out / "run.json").exists():
+    if (before := _saved_identity(out)) is None:
         return None
-    before = json.loads((out / "run.json").read_text())
     now = identity(recipe, architecture)
     differences = [
-        Problem(f"{name} = {now[name]}", f"the run in {out} has {before['identity'].get(name)}", "see the three ways on below")
+        Problem(f"{name} = {now[name]}", f"the run in {out} has {before.get(name)}", "see the three ways on below")
         for name in now
-        if before["identity"].get(name) != now[name]
+        if before.get(name) != now[name]
     ]
     if differences:
         ways = f"start a new run with --out NEW, accept the differences with --resume {out}, or put the old run aside with --resume never"
         raise Refusal([dataclasses.replace(problem, fix=ways) if index == len(differences) - 1 else problem for index, problem in enumerate(differences)])
     return out
+
+
+def _saved_identity(run: Path) -> dict[str, Any] | None:
+    """What the run in a folder is made of; None if the folder holds no run.json. Raises `Refusal` if it cannot be read."""
+    if not (run / "run.json").exists():
+        return None
+    try:
+        return json.loads((run / "run.json").read_text())["identity"]
+    except (ValueError, KeyError):
+        raise Refusal([Problem(f"{run}/run.json", "is damaged", "start a new run with --out NEW, or put this one aside with --resume never")]) from None
 
 
 def identity(recipe: Recipe, architecture: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`run(RECIPE)`: the one way every recipe starts. Light until it is certain that the run can start."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -58,6 +59,10 @@ def _lock(out: Path) -> IO[str]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = open(out.parent / f".{out.name}.lock", "w")  # noqa: SIM115 (held until the run ends)
+        if out.exists():
+            next(out.iterdir(), None)
+            if not os.access(out, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise refuse(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out") from None
     try:

@@ -24,6 +24,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import logger
 
 from . import checkpoint
+from .data import Stream, open_stream
 from .ds_config import check_device
 from .model import enabled
 from .plan import Plan, identity
@@ -62,14 +63,27 @@ def undo_hidden_step(engine: Any) -> None:
 
 def find_checkpoint(plan: Plan, say: Any) -> Path | None:
     """The step folder to go on from; rank 0 looks and verifies, every rank gets its answer (a collective)."""
-    found: list[Any] = [None]
+    found: list[Any] = [None, False]
     if plan.resume_from is not None:
         if dist.get_rank() == 0:
-            found = [checkpoint.newest(plan.resume_from, say)]
+            saved = any(plan.resume_from.glob("checkpoints/step_*"))  # none: it was stopped before its first save
+            found = [checkpoint.newest(plan.resume_from, say), saved]
         dist.broadcast_object_list(found)
-        if found[0] is None and plan.recipe.resume != "auto":
-            raise refuse(f"resume = {plan.recipe.resume}", "holds no complete checkpoint", "give another folder, or --resume never to start anew")
+        if found[0] is None and (found[1] or plan.recipe.resume != "auto"):
+            raise refuse(f"resume from {plan.resume_from}", "holds no complete checkpoint", "give another folder, or --resume never to start anew")
     return found[0]
+
+
+def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict | None, say: Any) -> Stream:
+    """The training data from `state` on; from its beginning if it is other data, which `--resume PATH` accepts."""
+    try:
+        return open_stream(plan.recipe, tokenizer, dp=plan.mesh.dp, dp_rank=dp_rank, state=state)
+    except Refusal as refusal:
+        if state is None or plan.recipe.resume == "auto":
+            raise
+        stream = open_stream(plan.recipe, tokenizer, dp=plan.mesh.dp, dp_rank=dp_rank)
+        say(f"other data than the checkpoint's, read from its beginning: {'; '.join(problem.where for problem in refusal.problems)}")
+        return stream
 
 
 def put_aside(out: Path) -> None:
@@ -121,8 +135,9 @@ def run_facts(plan: Plan, model_config: dict[str, Any]) -> dict[str, Any]:
 def write_facts(plan: Plan, facts: dict[str, Any]) -> None:
     """Writes run.json, and the resolved JSON by itself, which anyone's `--deepspeed_config` accepts."""
     plan.out.mkdir(parents=True, exist_ok=True)
-    (plan.out / "run.json").write_text(json.dumps(facts, indent=1))
-    (plan.out / "ds_config.json").write_text(json.dumps(plan.ds_config, indent=2))
+    for name, content in (("ds_config.json", json.dumps(plan.ds_config, indent=2)), ("run.json", json.dumps(facts, indent=1))):
+        (plan.out / f"{name}.tmp").write_text(content)
+        os.replace(plan.out / f"{name}.tmp", plan.out / name)  # a kill leaves the old file or the new one
 
 
 def prepare_ops(plan: Plan) -> None:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint
-from .data import eval_rows, merge_states, open_stream
+from .data import eval_rows, merge_states
 from .export import export
 from .groups import Groups
 from .model import build_model, check_weights, enabled, fetch_config, parameter_groups
 from .plan import Plan
 from .recipe import Recipe
-from .setup import export_dtype, find_checkpoint, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
+from .setup import export_dtype, find_checkpoint, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
@@ -60,8 +60,8 @@ def token_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def has_grad_norm(engine: Any) -> bool:
-    """ZeRO and the mixed-precision optimizers keep the norm; plain fp32 training (ZeRO-0) does not."""
-    return hasattr(engine.optimizer, "_global_grad_norm")
+    """DeepSpeed's optimizers keep the norm, some from their first step on; a plain torch one (fp32, ZeRO-0) does not."""
+    return not isinstance(engine.optimizer, torch.optim.Optimizer)
 
 
 def plain_grad_norm(engine: Any, tp: int) -> torch.Tensor:
@@ -136,10 +136,11 @@ def main(plan: Plan) -> int:
         return 0
 
     dp_rank = groups.coords["dp"]
-    stream = open_stream(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, state=state["data"])
+    stream = open_data(plan, tokenizer, dp_rank, state["data"], say)
     held_out = [to_device(batch, device) for batch in eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say)] if recipe.eval_every else []
     facts = run_facts(plan, model_config)
     if rank0:
+        checkpoint.put_aside_later(plan.out / "checkpoints", state["step"], say)
         write_facts(plan, facts)
     tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
     with Stopper(recipe.grace) as stopper, contextlib.closing(stream):
