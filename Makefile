@@ -7,11 +7,13 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 setup: .venv/ready
 
 .venv/ready: requirements.txt requirements-dev.txt pyproject.toml
-	@echo "setting up .venv (about a minute with a fast network)"
+	@echo "setting up .venv (one to three minutes, most of it downloads)"
+	@date +%s > .venv-started
 	python3 -m venv .venv
 	DS_BUILD_OPS=0 $(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@touch $@
+	@echo "set up in $$(( $$(date +%s) - $$(cat .venv-started) )) s"
+	@mv .venv-started $@
 
 quickstart: setup
 	$(PYTHON) tools/quickstart.py

@@ -7,6 +7,7 @@ import torch
 from recipekit import model as model_module
 from recipekit.architecture import SHIPPED, shrink
 from recipekit.mesh import make_mesh
+from recipekit.plan import BYTE_VOCAB
 from recipekit.recipe import Recipe
 
 CONFIGS = {
@@ -20,7 +21,7 @@ CONFIGS = {
 def tiny_config(kind: str) -> dict:
     import json
 
-    return shrink(json.loads((SHIPPED / f"{CONFIGS[kind]}.json").read_text()), vocab_size=261)
+    return shrink(json.loads((SHIPPED / f"{CONFIGS[kind]}.json").read_text()), vocab_size=BYTE_VOCAB)
 
 
 def ds_config(stage: int, world: int = 1, tp: int = 1, **zero: object) -> dict:

@@ -78,6 +78,13 @@ def test_files_that_lack_a_parameter_are_refused(tmp_path):
         build_model(Recipe(model=str(tmp_path)), json.loads((tmp_path / "config.json").read_text()), None, ds_config(0), torch.device("cpu"))
 
 
+def test_files_of_another_shape_are_refused(tmp_path):
+    save_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 96}
+    with pytest.raises(Refusal, match=r"gate_proj.weight is \[.*\] in its files and \[96, "):
+        build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
+
+
 class AnonymousMemory(threading.Thread):
     """Samples this process's RssAnon every 5 ms; `growth` is the largest rise, in bytes."""
 

@@ -63,6 +63,7 @@ def main() -> int:
     begun = phase(3, "generate a sample")
     prompt = tokenizer("def ", return_tensors="pt")
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # one token at a time is too little work to share
     written = model.generate(**prompt, max_new_tokens=120, do_sample=True, temperature=0.6, pad_token_id=tokenizer.pad_token_id)
     print("  " + tokenizer.decode(written[0], skip_special_tokens=True).replace("\n", "\n  "))
     ended(begun)

@@ -122,16 +122,16 @@ def load(engine: Any, step: Path, layout: dict[str, Any]) -> dict[str, Any]:
 
 def _generators() -> dict[str, Any]:
     """The states of this rank's random generators, in types that `weights_only` loads."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    generators = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    generators = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
     return generators | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def _restore_generators(generators: dict[str, Any]) -> None:
     torch.set_rng_state(generators["torch"])
     random.setstate(generators["python"])
-    name, keys, *rest = generators["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(generators["numpy"])
     if "cuda" in generators:
         torch.cuda.set_rng_state(generators["cuda"])
 

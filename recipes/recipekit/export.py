@@ -34,9 +34,10 @@ def whole_parameters(model: Any, built: Built, groups: Groups, dtype: torch.dtyp
             master = deepspeed.utils.safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             value = (parameter if master is None else master).detach()
-            if name in built.cuts:
+            cut = built.cuts.get(built.names.get(id(parameter), ""))
+            if cut is not None:
                 assert groups.tp_mesh is not None
-                value = tensor_parallel.join(value.to(parameter.device).view_as(parameter), built.cuts[name], groups.tp_mesh)
+                value = tensor_parallel.join(value.to(parameter.device).view_as(parameter), cut, groups.tp_mesh)
             value = value.to("cpu", dtype, copy=True)
         yield name, value
 

@@ -25,10 +25,14 @@ from .tensor_parallel import Cut
 
 @dataclass(frozen=True)
 class Built:
-    """A model ready for `deepspeed.initialize`; `cuts` says which parameters are tensor-parallel shards and how."""
+    """A model ready for `deepspeed.initialize`; `cuts` says which parameters are tensor-parallel shards and how.
+
+    `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what it wraps.
+    """
 
     model: Any
     cuts: dict[str, Cut]
+    names: dict[int, str]
     read: Callable[[str], torch.Tensor] | None  # parameter name -> its whole value in the files; None after a random init
 
 
@@ -42,9 +46,9 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
     """
     model = empty_model(recipe, model_config)
     dtype = torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
+    read = None if recipe.init == "random" else open_weights(recipe, model)
     tp_mesh = groups.tp_mesh if groups else None
     cuts = tensor_parallel.apply(model, tp_mesh) if tp_mesh else {}
-    read = None if recipe.init == "random" else open_weights(recipe, model)
     names = {id(module): name for name, module in model.named_modules()}
     zero3 = groups is not None and ds_config["zero_optimization"]["stage"] == 3
     swapper = None
@@ -71,11 +75,14 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         buffer.data = (read(name).to(buffer.dtype) if read and name in persistent else buffer.data).to(device)
+    published = {id(parameter): name for name, parameter in model.named_parameters()}
     if recipe.adapt is not None:
         torch.manual_seed(recipe.seed)
         model = recipe.adapt(model)
+        if tp_mesh and hasattr(model, "peft_config"):
+            raise refuse("tp > 1", "peft's adapters do not know tensor-parallel shards", "use --tp 1; ZeRO-3 divides the frozen weights too")
     model.train()
-    return Built(model, cuts, read)
+    return Built(model, cuts, published, read)
 
 
 def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
@@ -224,6 +231,11 @@ def open_weights(recipe: Recipe, model: Any) -> Callable[[str], torch.Tensor]:
                 )
             ]
         )
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = [(name, found) for name, key in source.items() if (found := where[key].get_slice(key).get_shape()) != shapes[name]]
+    if wrong:
+        name, found = wrong[0]
+        raise refuse(f"model = {recipe.model}", f"{name} is {found} in its files and {shapes[name]} by its config.json", "give files and config of one model")
     return lambda name: where[source[name]].get_tensor(source[name])
 
 
@@ -256,9 +268,10 @@ def check_weights(engine: Any, built: Built, groups: Groups, samples: int = 8) -
     """
     if built.read is None:
         return 0
-    parameters = list(built.model.named_parameters())
-    chosen = parameters[:: max(1, len(parameters) // samples)]
-    for name, parameter in chosen:
+    published = [parameter for parameter in built.model.parameters() if id(parameter) in built.names]
+    chosen = published[:: max(1, len(published) // samples)]
+    for parameter in chosen:
+        name = built.names[id(parameter)]
         expected = built.read(name).to(parameter.dtype)
         if name in built.cuts:
             assert groups.tp_mesh is not None

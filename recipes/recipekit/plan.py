@@ -99,7 +99,7 @@ def make_plan(command: Command) -> Plan:
         else:
             architecture = shrink(architecture, BYTE_VOCAB)
         recipe = _tiny(recipe, mesh, frozenset(fixed))
-    elif architecture is not None and recipe.tokenizer == "bytes":
+    elif architecture is not None and recipe.tokenizer == "bytes" and recipe.init == "random":
         architecture = architecture | {"vocab_size": BYTE_VOCAB}
 
     out = Path(recipe.out or Path("runs") / command.name)

@@ -1,11 +1,11 @@
 """`run(RECIPE)`: the one way every recipe starts. Light until it is certain that the run can start."""
 
-import errno
 import fcntl
 import os
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -60,9 +60,7 @@ def _lock(out: Path) -> IO[str]:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = open(out.parent / f".{out.name}.lock", "w")  # noqa: SIM115 (held until the run ends)
         if out.exists():
-            next(out.iterdir(), None)
-            if not os.access(out, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            tempfile.TemporaryFile(dir=out).close()  # fails as the run would: no folder, no permission, a read-only disk
     except OSError as error:
         raise refuse(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out") from None
     try:

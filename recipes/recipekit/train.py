@@ -16,6 +16,7 @@ from .groups import Groups
 from .model import build_model, check_weights, enabled, fetch_config, parameter_groups
 from .plan import Plan
 from .recipe import Recipe
+from .refusal import refuse
 from .setup import export_dtype, find_checkpoint, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
@@ -116,6 +117,9 @@ def main(plan: Plan) -> int:
     model_config = plan.model_config or fetch_config(recipe)
     groups = Groups(mesh, device.type)
     tokenizer = load_tokenizer(recipe)
+    if len(tokenizer) > (vocabulary := model_config.get("vocab_size", len(tokenizer))):
+        rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {recipe.model}"
+        raise refuse(f"tokenizer = {recipe.tokenizer or recipe.model}", rule, "leave --tokenizer out to take the model's own")
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
     trained: Any = parameter_groups(built.model)  # a list of groups, which DeepSpeed takes but does not annotate
     engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
