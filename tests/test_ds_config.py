@@ -66,6 +66,7 @@ BROKEN = {
         "flops_profiler.profile_steps",
         "profile_step",
     ),
+    "odd bucket": ("zero2", {"zero_optimization.allgather_bucket_size": 1000001}, {}, "allgather_bucket_size = 1000001", "add 1"),
     "typo in the data types": ("zero2", {"data_types.grad_acum_dtype": "fp32"}, {}, "data_types.grad_acum_dtype", "grad_accum_dtype"),
     "key at the wrong level": ("zero2", {"stage": 2}, {}, "stage = 2", "it belongs in zero_optimization"),
     "top-level key in a block": (

@@ -90,6 +90,21 @@ def test_the_export_of_every_strategy_is_what_the_engine_evaluated(pools, tmp_pa
         assert abs(loss - lines[-1]["eval_loss"]) < 2e-3 * loss, f"{file} tp{tp}"
 
 
+def test_a_model_published_in_fp32_is_exported_from_the_master_weights(pools, tmp_path):
+    from safetensors.torch import load_file
+
+    save_tiny(tmp_path / "base")
+    for file, tp in (("zero1", 1), ("zero2", 1), ("zero3", 1), ("zero1", 2), ("zero3", 2)):
+        out = tmp_path / f"{file}_{tp}"
+        recipe = Recipe(model=str(tmp_path / "base"), ds_config=strategy(file, bf16=True), tp=tp, out=str(out), **NUMBERS)
+        assert [code for code, _ in pools.run(2, run_recipe, recipe=recipe, lora=False)] == [0, 0]
+        weights = load_file(out / "hf" / "model.safetensors")
+        assert all(value.dtype == torch.float32 for value in weights.values())
+        matrix = weights["model.layers.0.mlp.up_proj.weight"]
+        finer = (matrix != matrix.to(torch.bfloat16).float()).float().mean().item()
+        assert finer > 0.9, f"{file} tp{tp}: only {finer:.0%} of the values need more than bf16"
+
+
 def run_tiny(recipe: Recipe) -> int:
     from recipekit.train import main
 

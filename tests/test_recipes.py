@@ -197,7 +197,7 @@ def test_recipe_trains_tiny(name, tmp_path, ops):
     launcher = shutil.which("deepspeed", path=environment()["PATH"])
     assert launcher
     argv = [launcher, "--num_gpus", "2", "--master_port", str(free_port()), FILES[name], "--tiny", "--steps", "3", "--out", tmp_path / "run"]
-    code, output = start(argv, tmp_path, timeout=150)
+    code, output = start(argv, tmp_path, timeout=240)
     assert code == 0, f"ended with {code}:\n{output[-8000:]}"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -222,7 +222,7 @@ def test_lora_starts_from_published_weights_and_exports_adapter_or_merged_model(
     argv = [sys.executable, FILES["qwen3_0_6b_lora_zero3"], "--model", tmp_path / "base", "--tokenizer", "bytes", "--dataset", "builtin", "--subset", ""]
     argv += ["--steps", "2", "--seq_len", "64", "--global_batch", "2", "--eval_every", "0", "--no-wandb", "--lr", "0.1"]
     for extra in ([], ["--merge"]):
-        code, output = start([*argv, *extra, "--out", tmp_path / f"run{len(extra)}"], tmp_path, timeout=150)
+        code, output = start([*argv, *extra, "--out", tmp_path / f"run{len(extra)}"], tmp_path, timeout=240)
         assert code == 0, f"ended with {code}:\n{output[-8000:]}"
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     before = {name: value.clone() for name, value in base.state_dict().items()}
@@ -259,7 +259,7 @@ deepspeed.initialize = spied
 sys.argv = ["user/mine.py", "--tiny", "--steps", "4", "--no-wandb"]
 runpy.run_path("user/mine.py", run_name="__main__")
 """)
-    code, output = start([sys.executable, tmp_path / "spy.py"], tmp_path, timeout=150)
+    code, output = start([sys.executable, tmp_path / "spy.py"], tmp_path, timeout=240)
     assert code == 0, f"ended with {code}:\n{output[-8000:]}"
     assert "ENGINE 123456788 1e-05" in output
     lines = [json.loads(line) for line in (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]

@@ -147,6 +147,12 @@ RULES: tuple[Rule, ...] = (
     ),
     # ZeRO
     *_stages({1, 2, 3}, "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm load_from_fp32_weights zenflow"),
+    Rule(
+        f"{ZERO}.allgather_bucket_size",
+        lambda f: f.stage in (1, 2) and isinstance(size := f.get(f"{ZERO}.allgather_bucket_size"), int) and size % 2 == 1,
+        "must be even: DeepSpeed aligns its buckets to 2 elements",
+        "add 1",
+    ),
     *_stages({1, 2}, "allgather_bucket_size allgather_partitions use_multi_rank_bucket_allreduce compute_grad_norm"),
     *_stages({1, 2}, "round_robin_gradients parameter_alignment elastic_checkpoint"),
     *_stages({1}, "legacy_stage1"),

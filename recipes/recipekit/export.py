@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 
 from . import tensor_parallel
@@ -26,12 +27,9 @@ def whole_parameters(model: Any, built: Built, groups: Groups, dtype: torch.dtyp
     """
     for name, parameter in model.named_parameters():
         master = None
-        if (
-            dtype == torch.float32 != parameter.dtype
-            and parameter.requires_grad
-            and hasattr(parameter, "_hp_mapping" if not hasattr(parameter, "ds_id") else "ds_id")
-        ):
-            master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        kept = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")  # the marks of ZeRO-3, and of ZeRO-1 and -2
+        if kept and parameter.requires_grad and dtype == torch.float32 and parameter.dtype != dtype:
+            master = safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             value = (parameter if master is None else master).detach()
             cut = built.cuts.get(built.names.get(id(parameter), ""))

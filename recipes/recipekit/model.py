@@ -90,6 +90,7 @@ def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
     model_config = dict(model_config)
     config = transformers.AutoConfig.for_model(model_config.pop("model_type"), **model_config)
     config._attn_implementation = recipe.attention
+    config._name_or_path = recipe.model  # what an exported adapter names as its base
     config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

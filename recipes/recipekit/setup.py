@@ -165,6 +165,8 @@ def load_op(name: str, title: str, say: Callable[[str], None]) -> None:
     builder = accelerator.create_op_builder(name)
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     cache.mkdir(parents=True, exist_ok=True)
+    # another version of ninja than the one that compiled it rebuilds everything: always take this environment's
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with (cache / f"{builder.name}.flock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
