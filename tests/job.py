@@ -135,6 +135,17 @@ class Job:
             os.close(self._keyboard)
 
 
+def contention() -> float:
+    """How many times longer work takes here than on an idle machine: the wall time of a busy loop over its CPU time, at least 1.
+
+    What a test promises in seconds is promised for a machine that does nothing else.
+    """
+    wall, cpu = time.perf_counter(), time.thread_time()
+    while time.thread_time() - cpu < 0.2:
+        pass
+    return max(1.0, (time.perf_counter() - wall) / (time.thread_time() - cpu))
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, the last of which may not be torn."""
     text = (run / "metrics.jsonl").read_text()

@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import ds_config
-from .architecture import model_config, shrink
+from .architecture import is_local, model_config, shrink
 from .mesh import Mesh, fit_degrees, make_mesh
 from .recipe import Command, Recipe, check_recipe
 from .refusal import Problem, Refusal
@@ -101,6 +102,12 @@ def make_plan(command: Command) -> Plan:
         recipe = _tiny(recipe, mesh, frozenset(fixed))
     elif architecture is not None and recipe.tokenizer == "bytes" and recipe.init == "random":
         architecture = architecture | {"vocab_size": BYTE_VOCAB}
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
+    needed = recipe.init == "pretrained" or (architecture is None and not command.tiny)
+    if offline and needed and recipe.model and not command.dry_run and not is_local(recipe):
+        rule = "is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
+        problems.append(Problem(f"model = {recipe.model}", rule, f"download it where there is a network: hf download {recipe.model}"))
 
     out = Path(recipe.out or Path("runs") / command.name)
     resume_from = None

@@ -107,6 +107,8 @@ def main(plan: Plan) -> int:
     say = print if rank0 else lambda *_: None
     for note in plan.notes:
         say(note)
+    rows = f"{recipe.global_batch} rows a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
+    say(f"{plan.command.name} on {mesh.world} rank{'s' if mesh.world > 1 else ''} ({mesh}), {plan.ds_path or 'strategy of the recipe'}, {rows}")
     device = start(plan)
     source = find_checkpoint(plan, say)
     if rank0 and source is None and recipe.resume == "never" and plan.out.exists():
@@ -137,6 +139,9 @@ def main(plan: Plan) -> int:
     last = recipe.stop_at or recipe.steps
     if state["step"] >= last:
         say(f"nothing to do: the run in {plan.out} has finished {state['step']} of {last} steps")
+        if recipe.export and last == recipe.steps and not (plan.out / "hf").exists():  # it was ended before it could write them
+            say(f"writing Hugging Face files to {plan.out}/hf")
+            export(engine, built, groups, tokenizer, plan.out / "hf", export_dtype(plan, model_config), recipe.merge)
         return 0
 
     dp_rank = groups.coords["dp"]
