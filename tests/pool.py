@@ -140,11 +140,12 @@ def _worker(address: str, stacks: str) -> None:
 
     import deepspeed
     import torch
-    from recipekit.setup import load_op
+    from recipekit.setup import load_op, unlink_shared_memory
 
     torch.set_num_threads(1)
     load_op("ShareMemCommBuilder", "shared-memory communication", print)
     deepspeed.init_distributed("gloo", verbose=False)
+    unlink_shared_memory()
     while True:
         try:
             module, name, arguments = pickle.loads(connection.recv_bytes())

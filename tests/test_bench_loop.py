@@ -34,7 +34,15 @@ def table(text: str) -> dict[str, list[str]]:
 def report(**changes: Any) -> dict[str, Any]:
     """What a run of 3 pairs of 2-step blocks measured, with round numbers."""
     seconds = {"ours": [2.0, 4.0, 8.0], "bare": [2.0, 4.2, 7.2], "trainer": [4.0, 8.0, 16.0], "accelerate": [2.0, 4.0, 8.0]}
-    said = {"date": "2030-01-02", "command": "tools/bench_loop.py", "machine": "2 CPU cores", "load_before": 0.5, "versions": {"torch": "9"}, "commit": "abc"}
+    said = {
+        "date": "2030-01-02",
+        "command": "tools/bench_loop.py",
+        "machine": "2 CPU cores",
+        "load_before": 0.5,
+        "load_after": 2.5,
+        "versions": {"torch": "9"},
+        "commit": "abc",
+    }
     setting = {"model": "m", "ranks": 2, "ds_config": "zero2.json", "seq_len": 100, "micro_batch": 1, "global_batch": 4, "tokens_per_step": 400, "wandb": "off"}
     blocks = {"pairs": 3, "steps_per_block": 2, "seconds": seconds, "step_s": 2.0, "data_wait_s": 0.01, "losses": {loop: 3.0 for loop in bench_loop.LOOPS}}
     return said | setting | blocks | {"outside": {loop: {"outside_s": 0.005, "collectives_s": 0.002} for loop in bench_loop.LOOPS}} | changes

@@ -136,7 +136,7 @@ def main() -> int:
         if code or not report_file.exists():
             print(f"the bench ended with exit code {code}; its messages are above", file=sys.stderr)
             return 1
-        report = json.loads(report_file.read_text()) | {"load_before": load}
+        report = json.loads(report_file.read_text()) | {"load_before": load, "load_after": os.getloadavg()[0]}
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
     print(page(report), end="")
@@ -193,7 +193,7 @@ def page(report: dict[str, Any]) -> str:
     few = "" if report["pairs"] >= ENOUGH_PAIRS else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
     return f"""# The training loop beside three others
 
-Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}; load average before the start {report["load_before"]:.1f}.
+Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}; load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
 
 {report["model"]}, {report["ranks"]} ranks, `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
@@ -212,7 +212,7 @@ What is in the time of a block:
 
 - ours: `recipekit.train.loop` as a recipe runs it: its own stream with the thread that tokenises and packs ahead, the copy to the device, the
   learning rate of the step, the two all-reduces of the loss and the token count, the gradient norm, `metrics.jsonl`, the progress line, and W&B
-  ({report["wandb"]}). A block ends when the threads it set to work are done. Not in it: start-up, evaluation, checkpoints;
+  ({report["wandb"]}; its own process works beside all four loops). A block ends when the threads it set to work are done. Not in it: start-up, evaluation, checkpoints;
 - bare: forward, backward and step of micro-batches that lie on the device, and `.item()` of the loss on rank 0 each step; no data, no record;
 - `Trainer`: its own `train()`, with a log record of every step kept in memory, not printed, no saving, no report;
 - `accelerate`: `accumulate`, `accelerator.backward`, `DummyOptim`, a prepared `DataLoader`, `.item()` of the loss on rank 0 each step.
@@ -367,7 +367,9 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in models["bare"].parameters())
     own = [flag for flag in sys.argv[1:] if not flag.startswith("--local_rank")]
-    own = own[: own.index("--folder")] + own[own.index("--folder") + 2 :]
+    for flag in ("--folder", "--json"):  # where files went is not what was measured
+        if flag in own:
+            del own[own.index(flag) : own.index(flag) + 2]
     return measured | {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["tools/bench_loop.py", *own]),
