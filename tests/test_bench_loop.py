@@ -114,6 +114,7 @@ def test_bad_input_is_refused(flags: list[object], says: list[str]):
         assert words in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path, ops: Callable[[str], None]):
     ops("comm")
     out = tmp_path / "report.json"
