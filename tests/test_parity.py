@@ -23,6 +23,9 @@ NUMBERS = dict(lr=3e-4, eps=1e-6, steps=STEPS, seq_len=64, global_batch=8, warmu
 def strategy(file: str, bf16: bool = False) -> dict[str, Any]:
     """A shipped JSON; in fp32 without its bf16 block and what depends on it."""
     config = json.loads((Path(__file__).parents[1] / "ds_configs" / f"{file}.json").read_text())
+    for block in ("offload_param", "offload_optimizer"):
+        if "buffer_size" in (offload := config["zero_optimization"].get(block, {})):
+            offload["buffer_size"] = 1_000_000  # DeepSpeed pins buffer_count such buffers and a warm worker never gives them back
     if not bf16:
         config["bf16"] = {"enabled": False}
         config.pop("data_types", None)
