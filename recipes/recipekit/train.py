@@ -36,22 +36,26 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
             group["lr"] = lr
     labelled = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     totals = torch.tensor([labelled, *(reason == stop for reason in REASONS)], dtype=torch.int64, device=engine.device)
-    dist.all_reduce(totals)  # tensor peers count the same rows, hence the tp below
-    tokens = totals[0] // tp
-    weight = len(batches) * (dist.get_world_size() // tp) / tokens  # undoes DeepSpeed's mean over micro-batches and ranks
+    counting = dist.all_reduce(totals, async_op=True)  # during the first forward; tensor peers count the same rows, hence the tp below
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-    grad_norm = None
+    weight = summing = grad_norm = None
     for batch in batches:
-        loss = token_loss(engine, batch)
+        loss = token_loss(engine, to_device(batch, engine.device))
+        loss_sum += loss.detach()
+        if weight is None:
+            counting.wait()
+            weight = len(batches) * (dist.get_world_size() // tp) / (totals[0] // tp)  # undoes DeepSpeed's mean over micro-batches and ranks
+        if engine.is_gradient_accumulation_boundary():
+            summing = dist.all_reduce(loss_sum, async_op=True)  # during the last backward
         engine.backward(loss * weight)
         if engine.is_gradient_accumulation_boundary() and not has_grad_norm(engine):
             grad_norm = plain_grad_norm(engine, tp)
         engine.step()
-        loss_sum += loss.detach()
-    dist.all_reduce(loss_sum)
+    assert summing is not None, "an optimizer step has at least one micro-batch"
+    summing.wait()
     grad_norm = engine.get_global_grad_norm() if grad_norm is None else grad_norm
     told = [reason for reason, ranks in zip(REASONS, totals[1:].tolist(), strict=True) if ranks]
-    return {"loss": (loss_sum / totals[0]).item(), "grad_norm": float(grad_norm), "tokens": int(tokens), "stop": next(iter(told), None)}
+    return {"loss": (loss_sum / totals[0]).item(), "grad_norm": float(grad_norm), "tokens": int(totals[0]) // tp, "stop": next(iter(told), None)}
 
 
 def token_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
@@ -175,7 +179,6 @@ def loop(
         begun = time.perf_counter()
         batches, data_state = next(stream)
         data_wait = time.perf_counter() - begun
-        batches = [to_device(batch, engine.device) for batch in batches]
         lr = lr_at(recipe, step) if own_schedule else None
         result = train_step(engine, batches, lr, stopper.requested, plan.mesh.tp)
         seconds = time.perf_counter() - begun
