@@ -1,6 +1,7 @@
 """Shared fixtures: worker pools, compiled ops, real weights, and an environment without network."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"pools", "ops"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
+    items.sort(key=lambda item: item.get_closest_marker("processes") is not None)  # the others run while the ops are compiled
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -40,9 +42,10 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes
     wanted = list(OPS.values()) if Path("/usr/include/libaio.h").exists() else [name for name in OPS.values() if name != "AsyncIOBuilder"]
     (ROOT / ".cache").mkdir(exist_ok=True)
     log = (ROOT / ".cache" / "ops.log").open("wb")
-    process = subprocess.Popen([sys.executable, "-c", BUILD, *wanted], stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen([sys.executable, "-c", BUILD, *wanted], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     yield process
-    process.kill()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # with its ninja and compilers
     process.wait()
     log.close()
 
@@ -72,8 +75,9 @@ def ops(compiling: subprocess.Popen[bytes]) -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="session")
-def pools(ops: Callable[[str], None]) -> Iterator[Pools]:
+def pools(ops: Callable[[str], None], compiling: subprocess.Popen[bytes]) -> Iterator[Pools]:
     ops("comm")  # every first init_distributed on a CPU needs it
+    compiling.wait()  # compilers on every core would make cases outlive their time limits
     made = Pools()
     yield made
     made.close()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_CASES = 20  # of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep their names
 
 
 def environment() -> dict[str, str]:
@@ -50,7 +51,7 @@ class CaseFailed(AssertionError):
 
 class Pool:
     def __init__(self, world: int):
-        self.world = world
+        self.world, self.num_cases = world, 0
         self.folder = Path(tempfile.mkdtemp(prefix=f"pool{world}_"))
         address = str(self.folder / "socket")
         with Listener(address, "AF_UNIX", backlog=world) as listener:
@@ -66,6 +67,7 @@ class Pool:
 
     def run(self, case: Callable[..., Any], timeout: float = 120, **arguments: Any) -> list[Any]:
         """Runs `case(**arguments)` on every rank; returns the ranks' results in order."""
+        self.num_cases += 1
         for connection in self.connections.values():
             connection.send_bytes(pickle.dumps((case.__module__, case.__name__, arguments)))
         results: list[Any] = [None] * self.world
@@ -123,6 +125,8 @@ class Pools:
         self.pools: dict[int, Pool] = {}
 
     def run(self, world: int, case: Callable[..., Any], timeout: float = 120, **arguments: Any) -> list[Any]:
+        if world in self.pools and self.pools[world].num_cases == MOST_CASES:
+            self.pools.pop(world).close()
         if world not in self.pools or not self.pools[world].alive:
             self.pools[world] = Pool(world)
         return self.pools[world].run(case, timeout, **arguments)

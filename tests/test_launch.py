@@ -1,6 +1,7 @@
 """The real `deepspeed` launcher: every way to stop a run ends all of its processes in time, with nothing lost; refusals are told once."""
 
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -19,9 +20,10 @@ HARD = 60.0  # seconds for the same on a machine that others load
 
 
 @pytest.fixture
-def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
+def launch(tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]) -> Iterator[Callable[..., Job]]:
     """Starts a command in tmp_path; ends what is left of it after the test."""
     ops("comm")
+    compiling.wait()  # what is promised in seconds is promised for an idle machine
     jobs: list[Job] = []
 
     def launch(argv: list[str], terminal: bool = False, folder: Path = tmp_path, **variables: str) -> Job:

@@ -335,7 +335,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     for loop in LOOPS:
         trains[loop].run(WARM_UP)
     held_out = [{name: batch[name].to(device) for name in ("input_ids", "labels", "position_ids")} for batch in prepared[-1][:2]]
-    losses = {loop: evaluate(engine, held_out) for loop, engine in engines.items()}
+    losses = {loop: evaluate(engine, held_out, plan.mesh) for loop, engine in engines.items()}
     if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
         raise Refusal([Problem("the four loops", f"did not learn the same: {losses}", "compare them before their speed")])
 
@@ -508,12 +508,13 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 
 def our_loop(plan: Plan, model: Any, stream: Any, tracker: Any) -> Start:
     """The loop that every recipe runs, unchanged; it pauses where it has recorded a step."""
-    from recipekit.setup import undo_hidden_step
+    from recipekit.setup import keep_grad_norm, undo_hidden_step
     from recipekit.stopping import Stopper
     from recipekit.train import loop
 
     engine = initialize(plan, model)
     undo_hidden_step(engine)
+    keep_grad_norm(engine)
 
     def train(pause: Callable[[], None]) -> int:
         def log(metrics: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
+from .mesh import Mesh
 from .model import empty_model, enabled
+from .pipeline import describe, names_of, split, stages_of
 from .plan import Plan
 from .recipe import Recipe
 from .tensor_parallel import local_sizes
@@ -25,21 +27,30 @@ def show(plan: Plan) -> None:
     if plan.model_config is None:
         print(f"memory   not known: {recipe.model} is neither shipped in recipes/recipekit/architectures/ nor on this machine")
         return
-    for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, mesh.tp)).items():
+    if mesh.pp > 1:
+        model = empty_model(recipe, plan.model_config)
+        num_stages = mesh.pp * len(stages_of(0, mesh.pp, recipe.pipeline_schedule))
+        print(f"stages   {describe(split(model, num_stages, recipe.pp_plan), model)}")
+    for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, mesh)).items():
         listed = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
         print(f"memory   {place}, each rank: {sum(parts.values()) / 2**30:.2f} GiB = {listed}")
     print("         activations, buckets and the allocator's reserve come on top")
 
 
-def count_parameters(recipe: Recipe, model_config: dict[str, Any], tp: int) -> tuple[int, int]:
-    """(parameters one rank holds, those of them that are trained) before ZeRO divides them; tied weights count once."""
+def count_parameters(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh) -> tuple[int, int]:
+    """(parameters the fullest rank holds, those of them that are trained) before ZeRO divides them; tied weights count once."""
     model = empty_model(recipe, model_config)
     if recipe.adapt is not None:
         model = recipe.adapt(model)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    if tp > 1:
-        sizes = local_sizes(model, tp)
-    return sum(sizes.values()), sum(sizes[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
+    if mesh.tp > 1:
+        sizes = local_sizes(model, mesh.tp)
+    if mesh.pp > 1:
+        ranks = [stages_of(rank, mesh.pp, recipe.pipeline_schedule) for rank in range(mesh.pp)]
+        cut = split(model, mesh.pp * len(ranks[0]), recipe.pp_plan)
+        held = max((names_of(cut, model, stages) for stages in ranks), key=lambda names: sum(sizes[name] for name in names))
+        sizes = {name: sizes[name] for name in held}
+    return sum(sizes.values()), sum(sizes[name] for name, parameter in model.named_parameters() if parameter.requires_grad and name in sizes)
 
 
 def state_bytes(plan: Plan, parameters: int, trained: int) -> dict[str, dict[str, int]]:

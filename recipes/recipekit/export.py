@@ -21,11 +21,13 @@ SHARD_BYTES = 4 * 1024**3
 
 
 def whole_parameters(model: Any, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor on the CPU) of every parameter, one at a time, on every rank (a collective).
+    """(name, whole tensor on the CPU) of every parameter of this rank's stages, one at a time, on every rank (a collective).
 
     Where the training dtype is smaller than `dtype`, the optimizer's fp32 master weights are given.
     """
     for name, parameter in model.named_parameters():
+        if getattr(parameter, "ds_pipe_replicated", False):
+            continue  # an earlier stage has it too
         master = None
         kept = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")  # the marks of ZeRO-3, and of ZeRO-1 and -2
         if kept and parameter.requires_grad and dtype == torch.float32 and parameter.dtype != dtype:
@@ -43,6 +45,8 @@ def whole_parameters(model: Any, built: Built, groups: Groups, dtype: torch.dtyp
 def export(engine: Any, built: Built, groups: Groups, tokenizer: Any, folder: Path, dtype: torch.dtype, merge: bool) -> None:
     """Writes safetensors, config and tokenizer into `folder`, complete or not at all (a collective).
 
+    The first rank of each pipeline stage writes its files.
+
     A LoRA model writes its adapter, or the merged weights with `merge`. Tensors that transformers ties are written once.
     """
     model = engine.module
@@ -51,36 +55,44 @@ def export(engine: Any, built: Built, groups: Groups, tokenizer: Any, folder: Pa
         _export_adapter(model, built, groups, tokenizer, folder, dtype)
         return
     tensors = _merged(model, built, groups, dtype) if adapter else whole_parameters(model, built, groups, dtype)
-    plain = model.get_base_model() if adapter else model
+    models = [model.get_base_model()] if adapter else built.models
     staging = folder.with_name(f".{folder.name}.tmp")
     rank0 = dist.get_rank() == 0
     if rank0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
+    dist.barrier()
+    writes = groups.coords["dp"] == groups.coords["tp"] == groups.coords["sp"] == 0
     shard: dict[str, torch.Tensor] = {}
-    files: list[list[str]] = []
+    files: list[tuple[str, list[str]]] = []  # (file, its tensors)
     total = size = 0
     for name, value in tensors:
-        if not rank0:
+        if not writes:
             continue
         if size and size + value.nbytes > SHARD_BYTES:
-            files.append(_write(shard, staging, len(files)))
+            files.append(_write(shard, staging, groups.coords["pp"], len(files)))
             shard, size = {}, 0
         shard[name] = value.contiguous()
         size += value.nbytes
         total += value.nbytes
-    if rank0:
-        parameters = dict(plain.named_parameters())
-        for name in plain.state_dict():
-            if name not in parameters and (buffer := dict(plain.named_buffers()).get(name)) is not None:
+    if writes:
+        parameters = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name in [name for model in models for name in model.state_dict() if name not in parameters]:
+            if (buffer := next((buffers[name] for model in models if name in (buffers := dict(model.named_buffers()))), None)) is not None:
                 shard[name] = buffer.cpu()
-        files.append(_write(shard, staging, len(files)))
+        files.append(_write(shard, staging, groups.coords["pp"], len(files)))
+    everyone: list[Any] = [None] * groups.mesh.world
+    dist.all_gather_object(everyone, (files, total))
+    if rank0:
+        files = [file for written, _ in everyone for file in written]
         names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))] if len(files) > 1 else ["model.safetensors"]
-        for number, name in enumerate(names):
-            os.rename(staging / f"part-{number}", staging / name)
+        for (part, _), name in zip(files, names, strict=True):
+            os.rename(staging / part, staging / name)
         if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": {key: names[number] for number, keys in enumerate(files) for key in keys}}
+            weight_map = {key: name for (_, keys), name in zip(files, names, strict=True) for key in keys}
+            index = {"metadata": {"total_size": sum(size for _, size in everyone)}, "weight_map": weight_map}
             (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        plain = models[0]
         config = plain.config.__class__.from_dict(plain.config.to_dict())
         config.dtype, config.use_cache = dtype, True
         config.architectures = [type(plain).__name__]
@@ -92,9 +104,10 @@ def export(engine: Any, built: Built, groups: Groups, tokenizer: Any, folder: Pa
     dist.barrier()
 
 
-def _write(shard: dict[str, torch.Tensor], staging: Path, number: int) -> list[str]:
-    save_file(shard, staging / f"part-{number}", metadata={"format": "pt"})
-    return list(shard)
+def _write(shard: dict[str, torch.Tensor], staging: Path, stage: int, number: int) -> tuple[str, list[str]]:
+    name = f"part-{stage}-{number}"
+    save_file(shard, staging / name, metadata={"format": "pt"})
+    return name, list(shard)
 
 
 def _publish(staging: Path, folder: Path) -> None:

@@ -9,9 +9,10 @@ from .mesh import Mesh
 
 
 class Groups:
-    """The data and tensor parallel groups of this rank. Made by every rank at the same time (a collective).
+    """The data, tensor and pipeline parallel groups of this rank. Made by every rank at the same time (a collective).
 
-    `mpu` is what `deepspeed.initialize` takes: None without tensor parallelism, where DeepSpeed's own groups are right.
+    `mpu` is what `deepspeed.initialize` takes: None without tensor parallelism, where DeepSpeed's own groups are right,
+    and under a pipeline, whose module brings its own.
     """
 
     def __init__(self, mesh: Mesh, device_type: str):
@@ -20,8 +21,9 @@ class Groups:
         self.coords = mesh.coords(self.rank)
         self.dp_group, self.dp_ranks = self._group("dp")
         self.tp_group, self.tp_ranks = self._group("tp")
+        self.pp_group, self.pp_ranks = self._group("pp")
         self.tp_mesh = DeviceMesh.from_group(self.tp_group, device_type, mesh_dim_names=("tp",)) if mesh.tp > 1 else None
-        self.mpu = self if mesh.tp > 1 else None
+        self.mpu = self if mesh.tp > 1 and mesh.pp == 1 else None
 
     def _group(self, axis: str) -> tuple[Any, list[int]]:
         mine: tuple[Any, list[int]] | None = None

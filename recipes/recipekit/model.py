@@ -3,7 +3,7 @@
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
 from transformers.initialization import guard_torch_init_functions, no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from . import tensor_parallel
+from . import pipeline, tensor_parallel
 from .groups import Groups
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
@@ -25,30 +26,80 @@ from .tensor_parallel import Cut
 
 @dataclass(frozen=True)
 class Built:
-    """A model ready for `deepspeed.initialize`; `cuts` says which parameters are tensor-parallel shards and how.
+    """What `deepspeed.initialize` gets: the model, or this rank's pipeline stages of it.
 
-    `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what it wraps.
+    `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what it wraps; `cuts` says
+    which of them are tensor-parallel shards and how. `weights` are the files they were read from, None after a random init.
     """
 
-    model: Any
+    models: list[Any]
     cuts: dict[str, Cut]
     names: dict[int, str]
-    read: Callable[[str], torch.Tensor] | None  # parameter name -> its whole value in the files; None after a random init
+    weights: "Weights | None"
+    split: pipeline.Split | None
+    stages: str  # the split in words
+
+    @property
+    def model(self) -> Any:
+        return self.models[0]
 
 
 def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | None, ds_config: dict[str, Any], device: torch.device) -> Built:
-    """The model of a recipe, its weights drawn or read, cut to this rank's tensor shard and, under ZeRO-3, partitioned.
+    """The model of a recipe, its weights drawn or read, cut to this rank's stages and tensor shard and, under ZeRO-3, partitioned.
 
     Without `groups` it is the whole model on one process.
 
-    The weights are filled in one part (a layer, an embedding) after the other, so that under ZeRO-3 no rank ever holds
-    more than one whole part. A collective under ZeRO-3. Raises `Refusal` when the files do not hold every parameter.
+    The weights are filled in one part (a layer, an embedding) after the other, so that no rank ever holds more than one
+    whole part besides what it keeps. A collective under ZeRO-3. Raises `Refusal` when the files do not hold every parameter.
     """
-    model = empty_model(recipe, model_config)
     dtype = torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
-    read = None if recipe.init == "random" else open_weights(recipe, model)
+    whole = empty_model(recipe, model_config)
     tp_mesh = groups.tp_mesh if groups else None
-    cuts = tensor_parallel.apply(model, tp_mesh) if tp_mesh else {}
+    tp_plan = tensor_parallel.plan_of(whole) if tp_mesh else {}
+    pp = groups.mesh.pp if groups else 1
+    if pp == 1 or groups is None:
+        split, described, models, absent = None, "", [whole], [[]]
+    else:
+        stages = pipeline.stages_of(groups.coords["pp"], pp, recipe.pipeline_schedule)
+        split = pipeline.split(whole, pp * len(stages), recipe.pp_plan)
+        described = pipeline.describe(split, whole)
+        models = [empty_model(recipe, model_config) for _ in stages]
+        absent = [pipeline.cut(model, split, stage, dtype) for model, stage in zip(models, stages, strict=True)]
+    cuts: dict[str, Cut] = {}
+    published: dict[str, nn.Parameter] = {}
+    weights = None
+    for model, names in zip(models, absent, strict=True):
+        for name, parameter in model.named_parameters():
+            if name in published:  # on both stages of a rank
+                replace_parameter(model, parameter, published[name])
+        weights = None if recipe.init == "random" else open_weights(recipe, model, weights)
+        if tp_mesh:
+            cuts |= tensor_parallel.apply(model, tp_mesh, {pattern: style for pattern, style in tp_plan.items() if pattern not in names})
+        fill(model, recipe, groups, ds_config, device, dtype, cuts, weights)
+        published |= dict(model.named_parameters())
+    by_id = {id(parameter): name for name, parameter in published.items()}
+    if recipe.adapt is not None:
+        torch.manual_seed(recipe.seed)
+        models = [recipe.adapt(whole)]
+        if tp_mesh and hasattr(models[0], "peft_config"):
+            raise refuse("tp > 1", "peft's adapters do not know tensor-parallel shards", "use --tp 1; ZeRO-3 divides the frozen weights too")
+    for model in models:
+        model.train()
+    return Built(models, cuts, by_id, weights, split, described)
+
+
+def fill(
+    model: Any,
+    recipe: Recipe,
+    groups: Groups | None,
+    ds_config: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    cuts: dict[str, Cut],
+    weights: "Weights | None",
+) -> None:
+    """Gives every parameter that is still on the meta device its value."""
+    tp_mesh = groups.tp_mesh if groups else None
     names = {id(module): name for name, module in model.named_modules()}
     zero3 = groups is not None and ds_config["zero_optimization"]["stage"] == 3
     swapper = None
@@ -57,13 +108,16 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
         unfilled = [(name, parameter) for name, parameter in own_parameters(part, deep, names[id(part)]) if parameter.device.type == "meta"]
         if not unfilled:
             continue  # tied to a parameter that an earlier part filled
-        values = draw(model, part, deep, names[id(part)], cuts, recipe.seed) if read is None else {}
+        values = draw(model, part, deep, names[id(part)], cuts, recipe.seed) if weights is None else {}
         for name, parameter in unfilled:
-            value = (values.pop(name) if read is None else read(name)).to(dtype)
-            if tp_mesh and name in cuts:
-                value = tensor_parallel.shard(value, cuts[name], tp_mesh)
+            if weights is not None:
+                value = weights.part(name, cuts.get(name), tp_mesh)
+            else:
+                value = values.pop(name)
+                if tp_mesh and name in cuts:
+                    value = tensor_parallel.shard(value, cuts[name], tp_mesh)
             # a copy: safetensors' tensors are views of the mapped file, which training must not write to
-            filled = nn.Parameter(value.to(device, copy=True), requires_grad=parameter.requires_grad)
+            filled = nn.Parameter(value.to(device, dtype, copy=True), requires_grad=parameter.requires_grad)
             for mark, kept in vars(parameter).items():
                 setattr(filled, mark, kept)
             replace_parameter(model, parameter, filled)
@@ -74,15 +128,7 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
     _return_freed_blocks(False)
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        buffer.data = (read(name).to(buffer.dtype) if read and name in persistent else buffer.data).to(device)
-    published = {id(parameter): name for name, parameter in model.named_parameters()}
-    if recipe.adapt is not None:
-        torch.manual_seed(recipe.seed)
-        model = recipe.adapt(model)
-        if tp_mesh and hasattr(model, "peft_config"):
-            raise refuse("tp > 1", "peft's adapters do not know tensor-parallel shards", "use --tp 1; ZeRO-3 divides the frozen weights too")
-    model.train()
-    return Built(model, cuts, published, read)
+        buffer.data = (weights.whole(name).to(buffer.dtype) if weights and name in persistent else buffer.data).to(device)
 
 
 def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
@@ -97,6 +143,9 @@ def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
     model.tie_weights()
     if recipe.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpointed = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for number, layer in enumerate(checkpointed):
+            layer.gradient_checkpointing = number % recipe.checkpoint_every == 0
     return model
 
 
@@ -203,8 +252,34 @@ def _return_freed_blocks(at_once: bool) -> None:
         mallopt(m_trim_threshold, 2**17 if at_once else 2**26)
 
 
-def open_weights(recipe: Recipe, model: Any) -> Callable[[str], torch.Tensor]:
-    """A reader of the model's safetensors files: parameter name -> whole tensor in the files' dtype, memory-mapped.
+class Weights:
+    """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them."""
+
+    def __init__(self, files: list[Path]):
+        handles = [safe_open(file, framework="pt") for file in files]
+        self.where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
+        self.source: dict[str, str] = {}  # parameter -> key in the files
+        self.bytes_read = 0
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole tensor in the files' dtype, a view of the mapped file."""
+        return self.where[self.source[name]].get_tensor(self.source[name])
+
+    def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
+        """What this rank keeps of a tensor; only those bytes of the file are read."""
+        if cut is None or not cut.sharded:
+            value = self.whole(name)
+        else:
+            stored = self.where[self.source[name]].get_slice(self.source[name])
+            dim, runs = tensor_parallel.local_runs(cut, tp_mesh)
+            pieces = [stored[(*[slice(None)] * dim, slice(start, stop))] for start, stop in runs]
+            value = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+        self.bytes_read += value.nbytes
+        return value
+
+
+def open_weights(recipe: Recipe, model: Any, opened: Weights | None = None) -> Weights:
+    """The files of the model's weights, every parameter found in them; `opened` serves a further stage of the same model.
 
     Raises `Refusal` naming what the files lack: a parameter is never left at a random value.
     """
@@ -214,14 +289,14 @@ def open_weights(recipe: Recipe, model: Any) -> Callable[[str], torch.Tensor]:
         raise refuse(
             f"model = {recipe.model}", f"{folder} holds no .safetensors file", "save the model with save_pretrained, or train from scratch with --init random"
         )
-    handles = [safe_open(file, framework="pt") for file in files]
-    where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
+    weights = opened or Weights(files)
     prefix = model.base_model_prefix + "."
     source = {}
     for name in [*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name in model.state_dict())]:
-        # A checkpoint of the base model alone (GPT-2's) lacks the prefix.
-        source[name] = name if name in where else name.removeprefix(prefix)
-    missing = [name for name, key in source.items() if key not in where]
+        if name not in weights.source:
+            # A checkpoint of the base model alone (GPT-2's) lacks the prefix.
+            source[name] = name if name in weights.where else name.removeprefix(prefix)
+    missing = [name for name, key in source.items() if key not in weights.where]
     if missing:
         raise Refusal(
             [
@@ -233,11 +308,12 @@ def open_weights(recipe: Recipe, model: Any) -> Callable[[str], torch.Tensor]:
             ]
         )
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong = [(name, found) for name, key in source.items() if (found := where[key].get_slice(key).get_shape()) != shapes[name]]
+    wrong = [(name, found) for name, key in source.items() if (found := weights.where[key].get_slice(key).get_shape()) != shapes[name]]
     if wrong:
         name, found = wrong[0]
         raise refuse(f"model = {recipe.model}", f"{name} is {found} in its files and {shapes[name]} by its config.json", "give files and config of one model")
-    return lambda name: where[source[name]].get_tensor(source[name])
+    weights.source |= source
+    return weights
 
 
 def weights_folder(recipe: Recipe) -> Path:
@@ -267,13 +343,13 @@ def check_weights(engine: Any, built: Built, groups: Groups, samples: int = 8) -
 
     Raises `Refusal` naming the first that differs: training from random weights by accident is found here.
     """
-    if built.read is None:
+    if built.weights is None:
         return 0
-    published = [parameter for parameter in built.model.parameters() if id(parameter) in built.names]
+    published = [parameter for model in built.models for parameter in model.parameters() if id(parameter) in built.names]
     chosen = published[:: max(1, len(published) // samples)]
     for parameter in chosen:
         name = built.names[id(parameter)]
-        expected = built.read(name).to(parameter.dtype)
+        expected = built.weights.whole(name).to(parameter.dtype)
         if name in built.cuts:
             assert groups.tp_mesh is not None
             expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh)

@@ -77,10 +77,14 @@ def make_plan(command: Command) -> Plan:
         mesh = make_mesh(command.world, **degrees)
     except Refusal as refusal:
         problems += refusal.problems
-    for axis in ("pp", "sp", "ep"):
+    for axis in ("sp", "ep"):
         if getattr(recipe, axis) > 1:
             problems.append(
-                Problem(f"{axis} = {getattr(recipe, axis)}", "is not built yet: recipes train with data and tensor parallelism and ZeRO", f"use --{axis} 1")
+                Problem(
+                    f"{axis} = {getattr(recipe, axis)}",
+                    "is not built yet: recipes train with data, tensor and pipeline parallelism and ZeRO",
+                    f"use --{axis} 1",
+                )
             )
 
     architecture = None

@@ -33,13 +33,16 @@ class Recipe:
     tokenizer: str = _say("hub id or folder of the tokenizer; bytes: the byte-level one made in code; empty: the model's own", "")
     init: str = _say("pretrained: the model's published weights; random: drawn from (seed, parameter name)", "pretrained", choices=("pretrained", "random"))
     attention: str = _say("attention implementation of transformers", "sdpa", choices=("sdpa", "eager", "flash_attention_2"))
-    activation_checkpointing: bool = _say("recompute each layer's activations in the backward pass", False)
+    activation_checkpointing: bool = _say("recompute activations in the backward pass instead of keeping them", False)
+    checkpoint_every: int = _say("with activation_checkpointing: recompute every N-th layer", 1)
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
     tp: int = _say("tensor parallel degree", 1)
     pp: int = _say("pipeline parallel degree", 1)
     sp: int = _say("sequence parallel degree", 1)
     ep: int = _say("expert parallel degree", 1)
+    pipeline_schedule: str = _say("order of the micro-batches when pp > 1", "1f1b", choices=("1f1b", "dualpipev"))
+    pp_plan: dict | None = None  # module name -> "first", "split" or "last", for a model that publishes no pipeline plan
 
     seq_len: int = _say("tokens of a row", 1024)
     micro_batch: int = _say("rows of one forward pass on one data-parallel rank", 1)
@@ -146,7 +149,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         return problems  # what follows compares numbers
     if not recipe.model:
         problems.append(Problem("model = ''", "a recipe names its model", "use --model ORG/NAME or --model FOLDER"))
-    for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows"):
+    for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every"):
         if (value := getattr(recipe, name)) < 1:
             problems.append(Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1 or more"))
     for name in ("warmup_steps", "eval_every", "save_every", "keep", "stop_at", "weight_decay", "gradient_clipping", "min_lr", "seed"):

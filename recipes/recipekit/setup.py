@@ -74,6 +74,43 @@ def undo_hidden_step(engine: Any) -> None:
                     master.copy_(weight)
 
 
+def keep_grad_norm(engine: Any) -> None:
+    """Lets `engine.get_global_grad_norm()` tell the norm where DeepSpeed keeps none, and clips by it.
+
+    DeepSpeed 0.19.8 has no norm with a plain optimizer (fp32, ZeRO-0); and under a pipeline its clipping counts, of the
+    stages behind the first, only what tensor parallelism cut (runtime/utils.py, clip_grad_norm_).
+    """
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        return
+    take_step = engine._take_model_step
+
+    def clip_and_step(*args: Any) -> None:
+        norm = grad_norm(engine)
+        if (most := engine.gradient_clipping()) > 0:
+            scale = torch.clamp(most / (norm + 1e-6), max=1.0)
+            for parameter in engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        engine._global_grad_norm = norm
+        take_step(*args)
+
+    engine._take_model_step = clip_and_step
+    engine.clip_fp32_gradients = lambda: None
+
+
+def grad_norm(engine: Any) -> torch.Tensor:
+    """The norm of all gradients, each parameter counted once over the tensor and pipeline ranks (a collective)."""
+    first = engine.mpu is None or engine.mpu.get_tensor_model_parallel_rank() == 0
+    squares = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for parameter in engine.module.parameters():
+        counted = (first or getattr(parameter, "model_parallel", False)) and not getattr(parameter, "ds_pipe_replicated", False)
+        if parameter.grad is not None and counted:
+            squares += parameter.grad.detach().double().square().sum()
+    if engine.mpu is not None:
+        dist.all_reduce(squares, group=engine.mpu.get_model_parallel_group())
+    return squares.sqrt()
+
+
 def find_checkpoint(plan: Plan, say: Any) -> Path | None:
     """The step folder to go on from; rank 0 looks and verifies, every rank gets its answer (a collective)."""
     found: list[Any] = [None, False]

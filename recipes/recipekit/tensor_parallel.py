@@ -49,12 +49,11 @@ def plan_of(model: Any) -> dict[str, str]:
     return plan
 
 
-def apply(model: Any, tp_mesh: DeviceMesh) -> dict[str, Cut]:
-    """Cuts a model whose parameters are on the meta device, in place, and returns the cut of every parameter it cut.
+def apply(model: Any, tp_mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, Cut]:
+    """Cuts a model whose parameters are on the meta device by `plan`, in place, and returns the cut of every parameter it cut.
 
     Afterwards each cut parameter is a plain meta parameter of this rank's local shape.
     """
-    plan = plan_of(model)
     original = styles.ReplicatedWithGradAllReduce.install_forward
     styles.ReplicatedWithGradAllReduce.install_forward = _sum_incoming_gradient
     try:
@@ -100,6 +99,20 @@ def local_sizes(model: Any, tp: int) -> dict[str, int]:
 def shard(whole: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of a whole tensor, a copy; no communication."""
     return distribute_tensor(whole, tp_mesh, list(cut.placements), src_data_rank=None).to_local().clone()
+
+
+def local_runs(cut: Cut, tp_mesh: DeviceMesh) -> tuple[int, list[tuple[int, int]]]:
+    """(dim, [(start, stop), ...]): which indices of a sharded tensor's dim this rank keeps, in order; no communication."""
+    dim = cut.placements[0].dim % len(cut.shape)
+    index = torch.arange(cut.shape[dim]).view([-1 if axis == dim else 1 for axis in range(len(cut.shape))])
+    mine = distribute_tensor(index, tp_mesh, list(cut.placements), src_data_rank=None).to_local().flatten().tolist()
+    runs: list[tuple[int, int]] = []
+    for number in mine:
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1
+        else:
+            runs.append((number, number + 1))
+    return dim, runs
 
 
 def join(local: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:

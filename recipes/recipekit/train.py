@@ -9,15 +9,16 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from . import checkpoint
+from . import checkpoint, pipeline
 from .data import eval_rows, merge_states
 from .export import export
 from .groups import Groups
+from .mesh import Mesh
 from .model import build_model, check_weights, enabled, fetch_config, parameter_groups
 from .plan import Plan
 from .recipe import Recipe
 from .refusal import refuse
-from .setup import export_dtype, find_checkpoint, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
+from .setup import export_dtype, find_checkpoint, keep_grad_norm, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
@@ -25,7 +26,7 @@ from .tracking import open_tracker
 MicroBatch = dict[str, torch.Tensor]
 
 
-def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: str | None, tp: int) -> dict[str, Any]:
+def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: str | None, mesh: Mesh) -> dict[str, Any]:
     """One optimizer step. Returns {"loss", "grad_norm", "tokens", "stop"}: over the global batch, the same on every rank.
 
     `loss` is the mean over the tokens of the global batch that have a label, so it does not depend on how the rows are
@@ -36,48 +37,57 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
             group["lr"] = lr
     labelled = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     totals = torch.tensor([labelled, *(reason == stop for reason in REASONS)], dtype=torch.int64, device=engine.device)
-    counting = dist.all_reduce(totals, async_op=True)  # during the first forward; tensor peers count the same rows, hence the tp below
-    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-    weight = summing = grad_norm = None
-    for batch in batches:
-        loss = token_loss(engine, to_device(batch, engine.device))
-        loss_sum += loss.detach()
-        if weight is None:
-            counting.wait()
-            weight = len(batches) * (dist.get_world_size() // tp) / (totals[0] // tp)  # undoes DeepSpeed's mean over micro-batches and ranks
-        if engine.is_gradient_accumulation_boundary():
-            summing = dist.all_reduce(loss_sum, async_op=True)  # during the last backward
-        engine.backward(loss * weight)
-        if engine.is_gradient_accumulation_boundary() and not has_grad_norm(engine):
-            grad_norm = plain_grad_norm(engine, tp)
-        engine.step()
-    assert summing is not None, "an optimizer step has at least one micro-batch"
-    summing.wait()
-    grad_norm = engine.get_global_grad_norm() if grad_norm is None else grad_norm
+    counting: Any = dist.all_reduce(totals, async_op=True)  # during the first forward
+    peers = mesh.tp * mesh.pp  # ranks that count the same rows
+    weight: torch.Tensor | None = None
+    summing: Any = None
+    if mesh.pp > 1:
+        counting.wait()
+        weight = len(batches) * mesh.dp / (totals[0] // peers)  # undoes DeepSpeed's mean over micro-batches and ranks
+        mean_loss = engine.train_batch(iter(pipeline_batches(batches, weight)))  # forwards, backwards and the step, as the schedule orders them
+    else:
+        loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+        for batch in batches:
+            loss = token_loss(engine, to_device(batch, engine.device))
+            loss_sum += loss.detach()
+            if weight is None:
+                counting.wait()
+                weight = len(batches) * mesh.dp / (totals[0] // peers)
+            if engine.is_gradient_accumulation_boundary():
+                summing = dist.all_reduce(loss_sum, async_op=True)  # during the last backward
+            engine.backward(loss * weight)
+            engine.step()
+        assert summing is not None, "an optimizer step has at least one micro-batch"
+        summing.wait()
+        mean_loss = loss_sum / totals[0]
     told = [reason for reason, ranks in zip(REASONS, totals[1:].tolist(), strict=True) if ranks]
-    return {"loss": (loss_sum / totals[0]).item(), "grad_norm": float(grad_norm), "tokens": int(totals[0]) // tp, "stop": next(iter(told), None)}
+    return {
+        "loss": mean_loss.item(),
+        "grad_norm": float(engine.get_global_grad_norm()),
+        "tokens": int(totals[0]) // peers,
+        "stop": next(iter(told), None),
+    }
 
 
 def token_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
     """The summed cross-entropy of one micro-batch in fp32; labels of -100 do not count."""
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits  # (B, T, V)
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+    return summed_loss(logits, batch["labels"])
 
 
-def has_grad_norm(engine: Any) -> bool:
-    """DeepSpeed's optimizers keep the norm, some from their first step on; a plain torch one (fp32, ZeRO-0) does not."""
-    return not isinstance(engine.optimizer, torch.optim.Optimizer)
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-def plain_grad_norm(engine: Any, tp: int) -> torch.Tensor:
-    """The norm of all gradients, each parameter counted once over the tensor group."""
-    squares = torch.zeros((2,), dtype=torch.float64, device=engine.device)  # whole parameters, tensor-parallel shards
-    for parameter in engine.module.parameters():
-        if parameter.grad is not None:
-            squares[int(getattr(parameter, "model_parallel", False))] += parameter.grad.detach().double().square().sum()
-    if tp > 1:
-        dist.all_reduce(squares[1:], group=engine.mpu.get_model_parallel_group())
-    return squares.sum().sqrt()
+def pipeline_loss(logits: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """What the last stage computes; DeepSpeed takes the mean of it over micro-batches and data-parallel ranks."""
+    labels, weight = target
+    return summed_loss(logits, labels) * weight
+
+
+def pipeline_batches(batches: list[MicroBatch], weight: torch.Tensor) -> list[Any]:
+    """(what the first stage takes, what the loss takes) of each micro-batch."""
+    return [((batch["input_ids"], batch["position_ids"]), (batch["labels"], weight)) for batch in batches]
 
 
 def lr_at(recipe: Recipe, step: int) -> float:
@@ -92,13 +102,17 @@ def lr_at(recipe: Recipe, step: int) -> float:
 
 
 @torch.no_grad()
-def evaluate(engine: Any, batches: list[MicroBatch]) -> float:
+def evaluate(engine: Any, batches: list[MicroBatch], mesh: Mesh) -> float:
     """The token-mean loss of the held-out rows, the same on every rank and in every layout (a collective)."""
-    engine.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    sums[1] = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    if mesh.pp > 1:
+        dist.all_reduce(sums)
+        weight = len(batches) * mesh.dp / (sums[1] / (mesh.tp * mesh.pp))
+        return engine.eval_batch(iter(pipeline_batches(batches, weight)), num_micro_batches=len(batches)).item()
+    engine.eval()
     for batch in batches:
-        sums[0] += token_loss(engine, batch)
-        sums[1] += (batch["labels"] != -100).sum()
+        sums[0] += token_loss(engine, to_device(batch, engine.device))
     engine.train()
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
@@ -127,15 +141,24 @@ def main(plan: Plan) -> int:
         rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {recipe.model}"
         raise refuse(f"tokenizer = {recipe.tokenizer or recipe.model}", rule, "leave --tokenizer out to take the model's own")
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
-    trained: Any = parameter_groups(built.model)  # a list of groups, which DeepSpeed takes but does not annotate
-    engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    model = built.model
+    if mesh.pp > 1:
+        assert built.split is not None
+        say(f"pipeline, {recipe.pipeline_schedule}: {built.stages}")
+        model = pipeline.assemble(built.models, groups, pipeline_loss, recipe.pipeline_schedule, built.split.num_stages)
+        pipeline.share(model, groups)
+    trained: Any = parameter_groups(model)  # a list of groups, which DeepSpeed takes but does not annotate
+    engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
     undo_hidden_step(engine)
+    keep_grad_norm(engine)
     compared = check_weights(engine, built, groups)
-    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in built.model.parameters())
+    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     checked = f", {compared} of them compared with the files" if compared else ""
     say(f"model {recipe.model}: {size / 1e6:.1f} M parameters on each rank's shard{checked}, built in {time.perf_counter() - begun:.1f} s")
 
     layout = {"world": mesh.world, "mesh": str(mesh), "zero_stage": plan.ds_config["zero_optimization"]["stage"], "bf16": enabled(plan.ds_config, "bf16")}
+    if built.split is not None:
+        layout |= {"stages": list(built.split.bounds), "schedule": recipe.pipeline_schedule}
     state: dict[str, Any] = {"step": 0, "tokens": 0, "data": None}
     if source is not None:
         state = checkpoint.load(engine, source, layout)
@@ -150,7 +173,9 @@ def main(plan: Plan) -> int:
 
     dp_rank = groups.coords["dp"]
     stream = open_data(plan, tokenizer, dp_rank, state["data"], say)
-    held_out = [to_device(batch, device) for batch in eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say)] if recipe.eval_every else []
+    held_out = eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say) if recipe.eval_every else []
+    if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage
+        held_out += [held_out[-1] | {"labels": torch.full_like(held_out[-1]["labels"], -100)}] * max(0, 2 * mesh.pp - len(held_out))
     facts = run_facts(plan, model_config)
     if rank0:
         checkpoint.put_aside_later(plan.out / "checkpoints", state["step"], say)
@@ -180,7 +205,7 @@ def loop(
         batches, data_state = next(stream)
         data_wait = time.perf_counter() - begun
         lr = lr_at(recipe, step) if own_schedule else None
-        result = train_step(engine, batches, lr, stopper.requested, plan.mesh.tp)
+        result = train_step(engine, batches, lr, stopper.requested, plan.mesh)
         seconds = time.perf_counter() - begun
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
@@ -203,7 +228,7 @@ def loop(
         }
         if held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
-            metrics["eval_loss"] = evaluate(engine, held_out)
+            metrics["eval_loss"] = evaluate(engine, held_out, plan.mesh)
         tracker.log(metrics)
         stopper.boundary()
 
