@@ -39,7 +39,7 @@ def test_without_flags_the_recipe_is_unchanged():
 
 
 def test_every_plain_field_is_a_flag_and_no_other():
-    assert {item.name for item in dataclasses.fields(Recipe)} - PLAIN.keys() == {"ds_config", "adapt"}
+    assert {item.name for item in dataclasses.fields(Recipe)} - PLAIN.keys() == {"ds_config", "adapt", "pp_plan"}
     assert "unrecognized" in str(refused(["--ds_config", "zero3.json"])) and "unrecognized" in str(refused(["--adapt", "x"]))
 
 
