@@ -38,16 +38,19 @@ HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim")
 HEAD_DIM = ("head_dim", "dim_head", "d_head", "kv_channels", "attention_head_size")
 
 # How the numbers of a tiny model fall: pattern of the key -> the largest value, or the sort that `_proportions` knows. First match wins.
+EXPERTS = r"(moe_)?num(_local)?_experts|n_routed_experts"
 RULES = {
     # Experts: four, of which two serve a token, in two groups.
-    r"(moe_)?num(_local)?_experts|n_routed_experts": 4,
+    EXPERTS: 4,
     r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|n_group|num_expert_group|zero_expert_num": 2,
     r"topk_group": 1,
     r"moe_.*intermediate_size|shared_(expert_)?intermediate_size|expert_ffn_hidden_size": 64,
     # What a token sees: less than a tiny row, so that it matters.
-    r"(.*_)?window(_size)?|local_attention|.*chunk_(size|length)|(index_)?block_size": 32,
-    r"index_topk|compress_rates": 8,
-    r"index_topk_blocks": 2,
+    r"(.*_)?window(_size)?|local_attention|.*chunk_size": 32,
+    r".*chunk_length": 16,
+    r"index_topk|indexer_budget|compress_rates": 8,
+    r"(index_)?block_size|indexer_compress_ratio": 4,
+    r"index_topk_blocks|num_random_blocks": 1,
     # Low ranks, the indexer, state spaces.
     r"q_lora_rank|index_head_dim|router_hidden_size": 32,
     r".*_(low)?rank|laurel_rank|hidden_size_per_layer_input|(.*_)?state(_size)?|linear_head_dim": 16,
@@ -57,10 +60,10 @@ RULES = {
     # Positions and vocabularies.
     r"original_max_position_embeddings": 512,
     r".*max.*_positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|model_max_length|context_length": 2048,
-    r".*vocab_size.*|codebook_size": "vocabulary",
+    r".*vocab_size.*": "vocabulary",
     # Every how many layers a kind returns, and the layers of other stacks than the decoder.
     r".*_(interval|pattern|period|every_n_layers|step)": 4,
-    r".*_layer_offset|encoder_layers|num_encoder_layers": 2,
+    r".*_layer_offset|encoder_layers|num_encoder_layers|num_layers_per_stack": 2,
     # Widths.
     r"image_size|crop_size": 56,
     r".*_multiple_of": 16,
@@ -76,6 +79,15 @@ RULES = {
 }
 
 
+# Families to which a token id cannot be None: they count positions from it, or their config class is strict about it.
+ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+NEEDS_ID = {
+    "pad_token_id": (*ROBERTAS, "emu3_text_model", "modernbert-decoder", "prophetnet", "reformer", "xlm"),
+    "bos_token_id": ("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder"),
+    "eos_token_id": ("emu3_text_model", "modernbert-decoder"),
+}
+
+
 def shrink(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """A few hundred thousand parameters of the same class, which tp 2 and 4 can cut: numbers fall, structural traits stay.
 
@@ -83,24 +95,35 @@ def shrink(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     windows, every kind of layer, experts, low ranks, soft caps, rotary type. Raises `Refusal` for a config that names its
     layers or its width in a way not known here.
     """
-    layers, hidden = _name(config, LAYERS), _name(config, HIDDEN)
-    if unknown := [names[0] for name, names in ((layers, LAYERS), (hidden, HIDDEN)) if name is None]:
+    count = _count_layers(config)
+    if unknown := [names[0] for value, names in ((count, LAYERS), (_name(config, HIDDEN), HIDDEN)) if not value]:
         rule = f"cannot shrink a {config['model_type']}: its config.json has no {', '.join(unknown)}"
         raise refuse("--tiny", rule, "make a small model of that class, save it with save_pretrained, and give the folder with --model, without --tiny")
     kept = _kept_layers(config)
     proportions = _proportions(config, vocab_size)
-    tiny = {key: _fall(key, _cut(key, value, kept, config[layers]), proportions) for key, value in config.items()}
-    if config.get("qk_nope_head_dim"):  # latent attention: a head is made of parts, and two keys repeat their sizes
-        repeated = {"qk_head_dim": tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"], "head_dim": tiny["qk_rope_head_dim"]}
-        tiny |= {key: dim for key, dim in repeated.items() if key in config}
-    if config.get("num_layers_per_stack"):  # hrm_text runs its stacks several times and counts every run as layers
-        tiny["num_layers_per_stack"] = 2
-        tiny[layers] = 2 * config[layers] // config["num_layers_per_stack"]
-    if "attention_types" in config:  # gpt_neo repeats its attention_layers as [[kinds, how often]]
-        tiny["attention_types"] = [[[kind], 1] for kind in tiny["attention_layers"]]
+    tiny = {key: _fall(key, _cut(key, value, kept, count), proportions) for key, value in config.items()}
+    tiny |= {key: value for key, value in _derived(config, tiny).items() if key in config}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        tiny[key] = None  # those of the real vocabulary
+        tiny[key] = 1 if config["model_type"] in NEEDS_ID[key] else None  # those of the real vocabulary
     return tiny
+
+
+def _derived(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
+    """The values that repeat others of a tiny config in another form."""
+    derived: dict[str, Any] = {}
+    if config.get("qk_nope_head_dim"):  # latent attention: a head is made of two parts
+        derived |= {"qk_head_dim": tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"], "head_dim": tiny["qk_rope_head_dim"]}
+    if config.get("num_layers_per_stack"):  # hrm_text runs its stacks several times, and counts every run of a layer
+        derived["num_hidden_layers"] = config["num_hidden_layers"] // config["num_layers_per_stack"] * tiny["num_layers_per_stack"]
+    if config.get("attention_types"):  # gpt_neo: its attention_layers as a list of [kinds, how often]
+        derived["attention_types"] = [[[kind], 1] for kind in tiny["attention_layers"]]
+    return derived
+
+
+def _count_layers(config: dict[str, Any]) -> int:
+    """The number of layers; 0 if the config has it in a way not known here."""
+    layers = _name(config, LAYERS)
+    return config[layers] if layers else len(config.get("layers_block_type") or ())
 
 
 def _name(config: dict[str, Any], names: tuple[str, ...]) -> str | None:
@@ -122,6 +145,9 @@ def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[
     linear_dim = min((config[f"linear_{part}_head_dim"] for part in ("key", "value") if config.get(f"linear_{part}_head_dim")), default=1)
     state_heads = next((value for key, value in config.items() if re.fullmatch(r"mamba_n_heads|mamba_num_heads|n_mamba_heads", key)), 1)
 
+    numbers = config | (config.get("ffn_config") or {})
+    expert_sized = not config.get("moe_intermediate_size") and any(re.fullmatch(EXPERTS, key) and (number or 0) > 1 for key, number in numbers.items())
+
     def scale(tiny: int, real: int) -> Callable[[int], int]:
         return lambda value: value if value == 1 else max(2, value * tiny // real // 2 * 2)
 
@@ -138,16 +164,18 @@ def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[
         "state heads": cap(4),
         "state head_dim": scale(tiny_hidden * state_heads, config[hidden] * min(state_heads, 4)),
         "hidden": scale(tiny_hidden, config[hidden]),
-        "intermediate": lambda value: min(value, tiny_hidden if config.get("num_local_experts") else 2 * tiny_hidden),
+        "intermediate": cap(tiny_hidden if expert_sized else 2 * tiny_hidden),
     }
 
 
 def _fall(key: str, value: Any, proportions: dict[str, Callable[[int], int]], outer: str = "") -> Any:
     """The value with the numbers in it as small as RULES say of its key; of the key around it if none speaks of it."""
     if isinstance(value, dict):
-        if _name(value, LAYERS) and _name(value, HIDDEN):  # of a tower beside the language model
+        if _count_layers(value) and _name(value, HIDDEN):  # of a tower beside the language model
             return shrink(value, proportions["vocabulary"](1 << 20))
         return {inner: _fall(str(inner), its, proportions, key) for inner, its in value.items()}
+    if key in ("long_factor", "short_factor"):  # of longrope: one for each pair of a head's rotated dimensions
+        return value[: proportions["head_dim"](2 * len(value)) // 2]
     if isinstance(value, list):
         return [_fall(key, its, proportions, outer) for its in value]
     if type(value) is not int or value <= 0:
@@ -166,9 +194,11 @@ NUMBERED = r".*(_layers|_idxs|_indices|_ids)"
 
 def _kept_layers(config: dict[str, Any]) -> list[int]:
     """The numbers of four layers, of up to eight if there are more kinds: one of each kind, and the others as frequent as before."""
-    count = config[_name(config, LAYERS)]
+    count = _count_layers(config)
     kinds = [repr([_of_layer(key, value, layer, count) for key, value in config.items()]) for layer in range(count)]
     kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:8]
+    if "hybrid" in (config.get("layers_block_type") or ()):  # zamba: all layers of this kind share one block, so two of them
+        kept += [layer for layer, kind in enumerate(config["layers_block_type"]) if kind == "hybrid"][1:2]
     while len(kept) < min(4, count):
         taken = [kinds[layer] for layer in kept]
         left = [layer for layer in range(count) if layer not in kept]
@@ -190,7 +220,8 @@ def _of_layer(key: str, value: Any, layer: int, count: int) -> Any:
         return {int(number): own for number, own in value.items()}.get(layer)
     if _names_layers(key, value, count):
         return layer in value
-    return value[layer] if isinstance(value, list) and len(value) == count else None
+    listed = isinstance(value, list) or key == "hybrid_override_pattern"  # a letter for each layer
+    return value[layer] if listed and len(value) == count else None
 
 
 def _cut(key: str, value: Any, kept: list[int], count: int) -> Any:
@@ -204,19 +235,33 @@ def _cut(key: str, value: Any, kept: list[int], count: int) -> Any:
         return value
     if isinstance(value, int):
         return sum(says) - (key == "moe_layer_end_index")
+    if isinstance(value, str):
+        return "".join(says)
     return [layer for layer, named in enumerate(says) if named] if _names_layers(key, value, count) else says
 
 
 def _names_layers(key: str, value: Any, count: int) -> bool:
-    return isinstance(value, list) and bool(re.fullmatch(NUMBERED, key)) and all(type(its) is int for its in value) and value == sorted({*value} & {*range(count)})
+    return (
+        isinstance(value, list) and bool(re.fullmatch(NUMBERED, key)) and all(type(its) is int for its in value) and value == sorted({*value} & {*range(count)})
+    )
 
 
 # Default configs of transformers 5.22.2 from which no model can be built, and what they lack.
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LACKING = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 500000.0}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": (qsa := dict(indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=2048, indexer_compress_ratio=64))},
+    "qwen4_exp_text": qsa,
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
 }
 
 
@@ -233,10 +278,10 @@ def default_config(model_type: str) -> Any:
 def tiny_config(model_type: str, vocab_size: int) -> dict[str, Any]:
     """The config.json of a tiny model of a type that transformers knows, without the hub."""
     config = default_config(model_type)
-    text = config.get_text_config()
-    if text.model_type == config.model_type:
+    text = config.get_text_config(decoder=True)
+    if text is config or "text_config" not in config.sub_configs:
         return shrink(config.to_dict(), vocab_size)
-    return config.to_dict() | {"text_config": shrink(text.to_dict(), vocab_size)}  # the class takes only this part of it
+    return config.to_dict() | {"text_config": shrink(text.to_dict(), vocab_size)}  # the only part of it that the class takes
 
 
 def is_local(recipe: Recipe) -> bool:
