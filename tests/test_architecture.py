@@ -123,6 +123,7 @@ def test_every_type_has_a_tiny_model_of_the_same_parts_that_trains(model_type):
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_500_000
     numbers = tiny | (tiny.get("text_config") or {})
     cut = [number for key, number in numbers.items() if re.fullmatch(r".*(heads|head_dim|intermediate_size|ffn_dim|_rank)|vocab_size", key) and number]
+    assert numbers["vocab_size"] == BYTE_VOCAB
     assert all(each == 1 or each % 2 == 0 for number in cut for each in (number if isinstance(number, list) else [number]))
 
     ids = torch.randint(3, BYTE_VOCAB, (2, 48))
@@ -164,6 +165,12 @@ def test_one_layer_of_each_kind_stays_and_the_lists_of_layers_agree(layers, says
     tiny = shrink({"model_type": "any", "num_hidden_layers": layers, "num_attention_heads": 4, "hidden_size": 256, "vocab_size": 1000} | says, BYTE_VOCAB)
     assert tiny["num_hidden_layers"] == 4
     assert {key: tiny[key] for key in says} == kept
+
+
+def test_the_factors_of_longrope_are_as_many_as_the_pairs_of_a_tiny_head():
+    factors = {"rope_type": "longrope", "long_factor": [1.0] * 48, "short_factor": [2.0] * 48}  # of Phi-3: 96 dimensions a head
+    config = {"model_type": "phi3", "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 3072, "rope_scaling": factors}
+    assert shrink(config, BYTE_VOCAB)["rope_scaling"] == {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [2.0] * 8}
 
 
 def test_shrinking_does_not_change_its_argument():

@@ -78,7 +78,6 @@ RULES = {
     r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embd|d_model": "hidden",
 }
 
-
 # Families to which a token id cannot be None: they count positions from it, or their config class is strict about it.
 ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
 NEEDS_ID = {
@@ -103,6 +102,7 @@ def shrink(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     proportions = _proportions(config, vocab_size)
     tiny = {key: _fall(key, _cut(key, value, kept, count), proportions) for key, value in config.items()}
     tiny |= {key: value for key, value in _derived(config, tiny).items() if key in config}
+    tiny["vocab_size"] = vocab_size
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         tiny[key] = 1 if config["model_type"] in NEEDS_ID[key] else None  # those of the real vocabulary
     return tiny
@@ -145,8 +145,9 @@ def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[
     linear_dim = min((config[f"linear_{part}_head_dim"] for part in ("key", "value") if config.get(f"linear_{part}_head_dim")), default=1)
     state_heads = next((value for key, value in config.items() if re.fullmatch(r"mamba_n_heads|mamba_num_heads|n_mamba_heads", key)), 1)
 
-    numbers = config | (config.get("ffn_config") or {})
-    expert_sized = not config.get("moe_intermediate_size") and any(re.fullmatch(EXPERTS, key) and (number or 0) > 1 for key, number in numbers.items())
+    mlp = config | (config.get("ffn_config") or {})
+    mixture = any(re.fullmatch(EXPERTS, key) and (number or 0) > 1 for key, number in mlp.items())
+    expert_sized = mixture and not config.get("moe_intermediate_size")  # every expert is so wide as intermediate_size says
 
     def scale(tiny: int, real: int) -> Callable[[int], int]:
         return lambda value: value if value == 1 else max(2, value * tiny // real // 2 * 2)
@@ -157,13 +158,13 @@ def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[
     return {
         "vocabulary": lambda value: vocab_size if value > 256 else value,
         "heads": scale(tiny_queries, queries),
-        "key-value heads": scale(4, keys),
+        "key-value heads": scale(4 if keys > 1 else 1, keys),
         "head_dim": cap(16) if latent else scale(tiny_dim, dim),
         "linear heads": scale(4, linear_heads),
         "linear head_dim": scale(16, linear_dim),
         "state heads": cap(4),
         "state head_dim": scale(tiny_hidden * state_heads, config[hidden] * min(state_heads, 4)),
-        "hidden": scale(tiny_hidden, config[hidden]),
+        "hidden": lambda value: value if value <= 32 else scale(tiny_hidden, config[hidden])(value),  # a kernel or a patch stays
         "intermediate": cap(tiny_hidden if expert_sized else 2 * tiny_hidden),
     }
 
@@ -241,13 +242,13 @@ def _cut(key: str, value: Any, kept: list[int], count: int) -> Any:
 
 
 def _names_layers(key: str, value: Any, count: int) -> bool:
-    return (
-        isinstance(value, list) and bool(re.fullmatch(NUMBERED, key)) and all(type(its) is int for its in value) and value == sorted({*value} & {*range(count)})
-    )
+    numbers = isinstance(value, list) and bool(re.fullmatch(NUMBERED, key)) and all(type(number) is int for number in value)
+    return numbers and value == sorted({*value} & {*range(count)})
 
 
-# Default configs of transformers 5.22.2 from which no model can be built, and what they lack.
+# Default configs of transformers 5.22.2 from which no model can be built and run, and what they lack.
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN4_INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048, "indexer_compress_ratio": 64}
 LACKING = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 500000.0}},
@@ -258,8 +259,8 @@ LACKING = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "qwen4_exp": {"text_config": (qsa := dict(indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=2048, indexer_compress_ratio=64))},
-    "qwen4_exp_text": qsa,
+    "qwen4_exp": {"text_config": QWEN4_INDEXER},
+    "qwen4_exp_text": QWEN4_INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
 }
