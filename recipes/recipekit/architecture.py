@@ -34,7 +34,7 @@ def model_config(recipe: Recipe) -> dict[str, Any] | None:
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "attention_heads")
 KEY_VALUES = ("num_key_value_heads", "num_kv_heads")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim")
+HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim")
 HEAD_DIM = ("head_dim", "dim_head", "d_head", "kv_channels", "attention_head_size")
 
 # How the numbers of a tiny model fall: pattern of the key -> the largest value, or the sort that `_proportions` knows. First match wins.
@@ -75,7 +75,7 @@ RULES = {
     r"(.*_)?(n|num|attention)_heads.*|num_query_groups|n_head": "heads",
     r"(.*_)?head_dim|rotary_dim|dim_head|d_head|kv_channels|attention_head_size": "head_dim",
     r"(.*_)?intermediate_size.*|(.*_)?ffn_(dim|hidden_size)|n_inner|d_inner|dff|dim_ff|feed_forward_size": "intermediate",
-    r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embd|d_model": "hidden",
+    r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embe?d|d_model": "hidden",
 }
 
 # Families to which a token id cannot be None: they count positions from it, or their config class is strict about it.
