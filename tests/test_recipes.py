@@ -47,9 +47,9 @@ def docstring(name: str) -> str:
 
 def num_gpus(name: str) -> int:
     """The ranks that the command in the docstring starts."""
-    found = re.search(rf"\n\n    deepspeed --num_gpus (\d+) recipes/{name}\.py( .*)?\n\n", docstring(name))
+    found = re.search(rf"\n\n    deepspeed (?:--hostfile hosts --num_nodes (\d+) )?--num_gpus (\d+) recipes/{name}\.py( .*)?\n\n", docstring(name))
     assert found, f"{FILES[name]}: the docstring holds no line `    deepspeed --num_gpus N recipes/{name}.py`"
-    return int(found[1])
+    return int(found[1] or 1) * int(found[2])
 
 
 def needs(name: str) -> str:

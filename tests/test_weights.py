@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,30 +22,40 @@ DOCUMENTATION = Path("/usr/share/doc/python3.11/html/_sources")
 
 def save_tiny(folder: Path, kind: str = "llama", seed: int = 5) -> Any:
     """A tiny model with random weights, as transformers saves it; returns the model."""
-    config = tiny_config(kind)
+    from recipekit import architecture
+
+    config = architecture.tiny_config(kind, 264) if kind in ("mixtral", "qwen3_moe") else tiny_config(kind)
     model = build_model(Recipe(model="none", init="random", seed=seed), config, None, ds_config(0), torch.device("cpu")).model
     model.save_pretrained(folder, max_shard_size="500KB")
     return model
 
 
-def loaded(folder: str, stage: int, tp: int) -> dict[str, torch.Tensor]:
-    """Builds the saved model in a layout, initialises the engine, checks it, and returns the whole weights."""
+def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]:
+    """Builds the saved model in a layout, initialises the engine, checks it, and returns the whole weights of this rank's stage."""
     import deepspeed
     import torch.distributed as dist
+    from recipekit import pipeline
     from recipekit.export import whole_parameters
     from recipekit.groups import Groups
     from recipekit.mesh import make_mesh
     from recipekit.model import check_weights, parameter_groups
 
     world = dist.get_world_size()
-    groups = Groups(make_mesh(world, tp=tp), "cpu")
+    groups = Groups(make_mesh(world, tp=tp, pp=pp), "cpu")
     config = json.loads((Path(folder) / "config.json").read_text())
     recipe = Recipe(model=folder)
-    ds = ds_config(stage, world, tp)
+    ds = ds_config(stage, world // pp, tp)
     built = build_model(recipe, config, groups, ds, torch.device("cpu"))
-    engine = deepspeed.initialize(model=built.model, model_parameters=parameter_groups(built.model), config=ds, mpu=groups.mpu)[0]
+    model = built.model
+    if pp > 1:
+        assert built.split is not None and built.weights is not None
+        kept = sum(parameter.nbytes for parameter in model.parameters())
+        assert built.weights.bytes_read == kept, "a rank reads the bytes that it keeps, and no others"
+        model = pipeline.assemble(built.models, groups, lambda logits, labels: logits.sum(), "1f1b", built.split.num_stages)
+        pipeline.share(model, groups)
+    engine = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=ds, mpu=groups.mpu)[0]
     assert check_weights(engine, built, groups) >= 8
-    weights = {name: value.clone() for name, value in whole_parameters(built.model, built, groups, torch.float32)}
+    weights = {name: value.clone() for name, value in whole_parameters(model, built, groups, torch.float32)}
     first = next(built.model.parameters())
     with deepspeed.zero.GatheredParameters([first], modifier_rank=0, enabled=stage == 3), torch.no_grad():
         first.view(-1)[0] += 1
@@ -54,14 +65,19 @@ def loaded(folder: str, stage: int, tp: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gpt2", "mixtral", "qwen3_moe"])
 def test_the_engine_holds_the_files(pools, tmp_path, kind):
+    """transformers saves the experts of a mixture one by one, and the model holds them in one tensor."""
     expected = dict(save_tiny(tmp_path, kind).named_parameters())
     before = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.iterdir()}
-    for stage, tp in ((1, 1), (3, 1)) if kind == "gpt2" else ((0, 1), (3, 1), (1, 2), (3, 2)):
-        for weights in pools.run(2, loaded, folder=str(tmp_path), stage=stage, tp=tp):
+    layouts = [(1, 1, 1), (3, 1, 1)] if kind == "gpt2" else [(0, 1, 1), (3, 1, 1), (1, 2, 1), (3, 2, 1), (1, 1, 2), (1, 2, 2)]
+    for stage, tp, pp in layouts:
+        ranks = pools.run(tp * pp if pp > 1 else 2, loaded, folder=str(tmp_path), stage=stage, tp=tp, pp=pp)
+        if pp > 1:
+            ranks = [{name: value for rank in ranks[tp_rank::tp] for name, value in rank.items()} for tp_rank in range(tp)]
+        for weights in ranks:
             assert weights.keys() == expected.keys()
-            assert all(torch.equal(weights[name], value) for name, value in expected.items()), f"ZeRO-{stage}, tp {tp}"
+            assert all(torch.equal(weights[name], value) for name, value in expected.items()), f"ZeRO-{stage}, tp {tp}, pp {pp}"
     assert before == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.iterdir()}
 
 
@@ -106,7 +122,8 @@ class AnonymousMemory(threading.Thread):
         return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
-def load_growth(folder: str) -> int:
+def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
+    """(growth of RssAnon, bytes this rank keeps) of building the model in a layout, ZeRO-3 where it is data parallel only."""
     import gc
 
     import torch.distributed as dist
@@ -114,20 +131,22 @@ def load_growth(folder: str) -> int:
     from recipekit.mesh import make_mesh
 
     config = json.loads((Path(folder) / "config.json").read_text())
-    groups = Groups(make_mesh(dist.get_world_size()), "cpu")
+    groups = Groups(make_mesh(dist.get_world_size(), tp=tp, pp=pp), "cpu")
     gc.collect()
     memory = AnonymousMemory()
     memory.start()
-    ds = ds_config(3, dist.get_world_size()) | {"bf16": {"enabled": True}}
+    stage = 3 if tp * pp == 1 else 1
+    ds = ds_config(stage, groups.mesh.dp) | {"bf16": {"enabled": True}}
     built = build_model(Recipe(model=folder), config, groups, ds, torch.device("cpu"))
     memory.stopped.set()
     memory.join()
-    assert sum(parameter.ds_tensor.numel() for parameter in built.model.parameters()) > 0
-    return memory.growth
+    return memory.growth, sum(getattr(parameter, "ds_tensor", parameter).nbytes for parameter in built.model.parameters())
 
 
-def test_zero3_never_holds_the_whole_model(pools, tmp_path):
-    """Loading 1 GB on 2 ranks: each rank's anonymous memory grows by less than 0.75 GB."""
+@pytest.fixture(scope="module")
+def gigabyte(tmp_path_factory) -> str:
+    """A Llama of 1 GB in bf16."""
+    tmp_path = tmp_path_factory.mktemp("gigabyte")
     from safetensors.torch import save_file
 
     config = tiny_config("llama") | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 9, "num_attention_heads": 16}
@@ -141,9 +160,21 @@ def test_zero3_never_holds_the_whole_model(pools, tmp_path):
         total += value.nbytes
         save_file({name: value}, tmp_path / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
     assert 1.0e9 < total < 1.1e9
-    growth = pools.run(2, load_growth, timeout=180, folder=str(tmp_path))
-    print(f"model {total / 1e9:.2f} GB; growth of RssAnon " + ", ".join(f"{one / 1e9:.2f} GB" for one in growth))
+    return str(tmp_path)
+
+
+def test_zero3_never_holds_the_whole_model(pools, gigabyte):
+    """Loading 1 GB on 2 ranks: each rank's anonymous memory grows by less than 0.75 GB."""
+    growth = [one for one, _ in pools.run(2, load_growth, timeout=180, folder=gigabyte, tp=1, pp=1)]
+    print("1 GB; growth of RssAnon " + ", ".join(f"{one / 1e9:.2f} GB" for one in growth))
     assert all(0.4e9 < one < 0.75e9 for one in growth)
+
+
+def test_a_stage_holds_little_more_than_it_keeps(pools, gigabyte):
+    """Loading 1 GB at pp2 x tp2: each rank's anonymous memory grows by less than 1.3 times what it keeps."""
+    ranks = pools.run(4, load_growth, timeout=180, folder=gigabyte, tp=2, pp=2)
+    print("1 GB at pp2 x tp2; growth of RssAnon / kept: " + ", ".join(f"{growth / 1e9:.3f} / {kept / 1e9:.3f} GB" for growth, kept in ranks))
+    assert all(0.9 * kept < growth < 1.3 * kept for growth, kept in ranks)
 
 
 @pytest.fixture(scope="session")
@@ -202,3 +233,38 @@ def test_smollm2_with_its_real_weights_learns_real_text(pools, tmp_path, smollm2
     assert lines[0]["loss"] == pytest.approx(first.losses[0], abs=1e-4)
     assert 2.0 < lines[0]["loss"] < 3.5
     assert untrained.eval_loss is not None and lines[-1]["eval_loss"] < untrained.eval_loss
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
+def test_smollm2_in_stages_learns_as_in_one_process(pools, tmp_path, smollm2_folder, monkeypatch, pp, tp):
+    """Five steps on real text have the losses of plain PyTorch, to 1e-4, and every rank reads what it keeps."""
+    if not DOCUMENTATION.is_dir():
+        pytest.skip("needs Debian's python3.11-doc (tests/system_packages.sh)")
+    recipe = Recipe(
+        model=smollm2_folder,
+        dataset=str(DOCUMENTATION / "library" / "*.txt"),
+        ds_config=strategy("zero1"),
+        pp=pp,
+        tp=tp,
+        seq_len=128,
+        global_batch=2 * pp,
+        steps=5,
+        lr=2e-5,
+        wandb=False,
+        export=False,
+        keep=1,
+        out=str(tmp_path / "run"),
+    )
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    import dataclasses
+
+    plan = make_plan(parse(dataclasses.replace(recipe, pp=1, tp=1, out="/nonexistent"), Path("weights.py"), []))
+    assert plan.model_config is not None
+    plain = train_plain(dataclasses.replace(recipe, pp=1, tp=1), plan.model_config, steps=5)
+    world = pp * tp
+    assert pools.run(world, run_recipe, timeout=600, recipe=recipe) == [0] * world
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    print(f"pp{pp} tp{tp}: losses {losses}, plain PyTorch {plain.losses}")
+    assert losses == pytest.approx(plain.losses, abs=1e-4)
+    assert 2.0 < losses[0] < 3.5
+    shutil.rmtree(tmp_path / "run")

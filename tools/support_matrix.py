@@ -320,7 +320,7 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                     plain = train_plain(model_type)
                     torch.save(plain, reference)
                     record(model_type, "reference", {"ok": True, "leak": plain["leak"]})
-                except Exception as error:  # noqa: BLE001 (whatever a family raises is its row's reason)
+                except Exception as error:  # whatever a family raises is the reason in its row
                     record(model_type, "reference", {"ok": False, "reason": reason_of(error)})
                     say(f"{index}/{len(types)} {model_type}: reference: {reason_of(error)}")
                     continue

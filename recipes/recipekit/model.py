@@ -1,8 +1,11 @@
 """From a model's config and weights to a model that DeepSpeed can train: built part by part, never whole on one rank."""
 
+import contextlib
 import ctypes
 import hashlib
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +14,10 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -132,14 +136,24 @@ def fill(
 
 
 def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
-    """The model of a config with its parameters on the meta device, its buffers real, its embeddings tied."""
+    """The model of a config with its parameters on the meta device, its buffers real, its embeddings tied.
+
+    Its attribute `made` holds the values that the constructors gave to small parameters, by name: some of those no
+    initialiser sets (Apertus' activation), and most are memory that was never written.
+    """
     model_config = dict(model_config)
     config = transformers.AutoConfig.for_model(model_config.pop("model_type"), **model_config)
     config._attn_implementation = recipe.attention
     config._name_or_path = recipe.model  # what an exported adapter names as its base
     config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
-    with no_init_weights(), init_empty_weights(include_buffers=False):
+    with no_init_weights(), parameters_on_meta() as small:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.made = {
+        f"{name}.{key}" if name else key: small[id(module), key]
+        for name, module in model.named_modules()
+        for key in module._parameters
+        if (id(module), key) in small
+    }
     model.tie_weights()
     if recipe.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -147,6 +161,26 @@ def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
         for number, layer in enumerate(checkpointed):
             layer.gradient_checkpointing = number % recipe.checkpoint_every == 0
     return model
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[dict[tuple[int, str], torch.Tensor]]:
+    """Puts every new parameter on the meta device; yields copies of the small ones, by (id of the module, key)."""
+    small: dict[tuple[int, str], torch.Tensor] = {}
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            if parameter.numel() <= 4096:
+                small[id(module), name] = parameter.detach().clone()
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield small
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def parts(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
@@ -184,7 +218,7 @@ def draw(model: Any, part: nn.Module, deep: bool, prefix: str, cuts: dict[str, C
             if parameter is not None and parameter.device.type == "meta":
                 full = f"{name}.{key}" if name else key
                 meta[module, key] = parameter
-                module._parameters[key] = nn.Parameter(torch.empty(cuts[full].shape if full in cuts else parameter.shape))
+                module._parameters[key] = nn.Parameter(torch.full(cuts[full].shape if full in cuts else parameter.shape, math.nan))
     owner = {id(module): nearest for nearest, module in _init_owners(model)}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
         for name, module in reversed(modules):  # children before parents: a parent may draw a child's weight again (GPT-2's c_proj)
@@ -195,7 +229,9 @@ def draw(model: Any, part: nn.Module, deep: bool, prefix: str, cuts: dict[str, C
     values = {}
     for name, module in modules:
         for key in [key for holder, key in meta if holder is module]:
-            values[f"{name}.{key}" if name else key] = module._parameters[key].detach()  # type: ignore[union-attr]
+            full = f"{name}.{key}" if name else key
+            drawn = module._parameters[key].detach()  # type: ignore[union-attr]
+            values[full] = drawn if not drawn.isnan().any() else model.made[full].float()  # no initialiser set it, so the constructor did
             module._parameters[key] = meta[module, key]
     return values
 
@@ -252,30 +288,69 @@ def _return_freed_blocks(at_once: bool) -> None:
         mallopt(m_trim_threshold, 2**17 if at_once else 2**26)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Where the files hold a parameter: under one key, or stacked from a key for each expert and joined from several parts along `dim`."""
+
+    parts: tuple[tuple[str, ...], ...]  # of each part the keys of its experts
+    stacked: bool = False
+    dim: int = 0
+
+
 class Weights:
     """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them."""
 
     def __init__(self, files: list[Path]):
         handles = [safe_open(file, framework="pt") for file in files]
         self.where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
-        self.source: dict[str, str] = {}  # parameter -> key in the files
+        self.stored: dict[str, Stored] = {}  # by parameter
         self.bytes_read = 0
 
+    def shape(self, name: str) -> list[int]:
+        stored = self.stored[name]
+        shapes = [self._slice(keys[0]).get_shape() for keys in stored.parts]
+        if not stored.stacked:
+            return shapes[0]
+        whole = [len(stored.parts[0]), *shapes[0]]
+        if len(shapes) > 1:
+            whole[stored.dim] = sum(shape[stored.dim - 1] for shape in shapes)
+        return whole
+
     def whole(self, name: str) -> torch.Tensor:
-        """The whole tensor in the files' dtype, a view of the mapped file."""
-        return self.where[self.source[name]].get_tensor(self.source[name])
+        """The whole tensor in the files' dtype; a view of the mapped file where it is stored under one key."""
+        return self._take(name, None, [])
 
     def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
-        """What this rank keeps of a tensor; only those bytes of the file are read."""
-        if cut is None or not cut.sharded:
-            value = self.whole(name)
-        else:
-            stored = self.where[self.source[name]].get_slice(self.source[name])
-            dim, runs = tensor_parallel.local_runs(cut, tp_mesh)
-            pieces = [stored[(*[slice(None)] * dim, slice(start, stop))] for start, stop in runs]
-            value = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+        """What this rank keeps of a tensor; only those bytes of the files are read."""
+        sharded = cut is not None and cut.sharded
+        value = self._take(name, *tensor_parallel.local_runs(cut, tp_mesh)) if sharded and cut else self.whole(name)
         self.bytes_read += value.nbytes
         return value
+
+    def _take(self, name: str, dim: int | None, runs: list[tuple[int, int]]) -> torch.Tensor:
+        """The indices `runs` of dimension `dim`; all of the tensor if that is None."""
+        stored = self.stored[name]
+        if not stored.stacked:
+            return self._read(stored.parts[0][0], dim, runs)
+        pieces, begin = [], 0
+        for keys in stored.parts:
+            experts = [number for start, stop in runs for number in range(start, stop)] if dim == 0 else range(len(keys))
+            inner, size = runs, self._slice(keys[0]).get_shape()[max(stored.dim - 1, 0)]
+            if dim == stored.dim and dim:
+                clipped = [(max(start, begin) - begin, min(stop, begin + size) - begin) for start, stop in runs]
+                inner = [(start, stop) for start, stop in clipped if start < stop]
+            pieces.append(torch.stack([self._read(keys[number], dim - 1 if dim else None, inner) for number in experts]))
+            begin += size
+        return torch.cat(pieces, stored.dim) if len(pieces) > 1 else pieces[0]
+
+    def _read(self, key: str, dim: int | None, runs: list[tuple[int, int]]) -> torch.Tensor:
+        if dim is None:
+            return self.where[key].get_tensor(key)
+        pieces = [self._slice(key)[(*[slice(None)] * dim, slice(start, stop))] for start, stop in runs]
+        return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+
+    def _slice(self, key: str) -> Any:
+        return self.where[key].get_slice(key)
 
 
 def open_weights(recipe: Recipe, model: Any, opened: Weights | None = None) -> Weights:
@@ -290,30 +365,62 @@ def open_weights(recipe: Recipe, model: Any, opened: Weights | None = None) -> W
             f"model = {recipe.model}", f"{folder} holds no .safetensors file", "save the model with save_pretrained, or train from scratch with --init random"
         )
     weights = opened or Weights(files)
-    prefix = model.base_model_prefix + "."
-    source = {}
-    for name in [*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name in model.state_dict())]:
-        if name not in weights.source:
-            # A checkpoint of the base model alone (GPT-2's) lacks the prefix.
-            source[name] = name if name in weights.where else name.removeprefix(prefix)
-    missing = [name for name, key in source.items() if key not in weights.where]
-    if missing:
+    persistent = model.state_dict()
+    wanted = [*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name in persistent)]
+    new = [name for name in wanted if name not in weights.stored]
+    found = find_stored(model, list(weights.where))
+    if missing := [name for name in new if name not in found]:
         raise Refusal(
             [
                 Problem(
                     f"model = {recipe.model}",
-                    f"its files lack {len(missing)} of {len(source)} parameters, first {missing[0]}",
+                    f"its files lack {len(missing)} of {len(new)} parameters, first {missing[0]}",
                     "give the files that match this config.json and transformers version",
                 )
             ]
         )
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong = [(name, found) for name, key in source.items() if (found := weights.where[key].get_slice(key).get_shape()) != shapes[name]]
+    weights.stored |= {name: found[name] for name in new}
+    wrong = [name for name in new if weights.shape(name) != list(persistent[name].shape)]
     if wrong:
-        name, found = wrong[0]
-        raise refuse(f"model = {recipe.model}", f"{name} is {found} in its files and {shapes[name]} by its config.json", "give files and config of one model")
-    weights.source |= source
+        rule = f"{wrong[0]} is {weights.shape(wrong[0])} in its files and {list(persistent[wrong[0]].shape)} by its config.json"
+        raise refuse(f"model = {recipe.model}", rule, "give files and config of one model")
     return weights
+
+
+def find_stored(model: Any, keys: list[str]) -> dict[str, Stored]:
+    """Where each parameter lies in files that hold `keys`, by the conversions that transformers publishes for the model.
+
+    Published files of many mixtures have a matrix for each expert, where the model has one tensor of all of them.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    found: dict[str, Stored] = {}
+    joined: dict[str, dict[str, list[str]]] = {}  # parameter -> source pattern -> keys
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if key in state or pattern is None:
+            found[key if key in state else name] = Stored(((key,),))
+        else:
+            joined.setdefault(name, {}).setdefault(pattern, []).append(key)
+    for name, patterns in joined.items():
+        converter = by_pattern[next(iter(patterns))]
+        operations: list[Any] = converter.operations
+        kinds = [type(operation).__name__ for operation in operations]
+        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or operations[0].dim != 0:
+            rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
+            raise refuse(
+                f"model = {model.config._name_or_path}", rule, "load and save it once with transformers' save_pretrained(..., save_original_format=False)"
+            )
+        parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in converter.source_patterns if pattern in patterns)
+        found[name] = Stored(parts, stacked=True, dim=operations[1].dim if len(kinds) > 1 else 0)
+    return found
+
+
+def _expert(key: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\.(\d+)(?=\.)", key)]
 
 
 def weights_folder(recipe: Recipe) -> Path:

@@ -171,9 +171,7 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype) -> list[str]:
     layers: Any = modules[split.layers]
     for number, layer in enumerate(list(layers)):
         if number < start:
-            is_tuple = "tuple" in str(_annotation(layer)).lower()
-            hand_in = number == start - 1
-            layers[number] = Away(layer, lambda hidden, hand_in=hand_in, is_tuple=is_tuple: _as((received[-1] if hand_in else hidden), is_tuple))
+            layers[number] = Away(layer, (lambda hidden: received[0]) if number == start - 1 else (lambda hidden: hidden))
         elif number >= stop:
             layers[number] = Away(layer, leave)
     absent = [] if first else [name for name in split.first if not (last and split.tied and name == embedding)]
@@ -196,14 +194,6 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype) -> list[str]:
 
     model.forward = forward
     return absent if last else [*absent, *split.last]
-
-
-def _annotation(layer: nn.Module) -> Any:
-    return getattr(type(layer).forward, "__annotations__", {}).get("return", "")
-
-
-def _as(hidden: torch.Tensor, is_tuple: bool) -> Any:
-    return (hidden,) if is_tuple else hidden
 
 
 def stages_of(pp_rank: int, pp: int, schedule: str) -> list[int]:
