@@ -73,5 +73,6 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
         with torch.no_grad():
             tokens = sum(int((batch["labels"] != -100).sum()) for batch in held_out)
             trained.eval_loss = sum(token_loss(model, batch).item() for batch in held_out) / tokens
-    trained.weights = {name: value.detach().clone() for name, value in masters.items()}
+    saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    trained.weights = {name: value.detach().clone() for name, value in {**masters, **saved_buffers}.items()}
     return trained

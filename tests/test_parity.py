@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.architecture import SHIPPED
+from recipekit.architecture import SHIPPED, default_config
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe, parse
 from reference import Trained, train_plain
@@ -41,8 +41,19 @@ def without_dropout(model: str) -> str:
     return str(folder)
 
 
+@functools.cache
+def family(model_type: str) -> str:
+    """A folder with the default config of a family."""
+    folder = Path(tempfile.mkdtemp(prefix="parity_"))
+    (folder / "config.json").write_text(json.dumps(default_config(model_type).to_dict()))
+    return str(folder)
+
+
 def recipe_for(model: str, **changes: Any) -> Recipe:
-    name = without_dropout(MODELS[model]) if model == "gpt2" else MODELS[model]
+    """`model` is a key of MODELS, or the model type of a family."""
+    name = family(model) if model not in MODELS else without_dropout(MODELS[model]) if model == "gpt2" else MODELS[model]
+    if model == "gemma2":
+        changes["attention"] = "eager"  # its soft caps are in no other
     return Recipe(model=name, ds_config={}, **(NUMBERS | {"micro_batch": 1} | changes))
 
 

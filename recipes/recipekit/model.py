@@ -139,7 +139,8 @@ def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
     """The model of a config with its parameters on the meta device, its buffers real, its embeddings tied.
 
     Its attribute `made` holds the values that the constructors gave to small parameters, by name: some of those no
-    initialiser sets (Apertus' activation), and most are memory that was never written.
+    initialiser sets (Apertus' activation), and most are memory that was never written. Raises `Refusal` for an attention
+    implementation that the model does not have.
     """
     model_config = dict(model_config)
     config = transformers.AutoConfig.for_model(model_config.pop("model_type"), **model_config)
@@ -147,7 +148,13 @@ def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
     config._name_or_path = recipe.model  # what an exported adapter names as its base
     config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
     with no_init_weights(), parameters_on_meta() as small:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except (ValueError, ImportError) as error:  # of an attention that the class, or this machine, does not have
+            if "attention" not in str(error).lower():
+                raise
+            fix = "use --attention eager" if recipe.attention != "eager" else "use another model"
+            raise refuse(f"attention = {recipe.attention}", f"a {config.model_type} cannot use it here: {str(error).split('.')[0]}", fix) from None
     model.made = {
         f"{name}.{key}" if name else key: small[id(module), key]
         for name, module in model.named_modules()
