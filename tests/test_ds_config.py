@@ -187,6 +187,15 @@ BROKEN = {
     "no norm to clip by": ("zero2", {"zero_optimization.compute_grad_norm": False}, {}, "zero_optimization.compute_grad_norm", "gradient_clipping"),
     "DeepCompile without ZeRO": ("zero0", {"compile.deepcompile": True}, {}, "compile.deepcompile", "set it to false"),
     "pipeline with ZeRO-2": ("zero2", {"pipeline.stages": 2}, {"world": 4}, "zero_optimization.stage = 2", "--pp 1"),
+    "pipeline with sequence parallelism": ("zero1", {"pipeline.stages": 2, "sequence_parallel_size": 2}, {"world": 4}, "sp = 2", "--sp 1, or --pp 1"),
+    "pipeline with expert parallelism": (
+        "zero1",
+        {"pipeline.stages": 2, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+        {"world": 4},
+        "ep = 2",
+        "--ep 1, or --pp 1",
+    ),
+    "more stages than layers": ("zero1", {"pipeline.stages": 8}, {"world": 8, "model_config": LLAMA | {"num_hidden_layers": 6}}, "pp = 8", "use --pp 4"),
     "second W&B run": ("zero2", {"wandb": {"enabled": True}}, {}, "wandb", "--wandb"),
     "data that DeepSpeed would load": ("zero2", {"data_efficiency": {"enabled": True}}, {}, "data_efficiency", "delete the block"),
     "half a tensor parallelism": (

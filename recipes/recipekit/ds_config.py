@@ -14,6 +14,7 @@ from json import decoder, scanner
 from pathlib import Path
 from typing import Any
 
+from .architecture import LAYERS
 from .ds_rules import RECIPE_HONOURS, RECIPE_RULES, RULES, Facts
 from .ds_schema import AUTO, at, optimizer_name, optimizer_params, shown, walk
 from .mesh import Mesh, make_mesh
@@ -152,7 +153,7 @@ def check(
     facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, recipe.steps if recipe else None)
     rules = () if any(at(config, pivot) is not None and at(clean, pivot) is None for pivot in PIVOTS) else RULES if json_only else RULES + RECIPE_RULES
     for rule in rules:
-        if (value := facts.get(rule.key)) is not None and rule.broken(facts):
+        if (value := facts.mentioned(rule.key)) is not None and rule.broken(facts):
             found.append(Problem(f"{rule.key} = {shown(value)}", rule.rule, rule.fix))
     if not json_only:
         found += _half_honoured(clean)
@@ -160,6 +161,7 @@ def check(
         found += _contradictions(clean, recipe, typed)
     found += _batch(clean, recipe, mesh)
     found += _divisions(degrees, facts, recipe, model_config, mesh)
+    found += _pipeline(degrees["pp"], clean, recipe, model_config, mesh)
     return list(dict.fromkeys(found))
 
 
@@ -284,6 +286,8 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
 
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
         resolved.pop(block, None)
+    if mesh.pp > 1 and recipe.pipeline_schedule == "dualpipev":  # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
+        resolved["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     return resolved, lines
 
 
@@ -332,16 +336,9 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
 
 def _batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> list[Problem]:
     """rows of a step = data-parallel ranks * rows of a forward pass * accumulated micro-batches, all whole."""
-
-    def number(path: str, field: str) -> int | None:
-        value = clean.get(path, "auto")
-        return value if value != "auto" else getattr(recipe, field, None) if field else None
-
-    total, micro, steps = (
-        number(SHARED["global_batch"], "global_batch"),
-        number(SHARED["micro_batch"], "micro_batch"),
-        number("gradient_accumulation_steps", ""),
-    )
+    total, micro = (_number(clean, recipe, field) for field in ("global_batch", "micro_batch"))
+    steps = clean.get("gradient_accumulation_steps", "auto")
+    steps = None if steps == "auto" else steps
     if total is None or mesh is None or min(total, micro or 1) < 1:
         return []
     dp = mesh.dp
@@ -361,6 +358,12 @@ def _batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> l
         fix += f", or micro_batch {total // (dp * steps)}" if total % (dp * steps) == 0 else ""
         return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix)]
     return []
+
+
+def _number(clean: dict[str, Any], recipe: Recipe | None, field: str) -> int | None:
+    """The JSON's number of a field, else the recipe's; None if neither is known."""
+    value = clean.get(SHARED[field], "auto")
+    return value if value != "auto" else getattr(recipe, field, None)
 
 
 def _product(dp: int, micro: int | None, steps: int | None) -> str:
@@ -401,6 +404,37 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
         if part > (size := facts.get(key, 100_000_000)):
             found.append(Problem(f"{key} = {size}", f"is less than the {part} elements that a rank holds of the embedding", f"write {part} or more"))
     return found
+
+
+def _pipeline(pp: int, clean: dict[str, Any], recipe: Recipe | None, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
+    """More stages than layers, and what the schedule of the micro-batches asks for."""
+    found = []
+    dualpipev = recipe is not None and recipe.pipeline_schedule == "dualpipev"
+    each = 2 if dualpipev else 1  # stages on one rank
+    if dualpipev and pp == 1:
+        found.append(
+            Problem("pipeline_schedule = dualpipev", "orders the micro-batches of a pipeline, and pp = 1 is none", "use --pp 2 or more, or leave it out")
+        )
+    layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
+    if pp > 1 and 0 < layers < each * pp:
+        ranks = mesh.world // mesh.tp // mesh.sp if mesh is not None else 0
+        fits = {each: max((degree for degree in range(1, layers // each + 1) if ranks % degree == 0), default=1) for each in (1, 2)}
+        ways = [f"--pp {fits[2]}"] if dualpipev and fits[2] > 1 else []
+        ways += [f"--pp {fits[1]} --pipeline_schedule 1f1b" if dualpipev else f"--pp {fits[1]}"]
+        rule = f"makes {each * pp} stages{', two on each rank under dualpipev' if dualpipev else ''}, more than the model's {layers} layers"
+        found.append(Problem(f"pp = {pp}", rule, f"use {' or '.join(ways)}"))
+    total, micro = (_number(clean, recipe, field) for field in ("global_batch", "micro_batch"))
+    if dualpipev and pp > 1 and mesh is not None and total and micro and total % (rows := mesh.dp * micro) == 0 and total // rows < 2 * pp:
+        rule = f"{_product(mesh.dp, micro, None)} leaves {total // rows} micro-batches of a step, and dualpipev needs 2 * pp = {2 * pp}"
+        fix = f"use global_batch {2 * pp * rows}"
+        fix += f", or micro_batch {total // (2 * pp * mesh.dp)}" if total % (2 * pp * mesh.dp) == 0 else ""
+        found.append(Problem(f"global_batch (train_batch_size) = {total}", rule, f"{fix}, or --pipeline_schedule 1f1b"))
+    return found
+
+
+def count_layers(model_config: dict[str, Any] | None) -> int:
+    """The layers that a pipeline may divide; 0 if they are not known."""
+    return _shape(model_config, *LAYERS)
 
 
 def _shape(model_config: dict[str, Any] | None, *names: str) -> int:

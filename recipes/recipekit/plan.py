@@ -63,30 +63,6 @@ def make_plan(command: Command) -> Plan:
             notes.append(f"{name}: {value} of the JSON beats {getattr(recipe, name)} of the recipe")
     recipe = _with(recipe, written)
 
-    mesh = Mesh()
-    fixed = command.typed | written.keys()
-    try:
-        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")}
-        if command.tiny:
-            fitted = fit_degrees(command.world, degrees, frozenset(fixed))
-            if fitted != degrees:
-                lowered = ", ".join(f"{axis} {degrees[axis]} -> {fitted[axis]}" for axis in degrees if fitted[axis] != degrees[axis])
-                notes.append(f"--tiny lowered {lowered} to fit {command.world} rank{'s' if command.world > 1 else ''}")
-            degrees = fitted
-            recipe = dataclasses.replace(recipe, **degrees)
-        mesh = make_mesh(command.world, **degrees)
-    except Refusal as refusal:
-        problems += refusal.problems
-    for axis in ("sp", "ep"):
-        if getattr(recipe, axis) > 1:
-            problems.append(
-                Problem(
-                    f"{axis} = {getattr(recipe, axis)}",
-                    "is not built yet: recipes train with data, tensor and pipeline parallelism and ZeRO",
-                    f"use --{axis} 1",
-                )
-            )
-
     architecture = None
     try:
         architecture = model_config(recipe)
@@ -103,9 +79,42 @@ def make_plan(command: Command) -> Plan:
             )
         else:
             architecture = shrink(architecture, BYTE_VOCAB)
-        recipe = _tiny(recipe, mesh, frozenset(fixed))
     elif architecture is not None and recipe.tokenizer == "bytes" and recipe.init == "random":
         architecture = architecture | {"vocab_size": BYTE_VOCAB}
+
+    mesh = Mesh()
+    fixed = command.typed | written.keys()
+    try:
+        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")}
+        if command.tiny:
+            layers = ds_config.count_layers(architecture)
+            most = max(1, layers // (2 if recipe.pipeline_schedule == "dualpipev" else 1))
+            few_layers = layers > 0 and most < recipe.pp and "pp" not in fixed
+            fitted = fit_degrees(command.world, degrees | ({"pp": most} if few_layers else {}), frozenset(fixed))
+            if fitted != degrees:
+                lowered = ", ".join(f"{axis} {degrees[axis]} -> {fitted[axis]}" for axis in degrees if fitted[axis] != degrees[axis])
+                notes.append(
+                    f"--tiny lowered {lowered} to fit {command.world} rank{'s' if command.world > 1 else ''}{f' and {layers} layers' if few_layers else ''}"
+                )
+            degrees = fitted
+            recipe = dataclasses.replace(recipe, **degrees)
+        mesh = make_mesh(command.world, **degrees)
+    except Refusal as refusal:
+        problems += refusal.problems
+    if recipe.pp == 1 and ("pp" in fixed or command.tiny) and recipe.pipeline_schedule != "1f1b" and "pipeline_schedule" not in command.typed:
+        notes.append(f"pipeline_schedule: {recipe.pipeline_schedule} of the recipe has no pipeline to order with pp 1")
+        recipe = _with(recipe, {"pipeline_schedule": "1f1b"})
+    if command.tiny:
+        recipe = _tiny(recipe, mesh, frozenset(fixed))
+    for axis in ("sp", "ep"):
+        if getattr(recipe, axis) > 1:
+            problems.append(
+                Problem(
+                    f"{axis} = {getattr(recipe, axis)}",
+                    "is not built yet: recipes train with data, tensor and pipeline parallelism and ZeRO",
+                    f"use --{axis} 1",
+                )
+            )
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
     needed = recipe.init == "pretrained" or (architecture is None and not command.tiny)

@@ -109,7 +109,11 @@ def evaluate(engine: Any, batches: list[MicroBatch], mesh: Mesh) -> float:
     if mesh.pp > 1:
         dist.all_reduce(sums)
         weight = len(batches) * mesh.dp / (sums[1] / (mesh.tp * mesh.pp))
-        return engine.eval_batch(iter(pipeline_batches(batches, weight)), num_micro_batches=len(batches)).item()
+        # not eval_batch's own num_micro_batches: with it DeepSpeed 0.19.8 mixes up DualPipeV's buffers and hangs (dualpipev.py, _phase1_buffer)
+        of_a_step, engine.micro_batches = engine.micro_batches, len(batches)
+        loss = engine.eval_batch(iter(pipeline_batches(batches, weight)))
+        engine.micro_batches = of_a_step
+        return loss.item()
     engine.eval()
     for batch in batches:
         sums[0] += token_loss(engine, to_device(batch, engine.device))
