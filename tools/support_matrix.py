@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,37 @@ def rows() -> list[dict[str, Any]]:
     return batches
 
 
-def train_plain(model_type: str) -> dict[str, Any]:
-    """Losses, norms and weights of STEPS steps of plain PyTorch, and the leak: how far a document's logits follow another document of its row."""
+def spread(model: Any) -> None:
+    """Moves parameters that start as a constant (norms, gates, biases) off it: at zeros and ones a wrong layout can go unseen, and top-k meets ties."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() > 1 and parameter.min() == parameter.max():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+def save(model: Any, folder: Path) -> None:
+    """The weights under the model's own names, as every rank reads them."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    parameters = dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    save_file({name: value.detach().contiguous() for name, value in {**parameters, **buffers}.items()}, folder / "model.safetensors")
+
+
+def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
+    """Starts from random weights, which it saves in `folder`. Returns losses, norms and weights of STEPS steps of plain PyTorch, and the leak, how far a document's logits follow another document of its row."""
     import torch
     from recipekit.model import build_model, parameter_groups
     from recipekit.train import token_loss
 
     recipe = recipe_of(model_type)
     model = build_model(recipe, tiny_model_config(model_type), None, {}, torch.device("cpu")).model
+    spread(model)
+    save(model, folder)
     numbers = CONFIG["optimizer"]["params"]
     groups: Any = parameter_groups(model)
     optimizer = torch.optim.AdamW(groups, lr=numbers["lr"], betas=tuple(numbers["betas"]), eps=numbers["eps"], weight_decay=numbers["weight_decay"])
@@ -133,8 +157,8 @@ def leak_of(model: Any, batch: dict[str, Any]) -> float:
     return (logits[0] - logits[1]).abs().max().item()
 
 
-def train_cell(model_type: str, layout: str, reference: dict[str, Any]) -> dict[str, float]:
-    """Trains one cell on this group of ranks (a collective); returns this rank's largest deviations."""
+def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, Any]) -> dict[str, float]:
+    """Reads the weights in `folder` and trains one cell on this group of ranks (a collective); returns this rank's largest deviations."""
     import deepspeed
     import torch
     from recipekit import pipeline, tensor_parallel
@@ -145,7 +169,7 @@ def train_cell(model_type: str, layout: str, reference: dict[str, Any]) -> dict[
     from recipekit.train import pipeline_loss, train_step
 
     world, stage, degrees = LAYOUTS[layout]
-    recipe = recipe_of(model_type, **degrees)
+    recipe = replace(recipe_of(model_type, **degrees), model=folder, init="pretrained")
     mesh = make_mesh(world, **degrees)
     groups = Groups(mesh, "cpu")
     accumulation = ROWS // mesh.dp
@@ -203,7 +227,7 @@ def serve(folder: Path) -> None:
     for line in sys.stdin:
         cell = json.loads(line)
         try:
-            answer = {"ok": True} | train_cell(cell["type"], cell["layout"], torch.load(cell["reference"], weights_only=True))
+            answer = {"ok": True} | train_cell(cell["type"], cell["layout"], cell["weights"], torch.load(cell["reference"], weights_only=True))
         except BaseException as error:
             answer = {"ok": False, "reason": reason_of(error)}
         _forget(linear)
@@ -258,7 +282,10 @@ class Group:
     def run(self, number: int, model_type: str, layout: str, reference: Path) -> dict[str, Any]:
         """The joined answer of all ranks: the first failure, or the largest deviations. Ends the group if it failed."""
         self.cells += 1
-        line = json.dumps({"number": number, "type": model_type, "layout": layout, "reference": str(reference)}) + "\n"
+        line = (
+            json.dumps({"number": number, "type": model_type, "layout": layout, "reference": str(reference), "weights": str(reference.parent / "weights")})
+            + "\n"
+        )
         for rank in self.ranks:
             assert rank.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -317,7 +344,7 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                     continue
                 reference = folder / "reference.pt"
                 try:
-                    plain = train_plain(model_type)
+                    plain = train_plain(model_type, folder / "weights")
                     torch.save(plain, reference)
                     record(model_type, "reference", {"ok": True, "leak": plain["leak"]})
                 except Exception as error:  # whatever a family raises is the reason in its row

@@ -155,25 +155,29 @@ class _Left(Exception):
 def cut(model: Any, split: Split, stage: int, dtype: torch.dtype) -> list[str]:
     """Makes `model` one stage, in place; returns the names of the modules it took out besides layers.
 
-    Its forward takes (input_ids, position_ids) on the first stage and (hidden_states, input_ids, position_ids) on the
-    others, and returns the latter, or logits on the last stage. Everything int64 (B, T) or (B, T, D) of `dtype`.
+    Its forward takes (input_ids, position_ids) on the first stage and (hidden_states, ..., input_ids, position_ids) on the
+    others, and returns the latter, or logits on the last stage: ids int64 (B, T), hidden states (B, T, D) of `dtype`. Where
+    a layer returns more than hidden states, the rest travels between them: tensors, and which of its places are None.
     """
     first, last = stage == 0, stage == split.num_stages - 1
     start, stop = split.bounds[stage], split.bounds[stage + 1]
     modules = dict(model.named_modules())
     width = model.get_input_embeddings().weight.shape[-1]
     embedding = next(name for name, module in modules.items() if module is model.get_input_embeddings())
-    received: list[Any] = []
+    received: list[Any] = []  # what the last layer of the stage before returned
+    returned: list[Any] = []  # what the last layer of this stage returns
 
     def leave(hidden: torch.Tensor) -> Any:
-        raise _Left(hidden)
+        raise _Left(hidden, returned[0])
 
     layers: Any = modules[split.layers]
     for number, layer in enumerate(list(layers)):
         if number < start:
-            layers[number] = Away(layer, (lambda hidden: received[0]) if number == start - 1 else (lambda hidden: hidden))
+            layers[number] = Away(layer, lambda hidden: received[0])
         elif number >= stop:
             layers[number] = Away(layer, leave)
+        elif number == stop - 1:
+            layer.register_forward_hook(lambda module, inputs, output: returned.__setitem__(slice(None), [output]))
     absent = [] if first else [name for name in split.first if not (last and split.tied and name == embedding)]
     for name in absent:
         model.set_submodule(name, Placeholder(width, dtype))
@@ -182,18 +186,35 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype) -> list[str]:
 
     whole_forward = model.forward
 
+    form: list[list[int]] = []  # of what is received, the same for every micro-batch
+
     def forward(inputs: tuple[torch.Tensor, ...]) -> Any:
-        *hidden, input_ids, position_ids = inputs
-        received[:] = hidden
+        *states, input_ids, position_ids = inputs
+        if states:
+            if len(states) > 1 and not form:
+                form.append(states[-1].tolist())
+            received[:] = [_unpack(states, form[0]) if form else states[0]]
         try:
             output = whole_forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         except _Left as left:
-            (result,) = left.args
-            return result, input_ids, position_ids
+            return *_pack(*left.args), input_ids, position_ids
         return output.logits
 
     model.forward = forward
     return absent if last else [*absent, *split.last]
+
+
+def _pack(hidden: torch.Tensor, output: Any) -> tuple[torch.Tensor, ...]:
+    """(hidden states,), or for a layer that returns a tuple (hidden states, its other tensors, 1 or 0 for each of its places)."""
+    if not isinstance(output, tuple):
+        return (hidden,)
+    there = torch.tensor([int(torch.is_tensor(value)) for value in output], device=hidden.device)
+    return hidden, *(value for value in output[1:] if torch.is_tensor(value)), there
+
+
+def _unpack(states: list[torch.Tensor], there: list[int]) -> tuple[torch.Tensor | None, ...]:
+    values = iter(states)
+    return tuple(next(values) if present else None for present in there)
 
 
 def stages_of(pp_rank: int, pp: int, schedule: str) -> list[int]:

@@ -61,10 +61,13 @@ def apply(model: Any, tp_mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, Cu
     finally:
         styles.ReplicatedWithGradAllReduce.install_forward = original
     cuts: dict[str, Cut] = {}
+    whole: list[tuple[nn.Module, str]] = []
     for name, module in model.named_modules():
         own = {}
         for key, parameter in list(module._parameters.items()):
             if not isinstance(parameter, DTensor):
+                if parameter is not None and styles._get_parameter_plan(f"{name}.{key}", plan) != "replicated_with_grad_allreduce":
+                    whole.append((module, key))
                 continue
             cut = Cut(tuple(parameter.placements), parameter.shape, parameter.stride())
             local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
@@ -72,8 +75,11 @@ def apply(model: Any, tp_mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, Cu
             local.model_parallel = local.tensor_model_parallel = cut.sharded  # pyright: ignore[reportAttributeAccessIssue]
             module._parameters[key] = local
             own[key] = cuts[f"{name}.{key}"] = cut
-        if own:
+        # a module without a style of its own, such as an attention with a sink for each head, uses its shard beside local activations
+        if own and styles._get_parameter_plan(name, plan, is_weight=False) is not None:
             _present_as_dtensors(module, own, tp_mesh)
+    for module, key in whole:
+        _complete_gradient(module, key, tp_mesh)
     return cuts
 
 
@@ -133,6 +139,38 @@ def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: Device
             return inner(*args, **kwargs)
         finally:
             module._parameters.update(locals_)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _complete_gradient(module: nn.Module, key: str, tp_mesh: DeviceMesh) -> None:
+    """Sums the gradient of a parameter that the plan does not name, if it works on cut activations (Apertus' activation).
+
+    Then every rank has only a part of its gradient, while that of any other whole parameter is the same on all ranks but
+    for rounding. Which it is shows at the first gradient that is not zero: parts differ by about their own size.
+    """
+    inner = module.forward
+    group, hooked, partial = tp_mesh.get_group(), set(), []
+
+    def complete(gradient: torch.Tensor) -> torch.Tensor:
+        if partial and not partial[0]:
+            return gradient
+        total = gradient.detach().clone()
+        dist.all_reduce(total, group=group)
+        if not partial:
+            mean = total.float() / tp_mesh.size()
+            apart = torch.stack([(gradient.float() - mean).norm(), mean.norm()])
+            dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
+            if apart.max() > 0:
+                partial.append(bool(apart[0] > 0.05 * apart[1]))
+        return total if partial and partial[0] else gradient
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        parameter = module._parameters[key]
+        if parameter is not None and parameter.requires_grad and id(parameter) not in hooked:
+            parameter.register_hook(complete)
+            hooked.add(id(parameter))
+        return inner(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
 
