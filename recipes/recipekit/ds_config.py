@@ -412,7 +412,9 @@ def _pipeline(pp: int, clean: dict[str, Any], recipe: Recipe | None, model_confi
     dualpipev = recipe is not None and recipe.pipeline_schedule == "dualpipev"
     each = 2 if dualpipev else 1  # stages on one rank
     if dualpipev and pp == 1:
-        found.append(Problem("pipeline_schedule = dualpipev", "orders the micro-batches of a pipeline, and pp = 1 is none", "use --pp 2 or more, or leave it out"))
+        found.append(
+            Problem("pipeline_schedule = dualpipev", "orders the micro-batches of a pipeline, and pp = 1 is none", "use --pp 2 or more, or leave it out")
+        )
     layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
     if pp > 1 and 0 < layers < each * pp:
         ranks = mesh.world // mesh.tp // mesh.sp if mesh is not None else 0

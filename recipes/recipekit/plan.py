@@ -93,7 +93,9 @@ def make_plan(command: Command) -> Plan:
             fitted = fit_degrees(command.world, degrees | ({"pp": most} if few_layers else {}), frozenset(fixed))
             if fitted != degrees:
                 lowered = ", ".join(f"{axis} {degrees[axis]} -> {fitted[axis]}" for axis in degrees if fitted[axis] != degrees[axis])
-                notes.append(f"--tiny lowered {lowered} to fit {command.world} rank{'s' if command.world > 1 else ''}{f' and {layers} layers' if few_layers else ''}")
+                notes.append(
+                    f"--tiny lowered {lowered} to fit {command.world} rank{'s' if command.world > 1 else ''}{f' and {layers} layers' if few_layers else ''}"
+                )
             degrees = fitted
             recipe = dataclasses.replace(recipe, **degrees)
         mesh = make_mesh(command.world, **degrees)
