@@ -164,7 +164,7 @@ def test_typing_pp_1_leaves_the_schedule_of_the_recipe_unused(monkeypatch):
 
 def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
     with pytest.raises(Refusal) as refused:
-        planned(monkeypatch, 24, *["--pp", "24", "--pipeline_schedule", "dualpipev", "--global_batch", "8", "--micro_batch", "2"])
+        planned(monkeypatch, 24, "--pp", "24", "--pipeline_schedule", "dualpipev", "--global_batch", "8", "--micro_batch", "2")
     assert str(refused.value) == (
         "pp = 24: makes 48 stages, two on each rank under dualpipev, more than the model's 32 layers; use --pp 12 or --pp 24 --pipeline_schedule 1f1b\n"
         "global_batch (train_batch_size) = 8: 1 data-parallel rank * micro_batch 2 leaves 4 micro-batches of a step, and dualpipev needs 2 * pp = 48;"

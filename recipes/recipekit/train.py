@@ -9,7 +9,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from . import checkpoint, pipeline
+from . import checkpoint, pipeline, schedule
 from .data import eval_rows, merge_states
 from .export import export
 from .groups import Groups
@@ -203,13 +203,15 @@ def loop(
     recipe, saved, data_state = plan.recipe, state["step"], state["data"]
     last = recipe.stop_at or recipe.steps
     own_schedule = "scheduler" not in plan.ds_config
+    drawn = min(state["step"] + 3, last)  # the step of a pipeline that OUT/schedule.png shows: the first ones warm up
 
     for step in range(state["step"] + 1, last + 1):
         begun = time.perf_counter()
         batches, data_state = next(stream)
         data_wait = time.perf_counter() - begun
         lr = lr_at(recipe, step) if own_schedule else None
-        result = train_step(engine, batches, lr, stopper.requested, plan.mesh)
+        with schedule.record(engine, on=step == drawn) as spans:
+            result = train_step(engine, batches, lr, stopper.requested, plan.mesh)
         seconds = time.perf_counter() - begun
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
@@ -234,6 +236,7 @@ def loop(
             stopper.boundary(next_within=3600)
             metrics["eval_loss"] = evaluate(engine, held_out, plan.mesh)
         tracker.log(metrics)
+        schedule.report(engine, spans, plan.command.name, step, plan.out, tracker.say)
         stopper.boundary()
 
         if result["stop"] or step == last or (recipe.save_every and step % recipe.save_every == 0):
