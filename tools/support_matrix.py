@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYOUTS = {  # name -> (ranks, ZeRO stage, degrees)
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, ZeRO stage, degrees)
     "zero3": (2, 3, {}),
     "tp2": (2, 1, {"tp": 2}),
     "pp2": (2, 1, {"pp": 2}),
@@ -33,7 +33,7 @@ LAYOUTS = {  # name -> (ranks, ZeRO stage, degrees)
 STEPS, ROWS, SEQ_LEN, VOCABULARY = 3, 4, 64, 264
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
 CELL_S = 60.0  # seconds a cell may take
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "train_batch_size": ROWS,
     "gradient_clipping": 1.0,
     "steps_per_print": None,
@@ -65,7 +65,7 @@ def tiny_model_config(model_type: str) -> dict[str, Any]:
     return without_dropout(tiny_config(model_type, VOCABULARY))
 
 
-def recipe_of(model_type: str, **degrees: int) -> Any:
+def recipe_of(model_type: str, **degrees: Any) -> Any:
     from recipekit import Recipe
     from recipekit.model import empty_model
     from recipekit.refusal import Refusal
@@ -74,7 +74,7 @@ def recipe_of(model_type: str, **degrees: int) -> Any:
     try:
         empty_model(recipe, tiny_model_config(model_type))
     except Refusal:  # its class has no sdpa
-        recipe = Recipe(**(vars(recipe) | {"attention": "eager"}))
+        recipe = replace(recipe, attention="eager")
     return recipe
 
 
