@@ -128,6 +128,8 @@ def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
     axes = figure.add_subplot()
     # A rank that is done early enters these two and waits there; drawn is what comes once all ranks are there.
     together = {kind: max(span.start for spans in ranks for span in spans if span.kind == kind) for kind in ("reduce", "step")}
+    stepping, work_ms = end - together["step"] * 1000, together["step"] * 1000 - begin
+    end = min(end, begin + 1.15 * work_ms)  # a long optimizer step must not squeeze the rest; the legend has its length
     shown = {("idle", 0)}
     for row, spans in enumerate(ranks):
         work = [span for span in spans if span.kind in ("forward", "backward")]
@@ -148,6 +150,7 @@ def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
     axes.set(xlabel="milliseconds since the step began", xlim=(min(0.0, begin), end * 1.005), ylim=(len(ranks) - 0.5, -0.5))
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    patches = [Patch(facecolor=colour, label=label) for look, (label, colour) in LOOKS.items() if look in shown]
+    length = {("step", 0): f", {stepping:.1f} ms"}
+    patches = [Patch(facecolor=colour, label=label + length.get(look, "")) for look, (label, colour) in LOOKS.items() if look in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
