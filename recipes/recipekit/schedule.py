@@ -47,15 +47,16 @@ def record(engine: Any, on: bool) -> Iterator[list[Span]]:
     # The ranks' clocks have nothing in common but this moment: they leave a barrier within a fraction of a millisecond of each
     # other on one host, and within a network round trip on several, which is how far their rows may be shifted.
     dist.barrier()
+    device: Any = get_accelerator()
     zero = time.perf_counter()
     done: Counter[tuple[str, int]] = Counter()  # both schedules take the micro-batches in order, and reuse buffer ids
 
     def timed(kind: str, execute: Callable[..., None]) -> Callable[..., None]:
         def execute_and_time(engine: Any, **arguments: Any) -> None:
-            get_accelerator().synchronize()
+            device.synchronize()
             start = time.perf_counter() - zero
             execute(engine, **arguments)
-            get_accelerator().synchronize()
+            device.synchronize()
             phase = arguments.get("phase", 0)
             spans.append(Span(kind, phase, done[kind, phase], start, time.perf_counter() - zero))
             done[kind, phase] += 1
