@@ -47,15 +47,16 @@ def record(engine: Any, on: bool) -> Iterator[list[Span]]:
     # The ranks' clocks have nothing in common but this moment: they leave a barrier within a fraction of a millisecond of each
     # other on one host, and within a network round trip on several, which is how far their rows may be shifted.
     dist.barrier()
+    device: Any = get_accelerator()
     zero = time.perf_counter()
     done: Counter[tuple[str, int]] = Counter()  # both schedules take the micro-batches in order, and reuse buffer ids
 
     def timed(kind: str, execute: Callable[..., None]) -> Callable[..., None]:
         def execute_and_time(engine: Any, **arguments: Any) -> None:
-            get_accelerator().synchronize()
+            device.synchronize()
             start = time.perf_counter() - zero
             execute(engine, **arguments)
-            get_accelerator().synchronize()
+            device.synchronize()
             phase = arguments.get("phase", 0)
             spans.append(Span(kind, phase, done[kind, phase], start, time.perf_counter() - zero))
             done[kind, phase] += 1
@@ -128,6 +129,8 @@ def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
     axes = figure.add_subplot()
     # A rank that is done early enters these two and waits there; drawn is what comes once all ranks are there.
     together = {kind: max(span.start for spans in ranks for span in spans if span.kind == kind) for kind in ("reduce", "step")}
+    stepping, work_ms = end - together["step"] * 1000, together["step"] * 1000 - begin
+    end = min(end, begin + 1.15 * work_ms)  # a long optimizer step must not squeeze the rest; the legend has its length
     shown = {("idle", 0)}
     for row, spans in enumerate(ranks):
         work = [span for span in spans if span.kind in ("forward", "backward")]
@@ -148,6 +151,7 @@ def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
     axes.set(xlabel="milliseconds since the step began", xlim=(min(0.0, begin), end * 1.005), ylim=(len(ranks) - 0.5, -0.5))
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    patches = [Patch(facecolor=colour, label=label) for look, (label, colour) in LOOKS.items() if look in shown]
+    length = {("step", 0): f", {stepping:.1f} ms"}
+    patches = [Patch(facecolor=colour, label=label + length.get(look, "")) for look, (label, colour) in LOOKS.items() if look in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
