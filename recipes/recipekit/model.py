@@ -17,7 +17,7 @@ from torch import nn
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from . import pipeline, tensor_parallel
+from . import pipeline, sequence_parallel, tensor_parallel
 from .groups import Groups
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
@@ -54,6 +54,8 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
     """
     dtype = torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
     whole = empty_model(recipe, model_config)
+    if groups and groups.mesh.sp > 1:
+        sequence_parallel.apply(whole, recipe, groups)
     tp_mesh = groups.tp_mesh if groups else None
     tp_plan = tensor_parallel.plan_of(whole) if tp_mesh else {}
     pp = groups.mesh.pp if groups else 1

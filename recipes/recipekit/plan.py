@@ -77,15 +77,9 @@ def make_plan(command: Command) -> Plan:
         mesh = make_mesh(command.world, **degrees)
     except Refusal as refusal:
         problems += refusal.problems
-    for axis in ("sp", "ep"):
-        if getattr(recipe, axis) > 1:
-            problems.append(
-                Problem(
-                    f"{axis} = {getattr(recipe, axis)}",
-                    "is not built yet: recipes train with data, tensor and pipeline parallelism and ZeRO",
-                    f"use --{axis} 1",
-                )
-            )
+    if recipe.ep > 1:
+        rule = "is not built yet: recipes train with data, sequence, tensor and pipeline parallelism and ZeRO"
+        problems.append(Problem(f"ep = {recipe.ep}", rule, "use --ep 1"))
 
     architecture = None
     try:
