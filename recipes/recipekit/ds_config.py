@@ -247,7 +247,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
 
     Every "auto" is a number, and the numbers of the recipe that the JSON does not mention are there. Degrees are taken
     out, since the recipes lay out the ranks themselves; of sequence parallelism DeepSpeed has to know, because its batch
-    arithmetic counts ranks. `config` must have passed `check`.
+    arithmetic counts ranks, and expert parallelism is its own. `config` must have passed `check`.
     """
     found, resolved = walk(config)
     assert not found, found
@@ -287,6 +287,8 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
         resolved.pop(block, None)
     if mesh.sp > 1:
         resolved["sequence_parallel_size"] = mesh.sp
+    if mesh.ep > 1:
+        resolved["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
     return resolved, lines
 
 

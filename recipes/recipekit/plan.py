@@ -77,9 +77,6 @@ def make_plan(command: Command) -> Plan:
         mesh = make_mesh(command.world, **degrees)
     except Refusal as refusal:
         problems += refusal.problems
-    if recipe.ep > 1:
-        rule = "is not built yet: recipes train with data, sequence, tensor and pipeline parallelism and ZeRO"
-        problems.append(Problem(f"ep = {recipe.ep}", rule, "use --ep 1"))
 
     architecture = None
     try:

@@ -92,10 +92,11 @@ def _attention(inner: str, groups: Groups) -> Callable[..., tuple[torch.Tensor, 
         module.num_key_value_groups = shared // repeats
         try:
             if "flash" in inner:
+                assert attention_mask is not None
                 output, weights = _varlen(module, query, key, value, attention_mask, **kwargs)
             else:
                 # each model has an eager function of its own, beside its attention
-                own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+                own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
                 output, weights = ALL_ATTENTION_FUNCTIONS.get_interface(inner, own)(module, query, key, value, attention_mask, **kwargs)
         finally:
             module.config._attn_implementation_internal = implementation
