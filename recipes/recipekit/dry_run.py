@@ -60,7 +60,7 @@ def state_bytes(plan: Plan, parameters: int, trained: int) -> dict[str, dict[str
     section 3.1); gradients are kept in data_types.grad_accum_dtype.
     """
     zero = plan.ds_config["zero_optimization"]
-    stage, dp = zero["stage"], plan.mesh.dp
+    stage, dp = zero["stage"], plan.mesh.dp * plan.mesh.sp
     mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
     width = 2 if mixed else 4
     gradient = 4 if plan.ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32") else width

@@ -248,7 +248,8 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     """The JSON as DeepSpeed gets it, and one line for each recipe default that a literal of the JSON beats.
 
     Every "auto" is a number, and the numbers of the recipe that the JSON does not mention are there. Degrees are taken
-    out, since the recipes lay out the ranks themselves. `config` must have passed `check`.
+    out, since the recipes lay out the ranks themselves; of sequence parallelism DeepSpeed has to know, because its batch
+    arithmetic counts ranks, and expert parallelism is its own. `config` must have passed `check`.
     """
     found, resolved = walk(config)
     assert not found, found
@@ -288,6 +289,10 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
         resolved.pop(block, None)
     if mesh.pp > 1 and recipe.pipeline_schedule == "dualpipev":  # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
         resolved["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    if mesh.sp > 1:
+        resolved["sequence_parallel_size"] = mesh.sp
+    if mesh.ep > 1:
+        resolved["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
     return resolved, lines
 
 
@@ -388,19 +393,27 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
         "key-value heads": _shape(model_config, "num_key_value_heads") or heads,
         "columns of the feed-forward layer": _shape(model_config, "intermediate_size", "n_inner"),
     }
-    tp, sp = degrees["tp"], degrees["sp"]
+    tp, pp, sp = degrees["tp"], degrees["pp"], degrees["sp"]
     broken = [f"{number} {name}" for name, number in shape.items() if number % tp]
     if tp > 1 and broken:
         fits = [str(degree) for degree in range(1, tp) if not any(number % degree for number in shape.values())]
         found.append(Problem(f"tp = {tp}", f"does not divide the model's {', '.join(broken)}", f"use --tp {' or '.join(fits)}"))
-    if sp > 1 and heads % sp:
-        found.append(Problem(f"sp = {sp}", f"does not divide the model's {heads} attention heads", "use a divisor of both, or --sp 1"))
-    if sp > 1 and recipe is not None and recipe.seq_len % sp:
-        found.append(Problem(f"sp = {sp}", f"does not divide seq_len = {recipe.seq_len}", f"use --seq_len {_near(recipe.seq_len, sp)}, or --sp 1"))
+    if sp > 1 and max(tp, pp) > 1:
+        others = {axis: degree for axis, degree in (("tp", tp), ("pp", pp)) if degree > 1}
+        rule = "sequence parallelism goes with data parallelism and ZeRO only"
+        fix = f"use --sp 1, or {' '.join(f'--{axis} 1' for axis in others)}"
+        found.append(Problem(f"sp = {sp} with {' and '.join(f'{axis} = {degree}' for axis, degree in others.items())}", rule, fix))
+    whole = {"the model's {} attention heads": heads, "seq_len = {}": recipe.seq_len if recipe is not None else 0}
+    broken = [name.format(number) for name, number in whole.items() if number % sp]
+    if broken:
+        numbers = [*whole.values(), mesh.world if mesh is not None else 0]  # 0, which is not known, divides by everything
+        fits = [degree for degree in range(1, 2 * sp) if not any(number % degree for number in numbers)]
+        nearest = min(fits, key=lambda degree: abs(degree - sp))
+        found.append(Problem(f"sp = {sp}", f"does not divide {' and '.join(broken)}", f"use --sp {nearest}"))
     if facts.param_offload == "nvme" and mesh is not None:
         key = "zero_optimization.offload_param.buffer_size"
         largest = _shape(model_config, "vocab_size") * _shape(model_config, "hidden_size", "n_embd", "d_model")
-        part = math.ceil(largest / mesh.dp / mesh.tp)
+        part = math.ceil(largest / mesh.dp / mesh.sp / mesh.tp)
         if part > (size := facts.get(key, 100_000_000)):
             found.append(Problem(f"{key} = {size}", f"is less than the {part} elements that a rank holds of the embedding", f"write {part} or more"))
     return found

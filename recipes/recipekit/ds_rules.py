@@ -337,7 +337,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     _unused("weight_quantization", "serves inference", "delete the block"),
     _unused("datastates_ckpt", "needs the package datastates, and falls back to torch.save without a word", "delete the block"),
     _unused("use_data_before_expert_parallelism", f"{OURS} lay out the ranks themselves", "delete it"),
-    _unused("seq_parallel_communication_data_type", "is read under sequence parallelism only", "delete it"),
+    _unused("seq_parallel_communication_data_type", f"{OURS} reduce gradients in communication_data_type, over sequence ranks too", "delete it"),
     Rule(
         "managed_gradient_accumulation",
         lambda f: not f.get("managed_gradient_accumulation"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 
-from . import tensor_parallel
+from . import expert_parallel, tensor_parallel
 from .groups import Groups
 from .model import Built
 
@@ -23,8 +23,12 @@ SHARD_BYTES = 4 * 1024**3
 def whole_parameters(model: Any, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor on the CPU) of every parameter of this rank's stages, one at a time, on every rank (a collective).
 
-    Where the training dtype is smaller than `dtype`, the optimizer's fp32 master weights are given.
+    Names and tensors are the Hugging Face model's, whatever a layout made of them. Where the training dtype is smaller than `dtype`, the optimizer's fp32 master weights are given.
     """
+    return expert_parallel.published(model, _joined(model, built, groups, dtype))
+
+
+def _joined(model: Any, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if getattr(parameter, "ds_pipe_replicated", False):
             continue  # an earlier stage has it too
@@ -38,7 +42,7 @@ def whole_parameters(model: Any, built: Built, groups: Groups, dtype: torch.dtyp
             if cut is not None:
                 assert groups.tp_mesh is not None
                 value = tensor_parallel.join(value.to(parameter.device).view_as(parameter), cut, groups.tp_mesh)
-            value = value.to("cpu", dtype, copy=True)
+            value = expert_parallel.whole(parameter, value.to(parameter.device)).to("cpu", dtype, copy=True)
         yield name, value
 
 

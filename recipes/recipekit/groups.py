@@ -9,10 +9,12 @@ from .mesh import Mesh
 
 
 class Groups:
-    """The data, tensor and pipeline parallel groups of this rank. Made by every rank at the same time (a collective).
+    """The data, sequence, tensor and pipeline parallel groups of this rank. Made by every rank at the same time (a collective).
 
     `mpu` is what `deepspeed.initialize` takes: None without tensor parallelism, where DeepSpeed's own groups are right,
-    and under a pipeline, whose module brings its own.
+    and under a pipeline, whose module brings its own. Sequence ranks hold the same weights, so to DeepSpeed they are
+    further data ranks; told of them, its ZeRO-3 divides their gradients once more than its other stages do
+    (0.19.8: `__avg_scatter_grads` of stage3.py leaves sequence_parallel_size out).
     """
 
     def __init__(self, mesh: Mesh, device_type: str):
@@ -20,6 +22,7 @@ class Groups:
         self.rank = dist.get_rank()
         self.coords = mesh.coords(self.rank)
         self.dp_group, self.dp_ranks = self._group("dp")
+        self.sp_group, self.sp_ranks = self._group("sp")
         self.tp_group, self.tp_ranks = self._group("tp")
         self.pp_group, self.pp_ranks = self._group("pp")
         self.tp_mesh = DeviceMesh.from_group(self.tp_group, device_type, mesh_dim_names=("tp",)) if mesh.tp > 1 else None

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from . import pipeline, tensor_parallel
+from . import expert_parallel, pipeline, sequence_parallel, tensor_parallel
 from .groups import Groups
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
@@ -58,6 +58,10 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
     """
     dtype = torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
     whole = empty_model(recipe, model_config)
+    if groups and groups.mesh.sp > 1:
+        sequence_parallel.apply(whole, recipe, groups)
+    if groups and groups.mesh.ep > 1:
+        expert_parallel.check(whole, groups.mesh.ep)
     tp_mesh = groups.tp_mesh if groups else None
     tp_plan = tensor_parallel.plan_of(whole) if tp_mesh else {}
     pp = groups.mesh.pp if groups else 1
@@ -480,7 +484,8 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     dims = {id(parameter): len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in trained}
     matrices = [parameter for parameter in trained if dims[id(parameter)] >= 2]
     vectors = [parameter for parameter in trained if dims[id(parameter)] < 2]
-    return [{"params": matrices}] + ([{"params": vectors, "weight_decay": 0.0}] if vectors else [])
+    # DeepSpeed splits experts off each group by its name (moe/utils.py)
+    return [{"params": matrices, "name": "matrices"}] + ([{"params": vectors, "weight_decay": 0.0, "name": "vectors"}] if vectors else [])
 
 
 def enabled(ds_config: dict[str, Any], block: str) -> bool:

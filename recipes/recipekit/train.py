@@ -18,12 +18,11 @@ from .model import build_model, check_weights, enabled, fetch_config, parameter_
 from .plan import Plan
 from .recipe import Recipe
 from .refusal import refuse
+from .sequence_parallel import MicroBatch, own_part
 from .setup import export_dtype, find_checkpoint, keep_grad_norm, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
-
-MicroBatch = dict[str, torch.Tensor]
 
 
 def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: str | None, mesh: Mesh) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
     labelled = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     totals = torch.tensor([labelled, *(reason == stop for reason in REASONS)], dtype=torch.int64, device=engine.device)
     counting: Any = dist.all_reduce(totals, async_op=True)  # during the first forward
-    peers = mesh.tp * mesh.pp  # ranks that count the same rows
+    peers = mesh.tp * mesh.pp  # ranks that count the same tokens
     weight: torch.Tensor | None = None
     summing: Any = None
     if mesh.pp > 1:
@@ -52,7 +51,7 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
             loss_sum += loss.detach()
             if weight is None:
                 counting.wait()
-                weight = len(batches) * mesh.dp / (totals[0] // peers)
+                weight = len(batches) * mesh.dp * mesh.sp / (totals[0] // peers)
             if engine.is_gradient_accumulation_boundary():
                 summing = dist.all_reduce(loss_sum, async_op=True)  # during the last backward
             engine.backward(loss * weight)
@@ -71,7 +70,8 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
 
 def token_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
     """The summed cross-entropy of one micro-batch in fp32; labels of -100 do not count."""
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits  # (B, T, V)
+    starts = batch.get("document_starts")  # of the whole rows, under sequence parallelism only
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=starts, use_cache=False).logits  # (B, T, V)
     return summed_loss(logits, batch["labels"])
 
 
@@ -178,6 +178,7 @@ def main(plan: Plan) -> int:
     dp_rank = groups.coords["dp"]
     stream = open_data(plan, tokenizer, dp_rank, state["data"], say)
     held_out = eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say) if recipe.eval_every else []
+    held_out = [own_part(batch, mesh.sp, groups.coords["sp"]) for batch in held_out]
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage
         held_out += [held_out[-1] | {"labels": torch.full_like(held_out[-1]["labels"], -100)}] * max(0, 2 * mesh.pp - len(held_out))
     facts = run_facts(plan, model_config)
@@ -200,7 +201,8 @@ def loop(
     plan: Plan, engine: Any, stream: Any, held_out: list[MicroBatch], state: dict[str, Any], layout: dict[str, Any], tracker: Any, stopper: Stopper
 ) -> int:
     """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code."""
-    recipe, saved, data_state = plan.recipe, state["step"], state["data"]
+    recipe, mesh, saved, data_state = plan.recipe, plan.mesh, state["step"], state["data"]
+    sp_rank = mesh.coords(plan.command.rank)["sp"]
     last = recipe.stop_at or recipe.steps
     own_schedule = "scheduler" not in plan.ds_config
     drawn = min(state["step"] + 3, last)  # the step of a pipeline that OUT/schedule.png shows: the first ones warm up
@@ -208,10 +210,11 @@ def loop(
     for step in range(state["step"] + 1, last + 1):
         begun = time.perf_counter()
         batches, data_state = next(stream)
+        batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
         data_wait = time.perf_counter() - begun
         lr = lr_at(recipe, step) if own_schedule else None
         with schedule.record(engine, on=step == drawn) as spans:
-            result = train_step(engine, batches, lr, stopper.requested, plan.mesh)
+            result = train_step(engine, batches, lr, stopper.requested, mesh)
         seconds = time.perf_counter() - begun
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
@@ -234,14 +237,14 @@ def loop(
         }
         if held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
-            metrics["eval_loss"] = evaluate(engine, held_out, plan.mesh)
+            metrics["eval_loss"] = evaluate(engine, held_out, mesh)
         tracker.log(metrics)
         schedule.report(engine, spans, plan.command.name, step, plan.out, tracker.say)
         stopper.boundary()
 
         if result["stop"] or step == last or (recipe.save_every and step % recipe.save_every == 0):
             stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
-            everyone: list[Any] = [None] * plan.mesh.world
+            everyone: list[Any] = [None] * mesh.world
             dist.all_gather_object(everyone, data_state)
             checkpoint.save(engine, plan.out / "checkpoints", state | {"layout": layout, "data": merge_states(everyone)}, recipe.keep)
             saved = step
