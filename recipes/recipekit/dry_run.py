@@ -37,8 +37,12 @@ def show(plan: Plan) -> None:
     print("         activations, buckets and the allocator's reserve come on top")
 
 
-def count_parameters(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh) -> tuple[int, int]:
-    """(parameters the fullest rank holds, those of them that are trained) before ZeRO divides them; tied weights count once."""
+def count_parameters(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh) -> tuple[int, int, int]:
+    """(parameters the fullest rank holds, those of them that are trained, those whose states its data-parallel ranks share).
+
+    Before ZeRO divides them; tied weights count once. An expert is on dp / ep ranks, which share its states, so together
+    the data-parallel ranks share those of all experts.
+    """
     model = empty_model(recipe, model_config)
     if recipe.adapt is not None:
         model = recipe.adapt(model)
@@ -50,10 +54,12 @@ def count_parameters(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh) -
         cut = split(model, mesh.pp * len(ranks[0]), recipe.pp_plan)
         held = max((names_of(cut, model, stages) for stages in ranks), key=lambda names: sum(sizes[name] for name in names))
         sizes = {name: sizes[name] for name in held}
-    return sum(sizes.values()), sum(sizes[name] for name, parameter in model.named_parameters() if parameter.requires_grad and name in sizes)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in sizes]
+    held = {name: size // (mesh.ep if ".experts." in name else 1) for name, size in sizes.items()}
+    return sum(held.values()), sum(held[name] for name in trained), sum(sizes[name] for name in trained)
 
 
-def state_bytes(plan: Plan, parameters: int, trained: int) -> dict[str, dict[str, int]]:
+def state_bytes(plan: Plan, parameters: int, trained: int, optimized: int) -> dict[str, dict[str, int]]:
     """place -> what -> bytes on each rank, padding left out.
 
     Mixed precision keeps 2 bytes a weight, an fp32 master copy and two fp32 Adam moments (ZeRO, arXiv 1910.02054,
@@ -75,7 +81,7 @@ def state_bytes(plan: Plan, parameters: int, trained: int) -> dict[str, dict[str
     for what, home, size in (
         ("parameters", homes["parameters"], share(parameters * width, 3)),
         ("gradients", "host" if homes["optimizer"] != device else device, share(trained * gradient, 2)),
-        ("optimizer states", homes["optimizer"], share(trained * (master + 8), 1)),
+        ("optimizer states", homes["optimizer"], share((optimized if stage else trained) * (master + 8), 1)),
     ):
         places.setdefault(home, {})[what] = size
     return places

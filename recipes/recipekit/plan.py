@@ -106,15 +106,6 @@ def make_plan(command: Command) -> Plan:
         recipe = _with(recipe, {"pipeline_schedule": "1f1b"})
     if command.tiny:
         recipe = _tiny(recipe, mesh, frozenset(fixed))
-    for axis in ("sp", "ep"):
-        if getattr(recipe, axis) > 1:
-            problems.append(
-                Problem(
-                    f"{axis} = {getattr(recipe, axis)}",
-                    "is not built yet: recipes train with data, tensor and pipeline parallelism and ZeRO",
-                    f"use --{axis} 1",
-                )
-            )
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
     needed = recipe.init == "pretrained" or (architecture is None and not command.tiny)
