@@ -16,7 +16,13 @@ from recipekit.recipe import Recipe, parse
 from reference import Trained, train_plain
 
 STEPS = 10
-MODELS = {"untied": "meta-llama/Llama-3.1-8B", "tied": "meta-llama/Llama-3.2-1B", "qwen3": "Qwen/Qwen3-0.6B", "moe": "Qwen/Qwen3-30B-A3B", "gpt2": "openai-community/gpt2"}
+MODELS = {
+    "untied": "meta-llama/Llama-3.1-8B",
+    "tied": "meta-llama/Llama-3.2-1B",
+    "qwen3": "Qwen/Qwen3-0.6B",
+    "moe": "Qwen/Qwen3-30B-A3B",
+    "gpt2": "openai-community/gpt2",
+}
 NUMBERS = dict(lr=3e-4, eps=1e-6, steps=STEPS, seq_len=64, global_batch=8, warmup_steps=2, weight_decay=0.1, eval_every=STEPS, eval_rows=8, wandb=False, seed=3)
 
 

@@ -275,18 +275,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(f"{OPTIMIZER}.device", lambda f: f.degree("pp") > 1 and f.offload == "nvme", "NVMe offload does not work with pipeline parallelism", "use --pp 1"),
     Rule(
-        f"{ZERO}.stage",
-        lambda f: f.degree("ep") > 1 and f.stage == 3 and (f.degree("tp") > 1 or f.degree("sp") > 1),
-        "expert parallelism at ZeRO stage 3 does not work with tensor or sequence parallelism",
-        "use --ep 1, or a JSON of stage 0, 1 or 2",
-    ),
-    Rule(
-        f"{OPTIMIZER}.device",
-        lambda f: f.degree("ep") > 1 and f.degree("tp") > 1 and f.offload != "none",
-        "expert with tensor parallelism does not work with offload",
-        f"delete {OPTIMIZER}, or use --tp 1",
-    ),
-    Rule(
         "expert_parallel.enabled",
         lambda f: f.get("expert_parallel.enabled") and f.get("expert_parallel.autoep_size") is None,
         "without autoep_size it is a degree of 1, which changes nothing",
