@@ -15,6 +15,7 @@ CONFIGS = {
     "llama_tied": "meta-llama--Llama-3.2-1B",
     "qwen3": "Qwen--Qwen3-0.6B",
     "gpt2": "openai-community--gpt2",
+    "moe": "Qwen--Qwen3-30B-A3B",
 }
 
 

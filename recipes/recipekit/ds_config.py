@@ -153,7 +153,7 @@ def check(
     facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, recipe.steps if recipe else None)
     rules = () if any(at(config, pivot) is not None and at(clean, pivot) is None for pivot in PIVOTS) else RULES if json_only else RULES + RECIPE_RULES
     for rule in rules:
-        if (value := facts.mentioned(rule.key)) is not None and rule.broken(facts):
+        if (value := facts.get(rule.key)) is not None and rule.broken(facts):
             found.append(Problem(f"{rule.key} = {shown(value)}", rule.rule, rule.fix))
     if not json_only:
         found += _half_honoured(clean)
@@ -393,16 +393,24 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
         "key-value heads": _shape(model_config, "num_key_value_heads") or heads,
         "columns of the feed-forward layer": _shape(model_config, "intermediate_size", "n_inner"),
     }
-    tp, pp, sp = degrees["tp"], degrees["pp"], degrees["sp"]
+    tp, sp, ep = degrees["tp"], degrees["sp"], degrees["ep"]
     broken = [f"{number} {name}" for name, number in shape.items() if number % tp]
     if tp > 1 and broken:
         fits = [str(degree) for degree in range(1, tp) if not any(number % degree for number in shape.values())]
         found.append(Problem(f"tp = {tp}", f"does not divide the model's {', '.join(broken)}", f"use --tp {' or '.join(fits)}"))
-    if sp > 1 and max(tp, pp) > 1:
-        others = {axis: degree for axis, degree in (("tp", tp), ("pp", pp)) if degree > 1}
-        rule = "sequence parallelism goes with data parallelism and ZeRO only"
-        fix = f"use --sp 1, or {' '.join(f'--{axis} 1' for axis in others)}"
-        found.append(Problem(f"sp = {sp} with {' and '.join(f'{axis} = {degree}' for axis, degree in others.items())}", rule, fix))
+    for axis, kind, beside in (("sp", "sequence", ("tp", "pp")), ("ep", "expert", ("tp", "pp", "sp"))):
+        others = {other: degrees[other] for other in beside if degrees[other] > 1}
+        if degrees[axis] > 1 and others:
+            rule = f"{kind} parallelism goes with data parallelism and ZeRO only"
+            fix = f"use --{axis} 1, or {' '.join(f'--{other} 1' for other in others)}"
+            found.append(Problem(f"{axis} = {degrees[axis]} with {' and '.join(f'{other} = {degree}' for other, degree in others.items())}", rule, fix))
+    experts = _shape(model_config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if ep > 1 and model_config is not None and not experts:
+        found.append(Problem(f"ep = {ep}", "this model has no experts", "use --ep 1"))
+    elif experts % ep:
+        numbers = experts, mesh.dp if mesh is not None else 0
+        nearest = min((degree for degree in range(1, 2 * ep) if not any(number % degree for number in numbers)), key=lambda degree: abs(degree - ep))
+        found.append(Problem(f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {nearest}"))
     whole = {"the model's {} attention heads": heads, "seq_len = {}": recipe.seq_len if recipe is not None else 0}
     broken = [name.format(number) for name, number in whole.items() if number % sp]
     if broken:

@@ -27,10 +27,6 @@ class Facts:
     def degree(self, axis: str) -> int:
         return (self.degrees or {}).get(axis, 1)
 
-    def mentioned(self, key: str) -> Any:
-        """What a rule is about: the value of a JSON key, or the degree called tp, pp, sp or ep; None where it is not set."""
-        return self.degree(key) if key in ("tp", "pp", "sp", "ep") else self.get(key)
-
     @property
     def stage(self) -> int:
         return self.get(f"{ZERO}.stage", 0)
@@ -53,7 +49,7 @@ class Facts:
 
 
 class Rule(NamedTuple):
-    """Broken when the configuration mentions `key` (a path in the JSON, or a degree such as sp) and `broken` says so."""
+    """Broken when the configuration mentions `key` and `broken` says so."""
 
     key: str
     broken: Callable[[Facts], bool]
@@ -278,30 +274,6 @@ RULES: tuple[Rule, ...] = (
         "use --pp 1, or a JSON of stage 0 or 1",
     ),
     Rule(f"{OPTIMIZER}.device", lambda f: f.degree("pp") > 1 and f.offload == "nvme", "NVMe offload does not work with pipeline parallelism", "use --pp 1"),
-    Rule(
-        "sp",
-        lambda f: f.degree("sp") > 1 and f.degree("pp") > 1,
-        "sequence parallelism does not work with pipeline parallelism: DeepSpeed's stages have no group for it",
-        "use --sp 1, or --pp 1",
-    ),
-    Rule(
-        "ep",
-        lambda f: f.degree("ep") > 1 and f.degree("pp") > 1,
-        "expert parallelism does not work with pipeline parallelism (AutoEP refuses it)",
-        "use --ep 1, or --pp 1",
-    ),
-    Rule(
-        f"{ZERO}.stage",
-        lambda f: f.degree("ep") > 1 and f.stage == 3 and (f.degree("tp") > 1 or f.degree("sp") > 1),
-        "expert parallelism at ZeRO stage 3 does not work with tensor or sequence parallelism",
-        "use --ep 1, or a JSON of stage 0, 1 or 2",
-    ),
-    Rule(
-        f"{OPTIMIZER}.device",
-        lambda f: f.degree("ep") > 1 and f.degree("tp") > 1 and f.offload != "none",
-        "expert with tensor parallelism does not work with offload",
-        f"delete {OPTIMIZER}, or use --tp 1",
-    ),
     Rule(
         "expert_parallel.enabled",
         lambda f: f.get("expert_parallel.enabled") and f.get("expert_parallel.autoep_size") is None,

@@ -29,16 +29,20 @@ def check(model: Any, ep: int) -> None:
         shapes = {name: tuple(model.get_parameter(f"{block}.{name}").shape) for name in own}
         if own != FUSED or shapes["experts.gate_up_proj"][1] != 2 * shapes["experts.down_proj"][2] or not hasattr(model.get_submodule(block), "gate"):
             raise refuse(f"ep = {ep} with {kind}", f"the experts of {block} are not laid out as those of Qwen3-MoE ({', '.join(sorted(own))})", "use --ep 1")
-        if (experts := shapes["experts.down_proj"][0]) % ep:
-            fits = max(degree for degree in range(1, ep) if experts % degree == 0)
-            raise refuse(f"ep = {ep}", f"does not divide the {experts} experts of {block}", f"use --ep {fits}")
+
+
+def group_of(parameter: torch.nn.Parameter) -> Any:
+    """The ranks that hold the other experts of a parameter; None for one that every rank holds."""
+    if getattr(parameter, "ds_zero_placement_family", "") != "autoep_expert":
+        return None
+    return ds_groups._get_expert_parallel_group(parameter.group_name)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def whole(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """All experts of a parameter of which this rank holds some (a collective); any other parameter as it is."""
-    if getattr(parameter, "ds_zero_placement_family", "") != "autoep_expert":
+    group = group_of(parameter)
+    if group is None:
         return local
-    group = ds_groups._get_expert_parallel_group(parameter.group_name)  # type: ignore[attr-defined]
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local.contiguous(), group=group)
     return torch.cat(parts)

@@ -89,6 +89,8 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
     if recipe.adapt is not None:
         torch.manual_seed(recipe.seed)
         models = [recipe.adapt(whole)]
+        if groups and groups.mesh.ep > 1 and hasattr(models[0], "peft_config"):
+            raise refuse("ep > 1", "peft's adapters do not know experts that lie on other ranks", "use --ep 1; ZeRO-3 divides the frozen weights too")
         if tp_mesh and hasattr(models[0], "peft_config"):
             raise refuse("tp > 1", "peft's adapters do not know tensor-parallel shards", "use --tp 1; ZeRO-3 divides the frozen weights too")
     for model in models:

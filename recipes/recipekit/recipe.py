@@ -40,7 +40,7 @@ class Recipe:
     tp: int = _say("tensor parallel degree", 1)
     pp: int = _say("pipeline parallel degree", 1)
     sp: int = _say("sequence parallel degree: each rank holds 1 / sp of every row, and of the attention heads; for long rows", 1)
-    ep: int = _say("expert parallel degree", 1)
+    ep: int = _say("expert parallel degree: each data-parallel rank holds 1 / ep of the experts of a layer, and the tokens travel", 1)
     pipeline_schedule: str = _say("order of the micro-batches when pp > 1", "1f1b", choices=("1f1b", "dualpipev"))
     pp_plan: dict | None = None  # module name -> "first", "split" or "last", for a model that publishes no pipeline plan
 

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import logger
 
-from . import checkpoint
+from . import checkpoint, expert_parallel
 from .data import Stream, open_stream
 from .ds_config import check_device
 from .model import enabled
@@ -99,13 +99,16 @@ def keep_grad_norm(engine: Any) -> None:
 
 
 def grad_norm(engine: Any) -> torch.Tensor:
-    """The norm of all gradients, each parameter counted once over the tensor and pipeline ranks (a collective)."""
+    """The norm of all gradients, each parameter counted once over the tensor, pipeline and expert ranks (a collective)."""
     first = engine.mpu is None or engine.mpu.get_tensor_model_parallel_rank() == 0
     squares = torch.zeros((), dtype=torch.float64, device=engine.device)
     for parameter in engine.module.parameters():
         counted = (first or getattr(parameter, "model_parallel", False)) and not getattr(parameter, "ds_pipe_replicated", False)
         if parameter.grad is not None and counted:
-            squares += parameter.grad.detach().double().square().sum()
+            square = parameter.grad.detach().double().square().sum()
+            if (holders := expert_parallel.group_of(parameter)) is not None:
+                dist.all_reduce(square, group=holders)
+            squares += square
     if engine.mpu is not None:
         dist.all_reduce(squares, group=engine.mpu.get_model_parallel_group())
     return squares.sqrt()
