@@ -295,11 +295,12 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
     from recipekit.data import open_stream
     from recipekit.groups import Groups
-    from recipekit.model import build_model, fetch_config
+    from recipekit.model import build_model
     from recipekit.setup import start
     from recipekit.tokens import load_tokenizer
     from recipekit.tracking import open_tracker
     from recipekit.train import evaluate
+    from recipekit.weights import fetch_config
 
     recipe, rank0 = plan.recipe, plan.command.rank == 0
     device = start(plan)

@@ -396,7 +396,7 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
     tp, sp, ep = degrees["tp"], degrees["sp"], degrees["ep"]
     broken = [f"{number} {name}" for name, number in shape.items() if number % tp]
     if tp > 1 and broken:
-        fits = [str(degree) for degree in range(1, tp) if not any(number % degree for number in shape.values())]
+        fits = [str(degree) for degree in _divisors(*shape.values()) if degree < tp]
         found.append(Problem(f"tp = {tp}", f"does not divide the model's {', '.join(broken)}", f"use --tp {' or '.join(fits)}"))
     for axis, kind, beside in (("sp", "sequence", ("tp", "pp")), ("ep", "expert", ("tp", "pp", "sp"))):
         others = {other: degrees[other] for other in beside if degrees[other] > 1}
@@ -408,15 +408,12 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
     if ep > 1 and model_config is not None and not experts:
         found.append(Problem(f"ep = {ep}", "this model has no experts", "use --ep 1"))
     elif experts % ep:
-        numbers = experts, mesh.dp if mesh is not None else 0
-        nearest = min((degree for degree in range(1, 2 * ep) if not any(number % degree for number in numbers)), key=lambda degree: abs(degree - ep))
+        nearest = min(_divisors(experts, mesh.dp if mesh is not None else 0), key=lambda degree: abs(degree - ep))
         found.append(Problem(f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {nearest}"))
     whole = {"the model's {} attention heads": heads, "seq_len = {}": recipe.seq_len if recipe is not None else 0}
     broken = [name.format(number) for name, number in whole.items() if number % sp]
     if broken:
-        numbers = [*whole.values(), mesh.world if mesh is not None else 0]  # 0, which is not known, divides by everything
-        fits = [degree for degree in range(1, 2 * sp) if not any(number % degree for number in numbers)]
-        nearest = min(fits, key=lambda degree: abs(degree - sp))
+        nearest = min(_divisors(*whole.values(), mesh.world if mesh is not None else 0), key=lambda degree: abs(degree - sp))
         found.append(Problem(f"sp = {sp}", f"does not divide {' and '.join(broken)}", f"use --sp {nearest}"))
     if facts.param_offload == "nvme" and mesh is not None:
         key = "zero_optimization.offload_param.buffer_size"
@@ -425,6 +422,12 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
         if part > (size := facts.get(key, 100_000_000)):
             found.append(Problem(f"{key} = {size}", f"is less than the {part} elements that a rank holds of the embedding", f"write {part} or more"))
     return found
+
+
+def _divisors(*numbers: int) -> list[int]:
+    """What divides all of them; 0, a number that is not known, divides by everything."""
+    common = math.gcd(*numbers)
+    return [degree for degree in range(1, common + 1) if common % degree == 0]
 
 
 def _pipeline(pp: int, clean: dict[str, Any], recipe: Recipe | None, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:

@@ -3,29 +3,24 @@
 import contextlib
 import ctypes
 import hashlib
-import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import expert_parallel, pipeline, sequence_parallel, tensor_parallel
 from .groups import Groups
 from .recipe import Recipe
-from .refusal import Problem, Refusal, refuse
+from .refusal import refuse
 from .tensor_parallel import Cut
+from .weights import Weights, open_weights
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Built:
     models: list[Any]
     cuts: dict[str, Cut]
     names: dict[int, str]
-    weights: "Weights | None"
+    weights: Weights | None
     split: pipeline.Split | None
     stages: str  # the split in words
 
@@ -106,7 +101,7 @@ def fill(
     device: torch.device,
     dtype: torch.dtype,
     cuts: dict[str, Cut],
-    weights: "Weights | None",
+    weights: Weights | None,
 ) -> None:
     """Gives every parameter that is still on the meta device its value."""
     tp_mesh = groups.tp_mesh if groups else None
@@ -301,163 +296,6 @@ def _return_freed_blocks(at_once: bool) -> None:
         mallopt(m_trim_threshold, 2**17 if at_once else 2**26)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Where the files hold a parameter: under one key, or stacked from a key for each expert and joined from several parts along `dim`."""
-
-    parts: tuple[tuple[str, ...], ...]  # of each part the keys of its experts
-    stacked: bool = False
-    dim: int = 0
-
-
-class Weights:
-    """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them."""
-
-    def __init__(self, files: list[Path]):
-        handles = [safe_open(file, framework="pt") for file in files]
-        self.where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
-        self.stored: dict[str, Stored] = {}  # by parameter
-        self.bytes_read = 0
-
-    def shape(self, name: str) -> list[int]:
-        stored = self.stored[name]
-        shapes = [self._slice(keys[0]).get_shape() for keys in stored.parts]
-        if not stored.stacked:
-            return shapes[0]
-        whole = [len(stored.parts[0]), *shapes[0]]
-        if len(shapes) > 1:
-            whole[stored.dim] = sum(shape[stored.dim - 1] for shape in shapes)
-        return whole
-
-    def whole(self, name: str) -> torch.Tensor:
-        """The whole tensor in the files' dtype; a view of the mapped file where it is stored under one key."""
-        return self._take(name, None, [])
-
-    def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
-        """What this rank keeps of a tensor; only those bytes of the files are read."""
-        sharded = cut is not None and cut.sharded
-        value = self._take(name, *tensor_parallel.local_runs(cut, tp_mesh)) if sharded and cut else self.whole(name)
-        self.bytes_read += value.nbytes
-        return value
-
-    def _take(self, name: str, dim: int | None, runs: list[tuple[int, int]]) -> torch.Tensor:
-        """The indices `runs` of dimension `dim`; all of the tensor if that is None."""
-        stored = self.stored[name]
-        if not stored.stacked:
-            return self._read(stored.parts[0][0], dim, runs)
-        pieces, begin = [], 0
-        for keys in stored.parts:
-            experts = [number for start, stop in runs for number in range(start, stop)] if dim == 0 else range(len(keys))
-            inner, size = runs, self._slice(keys[0]).get_shape()[max(stored.dim - 1, 0)]
-            if dim == stored.dim and dim:
-                clipped = [(max(start, begin) - begin, min(stop, begin + size) - begin) for start, stop in runs]
-                inner = [(start, stop) for start, stop in clipped if start < stop]
-            pieces.append(torch.stack([self._read(keys[number], dim - 1 if dim else None, inner) for number in experts]))
-            begin += size
-        return torch.cat(pieces, stored.dim) if len(pieces) > 1 else pieces[0]
-
-    def _read(self, key: str, dim: int | None, runs: list[tuple[int, int]]) -> torch.Tensor:
-        if dim is None:
-            return self.where[key].get_tensor(key)
-        pieces = [self._slice(key)[(*[slice(None)] * dim, slice(start, stop))] for start, stop in runs]
-        return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
-
-    def _slice(self, key: str) -> Any:
-        return self.where[key].get_slice(key)
-
-
-def open_weights(recipe: Recipe, model: Any, opened: Weights | None = None) -> Weights:
-    """The files of the model's weights, every parameter found in them; `opened` serves a further stage of the same model.
-
-    Raises `Refusal` naming what the files lack: a parameter is never left at a random value.
-    """
-    folder = weights_folder(recipe)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise refuse(
-            f"model = {recipe.model}", f"{folder} holds no .safetensors file", "save the model with save_pretrained, or train from scratch with --init random"
-        )
-    weights = opened or Weights(files)
-    persistent = model.state_dict()
-    wanted = [*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name in persistent)]
-    new = [name for name in wanted if name not in weights.stored]
-    found = find_stored(model, list(weights.where))
-    if missing := [name for name in new if name not in found]:
-        raise Refusal(
-            [
-                Problem(
-                    f"model = {recipe.model}",
-                    f"its files lack {len(missing)} of {len(new)} parameters, first {missing[0]}",
-                    "give the files that match this config.json and transformers version",
-                )
-            ]
-        )
-    weights.stored |= {name: found[name] for name in new}
-    wrong = [name for name in new if weights.shape(name) != list(persistent[name].shape)]
-    if wrong:
-        rule = f"{wrong[0]} is {weights.shape(wrong[0])} in its files and {list(persistent[wrong[0]].shape)} by its config.json"
-        raise refuse(f"model = {recipe.model}", rule, "give files and config of one model")
-    return weights
-
-
-def find_stored(model: Any, keys: list[str]) -> dict[str, Stored]:
-    """Where each parameter lies in files that hold `keys`, by the conversions that transformers publishes for the model.
-
-    Published files of many mixtures have a matrix for each expert, where the model has one tensor of all of them.
-    """
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state = model.state_dict()
-    found: dict[str, Stored] = {}
-    joined: dict[str, dict[str, list[str]]] = {}  # parameter -> source pattern -> keys
-    for key in keys:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if key in state or pattern is None:
-            found[key if key in state else name] = Stored(((key,),))
-        else:
-            joined.setdefault(name, {}).setdefault(pattern, []).append(key)
-    for name, patterns in joined.items():
-        converter = by_pattern[next(iter(patterns))]
-        operations: list[Any] = converter.operations
-        kinds = [type(operation).__name__ for operation in operations]
-        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or operations[0].dim != 0:
-            rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
-            raise refuse(
-                f"model = {model.config._name_or_path}", rule, "load and save it once with transformers' save_pretrained(..., save_original_format=False)"
-            )
-        parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in converter.source_patterns if pattern in patterns)
-        found[name] = Stored(parts, stacked=True, dim=operations[1].dim if len(kinds) > 1 else 0)
-    return found
-
-
-def _expert(key: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\.(\d+)(?=\.)", key)]
-
-
-def weights_folder(recipe: Recipe) -> Path:
-    """The folder of the model's safetensors; downloads a hub model once per host. Raises `Refusal` if it cannot be had."""
-    if Path(recipe.model).is_dir():
-        return Path(recipe.model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    page = f"https://huggingface.co/{recipe.model}"
-    try:
-        return Path(snapshot_download(recipe.model, allow_patterns=["*.safetensors", "*.json"]))
-    except GatedRepoError:
-        raise refuse(f"model = {recipe.model}", f"is gated: its licence has to be accepted at {page}", "then log in with: hf auth login") from None
-    except RepositoryNotFoundError:
-        raise refuse(f"model = {recipe.model}", f"{page} does not exist or is private", "check the name, or log in with: hf auth login") from None
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise refuse(
-            f"model = {recipe.model}",
-            f"cannot be downloaded ({type(error).__name__}) and is not in the local cache",
-            f"download it where there is a network: hf download {recipe.model}",
-        ) from None
-
-
 def check_weights(engine: Any, built: Built, groups: Groups, samples: int = 8) -> int:
     """Compares sampled parameters in the engine with the files, bit for bit; returns how many. A collective.
 
@@ -493,9 +331,3 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 def enabled(ds_config: dict[str, Any], block: str) -> bool:
     """True if a block such as bf16 is there and switched on."""
     return bool(ds_config.get(block, {}).get("enabled", False))
-
-
-def fetch_config(recipe: Recipe) -> dict[str, Any]:
-    """The config.json of a model that is neither shipped nor on this machine, as a dict. Raises `Refusal`."""
-    folder = weights_folder(recipe)
-    return json.loads((folder / "config.json").read_text())

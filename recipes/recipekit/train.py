@@ -14,7 +14,7 @@ from .data import eval_rows, merge_states
 from .export import export
 from .groups import Groups
 from .mesh import Mesh
-from .model import build_model, check_weights, enabled, fetch_config, parameter_groups
+from .model import build_model, check_weights, enabled, parameter_groups
 from .plan import Plan
 from .recipe import Recipe
 from .refusal import refuse
@@ -23,6 +23,7 @@ from .setup import export_dtype, find_checkpoint, keep_grad_norm, open_data, pea
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
+from .weights import fetch_config
 
 
 def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: str | None, mesh: Mesh) -> dict[str, Any]:
