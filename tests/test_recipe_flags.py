@@ -176,3 +176,17 @@ def test_a_whole_number_in_the_file_leaves_the_flag_a_fraction():
     recipe = Recipe(model="x", weight_decay=0, lr=1)
     assert check_recipe(recipe) == []
     assert parse(recipe, FILE, ["--weight_decay", "0.1"]).recipe.weight_decay == 0.1
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"attention": "flash_attention_2", "micro_batch": 2}, "micro_batch = 2 with attention = flash_attention_2"),
+        ({"pp": 2, "adapt": lambda model: model}, "pp = 2"),
+        ({"checkpoint_every": 2}, "checkpoint_every = 2"),
+    ],
+)
+def test_what_would_go_wrong_without_a_word_is_named(fields, where):
+    (problem,) = check_recipe(Recipe(model="x", **fields))
+    assert problem.where == where
+    assert check_recipe(Recipe(model="x", attention="flash_attention_2", sp=2, micro_batch=2)) == []

@@ -126,8 +126,8 @@ def _count_layers(config: dict[str, Any]) -> int:
     return config[layers] if layers else len(config.get("layers_block_type") or ())
 
 
-def _name(config: dict[str, Any], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if config.get(name)), None)
+def _name(config: dict[str, Any], names: tuple[str, ...]) -> str:
+    return next((name for name in names if config.get(name)), "")
 
 
 def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[[int], int]]:

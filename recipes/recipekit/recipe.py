@@ -172,6 +172,16 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         problems.append(Problem(f"min_lr = {recipe.min_lr}", f"is larger than lr = {recipe.lr}", f"use --min_lr {recipe.lr / 10} or less"))
     if recipe.min_lr and recipe.schedule == "constant":
         problems.append(Problem(f"min_lr = {recipe.min_lr}", "a constant schedule never reaches it", "use --schedule cosine or leave min_lr out"))
+    if recipe.attention == "flash_attention_2" and recipe.micro_batch > 1 and recipe.sp == 1:
+        # transformers 5.22.2 looks for documents in position_ids only where there is one row (_is_packed_sequence)
+        rule = "FlashAttention keeps the documents of a row apart only if the row is alone; packed documents would see each other"
+        problems.append(Problem(f"micro_batch = {recipe.micro_batch} with attention = flash_attention_2", rule, "use --micro_batch 1, or --attention sdpa"))
+    if recipe.pp > 1 and recipe.adapt is not None:
+        problems.append(Problem(f"pp = {recipe.pp}", "an adapter goes round the whole model, of which a stage has a part", "use --pp 1"))
+    if recipe.checkpoint_every > 1 and not recipe.activation_checkpointing:
+        problems.append(
+            Problem(f"checkpoint_every = {recipe.checkpoint_every}", "nothing is recomputed without activation_checkpointing", "add --activation_checkpointing")
+        )
     if recipe.merge and recipe.adapt is None:
         problems.append(Problem("merge = True", "this recipe trains no adapter, there is nothing to merge", "leave --merge out"))
     return problems
