@@ -12,6 +12,10 @@ import pytest
 from pool import ROOT, Pools, environment
 
 os.environ.update(environment())
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which every process of the tests would inherit
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 OPS = {"comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 BUILD = """
 import sys, time
