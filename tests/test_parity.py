@@ -128,7 +128,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "file", "layout", "numbers"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+SLOW = ("zero0 dp4", "zero1 dp4", "zero2 dp4")  # zero3 dp4 and the other cases on four ranks are quick enough
+
+
+@pytest.mark.parametrize(
+    ("world", "file", "layout", "numbers"), [pytest.param(*case[1:], id=case[0], marks=pytest.mark.slow if case[0] in SLOW else ()) for case in CASES]
+)
 def test_layout_trains_like_plain_pytorch(pools, ops, tmp_path, world, file, layout, numbers):
     for op in {"zero2_cpu": ["cpu_adam"], "zero3_cpu": ["cpu_adam"], "zero3_nvme": ["cpu_adam", "async_io"]}.get(file, []):
         ops(op)

@@ -36,7 +36,7 @@ QUICK = {  # the others are slow tests
     *(("untied", layout, "zero1") for layout in ("pp4", "pp2 dp2", "pp2 checkpointing", "pp2 tp2 dualpipev")),
     *(("untied", layout, "zero0") for layout in ("pp2", "pp2 tp2")),
     *(("tied", layout, "zero1") for layout in ("pp2", "pp2 dualpipev", "pp2 tp2 dp2")),
-    *((family, "pp2 tp2", "zero1") for family in FAMILIES),
+    *((family, "pp2 tp2", "zero1") for family in FAMILIES if family not in ("qwen3", "olmo2")),
 }
 CASES = [
     pytest.param(family, layout, zero, id=f"{family} {layout} {zero}", marks=() if (family, layout, zero) in QUICK else pytest.mark.slow)
