@@ -48,7 +48,7 @@ def test_tiny_model_keeps_its_traits(kind):
     assert {key: tiny.get(key) for key in same} == {key: config.get(key) for key in same}
     hidden, queries, key_values = numbers(config)
     tiny_hidden, tiny_queries, tiny_key_values = numbers(tiny)
-    assert tiny_queries / tiny_key_values == queries / key_values
+    assert tiny_queries / tiny_key_values == min(queries / key_values, 8)  # 405B has 16
     if config.get("head_dim"):
         assert (tiny["head_dim"] * tiny_queries == tiny_hidden) == (config["head_dim"] * queries == hidden)
     assert tiny.keys() - config.keys() <= {"bos_token_id", "eos_token_id", "pad_token_id"}

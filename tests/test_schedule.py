@@ -68,6 +68,7 @@ def sleeping_stages(pp: int, micro_batches: list[int], dualpipev: bool, out: str
     return measured
 
 
+@pytest.mark.slow  # they time sleeping processes, which a busy machine wakes late: not for a run that decides
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, [2, 4, 8]), (4, [2, 4, 8])])
 def test_measured_bubble_of_1f1b_is_the_theoretical_one(pools, tmp_path, pp, micro_batches):
     first_rank = pools.run(pp, sleeping_stages, pp=pp, micro_batches=micro_batches, dualpipev=False, out=str(tmp_path))[0]
@@ -76,6 +77,7 @@ def test_measured_bubble_of_1f1b_is_the_theoretical_one(pools, tmp_path, pp, mic
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_measured_bubble_of_dualpipev_is_the_theoretical_one(pools, tmp_path):
     first_rank = pools.run(2, sleeping_stages, pp=2, micro_batches=[4], dualpipev=True, out=str(tmp_path))[0]
     print("dualpipev: " + ", ".join(f"{got:.3f}" for got in first_rank))
