@@ -23,7 +23,8 @@ SHARD_BYTES = 4 * 1024**3
 def whole_parameters(model: Any, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor on the CPU) of every parameter of this rank's stages, one at a time, on every rank (a collective).
 
-    Names and tensors are the Hugging Face model's, whatever a layout made of them. Where the training dtype is smaller than `dtype`, the optimizer's fp32 master weights are given.
+    Names and tensors are the Hugging Face model's, whatever a layout made of them. Where the training dtype is smaller than
+    `dtype`, the optimizer's fp32 master weights are given.
     """
     return expert_parallel.published(model, _joined(model, built, groups, dtype))
 
