@@ -12,7 +12,7 @@ import pytest
 import torch
 from job import NANO, Job, checkpoints, contention, deepspeed, metrics, steps_done
 from pool import ROOT
-from recipekit.checkpoint import verify
+from recipekit.manifest import faults
 from wandb_file import read_exit_codes, read_history
 
 GONE = 10.0  # seconds in which no process may be left, and a refusal be told
@@ -80,7 +80,7 @@ def test_a_stopped_run_leaves_no_process_and_loses_nothing(start: Callable[..., 
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert checkpoints(run) == [len(lines)], "the step that was in progress is saved"
-    assert verify(run / "checkpoints" / f"step_{len(lines):08d}") is None
+    assert faults(run / "checkpoints" / f"step_{len(lines):08d}") == []
     assert read_exit_codes(run) == [code]
     assert read_history(run) == lines
     if who == "rank 1":
@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_1(start: Callable[..., Job
     assert f"the last good checkpoint is step {len(lines)}" in job.output
     assert "Traceback" not in job.output
     assert max(checkpoints(tmp_path / "run")) == len(lines)
-    assert verify(tmp_path / "run" / "checkpoints" / f"step_{len(lines):08d}") is None
+    assert faults(tmp_path / "run" / "checkpoints" / f"step_{len(lines):08d}") == []
     assert read_exit_codes(tmp_path / "run") == [1]
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit import pipeline
+from recipekit import blueprint, pipeline
 from recipekit.data import eval_rows
-from recipekit.model import empty_model
+from recipekit.mesh import Mesh
+from recipekit.model import draft, empty_model
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe, parse
 from recipekit.refusal import Refusal
@@ -96,20 +97,23 @@ def test_the_norm_that_clips_counts_every_parameter_once(pools, tmp_path):
     ],
 )
 def test_the_largest_stage_is_as_small_as_it_can_be(costs, before, after, stages, bounds):
-    assert pipeline.balance(costs, before, after, stages) == bounds
+    assert blueprint.balance(costs, before, after, stages) == bounds
 
 
-def test_every_parameter_is_on_a_stage_and_tied_ones_are_on_two():
-    model = empty_model(Recipe(model="none"), tiny_config("llama_tied"))
-    split = pipeline.split(model, 3)
-    held = [pipeline.names_of(split, model, [stage]) for stage in range(3)]
-    assert sorted({name for names in held for name in names}) == sorted(name for name, _ in model.named_parameters())
+def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
+    whole = empty_model(Recipe(model="none"), tiny_config("llama_tied"))
+    plan, split = draft(whole), pipeline.split(whole, 3)
+    assert blueprint.split(plan, 3) == split.bounds
+    layout = blueprint.Layout(Mesh(pp=3), 1, "BF16_Optimizer", "bfloat16", split.bounds)
+    held = [[tensor.name for tensor in blueprint.held(plan, layout, stage)] for stage in range(3)]
+    assert sorted({name for names in held for name in names}) == sorted(name for name, _ in whole.named_parameters())
     assert [name for name in held[0] if name in held[2]] == ["model.embed_tokens.weight"] and not set(held[0]) & set(held[1])
     for stage in range(3):
         part = empty_model(Recipe(model="none"), tiny_config("llama_tied"))
         pipeline.cut(part, split, stage, torch.float32)
         assert [name for name, _ in part.named_parameters()] == held[stage], "the names are those of Hugging Face"
-    assert "stage 2 layers 3 (" in pipeline.describe(split, model)
+        assert set(part.state_dict()) == set(blueprint.state_keys(plan, layout, stage))
+    assert "stage 2 layers 3 (" in blueprint.describe(plan, split.bounds)
 
 
 def test_a_model_without_a_plan_is_refused_with_the_lines_that_help():

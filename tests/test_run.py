@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from job import BIN, NANO, Job, checkpoints, metrics, numbers, steps_done
 from pool import free_port
-from recipekit.checkpoint import verify
+from recipekit.manifest import faults
 from recipekit.recipe import Recipe
 from recipekit.train import lr_at
 from test_parity import strategy
@@ -110,7 +110,7 @@ def test_what_is_not_finite_on_one_rank_stops_all(pools: Any, tmp_path: Path, ki
     assert "stopped: step 3 has loss " in printed and "nothing of it is saved, the last good checkpoint is step 2" in printed
     assert steps_done(tmp_path / "run") == 2
     assert checkpoints(tmp_path / "run") == [1, 2]
-    assert verify(tmp_path / "run" / "checkpoints" / "step_00000002") is None
+    assert faults(tmp_path / "run" / "checkpoints" / "step_00000002") == []
     if (kind, file) == ("gradient", "zero2"):  # and the run goes on where it was good
         for out in ("run", "unbroken"):
             assert [code for code, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / out)])] == [0, 0]

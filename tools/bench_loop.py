@@ -523,7 +523,8 @@ def our_loop(plan: Plan, model: Any, stream: Any, tracker: Any) -> Start:
             pause()
 
         pausing = SimpleNamespace(log=log, say=tracker.say)
-        return loop(plan, engine, stream, [], {"step": 0, "tokens": 0, "data": None}, {}, pausing, Stopper(plan.recipe.grace))
+        never_saves: Any = None
+        return loop(plan, engine, stream, [], {"step": 0, "tokens": 0, "data": None}, never_saves, pausing, Stopper(plan.recipe.grace))
 
     return lambda: engine, train
 

@@ -1,69 +1,276 @@
-"""Saving and finding checkpoints: a step folder is complete and verified, or it does not count."""
+"""Saving and loading checkpoints: a step folder is complete and verified, or it does not count."""
 
 import contextlib
-import hashlib
+import copy
 import json
 import os
 import random
 import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from . import convert, manifest
+from .blueprint import Blueprint, Layout
+from .digest import add
+from .ds_files import expected_bytes, read_pickle
+from .manifest import BLUEPRINT, MANIFEST, STATE
 from .refusal import refuse
 
-MANIFEST = "manifest.json"
+
+class Files(CheckpointEngine):
+    """How DeepSpeed reads and writes files here: reading runs nothing that they contain; writes are collected and done by `write`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[tuple[Any, Path]] = []
+        self.kept: list[torch.UntypedStorage] = []  # memory of the last snapshot, used again for the next
+        self.snapshots = False
+
+    def create(self, info: Any) -> None:
+        pass
+
+    def commit(self, info: Any) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        if self.snapshots:
+            self.pending.append((state_dict, Path(path)))
+        else:
+            torch.save(state_dict, path)
+            self.pending.append((None, Path(path)))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return restored(read_pickle(Path(path)))
+
+    def take(self) -> list[tuple[Any, Path]]:
+        """What was saved since the last call; with `snapshots` as copies on the CPU that training does not change."""
+        memory = _Memory(self.kept)
+        pending, self.pending = [(memory.copied(content), path) for content, path in self.pending], []
+        self.kept = memory.used
+        return pending
 
 
-def save(engine: Any, folder: Path, state: dict[str, Any], keep: int) -> None:
-    """Writes `folder/step_XXXXXXXX` of state["step"] and then points `folder/latest` at it (a collective).
+class _Memory:
+    """Copies of nested containers of tensors; tensors that share memory share it in the copy too."""
 
-    Everything is written to a staging folder, hashed into a manifest, flushed to the disk and renamed, so a kill at any
-    moment leaves `latest` on a complete checkpoint. `state` (JSON) is the same on every rank. The oldest steps beyond
-    `keep` (0: none) are removed afterwards. No later step may be in `folder` (see `put_aside_later`).
+    def __init__(self, free: list[torch.UntypedStorage]):
+        self.free, self.used = {index: storage for index, storage in enumerate(free)}, []
+        self.copies: dict[int, torch.UntypedStorage] = {}
+
+    def copied(self, value: Any) -> Any:
+        if torch.is_tensor(value):
+            value = value.detach()
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in self.copies or storage.nbytes() == 0:
+                size = storage.nbytes()
+                index = next((index for index, kept in self.free.items() if kept.nbytes() == size), None)
+                fresh = torch.UntypedStorage(size) if index is None else self.free.pop(index)
+                fresh.copy_(storage)
+                self.used.append(fresh)
+                self.copies[storage.data_ptr()] = fresh
+            empty = torch.empty(0, dtype=value.dtype)
+            return empty.set_(self.copies[storage.data_ptr()], value.storage_offset(), value.size(), value.stride())
+        if isinstance(value, dict):
+            return type(value)((key, self.copied(item)) for key, item in value.items())
+        if isinstance(value, list):
+            return [self.copied(item) for item in value]
+        if type(value) is tuple:
+            return tuple(self.copied(item) for item in value)
+        return copy.deepcopy(value)
+
+
+def restored(value: Any) -> Any:
+    """What `read_pickle` gives, with DeepSpeed's own objects in the places of their stand-ins."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    from .ds_files import Stand
+
+    if isinstance(value, Stand):
+        if value.kind.endswith("LossScaler"):
+            scaler = LossScaler(scale=1)
+            scaler.__dict__.update({key: item for key, item in vars(value).items() if key != "values"})
+            return scaler
+        return value.values[0] if value.values else None
+    if isinstance(value, dict):
+        return type(value)((key, restored(item)) for key, item in value.items())
+    return [restored(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run into `folder`. `blueprint` None: of a model that only DeepSpeed can take apart (expert parallelism).
+
+    Every rank writes, hashes and flushes its own files in a staging folder and leaves a note of them; when all notes are
+    there the first rank writes the manifest, renames the folder and moves `latest`. So a kill at any moment leaves `latest` on a
+    complete checkpoint. With `in_background` only the copy of the states to host memory delays training: a thread of each
+    rank does the rest, without collectives. The oldest steps beyond `keep` (0: none) are removed after a save.
     """
-    tag = f"step_{state['step']:08d}"
-    staging = folder / ".staging"
-    if dist.get_rank() == 0:
-        shutil.rmtree(staging, ignore_errors=True)
-        (staging / tag).mkdir(parents=True)
-    dist.barrier()
-    engine.save_checkpoint(str(staging), tag=tag, save_latest=False)
-    torch.save(_generators(), staging / tag / f"rng_rank_{dist.get_rank()}.pt")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (staging / tag / "state.json").write_text(json.dumps(state, indent=1))
-        files = sorted(path for path in (staging / tag).rglob("*") if path.is_file())
-        manifest = {str(path.relative_to(staging / tag)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-        (staging / tag / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in [*files, staging / tag / MANIFEST, staging / tag]:
-            _fsync(path)
-        shutil.rmtree(folder / tag, ignore_errors=True)  # a broken one of the same step, if any
-        os.rename(staging / tag, folder / tag)
-        (folder / "latest.tmp").write_text(tag)
-        _fsync(folder / "latest.tmp")
-        os.rename(folder / "latest.tmp", folder / "latest")
-        _fsync(folder)
-        shutil.rmtree(staging, ignore_errors=True)
-        for old in sorted(folder.glob("step_*"))[:-keep] if keep else []:
+
+    engine: Any
+    folder: Path
+    blueprint: Blueprint | None
+    layout: Layout
+    keep: int
+    in_background: bool
+    write_hf_files: Callable[[Path], None]
+
+    def __post_init__(self) -> None:
+        self.files = Files()
+        self.files.snapshots = self.in_background
+        self.engine.checkpoint_engine = self.files
+        self.thread: threading.Thread | None = None
+        self.error: str = ""
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Saves the step state["step"] (a collective); returns when it is complete, or in the background when it is copied.
+
+        `state` (JSON) is the same on every rank. Raises `Refusal` on every rank if a save failed on any: for want of space
+        before anything is written, the sizes named.
+        """
+        self.wait()
+        tag = f"step_{state['step']:08d}"
+        staging = self.folder / ".staging"
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            (staging / tag).mkdir(parents=True)
+            self._check_space(state["step"])
+        self._agree()
+        with _failures_as(self, "the states cannot be written"):
+            self.engine.save_checkpoint(str(staging), tag=tag, save_latest=False)
+        self._agree()
+        content = self.files.take()
+        generators = _generators()
+
+        def finish() -> None:
+            with _failures_as(self, f"checkpoint of step {state['step']}"):
+                self._write_own(staging / tag, content, generators, state)
+
+        if not self.in_background:
+            finish()
+            self._agree()  # every rank's note is there
+            if dist.get_rank() == 0:
+                with _failures_as(self, f"checkpoint of step {state['step']}"):
+                    self._commit(staging / tag, state)
+            self._agree()
+            return
+
+        def finish_and_commit() -> None:
+            finish()
+            if dist.get_rank() == 0 and not self.error:
+                with _failures_as(self, f"checkpoint of step {state['step']}"):
+                    self._commit(staging / tag, state)
+
+        self.thread = threading.Thread(target=finish_and_commit, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Returns when the save in the background, if any, is complete (a collective). Raises `Refusal` if it failed."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+            self._agree()
+
+    def _agree(self) -> None:
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, self.error)
+        self.error = ""
+        if told := [error for error in errors if error]:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.folder / ".staging", ignore_errors=True)
+            raise refuse(f"checkpoint in {self.folder}", told[0], "the checkpoints before it are intact; free space or choose another --out, then start again")
+
+    def _check_space(self, step: int) -> None:
+        if self.blueprint is None or self.layout.swapped:
+            return
+        needed, free = expected_bytes(self.blueprint, self.layout), shutil.disk_usage(self.folder).free
+        if needed > free:
+            self.error = f"step {step} needs {needed:,} bytes, {free:,} are free"
+
+    def _write_own(self, step: Path, content: list[tuple[Any, Path]], generators: dict[str, Any], state: dict[str, Any]) -> None:
+        rank, names = dist.get_rank(), []
+        for value, path in content:
+            if value is not None:
+                torch.save(value, path)
+            names.append(path)
+        names.append(step / f"rng_rank_{rank}.pt")
+        torch.save(generators, names[-1])
+        names += [path for path in (step / "offloaded_tensors" / f"rank{rank:02d}").rglob("*") if path.is_file()]
+        if rank == 0:
+            (step / STATE).write_text(json.dumps(state | {"layout": self.layout.to_json()}, indent=1))
+            (step / BLUEPRINT).write_text(json.dumps(self.blueprint.to_json() if self.blueprint else None))
+            (step / "hf_files").mkdir()
+            self.write_hf_files(step / "hf_files")
+            names += [step / STATE, step / BLUEPRINT, *(path for path in (step / "hf_files").rglob("*") if path.is_file())]
+        files = {str(path.relative_to(step)): manifest.facts(path) for path in names}
+        tensors = {}
+        if self.blueprint is not None:
+            opened = convert.open_checkpoint(step, self.blueprint, self.layout)
+            tensors = convert.partial_digests(self.blueprint, opened, frozenset(files))
+            opened.close()
+        note = step.parent / f"rank_{rank}.json"
+        note.with_suffix(".tmp").write_text(json.dumps({"files": files, "tensors": tensors}))
+        os.rename(note.with_suffix(".tmp"), note)
+
+    def _commit(self, step: Path, state: dict[str, Any]) -> None:
+        files: dict[str, Any] = {}
+        tensors: dict[str, list[Any]] = {}
+        for rank in range(self.layout.mesh.world):
+            path = step.parent / f"rank_{rank}.json"
+            while not path.exists():  # in the background only: another rank is still writing
+                time.sleep(0.02)
+            note = json.loads(path.read_text())
+            files |= note["files"]
+            for key, (shape, dtype, part) in note["tensors"].items():
+                tensors[key] = [shape, dtype, add(part, tensors[key][2] if key in tensors else 0)]
+        manifest.write(step, state["step"], files, {key: [shape, dtype, f"{total:016x}"] for key, (shape, dtype, total) in tensors.items()})
+        shutil.rmtree(self.folder / step.name, ignore_errors=True)  # a broken one of the same step, if any
+        os.rename(step, self.folder / step.name)
+        (self.folder / "latest.tmp").write_text(step.name)
+        manifest.fsync(self.folder / "latest.tmp")
+        os.rename(self.folder / "latest.tmp", self.folder / "latest")
+        manifest.fsync(self.folder)
+        shutil.rmtree(self.folder / ".staging", ignore_errors=True)
+        for old in sorted(self.folder.glob("step_*"))[: -self.keep] if self.keep else []:
             shutil.rmtree(old)
-    dist.barrier()
+
+
+@contextlib.contextmanager
+def _failures_as(saver: Saver, what: str) -> Any:
+    """Keeps what the disk or a library raises for `_agree`, which tells every rank: a rank that raised alone would leave the others waiting."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {shutil.disk_usage(saver.folder).free:,} bytes are free"
 
 
 def newest(path: Path, say: Any) -> Path | None:
     """The newest complete and verified step folder of a run (or `path` itself if it is a step folder); None if none is.
 
-    Calls `say` with one line for each folder that is passed over.
+    The ranks share the work (a collective). Calls `say` with one line for each folder that is passed over.
     """
-    steps = [path] if path.name.startswith("step_") else sorted(path.glob("checkpoints/step_*"), reverse=True)
-    for step in steps:
-        fault = verify(step)
-        if fault is None:
+    steps: list[Any] = [[path] if (path / MANIFEST).exists() or path.name.startswith("step_") else sorted(path.glob("checkpoints/step_*"), reverse=True)]
+    dist.broadcast_object_list(steps)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in steps[0]:
+        try:
+            names = sorted(manifest.read(step)["files"])
+        except ValueError:
+            names = []
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, manifest.faults(step, names[rank::world]))
+        faults = list(dict.fromkeys(fault for own in everyone for fault in own))
+        if not faults:
             return step
-        say(f"checkpoint {step} is damaged, passed over: {fault}")
+        say(f"checkpoint {step} is damaged, passed over: {faults[0]}" + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""))
     return None
 
 
@@ -78,45 +285,70 @@ def put_aside_later(folder: Path, step: int, say: Any) -> None:
             say(f"{later} lies after step {step}: it is now {aside.name}, remove it if you do not need it")
 
 
-def verify(step: Path) -> str | None:
-    """None if every file of a step folder is as it was written, else what is wrong, with the file named."""
-    if not (step / MANIFEST).is_file():
-        return f"{MANIFEST} is missing: the save was not finished"
-    try:
-        manifest = json.loads((step / MANIFEST).read_text())
-    except ValueError:  # not JSON, or not text
-        return f"{MANIFEST} is not what was written"
-    for name, facts in manifest.items():
-        if not (step / name).is_file():
-            return f"{name} is missing"
-        if (size := (step / name).stat().st_size) != facts["bytes"]:
-            return f"{name} has {size} bytes instead of {facts['bytes']}"
-        if _sha256(step / name) != facts["sha256"]:
-            return f"{name} was changed: its sha256 is another"
-    return None
+def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[dict[str, Any], bool]:
+    """(the state of a step folder, whether it is of this layout). Raises `Refusal` for one of another model, or that cannot be converted."""
+    state = json.loads((step / STATE).read_text())
+    saved = json.loads((step / BLUEPRINT).read_text())
+    was = Layout.from_json(state["layout"])
+    if was == layout:
+        return state, True
+    if saved is None or blueprint is None or was.swapped or layout.swapped:
+        why = "experts that DeepSpeed divided" if saved is None or blueprint is None else "optimizer states on NVMe"
+        rule = f"was written by another layout ({was}) than this one ({layout}), and {why} are not converted"
+        raise refuse(f"resume from {step}", rule, "start with the same ranks, degrees and strategy, or begin a new run from its Hugging Face files")
+    differ = _differences(Blueprint.from_json(saved), blueprint)
+    if differ:
+        raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was made with, or --out NEW")
+    return state, False
 
 
-def load(engine: Any, step: Path, layout: dict[str, Any]) -> dict[str, Any]:
+def _differences(saved: Blueprint, now: Blueprint) -> str:
+    """The first difference in names, shapes or optimizer groups, in words."""
+    before, after = ({tensor.name: (tensor.shape, tensor.group) for tensor in blueprint.tensors} for blueprint in (saved, now))
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            return f"{name} is {before.get(name, 'not there')} in the checkpoint and {after.get(name, 'not there')} in the model (shape, optimizer group)"
+    return ""
+
+
+def load(engine: Any, step: Path, blueprint: Blueprint | None, layout: Layout, scratch: Path, say: Any) -> dict[str, Any]:
     """Loads a verified step folder into the engine and this rank's random generators; returns its state (a collective).
 
-    The optimizer's numbers (betas, eps, weight decay, clipping) stay those of this start. Raises `Refusal` if the folder
-    was written by another layout than `layout`.
+    One of another layout is converted into the folder `scratch` on the way, which is removed. The optimizer's numbers
+    (betas, eps, weight decay, clipping) stay those of this start.
     """
-    state = json.loads((step / "state.json").read_text())
-    if state["layout"] != layout:
-        differ = ", ".join(f"{key} {state['layout'].get(key)} -> {layout[key]}" for key in layout if state["layout"].get(key) != layout[key])
-        raise refuse(f"resume from {step}", f"was written by another layout ({differ})", "start with the same ranks, degrees and ZeRO stage")
+    state, same = check(step, blueprint, layout)
+    source = step
+    if not same:
+        assert blueprint is not None
+        source = scratch / step.name
+        failed: list[Any] = [""]
+        if dist.get_rank() == 0:
+            say(f"converting {step} from {Layout.from_json(state['layout'])} to {layout}")
+            shutil.rmtree(scratch, ignore_errors=True)
+            try:
+                convert.reshape(step, source, layout, blueprint)
+            except OSError as error:
+                failed = [f"cannot be converted in {scratch}: {error}"]
+        dist.broadcast_object_list(failed)
+        if failed[0]:
+            raise refuse(f"resume from {step}", failed[0], "free space there, or start with the layout it was written in")
     optimizer = engine.optimizer
     asked = [{key: group[key] for key in ("betas", "eps", "weight_decay") if key in group} for group in optimizer.param_groups]
     clipping = getattr(optimizer, "clip_grad", None)
+    engine.checkpoint_engine = Files()
     with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
-        path, _ = engine.load_checkpoint(str(step.parent), tag=step.name)
-    assert path is not None, f"DeepSpeed did not load {step}"
+        path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
+    assert path is not None, f"DeepSpeed did not load {source}"
     for group, wanted in zip(optimizer.param_groups, asked, strict=True):
         group.update(wanted)  # DeepSpeed puts the saved ones there, though the user may have changed them (--resume PATH)
     if clipping is not None:
         optimizer.clip_grad = clipping
-    _restore_generators(torch.load(step / f"rng_rank_{dist.get_rank()}.pt", weights_only=True))
+    if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
+        _restore_generators(read_pickle(generators))
+    dist.barrier()
+    if not same and dist.get_rank() == 0:
+        shutil.rmtree(scratch)
     return state
 
 
@@ -129,19 +361,8 @@ def _generators() -> dict[str, Any]:
 
 
 def _restore_generators(generators: dict[str, Any]) -> None:
-    torch.set_rng_state(generators["torch"])
+    torch.set_rng_state(generators["torch"].clone())
     random.setstate(generators["python"])
     np.random.set_state(generators["numpy"])
     if "cuda" in generators:
         torch.cuda.set_rng_state(generators["cuda"])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -8,6 +8,7 @@ so the state is small: for every lane the first token that no row holds yet, and
 """
 
 import ast
+import functools
 import hashlib
 import json
 import logging
@@ -70,7 +71,11 @@ def open_source(recipe: Recipe) -> Source:
     if recipe.dataset == "builtin":
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         skipped = {"site-packages", "dist-packages"} | ({"test", "tests", "idle_test"} if sft else set())  # tests have few docstrings
-        files = sorted(file for file in stdlib.rglob("*.py") if not skipped & set(file.relative_to(stdlib).parts))
+        files = []
+        for folder, folders, names in os.walk(stdlib):
+            folders[:] = [name for name in folders if name not in skipped]  # not walked into: site-packages may hold 100,000 files
+            files += [Path(folder, name) for name in names if name.endswith(".py") and name not in skipped]
+        files.sort()
         # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
         warnings.filterwarnings("ignore", module="builtin_corpus")
         return _text_source(files, _docstring_chats if sft else _pieces, _file_fingerprint(files, "builtin", recipe.task))
@@ -86,8 +91,8 @@ def open_source(recipe: Recipe) -> Source:
     names = [str(file) for file in files]
     if kind == "lines":
         # Lines, not the json builder: that guesses one schema for all rows and cannot name the row that breaks it
-        return Source(_load("text", files), len(files), names, "text", partial(_from_line, field, sft), fingerprint)
-    return Source(_load("parquet", files), len(files), names, field, partial(_one_document, sft), fingerprint)
+        return Source(_load("text", files, fingerprint), len(files), names, "text", partial(_from_line, field, sft), fingerprint)
+    return Source(_load("parquet", files, fingerprint), len(files), names, field, partial(_one_document, sft), fingerprint)
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -136,16 +141,21 @@ def _kind(files: list[Path], dataset: str) -> str:
     return kinds.pop()
 
 
-def _load(builder: str, files: list[Path], **options: Any) -> datasets.IterableDataset:
-    paths = [escape(str(file.resolve())) for file in files]  # `datasets` reads a path as a glob
+def _load(builder: str, files: list[Path], fingerprint: str, **options: Any) -> datasets.IterableDataset:
+    return _loaded(builder, tuple(escape(os.path.abspath(file)) for file in files), fingerprint, **options)  # `datasets` reads a path as a glob
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(builder: str, files: tuple[str, ...], fingerprint: str, **options: Any) -> datasets.IterableDataset:
+    """`load_dataset`, once for the same content: it takes a second for the 1,800 files of `builtin`, and both streams of a run read them."""
     try:
-        return datasets.load_dataset(builder, data_files={"train": paths}, split="train", streaming=True, **options)
+        return datasets.load_dataset(builder, data_files={"train": list(files)}, split="train", streaming=True, **options)
     except UNREADABLE as error:
-        raise _unreadable(str(files[0]), error) from error  # `datasets` looks into the first file only
+        raise _unreadable(files[0], error) from error  # `datasets` looks into the first file only
 
 
 def _text_source(files: list[Path], documents: Callable[[Any, str], list[Document]], fingerprint: str) -> Source:
-    dataset = _load("text", files, sample_by="document", encoding_errors="replace")
+    dataset = _load("text", files, fingerprint, sample_by="document", encoding_errors="replace")
     parts = min(len(files), TEXT_PARTS)
     names = [str(file) for file in files] if parts == len(files) else [f"part {number} of the text files" for number in range(parts)]
     return Source(dataset, parts, names, "text", documents, fingerprint)

@@ -1,14 +1,15 @@
 """What `--dry_run` prints: layout, batch arithmetic, resolved JSON and the memory of the model's states."""
 
 import json
+from math import prod
 from typing import Any
 
+from .blueprint import Blueprint, Layout, describe, held, local_shape, split
 from .mesh import Mesh
-from .model import empty_model, enabled
-from .pipeline import describe, names_of, split, stages_of
+from .model import draft, empty_model, enabled
+from .pipeline import plan_of
 from .plan import Plan
 from .recipe import Recipe
-from .tensor_parallel import local_sizes
 
 
 def show(plan: Plan) -> None:
@@ -29,8 +30,9 @@ def show(plan: Plan) -> None:
         return
     if mesh.pp > 1:
         model = empty_model(recipe, plan.model_config)
-        num_stages = mesh.pp * len(stages_of(0, mesh.pp, recipe.pipeline_schedule))
-        print(f"stages   {describe(split(model, num_stages, recipe.pp_plan), model)}")
+        plan_of(model, recipe.pp_plan)  # refused if it has none
+        blueprint = draft(model, recipe.pp_plan)
+        print(f"stages   {describe(blueprint, layout_of(recipe, mesh, blueprint).bounds)}")
     for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, mesh)).items():
         listed = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
         print(f"memory   {place}, each rank: {sum(parts.values()) / 2**30:.2f} GiB = {listed}")
@@ -46,17 +48,20 @@ def count_parameters(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh) -
     model = empty_model(recipe, model_config)
     if recipe.adapt is not None:
         model = recipe.adapt(model)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    if mesh.tp > 1:
-        sizes = local_sizes(model, mesh.tp)
-    if mesh.pp > 1:
-        ranks = [stages_of(rank, mesh.pp, recipe.pipeline_schedule) for rank in range(mesh.pp)]
-        cut = split(model, mesh.pp * len(ranks[0]), recipe.pp_plan)
-        held = max((names_of(cut, model, stages) for stages in ranks), key=lambda names: sum(sizes[name] for name in names))
-        sizes = {name: sizes[name] for name in held}
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in sizes]
-    held = {name: size // (mesh.ep if ".experts." in name else 1) for name, size in sizes.items()}
-    return sum(held.values()), sum(held[name] for name in trained), sum(sizes[name] for name in trained)
+    blueprint = draft(model, recipe.pp_plan)
+    layout = layout_of(recipe, mesh, blueprint)
+    ranks = [[tensor for tensor in held(blueprint, layout, rank) if not tensor.buffer] for rank in range(mesh.pp)]
+    sizes = {tensor.name: prod(local_shape(tensor, mesh.tp, 0)) for tensor in blueprint.tensors}
+    fullest = max(ranks, key=lambda tensors: sum(sizes[tensor.name] for tensor in tensors))
+    trained = [tensor.name for tensor in fullest if tensor.group is not None]
+    own = {tensor.name: sizes[tensor.name] // (mesh.ep if ".experts." in tensor.name else 1) for tensor in fullest}
+    return sum(own.values()), sum(own[name] for name in trained), sum(sizes[name] for name in trained)
+
+
+def layout_of(recipe: Recipe, mesh: Mesh, blueprint: Blueprint) -> Layout:
+    """The layout that a recipe asks for, as far as it is needed to count."""
+    stages = mesh.pp * (2 if recipe.pipeline_schedule == "dualpipev" else 1)
+    return Layout(mesh, 0, "torch", "float32", split(blueprint, stages) if mesh.pp > 1 else (), recipe.pipeline_schedule)
 
 
 def state_bytes(plan: Plan, parameters: int, trained: int, optimized: int) -> dict[str, dict[str, int]]:

@@ -97,16 +97,25 @@ def export(engine: Any, built: Built, groups: Groups, tokenizer: Any, folder: Pa
             weight_map = {key: name for (_, keys), name in zip(files, names, strict=True) for key in keys}
             index = {"metadata": {"total_size": sum(size for _, size in everyone)}, "weight_map": weight_map}
             (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        plain = models[0]
-        config = plain.config.__class__.from_dict(plain.config.to_dict())
-        config.dtype, config.use_cache = dtype, True
-        config.architectures = [type(plain).__name__]
-        config.save_pretrained(staging)
-        if plain.can_generate():
-            plain.generation_config.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+        save_small_files(built, tokenizer, dtype, staging)
+        (staging / "adapter_config.json").unlink(missing_ok=True)  # the adapter is merged
         _publish(staging, folder)
     dist.barrier()
+
+
+def save_small_files(built: Built, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Writes what Hugging Face files have besides weights: config, generation config, tokenizer, the adapter's config."""
+    model = built.models[0]
+    if hasattr(model, "peft_config"):
+        model.peft_config["default"].save_pretrained(folder)
+        model = model.get_base_model()
+    config = model.config.__class__.from_dict(model.config.to_dict())
+    config.dtype, config.use_cache = dtype, True
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _write(shard: dict[str, torch.Tensor], staging: Path, stage: int, number: int) -> tuple[str, list[str]]:

@@ -2,10 +2,13 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -16,9 +19,10 @@ from transformers.initialization import guard_torch_init_functions, no_init_weig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import expert_parallel, pipeline, sequence_parallel, tensor_parallel
+from .blueprint import Blueprint, Tensor, stages_of
 from .groups import Groups
 from .recipe import Recipe
-from .refusal import refuse
+from .refusal import Refusal, refuse
 from .tensor_parallel import Cut
 from .weights import Weights, open_weights
 
@@ -36,7 +40,7 @@ class Built:
     names: dict[int, str]
     weights: Weights | None
     split: pipeline.Split | None
-    stages: str  # the split in words
+    blueprint: Blueprint
 
     @property
     def model(self) -> Any:
@@ -57,30 +61,30 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
         sequence_parallel.apply(whole, recipe, groups)
     if groups and groups.mesh.ep > 1:
         expert_parallel.check(whole, groups.mesh.ep)
+    blueprint = draft(whole, recipe.pp_plan)
     tp_mesh = groups.tp_mesh if groups else None
     tp_plan = tensor_parallel.plan_of(whole) if tp_mesh else {}
     pp = groups.mesh.pp if groups else 1
     if pp == 1 or groups is None:
-        split, described, models, absent = None, "", [whole], [[]]
+        split, models, absent = None, [whole], [[]]
     else:
-        stages = pipeline.stages_of(groups.coords["pp"], pp, recipe.pipeline_schedule)
+        stages = stages_of(groups.coords["pp"], pp, recipe.pipeline_schedule)
         split = pipeline.split(whole, pp * len(stages), recipe.pp_plan)
-        described = pipeline.describe(split, whole)
         models = [empty_model(recipe, model_config) for _ in stages]
         absent = [pipeline.cut(model, split, stage, dtype) for model, stage in zip(models, stages, strict=True)]
     cuts: dict[str, Cut] = {}
-    published: dict[str, nn.Parameter] = {}
+    filled: dict[str, nn.Parameter] = {}
     weights = None
     for model, names in zip(models, absent, strict=True):
         for name, parameter in model.named_parameters():
-            if name in published:  # on both stages of a rank
-                replace_parameter(model, parameter, published[name])
+            if name in filled:  # on both stages of a rank
+                replace_parameter(model, parameter, filled[name])
         weights = None if recipe.init == "random" else open_weights(recipe, model, weights)
         if tp_mesh:
             cuts |= tensor_parallel.apply(model, tp_mesh, {pattern: style for pattern, style in tp_plan.items() if pattern not in names})
         fill(model, recipe, groups, ds_config, device, dtype, cuts, weights)
-        published |= dict(model.named_parameters())
-    by_id = {id(parameter): name for name, parameter in published.items()}
+        filled |= dict(model.named_parameters())
+    by_id = {id(parameter): name for name, parameter in filled.items()}
     if recipe.adapt is not None:
         torch.manual_seed(recipe.seed)
         models = [recipe.adapt(whole)]
@@ -90,7 +94,64 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
             raise refuse("tp > 1", "peft's adapters do not know tensor-parallel shards", "use --tp 1; ZeRO-3 divides the frozen weights too")
     for model in models:
         model.train()
-    return Built(models, cuts, by_id, weights, split, described)
+    if recipe.adapt is not None:
+        blueprint = draft(models[0])
+    elif weights is not None:
+        blueprint = with_files(blueprint, weights)
+    return Built(models, cuts, by_id, weights, split, blueprint)
+
+
+def draft(model: Any, own_plan: dict[str, str] | None = None) -> Blueprint:
+    """What checkpoints have to know of a whole model (not yet cut, its parameters on the meta device or partitioned).
+
+    Places and cuts are those of the plans it publishes, or of the recipe's own pipeline plan.
+    """
+    plan: dict[str, str] = {}
+    with contextlib.suppress(Refusal):  # it has none
+        plan = pipeline.plan_of(model, own_plan)
+    rules: dict[str, tuple[int, int]] = {}
+    can_tp = True
+    try:
+        rules = tensor_parallel.cut_rules(model, tensor_parallel.plan_of(model))
+    except Refusal:
+        can_tp = False
+    embedding = model.get_input_embeddings()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first_names = {id(parameter): name for name, parameter in reversed(named.items())}
+    tied = {name for name, parameter in named.items() if parameter is embedding.weight}
+    layers = next((name for name, place in plan.items() if place == "split"), None)
+
+    def place(name: str) -> str:
+        if layers is not None and name.startswith(f"{layers}."):
+            return name.removeprefix(f"{layers}.").split(".")[0]
+        where = next((place for module, place in plan.items() if place != "split" and name.startswith(f"{module}.")), "every")
+        return "ends" if len(tied) > 1 and where == "first" and name in tied else where
+
+    tensors = []
+    for name, parameter in model.named_parameters():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        tensors.append(Tensor(name, shape, (0 if len(shape) >= 2 else 1) if parameter.requires_grad else None, rules.get(name), place(name)))
+    for name, value in model.state_dict().items():
+        if name not in named:
+            tensors.append(Tensor(name, tuple(value.shape), None, None, place(name), str(value.dtype).removeprefix("torch.")))
+    aliases = {name: (first, place(name)) for name, parameter in named.items() if (first := first_names[id(parameter)]) != name}
+    num_layers = len(model.get_submodule(layers)) if layers is not None else 0  # pyright: ignore[reportArgumentType]
+    return Blueprint(tuple(tensors), aliases, num_layers, can_tp)
+
+
+def published_blueprint(folder: Path) -> Blueprint:
+    """The blueprint of a model from its files. Raises `Refusal` for files that do not hold all of it."""
+    if not (folder / "config.json").is_file():
+        raise refuse(str(folder), "has no config.json", "give a folder that save_pretrained wrote, or a downloaded model")
+    recipe = Recipe(model=str(folder))
+    model = empty_model(recipe, json.loads((folder / "config.json").read_text()))
+    return with_files(draft(model), open_weights(recipe, model))
+
+
+def with_files(blueprint: Blueprint, weights: Weights) -> Blueprint:
+    """The blueprint, with where the model's files hold its tensors."""
+    published = {tensor.name: weights.stored[tensor.name] for tensor in blueprint.tensors if tensor.name in weights.stored}
+    return dataclasses.replace(blueprint, published=published, files=weights.contents())
 
 
 def fill(

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+from .blueprint import balance, stages_of
 from .groups import Groups
 from .refusal import refuse
 
@@ -93,31 +94,6 @@ def split(model: Any, num_stages: int, own: dict[str, str] | None = None) -> Spl
     around = [sum(parameter.numel() for name in names for parameter in modules[name].parameters()) for names in (first, last)]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return Split(layers, first, last, balance(costs, around[0], around[1], num_stages), head is not None and head.weight is embedding.weight)
-
-
-def balance(costs: list[int], before: int, after: int, num_stages: int) -> tuple[int, ...]:
-    """Bounds of `num_stages` runs of at least one layer whose largest cost is least, `before` on the first, `after` on the last."""
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best: dict[tuple[int, int], tuple[float, int]] = {}  # (stages, layers) -> (largest cost, where its last stage begins)
-    for stages in range(1, num_stages + 1):
-        for end in range(stages, len(costs) - (num_stages - stages) + 1):
-            starts = range(stages - 1, end) if stages > 1 else (0,)
-            best[stages, end] = min(
-                (
-                    max(
-                        best[stages - 1, start][0] if stages > 1 else 0,
-                        sums[end] - sums[start] + (before if stages == 1 else 0) + (after if stages == num_stages else 0),
-                    ),
-                    start,
-                )
-                for start in starts
-            )
-    bounds = [len(costs)]
-    for stages in range(num_stages, 0, -1):
-        bounds.append(best[stages, bounds[-1]][1])
-    return tuple(reversed(bounds))
 
 
 class Away(nn.Module):
@@ -217,11 +193,6 @@ def _unpack(states: list[torch.Tensor], there: list[int]) -> tuple[torch.Tensor 
     return tuple(next(values) if present else None for present in there)
 
 
-def stages_of(pp_rank: int, pp: int, schedule: str) -> list[int]:
-    """The stages that a pipeline rank holds: one, or under DualPipeV one on the way out and one on the way back."""
-    return [pp_rank, 2 * pp - 1 - pp_rank] if schedule == "dualpipev" else [pp_rank]
-
-
 def assemble(models: list[Any], groups: Groups, loss_fn: Callable[..., torch.Tensor], schedule: str, num_stages: int) -> Any:
     """DeepSpeed's module of this rank's stages, whose parameters have the model's own names (a collective)."""
     mesh = groups.mesh
@@ -282,29 +253,3 @@ def share(net: Any, groups: Groups) -> None:
         return held
 
     net.get_tied_weights_and_groups = weights_and_groups
-
-
-def names_of(split: Split, model: Any, stages: list[int]) -> list[str]:
-    """The parameters that these stages hold, of the whole model (on the meta device)."""
-    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    held = []
-    for name, _ in model.named_parameters():
-        owners = range(split.num_stages)
-        if name.startswith(f"{split.layers}."):
-            layer = int(name.removeprefix(f"{split.layers}.").split(".")[0])
-            owners = [stage for stage in owners if split.bounds[stage] <= layer < split.bounds[stage + 1]]
-        elif any(name.startswith(f"{module}.") for module in split.first):
-            owners = [0, split.num_stages - 1] if split.tied and name.startswith(f"{embedding}.") else [0]
-        elif any(name.startswith(f"{module}.") for module in split.last):
-            owners = [split.num_stages - 1]
-        if set(owners) & set(stages):
-            held.append(name)
-    return held
-
-
-def describe(split: Split, model: Any) -> str:
-    """One line that shows the split: layers and millions of parameters of each stage. `model` is the whole one, on the meta device."""
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    held = [sum(sizes[name] for name in names_of(split, model, [stage])) / 1e6 for stage in range(split.num_stages)]
-    layers = [f"{start}-{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in zip(split.bounds, split.bounds[1:], strict=False)]
-    return ", ".join(f"stage {stage} layers {layers[stage]} ({held[stage]:.1f} M)" for stage in range(split.num_stages))

@@ -63,6 +63,7 @@ class Recipe:
     eval_rows: int = _say("held-out rows of an evaluation", 64)
     save_every: int = _say("steps between checkpoints; 0: only at the end", 0)
     keep: int = _say("checkpoints to keep; 0: all", 2)
+    save_in_background: bool = _say("go on training while a checkpoint is written; takes a copy of the states in host memory", False)
     stop_at: int = _say("save and end at this step, the schedule unchanged; 0: run to the end", 0)
     export: bool = _say("write Hugging Face safetensors to OUT/hf when the run is complete", True)
     merge: bool = _say("LoRA only: export merged weights instead of the adapter", False)

@@ -24,9 +24,10 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import logger
 
 from . import checkpoint, expert_parallel
+from .blueprint import Layout
 from .data import Stream, open_stream
 from .ds_config import check_device
-from .model import enabled
+from .model import Built, enabled
 from .plan import Plan, identity
 from .refusal import Refusal, refuse
 
@@ -115,12 +116,10 @@ def grad_norm(engine: Any) -> torch.Tensor:
 
 
 def find_checkpoint(plan: Plan, say: Any) -> Path | None:
-    """The step folder to go on from; rank 0 looks and verifies, every rank gets its answer (a collective)."""
+    """The step folder to go on from, the same on every rank, which share the verification (a collective)."""
     found: list[Any] = [None, False]
     if plan.resume_from is not None:
-        if dist.get_rank() == 0:
-            saved = any(plan.resume_from.glob("checkpoints/step_*"))  # none: it was stopped before its first save
-            found = [checkpoint.newest(plan.resume_from, say), saved]
+        found = [checkpoint.newest(plan.resume_from, say), any(plan.resume_from.glob("checkpoints/step_*"))]  # none: it was stopped before its first save
         dist.broadcast_object_list(found)
         if found[0] is None and (found[1] or plan.recipe.resume != "auto"):
             raise refuse(f"resume from {plan.resume_from}", "holds no complete checkpoint", "give another folder, or --resume never to start anew")
@@ -153,6 +152,23 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def layout_of(plan: Plan, engine: Any, built: Built) -> Layout:
+    """How this job holds the model, as its checkpoints describe it."""
+    zero, optimizer = plan.ds_config["zero_optimization"], engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return Layout(
+        mesh=plan.mesh,
+        zero_stage=zero["stage"],
+        optimizer="torch" if isinstance(optimizer, torch.optim.Optimizer) else type(optimizer).__name__,
+        dtype="bfloat16" if enabled(plan.ds_config, "bf16") else "float16" if enabled(plan.ds_config, "fp16") else "float32",
+        bounds=built.split.bounds if built.split else (),
+        schedule=plan.recipe.pipeline_schedule if built.split else "1f1b",
+        sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
+        int_step=type(inner).__module__.startswith("deepspeed"),
+        swapped=zero.get("offload_optimizer", {}).get("device") == "nvme",
+    )
 
 
 def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:

@@ -83,23 +83,30 @@ def apply(model: Any, tp_mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, Cu
     return cuts
 
 
-def local_sizes(model: Any, tp: int) -> dict[str, int]:
-    """Parameter name -> number of elements on the first of `tp` ranks (the largest share), without making a group."""
-    plan = plan_of(model)
-    sizes = {}
-    for name, parameter in model.named_parameters():
-        style = styles._get_parameter_plan(name, plan) or ""
-        whole_bias = name.endswith("bias") and "rowwise" in style
-        dim = None
-        if ("colwise" in style or "rowwise" in style) and not whole_bias:
-            # Linear weights are cut along their outputs (colwise) or inputs (rowwise), embeddings along the dimension named.
-            outputs, inputs = max(parameter.ndim - 2, 0), parameter.ndim - 1
-            if style.startswith("embedding"):
-                outputs, inputs = 1, 0
-            dim = outputs if "colwise" in style else inputs
-        cut = parameter.shape[dim] if dim is not None else 1
-        sizes[name] = parameter.numel() // cut * (-(-cut // tp) if dim is not None else 1)
-    return sizes
+def cut_rules(model: Any, plan: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """Parameter name -> (dim, blocks) of every parameter that the plan cuts, for any number of ranks (see blueprint.Tensor); no group is made.
+
+    Each style is asked what it does to a parameter, by taking note of the placement that it gives to `distribute_tensor`.
+    """
+    rules: dict[str, tuple[int, int]] = {}
+    placed: list[Any] = []
+    known: Any = styles
+    distribute, known.distribute_tensor = known.distribute_tensor, lambda tensor, mesh, placements, **_: (placed.append(placements[0]), tensor)[1]
+    try:
+        for name, module in model.named_modules():
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                style = styles._get_parameter_plan(f"{name}.{key}", plan)
+                if style is None or style not in known.ALL_PARALLEL_STYLES:
+                    continue
+                placed.clear()
+                known.ALL_PARALLEL_STYLES[style].shard_param(module, key, None)
+                module._parameters[key] = parameter
+                if placed and not placed[0].is_replicate():
+                    dim = placed[0].dim % parameter.ndim
+                    rules[f"{name}.{key}"] = dim, getattr(placed[0], "split_factor", 1)
+    finally:
+        known.distribute_tensor = distribute
+    return rules
 
 
 def shard(whole: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint, pipeline, schedule
+from .blueprint import describe
 from .data import eval_rows, merge_states
-from .export import export
+from .export import export, save_small_files
 from .groups import Groups
 from .mesh import Mesh
 from .model import build_model, check_weights, enabled, parameter_groups
@@ -19,7 +21,7 @@ from .plan import Plan
 from .recipe import Recipe
 from .refusal import refuse
 from .sequence_parallel import MicroBatch, own_part
-from .setup import export_dtype, find_checkpoint, keep_grad_norm, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
+from .setup import export_dtype, find_checkpoint, keep_grad_norm, layout_of, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
@@ -149,7 +151,7 @@ def main(plan: Plan) -> int:
     model = built.model
     if mesh.pp > 1:
         assert built.split is not None
-        say(f"pipeline, {recipe.pipeline_schedule}: {built.stages}")
+        say(f"pipeline, {recipe.pipeline_schedule}: {describe(built.blueprint, built.split.bounds)}")
         model = pipeline.assemble(built.models, groups, pipeline_loss, recipe.pipeline_schedule, built.split.num_stages)
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model)  # a list of groups, which DeepSpeed takes but does not annotate
@@ -161,13 +163,14 @@ def main(plan: Plan) -> int:
     checked = f", {compared} of them compared with the files" if compared else ""
     say(f"model {recipe.model}: {size / 1e6:.1f} M parameters on each rank's shard{checked}, built in {time.perf_counter() - begun:.1f} s")
 
-    layout = {"world": mesh.world, "mesh": str(mesh), "zero_stage": plan.ds_config["zero_optimization"]["stage"], "bf16": enabled(plan.ds_config, "bf16")}
-    if built.split is not None:
-        layout |= {"stages": list(built.split.bounds), "schedule": recipe.pipeline_schedule}
+    blueprint = built.blueprint if mesh.ep == 1 else None
+    layout = layout_of(plan, engine, built)
+    dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     state: dict[str, Any] = {"step": 0, "tokens": 0, "data": None}
     if source is not None:
-        state = checkpoint.load(engine, source, layout)
+        state = checkpoint.load(engine, source, blueprint, layout, plan.out / "checkpoints" / ".converted", say)
         say(f"resumed from {source}")
+    state |= {"export_dtype": dtype, "model_config": model_config}
     last = recipe.stop_at or recipe.steps
     if state["step"] >= last:
         say(f"nothing to do: the run in {plan.out} has finished {state['step']} of {last} steps")
@@ -187,8 +190,10 @@ def main(plan: Plan) -> int:
         checkpoint.put_aside_later(plan.out / "checkpoints", state["step"], say)
         write_facts(plan, facts)
     tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
+    write_hf_files = partial(save_small_files, built, tokenizer, export_dtype(plan, model_config))
+    saver = checkpoint.Saver(engine, plan.out / "checkpoints", blueprint, layout, recipe.keep, recipe.save_in_background, write_hf_files)
     with Stopper(recipe.grace) as stopper, contextlib.closing(stream):
-        code = loop(plan, engine, stream, held_out, state, layout, tracker, stopper)
+        code = loop(plan, engine, stream, held_out, state, saver, tracker, stopper)
         if code == 0 and last == recipe.steps and recipe.export:
             stopper.boundary(next_within=3600)
             tracker.say(f"writing Hugging Face files to {plan.out}/hf")
@@ -199,7 +204,7 @@ def main(plan: Plan) -> int:
 
 
 def loop(
-    plan: Plan, engine: Any, stream: Any, held_out: list[MicroBatch], state: dict[str, Any], layout: dict[str, Any], tracker: Any, stopper: Stopper
+    plan: Plan, engine: Any, stream: Any, held_out: list[MicroBatch], state: dict[str, Any], saver: checkpoint.Saver, tracker: Any, stopper: Stopper
 ) -> int:
     """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code."""
     recipe, mesh, saved, data_state = plan.recipe, plan.mesh, state["step"], state["data"]
@@ -247,7 +252,9 @@ def loop(
             stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
             everyone: list[Any] = [None] * mesh.world
             dist.all_gather_object(everyone, data_state)
-            checkpoint.save(engine, plan.out / "checkpoints", state | {"layout": layout, "data": merge_states(everyone)}, recipe.keep)
+            saver.save(state | {"data": merge_states(everyone)})
+            if result["stop"] or step == last:
+                saver.wait()
             saved = step
             stopper.boundary()
         if result["stop"]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from . import tensor_parallel
+from .blueprint import Stored
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
 from .tensor_parallel import Cut
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where the files hold a parameter: under one key, or stacked from a key for each expert and joined from several parts along `dim`."""
-
-    parts: tuple[tuple[str, ...], ...]  # of each part the keys of its experts
-    stacked: bool = False
-    dim: int = 0
 
 
 class Weights:
@@ -32,6 +23,7 @@ class Weights:
     def __init__(self, files: list[Path]):
         handles = [safe_open(file, framework="pt") for file in files]
         self.where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
+        self.files = {file.name: list(handle.keys()) for file, handle in zip(files, handles, strict=True)}
         self.stored: dict[str, Stored] = {}  # by parameter
         self.bytes_read = 0
 
@@ -48,6 +40,10 @@ class Weights:
     def whole(self, name: str) -> torch.Tensor:
         """The whole tensor in the files' dtype; a view of the mapped file where it is stored under one key."""
         return self._take(name, None, [])
+
+    def contents(self) -> dict[str, dict[str, str]]:
+        """Of each file its keys and their dtypes, as safetensors names them."""
+        return {file: {key: self._slice(key).get_dtype() for key in keys} for file, keys in self.files.items()}
 
     def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
         """What this rank keeps of a tensor; only those bytes of the files are read."""

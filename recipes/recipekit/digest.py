@@ -1,0 +1,41 @@
+"""A fingerprint of a tensor that does not depend on how the tensor is laid out over files and ranks.
+
+It is the sum, mod 2^64, of bits(i) * m(i) over the row-major index i, where bits(i) is the element as an unsigned integer
+and m(i) a pseudo-random odd number. So it can be added up from parts in any order, elements that are zero add nothing,
+and, m being odd, no single changed bit leaves it the same.
+"""
+
+import numpy as np
+
+BLOCK = 65536
+_ALL = 2**64 - 1
+
+
+def _mix(seed: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), made odd."""
+    with np.errstate(over="ignore"):
+        word = (seed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (word ^ (word >> np.uint64(31))) | np.uint64(1)
+
+
+INSIDE = _mix(np.arange(BLOCK, dtype=np.uint64))
+
+
+def digest(bits: np.ndarray, start: int = 0) -> int:
+    """What the elements `bits` (1-D, unsigned integers), the first of which has index `start`, add to their tensor's digest."""
+    total, wide, done = 0, np.empty(min(BLOCK, len(bits)), dtype=np.uint64), 0
+    while done < len(bits):
+        block, inside = divmod(start + done, BLOCK)
+        count = min(BLOCK - inside, len(bits) - done)
+        np.copyto(wide[:count], bits[done : done + count])
+        with np.errstate(over="ignore"):
+            part = np.dot(wide[:count], INSIDE[inside : inside + count])
+        total += int(part) * int(_mix(np.array(block + BLOCK, dtype=np.uint64)))
+        done += count
+    return total & _ALL
+
+
+def add(left: int, right: int) -> int:
+    return (left + right) & _ALL

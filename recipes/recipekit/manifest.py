@@ -1,0 +1,75 @@
+"""What a checkpoint folder is made of, written last: without it, or with other files than it lists, the folder does not count."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+MANIFEST, STATE, BLUEPRINT = "manifest.json", "state.json", "blueprint.json"
+Facts = dict[str, Any]  # {"bytes": size, "sha256": digest}
+
+
+def facts(path: Path) -> Facts:
+    """Size and sha256 of a file, and its bytes are on the disk when this returns."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def write(folder: Path, step: int, files: dict[str, Facts], tensors: dict[str, Any]) -> None:
+    """Completes a folder. `tensors`: "name|role" -> [shape, dtype, digest], see digest.py."""
+    path = folder / MANIFEST
+    path.write_text(json.dumps({"step": step, "files": dict(sorted(files.items())), "tensors": dict(sorted(tensors.items()))}, indent=1))
+    fsync(path)
+    for inner in {folder, *((folder / name).parent for name in files)}:
+        fsync(inner)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder. Raises ValueError, saying what is wrong, if it has none or a damaged one."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        assert {"step", "files", "tensors"} <= manifest.keys()
+        return manifest
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing: the save was not finished") from None
+    except (ValueError, AssertionError, AttributeError):
+        raise ValueError(f"{MANIFEST} is not what was written") from None
+
+
+def faults(folder: Path, names: Iterable[str] | None = None, seen: Callable[[int], None] = lambda _: None) -> list[str]:
+    """What is wrong with the files of a folder, each named; `names` restricts the slow comparison of contents to some of them.
+
+    `seen` is called with the bytes that were read.
+    """
+    try:
+        manifest = read(folder)
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    listed: dict[str, Facts] = manifest["files"]
+    if folder.name.startswith("step_") and folder.name.removeprefix("step_").isdecimal() and int(folder.name.removeprefix("step_")) != manifest["step"]:
+        found.append(f"{MANIFEST} is of step {manifest['step']}, not of {folder.name}")
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    found += [f"{name} is not part of the checkpoint" for name in sorted(there - set(listed) - {MANIFEST})]
+    for name, wanted in listed.items():
+        path = folder / name
+        if name not in there:
+            found.append(f"{name} is missing")
+        elif (size := path.stat().st_size) != wanted["bytes"]:
+            found.append(f"{name} has {size} bytes instead of {wanted['bytes']}")
+        elif names is None or name in names:
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
+                    found.append(f"{name} was changed: its sha256 is another")
+            seen(size)
+    return found
