@@ -250,7 +250,7 @@ def loop(
             checkpoint.save(engine, plan.out / "checkpoints", state | {"layout": layout, "data": merge_states(everyone)}, recipe.keep)
             saved = step
             stopper.boundary()
-        if result["stop"]:
+        if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             stopper.request(result["stop"])  # on the ranks that were not told themselves
             tracker.say(f"stopped by {stopper.requested} after step {step}; the checkpoint of it is complete")
             return stopper.exit_code
