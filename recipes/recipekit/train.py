@@ -19,7 +19,19 @@ from .plan import Plan
 from .recipe import Recipe
 from .refusal import refuse
 from .sequence_parallel import MicroBatch, own_part
-from .setup import export_dtype, find_checkpoint, keep_grad_norm, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
+from .setup import (
+    export_dtype,
+    find_checkpoint,
+    ideal_step_seconds,
+    keep_grad_norm,
+    open_data,
+    peak_memory,
+    put_aside,
+    run_facts,
+    start,
+    undo_hidden_step,
+    write_facts,
+)
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
@@ -187,8 +199,9 @@ def main(plan: Plan) -> int:
         checkpoint.put_aside_later(plan.out / "checkpoints", state["step"], say)
         write_facts(plan, facts)
     tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
+    ideal = ideal_step_seconds(recipe, model_config, mesh, facts["host"]["device"])
     with Stopper(recipe.grace) as stopper, contextlib.closing(stream):
-        code = loop(plan, engine, stream, held_out, state, layout, tracker, stopper)
+        code = loop(plan, engine, stream, held_out, state, layout, tracker, stopper, ideal)
         if code == 0 and last == recipe.steps and recipe.export:
             stopper.boundary(next_within=3600)
             tracker.say(f"writing Hugging Face files to {plan.out}/hf")
@@ -199,9 +212,20 @@ def main(plan: Plan) -> int:
 
 
 def loop(
-    plan: Plan, engine: Any, stream: Any, held_out: list[MicroBatch], state: dict[str, Any], layout: dict[str, Any], tracker: Any, stopper: Stopper
+    plan: Plan,
+    engine: Any,
+    stream: Any,
+    held_out: list[MicroBatch],
+    state: dict[str, Any],
+    layout: dict[str, Any],
+    tracker: Any,
+    stopper: Stopper,
+    ideal: float | None = None,
 ) -> int:
-    """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code."""
+    """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code.
+
+    `ideal` is what a step would take on devices at their peak, in seconds; without it there is no `mfu`.
+    """
     recipe, mesh, saved, data_state = plan.recipe, plan.mesh, state["step"], state["data"]
     sp_rank = mesh.coords(plan.command.rank)["sp"]
     last = recipe.stop_at or recipe.steps
@@ -236,6 +260,8 @@ def loop(
             "data_wait_s": data_wait,
             "peak_mem_bytes": peak_memory(engine.device),
         }
+        if ideal:
+            metrics["mfu"] = ideal / seconds
         if held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
             metrics["eval_loss"] = evaluate(engine, held_out, mesh)
