@@ -271,6 +271,26 @@ def test_all_problems_are_told_at_once() -> None:
     }
 
 
+@pytest.mark.parametrize(("file", "pivot"), [(file.stem, pivot) for file in FILES for pivot in ds_config.PIVOTS if at(shipped(file.stem), pivot) is not None])
+def test_a_misspelt_key_that_others_hang_on_is_the_only_problem(file: str, pivot: str) -> None:
+    config = shipped(file)
+    block, _, key = pivot.rpartition(".")
+    for typo in (key + key[-1], key[:1] + key[2:], key[:1] + key[2] + key[1] + key[3:]):
+        (problem,) = ds_config.check(put(without(config, pivot), f"{block}.{typo}", at(config, pivot)), world=2, recipe=RECIPE)
+        assert problem.fix == f"did you mean {key}?"
+
+
+def test_a_misspelt_block_that_others_hang_on_is_the_only_problem() -> None:
+    (problem,) = ds_config.check(put(without(shipped("zero1"), "zero_optimization"), "zero_optimisation", at(shipped("zero1"), "zero_optimization")))
+    assert problem.fix == "did you mean zero_optimization?"
+
+
+def test_what_does_not_resemble_a_key_is_told_beside_what_lacks_it() -> None:
+    config = put(put(without(shipped("zero3"), "zero_optimization.stage"), "zero_optimization.zzqq", 3), "flops_profiler", {"detailed": True})
+    told = [problem.where for problem in ds_config.check(config)]
+    assert {"zero_optimization.zzqq = 3", "flops_profiler"} < set(told) and any("overlap_comm" in where for where in told)
+
+
 UNREADABLE = {
     "key twice": (b'{"a": 1,\n "zero_optimization": {"stage": 1, "stage": 2}}', "line 2, column 23", '"stage" is written twice'),
     "comment": (b'{\n  // which stage\n  "zero_optimization": {"stage": 1}}', "line 2, column 3", "not strict JSON"),

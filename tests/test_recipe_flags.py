@@ -88,6 +88,12 @@ def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
         (["--global-bacth=2"], "did you mean --global-batch?"),
         (["--step", "20"], "did you mean --steps?"),  # no silent abbreviation
         (["--deepspeed", "x.json"], "did you mean --deepspeed_config?"),
+        (["--eep", "2"], "did you mean --ep?"),  # as near to --keep, which begins otherwise
+        (["--sed", "3"], "did you mean --seed?"),
+        (["--globl_batch", "8"], "did you mean --global_batch?"),
+        (["--pp_", "2"], "did you mean --pp?"),
+        (["--stpe", "20"], "did you mean --steps?"),
+        (["--ave_every", "5"], "did you mean --save_every?"),
         (["--steps", "twenty"], "--steps"),
         (["--steps", "2.5"], "--steps"),
         (["--schedule", "cosinus"], "cosine"),

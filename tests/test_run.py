@@ -3,8 +3,11 @@
 import json
 import math
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +102,6 @@ def poisoned(recipe: Recipe, argv: list[str], kind: str) -> tuple[int | str, str
     ids=lambda value: value if isinstance(value, str) else f"zero{value['zero_optimization']['stage']} fp32",
 )
 def test_what_is_not_finite_on_one_rank_stops_all(pools: Any, tmp_path: Path, kind: str, file: str | dict) -> None:
-    from dataclasses import replace
-
     name, _, tp = file.partition(" tp") if isinstance(file, str) else (file, "", "")
     recipe = replace(BASE, ds_config=f"{name}.json" if isinstance(name, str) else name, tp=int(tp or 1), global_batch=2 if tp else 4, eval_every=0)
     argv = ["--out", str(tmp_path / "run"), "--save_every", "1"]
@@ -115,6 +116,31 @@ def test_what_is_not_finite_on_one_rank_stops_all(pools: Any, tmp_path: Path, ki
         for out in ("run", "unbroken"):
             assert [code for code, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / out)])] == [0, 0]
         assert numbers(metrics(tmp_path / "run")) == numbers(metrics(tmp_path / "unbroken"))
+
+
+def stop_after_two_steps(model: Any) -> Any:
+    """Rank 1 is told to stop during the second step (two micro-batches each), so the third one is the last."""
+    seen = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # the thread that listens has heard it
+
+    if os.environ["RANK"] == "1":
+        model.get_output_embeddings().register_forward_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize(("steps", "code"), [(4, 143), (3, 0)])
+def test_a_stop_before_the_end_is_a_stop_and_at_the_last_step_the_end(pools: Any, tmp_path: Path, steps: int, code: int) -> None:
+    recipe = replace(BASE, adapt=stop_after_two_steps, eval_every=0, export=True)
+    results = pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--steps", str(steps)])
+    assert [result for result, _ in results] == [code, code], results
+    assert checkpoints(tmp_path / "run") == [3]
+    assert (tmp_path / "run" / "hf" / "config.json").exists() == (code == 0)
 
 
 def test_python_without_a_launcher_is_one_rank(launch: Callable[..., Job], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from .architecture import LAYERS
 from .ds_rules import RECIPE_HONOURS, RECIPE_RULES, RULES, Facts
-from .ds_schema import AUTO, at, optimizer_name, optimizer_params, shown, walk
+from .ds_schema import AUTO, at, optimizer_name, optimizer_params, resembled, shown, walk
 from .mesh import Mesh, make_mesh
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
@@ -41,9 +41,8 @@ DEGREES = {
     "ep": "expert_parallel.autoep_size",
 }
 
-# While one of these is at fault, what it combines with cannot be told.
+# While one of these, or a block that it lies in, is at fault or misspelt, what it combines with cannot be told.
 PIVOTS = (
-    "zero_optimization",
     "zero_optimization.stage",
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_param.device",
@@ -151,7 +150,7 @@ def check(
         except Refusal as refusal:
             found += refusal.problems
     facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, recipe.steps if recipe else None)
-    rules = () if any(at(config, pivot) is not None and at(clean, pivot) is None for pivot in PIVOTS) else RULES if json_only else RULES + RECIPE_RULES
+    rules = () if any(_at_fault(pivot, config, clean) for pivot in PIVOTS) else RULES if json_only else RULES + RECIPE_RULES
     for rule in rules:
         if (value := facts.get(rule.key)) is not None and rule.broken(facts):
             found.append(Problem(f"{rule.key} = {shown(value)}", rule.rule, rule.fix))
@@ -163,6 +162,15 @@ def check(
     found += _divisions(degrees, facts, recipe, model_config, mesh)
     found += _pipeline(degrees["pp"], clean, recipe, model_config, mesh)
     return list(dict.fromkeys(found))
+
+
+def _at_fault(pivot: str, config: dict[str, Any], clean: dict[str, Any]) -> bool:
+    """True if the walk took a key or a block of `pivot` out of `config`, under its own name or one that resembles it."""
+    for key in pivot.split("."):
+        if key not in clean and resembled(key, config.keys() - clean.keys()):
+            return True
+        config, clean = config.get(key) or {}, clean.get(key) or {}
+    return False
 
 
 def check_device(config: dict[str, Any], device_type: str) -> list[Problem]:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def optimizer_params(config: dict[str, Any]) -> dict[str, Node]:
     if name is None:
         return {}
     variants = schema()["optimizers"][name]
-    offloaded = at(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    offload = at(config, "zero_optimization.offload_optimizer")
+    offloaded = isinstance(offload, dict) and offload.get("device", "cpu" if offload else "none") != "none"  # a block without one is at fault
     chosen = "torch" if at(config, "optimizer.params.torch_adam") is True else "cpu" if offloaded else "device"
     return variants.get(chosen) or variants.get("device", {})
 
@@ -77,7 +79,7 @@ def walk(config: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
         params = root["keys"][block]["keys"]["params"]
         name = optimizer_name(config) if block == "optimizer" else given if isinstance(given, str) and given in names else None
         if name is None:
-            if given is None or isinstance(given, str):
+            if isinstance(given, str) or (given is None and not resembled("type", config[block].keys() - root["keys"][block]["keys"].keys())):
                 found.append(_unknown_name(block, given, list(names)))
         elif "needs_package" in names[name]:
             package = names[name]["needs_package"]
@@ -117,7 +119,8 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem]) 
         if known.get("required") and key not in config:
             found.append(Problem(f"{path}.{key}", f"{node.get('of', path)} needs it", f'add "{key}": {_example(known)}'))
     enabled = node["keys"].get("enabled", {})
-    if config and "enabled" not in config and enabled.get("default") is False:
+    unknown = config.keys() - node["keys"].keys()
+    if config and "enabled" not in config and enabled.get("default") is False and not resembled("enabled", unknown):
         found.append(Problem(path, 'has no "enabled", so DeepSpeed leaves it off and ignores the rest', 'add "enabled": true or delete the block'))
     return clean
 
@@ -206,6 +209,11 @@ def _example(node: Node) -> str:
     return {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "a string in quotes", "object": "{...}"}.get(
         node["type"][0], "null"
     )
+
+
+def resembled(key: str, names: Iterable[str]) -> bool:
+    """True if one of the names is the key, or may be meant to be."""
+    return bool(difflib.get_close_matches(key, names, 1))
 
 
 def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:

@@ -220,10 +220,20 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         known = [name for action in self._actions for name in action.option_strings]
         wrong = [word.split("=")[0] for word in message.split() if word.startswith("-")]
-        near = difflib.get_close_matches(wrong[-1], known, 1) if wrong and "unrecognized" in message else []
-        fix = f"did you mean {near[0]}?" if near else f"python {self.prog} --help lists the flags"
+        near = _nearest(wrong[-1], known) if wrong and "unrecognized" in message else None
+        fix = f"did you mean {near}?" if near else f"python {self.prog} --help lists the flags"
         raise _usage("command line", message, fix)
 
     def print_help(self, file: Any = None) -> None:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print(self.format_help(), file=file or sys.stdout)
+
+
+def _nearest(typed: str, flags: list[str]) -> str | None:
+    """The flag that was probably meant; of two that are about as near, the one that begins alike. None if none is near."""
+
+    def likeness(flag: str) -> float:
+        matcher = difflib.SequenceMatcher(None, flag, typed)
+        return matcher.ratio() + matcher.get_matching_blocks()[0].size / 20
+
+    return max(difflib.get_close_matches(typed, flags, 5), key=likeness, default=None)

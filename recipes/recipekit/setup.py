@@ -27,9 +27,25 @@ from . import checkpoint, expert_parallel
 from .blueprint import Layout
 from .data import Stream, open_stream
 from .ds_config import check_device
-from .model import Built, enabled
+from .mesh import Mesh
+from .model import Built, empty_model, enabled
 from .plan import Plan, identity
+from .recipe import Recipe
 from .refusal import Refusal, refuse
+
+# Dense bf16 FLOP/s by the name of the device, from NVIDIA's data sheets (those with sparsity are twice as high).
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+}
 
 
 def start(plan: Plan) -> torch.device:
@@ -169,6 +185,31 @@ def layout_of(plan: Plan, engine: Any, built: Built) -> Layout:
         int_step=type(inner).__module__.startswith("deepspeed"),
         swapped=zero.get("offload_optimizer", {}).get("device") == "nvme",
     )
+
+
+def ideal_step_seconds(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh, device_name: str) -> float | None:
+    """Seconds of an optimizer step on devices at their peak; None for one that is not known, and under an adapter, whose frozen weights cost less."""
+    peak = PEAK_FLOPS.get(device_name)
+    flops = flops_per_token(empty_model(recipe, model_config), recipe.seq_len) if peak and recipe.adapt is None else None
+    return flops * recipe.global_batch * recipe.seq_len / (peak * mesh.world) if peak and flops else None
+
+
+def flops_per_token(model: Any, seq_len: int) -> float | None:
+    """Forward and backward of a whole model: 6 N + 12 * layers * heads * head_dim * seq_len (PaLM, arXiv 2204.02311, appendix B).
+
+    N leaves out an embedding that is only looked up, and the experts that a token does not meet. None where the
+    config says that a layer attends otherwise, or lacks a number.
+    """
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    layers, heads, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    other = hasattr(config, "kv_lora_rank") or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    chosen, held = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_local_experts")) if experts else (1, 1)
+    if not (layers and heads and hidden and chosen and held) or other:
+        return None
+    met = sum(parameter.numel() for parameter in model.parameters()) - experts * (1 - chosen / held)
+    met -= 0 if embedding is model.get_output_embeddings().weight else embedding.numel()
+    return 6 * met + 12 * layers * heads * (getattr(config, "head_dim", None) or hidden // heads) * seq_len
 
 
 def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:

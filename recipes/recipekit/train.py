@@ -21,7 +21,20 @@ from .plan import Plan
 from .recipe import Recipe
 from .refusal import refuse
 from .sequence_parallel import MicroBatch, own_part
-from .setup import export_dtype, find_checkpoint, keep_grad_norm, layout_of, open_data, peak_memory, put_aside, run_facts, start, undo_hidden_step, write_facts
+from .setup import (
+    export_dtype,
+    find_checkpoint,
+    ideal_step_seconds,
+    keep_grad_norm,
+    layout_of,
+    open_data,
+    peak_memory,
+    put_aside,
+    run_facts,
+    start,
+    undo_hidden_step,
+    write_facts,
+)
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
@@ -192,8 +205,9 @@ def main(plan: Plan) -> int:
     tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
     write_hf_files = partial(save_small_files, built, tokenizer, export_dtype(plan, model_config))
     saver = checkpoint.Saver(engine, plan.out / "checkpoints", blueprint, layout, recipe.keep, recipe.save_in_background, write_hf_files)
+    ideal = ideal_step_seconds(recipe, model_config, mesh, facts["host"]["device"])
     with Stopper(recipe.grace) as stopper, contextlib.closing(stream):
-        code = loop(plan, engine, stream, held_out, state, saver, tracker, stopper)
+        code = loop(plan, engine, stream, held_out, state, saver, tracker, stopper, ideal)
         if code == 0 and last == recipe.steps and recipe.export:
             stopper.boundary(next_within=3600)
             tracker.say(f"writing Hugging Face files to {plan.out}/hf")
@@ -204,9 +218,20 @@ def main(plan: Plan) -> int:
 
 
 def loop(
-    plan: Plan, engine: Any, stream: Any, held_out: list[MicroBatch], state: dict[str, Any], saver: checkpoint.Saver, tracker: Any, stopper: Stopper
+    plan: Plan,
+    engine: Any,
+    stream: Any,
+    held_out: list[MicroBatch],
+    state: dict[str, Any],
+    saver: checkpoint.Saver,
+    tracker: Any,
+    stopper: Stopper,
+    ideal: float | None = None,
 ) -> int:
-    """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code."""
+    """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code.
+
+    `ideal` is what a step would take on devices at their peak, in seconds; without it there is no `mfu`.
+    """
     recipe, mesh, saved, data_state = plan.recipe, plan.mesh, state["step"], state["data"]
     sp_rank = mesh.coords(plan.command.rank)["sp"]
     last = recipe.stop_at or recipe.steps
@@ -241,6 +266,8 @@ def loop(
             "data_wait_s": data_wait,
             "peak_mem_bytes": peak_memory(engine.device),
         }
+        if ideal:
+            metrics["mfu"] = ideal / seconds
         if held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
             metrics["eval_loss"] = evaluate(engine, held_out, mesh)
@@ -257,7 +284,7 @@ def loop(
                 saver.wait()
             saved = step
             stopper.boundary()
-        if result["stop"]:
+        if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             stopper.request(result["stop"])  # on the ranks that were not told themselves
             tracker.say(f"stopped by {stopper.requested} after step {step}; the checkpoint of it is complete")
             return stopper.exit_code
