@@ -334,14 +334,16 @@ def load(engine: Any, step: Path, blueprint: Blueprint | None, layout: Layout, s
         if failed[0]:
             raise refuse(f"resume from {step}", failed[0], "free space there, or start with the layout it was written in")
     optimizer = engine.optimizer
-    asked = [{key: group[key] for key in ("betas", "eps", "weight_decay") if key in group} for group in optimizer.param_groups]
+    before = [dict(group) for group in optimizer.param_groups]
     clipping = getattr(optimizer, "clip_grad", None)
     engine.checkpoint_engine = Files()
     with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
         path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     assert path is not None, f"DeepSpeed did not load {source}"
-    for group, wanted in zip(optimizer.param_groups, asked, strict=True):
-        group.update(wanted)  # DeepSpeed puts the saved ones there, though the user may have changed them (--resume PATH)
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        # DeepSpeed puts the saved numbers there, though the user may have changed them (--resume PATH), and only those that the
+        # optimizer of the other layout had
+        group.update({key: value for key, value in own.items() if key in ("betas", "eps", "weight_decay") or key not in group})
     if clipping is not None:
         optimizer.clip_grad = clipping
     if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
