@@ -6,7 +6,6 @@ What stock tools of DeepSpeed 0.19.8 do with the same checkpoints is noted where
 import dataclasses
 import itertools
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -94,19 +93,13 @@ def assert_same_files(folder: Path, original: Path) -> None:
 degree = st.fixed_dictionaries({"zero": st.integers(0, 3), "dp": st.integers(1, 4), "tp": st.integers(1, 3), "pp": st.integers(1, 3)})
 
 
-CHAINS = int(os.environ.get("CONVERT_CHAINS", "10"))
-
-
-@settings(max_examples=CHAINS, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
-@given(kind=st.sampled_from(sorted(KINDS)), dtype=st.sampled_from(["bfloat16", "float32"]), chain=st.lists(degree, min_size=1, max_size=3))
-def test_any_chain_of_layouts_keeps_every_bit(published: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, kind: str, dtype: str, chain: list) -> None:
+def check_chain(published: dict[str, Path], folder: Path, kind: str, dtype: str, chain: list[dict[str, int]]) -> None:
     """From Hugging Face files through random layouts and back: weights and both moments bit equal, names, dtypes and files as they were.
 
     zero_to_fp32 stops at ZeRO-0 (TypeError), at BF16_Optimizer ("not a zero checkpoint"), at any tp > 1 ("Expected 1 ... found 2
     files") and at tied weights with --safe_serialization; ds_to_universal at ZeRO-0 and at kv heads < tp (TypeError), and without
     AutoTP's own notes it doubles what every tensor rank has whole and joins row cuts on the wrong dimension, silently.
     """
-    folder = tmp_path_factory.mktemp("chain")
     chain = [possible(degrees, kind) for degrees in chain]
     begin(published[kind], folder / "0", dtype, **chain[0])
     wanted = tensors_of(folder / "0")
@@ -120,6 +113,23 @@ def test_any_chain_of_layouts_keeps_every_bit(published: dict[str, Path], tmp_pa
     convert.to_hf(folder / f"{len(chain) - 1}", folder / "hf", effort=SMALL, check=True)
     assert_same_files(folder / "hf", published[kind])
     shutil.rmtree(folder)
+
+
+CHAINS = {"kind": st.sampled_from(sorted(KINDS)), "dtype": st.sampled_from(["bfloat16", "float32"]), "chain": st.lists(degree, min_size=1, max_size=3)}
+PLAIN: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": (Phase.explicit, Phase.generate)}  # shrinking takes minutes
+
+
+@settings(max_examples=10, **PLAIN)
+@given(**CHAINS)
+def test_any_chain_of_layouts_keeps_every_bit(published, tmp_path_factory, kind, dtype, chain):
+    check_chain(published, tmp_path_factory.mktemp("chain"), kind, dtype, chain)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, **PLAIN)
+@given(**CHAINS)
+def test_many_chains_of_layouts_keep_every_bit(published, tmp_path_factory, kind, dtype, chain):
+    check_chain(published, tmp_path_factory.mktemp("chain"), kind, dtype, chain)
 
 
 def possible(degrees: dict[str, int], kind: str) -> dict[str, int]:

@@ -13,7 +13,7 @@ from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from test_model import ds_config as ds
 from test_model import tiny_config
-from test_parity import compare, recipe_for, reference, strategy, train_in_layout
+from test_parity import accumulating, compare, recipe_for, reference, strategy, train_in_layout
 
 CASES = [("ep2 zero0", 2, "zero0"), ("ep2 zero1", 2, "zero1"), ("ep2 zero3", 2, "zero3"), ("ep2 in dp4 zero2", 4, "zero2")]
 
@@ -22,13 +22,13 @@ CASES = [("ep2 zero0", 2, "zero0"), ("ep2 zero1", 2, "zero1"), ("ep2 zero3", 2, 
 def test_divided_experts_train_like_plain_pytorch(pools, tmp_path, world, file):
     """Stopped after step 5 and resumed, so that the saved experts are those that trained."""
     for stop_at in (5, 0):
-        recipe = recipe_for("moe", ep=2, stop_at=stop_at)
+        recipe = recipe_for("moe", **accumulating(world, ep=2), stop_at=stop_at)
         assert pools.run(world, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run")) == [0] * world
     compare(tmp_path / "run", reference("moe"))
 
 
 def test_whole_experts_train_like_plain_pytorch_under_zero3(pools, tmp_path):
-    pools.run(2, train_in_layout, recipe=recipe_for("moe"), config=strategy("zero3"), out=str(tmp_path / "run"))
+    pools.run(2, train_in_layout, recipe=recipe_for("moe", **accumulating(2)), config=strategy("zero3"), out=str(tmp_path / "run"))
     compare(tmp_path / "run", reference("moe"))
 
 

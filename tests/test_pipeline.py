@@ -15,7 +15,7 @@ from recipekit.recipe import Recipe, parse
 from recipekit.refusal import Refusal
 from recipekit.tokens import byte_tokenizer
 from test_model import tiny_config
-from test_parity import compare, compare_bf16, recipe_for, reference, strategy, train_in_layout
+from test_parity import accumulating, compare, compare_bf16, recipe_for, reference, strategy, train_in_layout
 
 DUALPIPEV = {"pp": 2, "pipeline_schedule": "dualpipev"}  # stages 0 and 3 on rank 0, so a tied embedding and its head lie together
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -50,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "layout", "zero"), CASES)
 def test_stages_train_like_plain_pytorch(pools, tmp_path, family, layout, zero):
     world, degrees = LAYOUTS[layout]
-    codes = pools.run(world, train_in_layout, recipe=recipe_for(family, **degrees), config=strategy(zero), out=str(tmp_path / "run"))
+    codes = pools.run(world, train_in_layout, recipe=recipe_for(family, **accumulating(world, **degrees)), config=strategy(zero), out=str(tmp_path / "run"))
     assert codes == [0] * world
     compare(tmp_path / "run", reference(family))
 
@@ -71,7 +71,13 @@ def test_stages_keep_packed_documents_apart(pools, tmp_path, layout, short_docum
     batch = next(iter(eval_rows(recipe_for("tied", dataset=short_documents, tokenizer="bytes"), byte_tokenizer(), dp=1, dp_rank=0)))
     assert ((batch["position_ids"] == 0).sum(1) > 1).all()
     world, degrees = LAYOUTS[layout]
-    pools.run(world, train_in_layout, recipe=recipe_for("tied", dataset=short_documents, **degrees), config=strategy("zero1"), out=str(tmp_path / "run"))
+    pools.run(
+        world,
+        train_in_layout,
+        recipe=recipe_for("tied", dataset=short_documents, **accumulating(world, **degrees)),
+        config=strategy("zero1"),
+        out=str(tmp_path / "run"),
+    )
     compare(tmp_path / "run", expected)
 
 
@@ -80,7 +86,7 @@ def test_the_norm_that_clips_counts_every_parameter_once(pools, tmp_path):
     expected = reference("tied", gradient_clipping=0.1)
     assert min(expected.grad_norms) > 0.2
     for zero in ("zero0", "zero1"):
-        recipe = recipe_for("tied", pp=2, tp=2, gradient_clipping=0.1)
+        recipe = recipe_for("tied", **accumulating(4, pp=2, tp=2), gradient_clipping=0.1)
         pools.run(4, train_in_layout, recipe=recipe, config=strategy(zero), out=str(tmp_path / zero))
         compare(tmp_path / zero, expected)
 
@@ -158,7 +164,7 @@ def test_dualpipev_resumes_where_it_stopped(pools, tmp_path):
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, DUALPIPEV], ids=["1f1b", "dualpipev"])
 def test_stages_train_like_plain_pytorch_in_bf16(pools, tmp_path, layout):
-    pools.run(2, train_in_layout, recipe=recipe_for("untied", **layout), config=strategy("zero1", bf16=True), out=str(tmp_path / "run"))
+    pools.run(2, train_in_layout, recipe=recipe_for("untied", **accumulating(2, **layout)), config=strategy("zero1", bf16=True), out=str(tmp_path / "run"))
     compare_bf16(tmp_path / "run", str(layout))
 
 

@@ -15,7 +15,7 @@ from recipekit.refusal import Refusal
 from recipekit.sequence_parallel import check, own_part
 from test_model import ds_config as ds
 from test_model import tiny_config
-from test_parity import compare, recipe_for, reference, strategy, train_in_layout
+from test_parity import accumulating, compare, recipe_for, reference, strategy, train_in_layout
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "world", "file", "layout", "corpus"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_parts_of_rows_train_like_plain_pytorch(pools, tmp_path, corpora, model, world, file, layout, corpus):
-    recipe = recipe_for(model, **layout, dataset=corpora[corpus])
+    recipe = recipe_for(model, **accumulating(world, **layout), dataset=corpora[corpus])
     codes = pools.run(world, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run"))
     assert codes == [0] * world
     compare(tmp_path / "run", reference(model, dataset=corpora[corpus]))
