@@ -1,6 +1,5 @@
 """The converter as users start it: the commands of the pages, exit codes, messages."""
 
-import importlib.util
 import shlex
 import subprocess
 import sys
@@ -10,11 +9,11 @@ import pytest
 from job import metrics
 from pool import ROOT, environment, free_port
 
+sys.path.insert(0, str(ROOT / "tools"))
+
+import convert_checkpoint as tool
+
 TOOL = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
-_spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL[1])
-assert _spec is not None and _spec.loader is not None
-tool = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tool)
 
 
 def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

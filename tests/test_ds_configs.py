@@ -52,7 +52,18 @@ def check(report: dict[str, dict[str, Any]], names: list[str], ranks: int) -> No
 
 
 def test_the_zero_files_work_under_trainer_on_two_ranks(tmp_path: Path) -> None:
+    """And the checkpoints that Trainer leaves become the Hugging Face files that it saves beside them."""
     check(launch("trainer", ZERO, 2, tmp_path, 240), ZERO, 2)
+    from recipekit import convert
+    from safetensors.torch import load_file
+
+    for name in ZERO:
+        saved = tmp_path / f"out_{name}" / "checkpoint-2"
+        convert.to_hf(saved, tmp_path / name, check=True)
+        got, wanted = load_file(tmp_path / name / "model.safetensors"), load_file(saved / "model.safetensors")
+        assert got.keys() == wanted.keys() and (tmp_path / name / "config.json").exists()
+        for key, value in wanted.items():
+            assert (got[key] == value.to(got[key].dtype)).all(), (name, key)
 
 
 def test_the_zero_files_work_under_accelerate_on_two_ranks(tmp_path: Path) -> None:
@@ -104,7 +115,7 @@ def under_trainer(name: str) -> dict[str, Any]:
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     arguments = TrainingArguments(
-        output_dir="out",
+        output_dir=f"out_{name}",
         deepspeed=str(FOLDER / f"{name}.json"),
         use_cpu=True,
         bf16=True,
@@ -114,7 +125,8 @@ def under_trainer(name: str) -> dict[str, Any]:
         learning_rate=LR,
         weight_decay=WEIGHT_DECAY,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=2,
         report_to=[],
         disable_tqdm=True,
     )

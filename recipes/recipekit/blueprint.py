@@ -29,6 +29,7 @@ class Tensor:
     cut: tuple[int, int] | None = None
     place: str = "every"
     buffer: str = ""  # its dtype; empty for a parameter
+    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()  # of each tensor rank the indices of dim, where another program did the cutting
 
     @property
     def numel(self) -> int:
@@ -64,7 +65,9 @@ class Blueprint:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Blueprint":
-        tensors = tuple(Tensor(**(item | {"shape": tuple(item["shape"]), "cut": tuple(item["cut"]) if item["cut"] else None})) for item in saved["tensors"])
+        tensors = tuple(
+            Tensor(**(item | {"shape": tuple(item["shape"]), "cut": tuple(item["cut"]) if item["cut"] else None, "ranges": ()})) for item in saved["tensors"]
+        )
         stored = {name: Stored(tuple(tuple(keys) for keys in item["parts"]), item["stacked"], item["dim"]) for name, item in saved["published"].items()}
         return Blueprint(**(saved | {"tensors": tensors, "published": stored, "aliases": {alias: tuple(of) for alias, of in saved["aliases"].items()}}))
 
@@ -204,6 +207,8 @@ def state_keys(blueprint: Blueprint, layout: Layout, stage: int) -> dict[str, Te
 def runs(tensor: Tensor, tp: int, tp_rank: int) -> list[tuple[int, int]]:
     """[(start, stop), ...]: which indices of the cut dimension a tensor rank keeps, in order. As `torch.chunk` divides each block."""
     assert tensor.cut is not None
+    if tensor.ranges:
+        return list(tensor.ranges[tp_rank])
     dim, blocks = tensor.cut
     block = tensor.shape[dim] // blocks
     size = -(-block // tp)

@@ -23,7 +23,7 @@ from .blueprint import Blueprint, Layout
 from .digest import add
 from .ds_files import expected_bytes, read_pickle
 from .manifest import BLUEPRINT, MANIFEST, STATE
-from .refusal import refuse
+from .refusal import Refusal, refuse
 
 
 class Files(CheckpointEngine):
@@ -327,8 +327,8 @@ def load(engine: Any, step: Path, blueprint: Blueprint | None, layout: Layout, s
             say(f"converting {step} from {Layout.from_json(state['layout'])} to {layout}")
             shutil.rmtree(scratch, ignore_errors=True)
             try:
-                convert.reshape(step, source, layout, blueprint)
-            except OSError as error:
+                convert.reshape(step, source, layout, blueprint, convert.Effort(workers=min(8, os.cpu_count() or 1)))
+            except (OSError, Refusal) as error:  # the other ranks wait
                 failed = [f"cannot be converted in {scratch}: {error}"]
         dist.broadcast_object_list(failed)
         if failed[0]:

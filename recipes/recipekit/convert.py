@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import ds_files, manifest, safetensors_files
+from . import ds_files, foreign, manifest, safetensors_files
 from .blueprint import Blueprint, Layout, Stored, Tensor, default_optimizer, split
 from .digest import digest
 from .ds_files import OpenedFile, Piece, Shard, originals
@@ -367,6 +367,18 @@ class Step:
     layout: Layout
     tensors: dict[str, Any]  # of its manifest
 
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Another one for other content, as far as names, sizes and times tell."""
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(self.folder.iterdir())]
+        return [str(self.folder.resolve()), stats]
+
+    @property
+    def small_files(self) -> list[Path]:
+        """Config and tokenizer: our own copies of them, or those that HF Trainer leaves beside its checkpoint."""
+        own = self.folder / "hf_files"
+        return sorted(own.iterdir()) if own.is_dir() else [path for path in sorted(self.folder.parent.iterdir()) if path.is_file() and is_small(path)]
+
     def check(self, digests: dict[str, Any]) -> None:
         """Raises `Refusal` if what was read is not what was saved."""
         for key, (_, _, read) in digests.items():
@@ -379,6 +391,9 @@ def open_step(path: Path) -> Step:
     """The step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
     steps = sorted(path.glob("checkpoints/step_*"), reverse=True) or [path]
     found: list[str] = []
+    if not (steps[0] / manifest.MANIFEST).exists() and not (steps[0] / manifest.STATE).exists() and (folder := foreign.tag_folder(steps[0])):
+        blueprint, layout, state = foreign.describe(folder)
+        return Step(folder, state, blueprint, layout, {})
     for step in steps:
         if faults := manifest.faults(step, ()):
             found.append(f"{step}: {faults[0]}")
@@ -434,9 +449,10 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     """
     effort = effort or Effort()
     step = open_step(source)
-    journal = Journal(
-        out, {"source": str(step.folder.resolve()), "manifest": manifest.facts(step.folder / manifest.MANIFEST)["sha256"], "layout": layout.to_json()}
-    )
+    if not any(tensor.group is not None for tensor in step.blueprint.tensors):
+        rule = "is of ZeRO-0 and another program: its optimizer states have no names"
+        raise refuse(str(step.folder), rule, "take its weights: to-hf, then from-hf")
+    journal = Journal(out, {"source": step.fingerprint, "layout": layout.to_json()})
     now = blueprint or step.blueprint
     with ExitStack() as stack:
         read = open_checkpoint(step.folder, step.blueprint, step.layout)
@@ -453,7 +469,9 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     for rank in range(layout.mesh.world):
         if ranks:
             shutil.copyfile(step.folder / f"rng_rank_{rank % ranks}.pt", journal.folder / f"rng_rank_{rank}.pt")
-    shutil.copytree(step.folder / "hf_files", journal.folder / "hf_files", dirs_exist_ok=True)
+    (journal.folder / "hf_files").mkdir(exist_ok=True)
+    for path in step.small_files:
+        shutil.copyfile(path, journal.folder / "hf_files" / path.name)
     kept = replace(now, published=step.blueprint.published, files=step.blueprint.files)
     _complete(journal, step.state | {"layout": layout.to_json()}, kept, digests, effort)
 
@@ -476,7 +494,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
     effort = effort or Effort()
     step = open_step(source)
     blueprint, contents = published_as(step, dtype)
-    plan = {"source": str(step.folder.resolve()), "manifest": manifest.facts(step.folder / manifest.MANIFEST)["sha256"], "files": contents}
+    plan = {"source": step.fingerprint, "files": contents}
     journal = Journal(out, plan)
     shapes = _shapes(blueprint)
     entries: dict[str, dict[str, safetensors_files.Entry]] = {}
@@ -500,7 +518,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
         if check:
             _share(lambda copy: _compare(copy, read, written, effort), todo, effort.workers)
     adapter = any(file.startswith("adapter_model") for file in contents)
-    for file in (step.folder / "hf_files").iterdir():
+    for file in step.small_files:
         if adapter and file.name in ("config.json", "generation_config.json"):
             continue  # those of the base model
         shutil.copyfile(file, journal.folder / file.name)
@@ -517,6 +535,12 @@ def _compare(copy: Copy, read: Files, written: Files, effort: Effort) -> None:
         wanted = cast(read.read(copy.tensor, copy.role, start, stop), read.dtype_of(copy.tensor, copy.role), written.dtype_of(copy.tensor, "weight"))
         if not np.array_equal(wanted, written.read(copy.tensor, "weight", start, stop)):
             raise refuse(f"{written.folder}: {copy.tensor.name}", "is not what was written there", "check the disk, and convert again")
+
+
+def is_small(path: Path) -> bool:
+    """Whether a file of a model's folder is config or tokenizer, neither weights nor code nor a record of training."""
+    known = path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in (safetensors_files.INDEX, "trainer_state.json", "run.json")
+    return known and not path.name.startswith("all_results")
 
 
 SHARD_BYTES = 4 * 1024**3  # of a file, where the model's own files do not say
@@ -598,7 +622,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
         digests = partial_digests(blueprint, written, everything, effort.chunk)
     (journal.folder / "hf_files").mkdir(exist_ok=True)
     for path in folder.iterdir():
-        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and path.name != safetensors_files.INDEX:
+        if path.is_file() and is_small(path):
             shutil.copyfile(path, journal.folder / "hf_files" / path.name)
     dtype = TORCH[
         max((own for keys in blueprint.files.values() for own in keys.values()), key=[own for keys in blueprint.files.values() for own in keys.values()].count)

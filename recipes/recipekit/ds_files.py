@@ -203,6 +203,11 @@ class Carried:
     step: float  # of Adam
     engine: dict[str, Any]  # global_steps, skipped_steps, global_samples, lr_scheduler, ds_config
 
+    @property
+    def clipping(self) -> float:
+        """As the run had it; what 0.19.8 takes by itself where a checkpoint is of no run."""
+        return float(self.engine["ds_config"].get("gradient_clipping", 1.0))
+
 
 def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
     groups: dict[int, dict[str, Any]] = {}
@@ -220,7 +225,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
         steps = [state["step"] for state in optimizer["state"].values() if "step" in state] or [group.get("step", 0) for group in optimizer["param_groups"]]
         step = max([step, *map(float, steps)])
         if not engine:
-            engine = {key: model[key] for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
+            engine = {key: model.get(key) for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
     return Carried(groups, step, engine)
 
 
@@ -303,7 +308,7 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                 indices = [([index for index, flat in enumerate(flats) if flat[0] == number]) for number in range(len(groups))]
                 sizes = [[flats[index][1] for index in own] for own in indices]
                 base = optimizer_state(list(zip(indices, sizes, strict=True)))
-                own = {"partition_count": [layout.partitions] * len(groups), "ds_version": __version__, "clip_grad": 0.0}
+                own = {"partition_count": [layout.partitions] * len(groups), "ds_version": __version__, "clip_grad": carried.clipping}
                 scaler = {"loss_scaler": LossScaler(scale=1), "dynamic_loss_scale": False, "overflow": False}
                 ends = [max(0, min(size, (rank + 1) * size - sum(numel for _, numel in group))) for (_, size, _), group in zip(flats, groups, strict=False)]
                 if layout.zero_stage == 3:
