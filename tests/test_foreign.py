@@ -31,6 +31,7 @@ def raw_script(out: str, zero: int, tp: int = 1, bf16: bool = True, frozen: bool
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "bf16": {"enabled": bf16},
     }
