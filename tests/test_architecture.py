@@ -85,9 +85,15 @@ CANNOT = {
     "musicgen": "AutoModelForCausalLM gives MusicgenConfig to MusicgenForCausalLM, which wants the MusicgenDecoderConfig in it",
     "musicgen_melody": "AutoModelForCausalLM gives MusicgenMelodyConfig to a class that wants the MusicgenMelodyDecoderConfig in it",
 }
-every_type = pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=pytest.mark.xfail(reason=CANNOT[name], strict=True)) if name in CANNOT else name for name in CAUSAL]
-)
+QUICK = set(list(CAUSAL)[::4])  # the others are slow tests, together two minutes
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    cannot = [pytest.mark.xfail(reason=CANNOT[name], strict=True)] if name in CANNOT else []
+    return cannot + ([] if name in QUICK else [pytest.mark.slow])
+
+
+every_type = pytest.mark.parametrize("model_type", [pytest.param(name, marks=marks(name)) for name in CAUSAL])
 
 
 def build(config):
