@@ -343,16 +343,21 @@ def test_a_path_accepts_other_data(go: Callable[..., str], half: Path, tmp_path:
 @pytest.mark.parametrize(
     ("argv", "world", "told"),
     [
-        (["--deepspeed_config", "zero3.json"], 2, "zero_stage 1 -> 3"),
-        pytest.param(["--tp", "2"], 2, "mesh dp2 -> dp1_tp2", marks=slow),
-        pytest.param([], 1, "world 2 -> 1", marks=slow),
+        (["--deepspeed_config", "zero3.json"], 2, "to dp2, ZeRO-3"),
+        pytest.param(["--tp", "2"], 2, "to dp1_tp2, ZeRO-1", marks=slow),
+        pytest.param([], 1, "to dp1, ZeRO-1", marks=slow),
     ],
 )
-def test_another_layout_is_refused(go: Callable[..., str], run: Path, argv: list[str], world: int, told: str) -> None:
-    before = (run / "metrics.jsonl").read_bytes()
-    refusal = go(run, *argv, world=world, refused=True)
-    assert "was written by another layout" in refusal and told in refusal
-    assert (run / "metrics.jsonl").read_bytes() == before
+def test_another_layout_goes_on_with_the_same_tokens(
+    go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]], argv: list, world: int, told: str
+) -> None:
+    """bf16: the losses differ by its rounding. What fp32 gives, in more layouts, is in test_convert.py."""
+    printed = go(run, *argv, world=world)
+    assert f"converting {run}/checkpoints/step_00000004 from dp2, ZeRO-1" in printed and told in printed
+    lines = metrics(run)
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in unbroken]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in unbroken], rel=1e-3)
+    assert not (run / "checkpoints" / ".converted").exists()
 
 
 def test_another_model_is_refused_even_with_a_path(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
