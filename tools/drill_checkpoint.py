@@ -104,9 +104,8 @@ class Job:
         return found
 
     def launcher(self) -> int:
-        """The pid of `launch.py`."""
-        (found,) = [pid for pid in self.pids() if parent(pid) == self.process.pid]
-        return found
+        """The pid of `launch.py`; 0 when it has ended."""
+        return next((pid for pid in self.pids() if parent(pid) == self.process.pid), 0)
 
     def ranks(self) -> list[int]:
         launcher = self.launcher()
@@ -188,19 +187,22 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
     if not running() and chain.done() < chain.steps:
         raise Broken(f"it ended by itself with {job.process.returncode}: {job.output[-3000:]}")
     launcher, ranks = job.launcher(), job.ranks()
+    if not ranks:
+        return False
     target = chain.random.choice(TARGETS)
     pid = {"rank": chain.random.choice(ranks), "launch.py": launcher, "deepspeed": job.process.pid}[target]
     time.sleep(chain.random.uniform(0, 0.6))
-    while inside and running():
+    was_inside = False
+    while inside and running() and not was_inside:
         wait_for(lambda: chain.saving() or not running(), GONE, pause=0.001)
         begun = time.monotonic()
         wait_for(lambda: not chain.saving(), chain.random.uniform(0, chain.longest_save), pause=0.001)
-        if chain.saving():
-            break
-        chain.longest_save = max(chain.longest_save, time.monotonic() - begun)
+        was_inside = chain.saving()
+        if not was_inside:
+            chain.longest_save = max(chain.longest_save, time.monotonic() - begun)
+    was_inside = was_inside or chain.saving()
     if not running():
         return False
-    was_inside = chain.saving()
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     chain.tally.update(["kills", target, *(["inside a save"] if was_inside else [])])
@@ -214,7 +216,9 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
 def check_latest(chain: Chain) -> None:
     """Raises `Broken` unless `latest` names a checkpoint that is what was saved, or no checkpoint was complete yet."""
     folder = chain.run / "checkpoints"
-    if not (folder / "latest").exists() and not list(folder.glob("step_*")):
+    if not (folder / "latest").exists():
+        if len(list(folder.glob("step_*"))) > 1:
+            raise Broken(f"{folder} has no latest")
         chain.tally["before the first checkpoint"] += 1
         return
     step = folder / (folder / "latest").read_text()
@@ -243,12 +247,14 @@ def drill(chain: Chain) -> None:
     chain.folder.mkdir(parents=True)
     finish(start(chain, "unbroken"), "the unbroken run")
     for number in range(chain.kills):
-        job = start(chain, "run", *(["--save_in_background"] if chain.random.random() < 0.4 else []))
+        background = chain.random.random() < 0.4
+        job = start(chain, "run", *(["--save_in_background"] if background else []))
         try:
             if not kill(chain, job, inside=number % 2 == 0 or chain.random.random() < 0.2):
                 break
         finally:
             end(job)
+        chain.tally["in the background"] += background
         check_latest(chain)
     finish(start(chain, "run"), "the last life")
     check_latest(chain)
@@ -256,7 +262,7 @@ def drill(chain: Chain) -> None:
 
 
 def table(chains: list[Chain]) -> str:
-    columns = ("kills", "inside a save", "rank", "launch.py", "deepspeed", "before the first checkpoint", "verified", "bit-equal")
+    columns = ("kills", "inside a save", "in the background", "rank", "launch.py", "deepspeed", "before the first checkpoint", "verified", "bit-equal")
     lines = [["layout", *columns, "slowest end (s)"]]
     lines += [[chain.layout, *(str(chain.tally[name]) for name in columns), f"{chain.slowest_end:.1f}"] for chain in chains]
     total = [str(sum(chain.tally[name] for chain in chains)) for name in columns]
