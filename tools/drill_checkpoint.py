@@ -233,7 +233,8 @@ def check_equal(chain: Chain) -> None:
     numbers = [[{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in metrics(run)] for run in (chain.run, whole)]
     if numbers[0] != numbers[1]:
         raise Broken(f"{chain.run}/metrics.jsonl differs from {whole}/metrics.jsonl")
-    if (chain.run / "hf" / "model.safetensors").read_bytes() != (whole / "hf" / "model.safetensors").read_bytes():
+    weights = [{path.name: path.read_bytes() for path in (run / "hf").glob("*.safetensors")} for run in (chain.run, whole)]
+    if weights[0] != weights[1] or not weights[0]:
         raise Broken(f"the weights in {chain.run}/hf differ from those in {whole}/hf")
     last = f"step_{chain.steps:08d}"
     tensors = [manifest.read(run / "checkpoints" / last)["tensors"] for run in (chain.run, whole)]
