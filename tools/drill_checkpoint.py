@@ -8,6 +8,7 @@ second kill comes while a checkpoint is written; some lives save in the backgrou
 and `latest` must name a checkpoint whose files and tensors are what was saved. The last life runs to the end, where
 losses, weights and optimizer states must equal those of the unbroken run bit for bit.
 
+Measured: 2026-11-21, 2 busy CPU cores: 24 kills (16 inside a save) in 4 chains of 6, all four bit-equal, in 24 minutes.
 Exit code: 0 all of that held, 1 it did not (the folder is kept, and said), 2 usage.
 """
 
@@ -274,7 +275,7 @@ def table(chains: list[Chain]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=200, help="in all (default: %(default)s; about 15 s each on two cores)")
+    parser.add_argument("--kills", type=int, default=200, help="in all (default: %(default)s; 15 to 60 s each on two cores)")
     parser.add_argument("--chain", type=int, default=25, help="kills of one job, at most (default: %(default)s)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="taken in turn (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and targets (default: %(default)s)")
