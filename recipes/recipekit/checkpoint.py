@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Files(CheckpointEngine):
         self.pending: list[tuple[Any, Path]] = []
         self.kept: list[torch.UntypedStorage] = []  # memory of the last snapshot, used again for the next
         self.snapshots = False
+        self.failure: OSError | RuntimeError | None = None
 
     def create(self, info: Any) -> None:
         pass
@@ -44,15 +46,23 @@ class Files(CheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         if self.snapshots:
             self.pending.append((state_dict, Path(path)))
-        else:
+            return
+        try:
             torch.save(state_dict, path)
             self.pending.append((None, Path(path)))
+        except (OSError, RuntimeError) as error:  # for `take` to raise: DeepSpeed has collectives ahead that the other ranks wait in
+            self.failure = self.failure or error
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return restored(read_pickle(Path(path)))
 
     def take(self) -> list[tuple[Any, Path]]:
-        """What was saved since the last call; with `snapshots` as copies on the CPU that training does not change."""
+        """What was saved since the last call; with `snapshots` as copies on the CPU that training does not change.
+
+        Raises the first error of a write since then.
+        """
+        if self.failure:
+            raise self.failure
         memory = _Memory(self.kept)
         pending, self.pending = [(memory.copied(content), path) for content, path in self.pending], []
         self.kept = memory.used
@@ -127,8 +137,12 @@ class Saver:
         self.files = Files()
         self.files.snapshots = self.in_background
         self.engine.checkpoint_engine = self.files
+        self.engine._copy_recovery_script = lambda _: None  # they would go with the staging folder; a full disk must not end rank 0 among collectives
         self.thread: threading.Thread | None = None
+        self.written = threading.Event()  # this rank's part of a save in the background, or it failed
         self.error: str = ""
+        known = self.blueprint is not None and not self.layout.swapped
+        self.needed = expected_bytes(self.blueprint, self.layout) if known and self.blueprint else 0  # bytes of a checkpoint, 0: not known
 
     def save(self, state: dict[str, Any]) -> None:
         """Saves the step state["step"] (a collective); returns when it is complete, or in the background when it is copied.
@@ -139,42 +153,50 @@ class Saver:
         self.wait()
         tag = f"step_{state['step']:08d}"
         staging = self.folder / ".staging"
+        failures = partial(_failures_as, self, f"checkpoint of step {state['step']}")
         if dist.get_rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-            (staging / tag).mkdir(parents=True)
-            self._check_space(state["step"])
+            with failures():
+                shutil.rmtree(staging, ignore_errors=True)
+                (staging / tag).mkdir(parents=True)
+                self._check_space(state["step"])
         self._agree()
-        with _failures_as(self, "the states cannot be written"):
+        content: list[tuple[Any, Path]] = []
+        with failures():
             self.engine.save_checkpoint(str(staging), tag=tag, save_latest=False)
+            content = self.files.take()
         self._agree()
-        content = self.files.take()
         generators = _generators()
 
         def finish() -> None:
-            with _failures_as(self, f"checkpoint of step {state['step']}"):
+            with failures():
                 self._write_own(staging / tag, content, generators, state)
 
         if not self.in_background:
             finish()
             self._agree()  # every rank's note is there
             if dist.get_rank() == 0:
-                with _failures_as(self, f"checkpoint of step {state['step']}"):
+                with failures():
                     self._commit(staging / tag, state)
             self._agree()
             return
 
         def finish_and_commit() -> None:
             finish()
-            if dist.get_rank() == 0 and not self.error:
-                with _failures_as(self, f"checkpoint of step {state['step']}"):
+            failed = bool(self.error)
+            self.written.set()
+            if dist.get_rank() == 0 and not failed:
+                with failures():
                     self._commit(staging / tag, state)
 
+        self.written.clear()
         self.thread = threading.Thread(target=finish_and_commit, name="checkpoint", daemon=True)
         self.thread.start()
 
     def wait(self) -> None:
         """Returns when the save in the background, if any, is complete (a collective). Raises `Refusal` if it failed."""
         if self.thread is not None:
+            self.written.wait()
+            self._agree()  # before the first rank's thread is waited for: it waits in turn for the notes of ranks that may have failed or died
             self.thread.join()
             self.thread = None
             self._agree()
@@ -189,11 +211,12 @@ class Saver:
             raise refuse(f"checkpoint in {self.folder}", told[0], "the checkpoints before it are intact; free space or choose another --out, then start again")
 
     def _check_space(self, step: int) -> None:
-        if self.blueprint is None or self.layout.swapped:
-            return
-        needed, free = expected_bytes(self.blueprint, self.layout), shutil.disk_usage(self.folder).free
-        if needed > free:
-            self.error = f"step {step} needs {needed:,} bytes, {free:,} are free"
+        if self.needed > shutil.disk_usage(self.folder).free:
+            self.error = f"step {step} {self.space()}"
+
+    def space(self) -> str:
+        free = shutil.disk_usage(self.folder).free
+        return f"needs {self.needed:,} bytes, {free:,} are free" if self.needed else f"{free:,} bytes are free"
 
     def _write_own(self, step: Path, content: list[tuple[Any, Path]], generators: dict[str, Any], state: dict[str, Any]) -> None:
         rank, names = dist.get_rank(), []
@@ -226,6 +249,8 @@ class Saver:
         for rank in range(self.layout.mesh.world):
             path = step.parent / f"rank_{rank}.json"
             while not path.exists():  # in the background only: another rank is still writing
+                if not step.exists():
+                    return  # or it failed, and `_agree` has removed the staging folder
                 time.sleep(0.02)
             note = json.loads(path.read_text())
             files |= note["files"]
@@ -234,10 +259,7 @@ class Saver:
         manifest.write(step, state["step"], files, {key: [shape, dtype, f"{total:016x}"] for key, (shape, dtype, total) in tensors.items()})
         shutil.rmtree(self.folder / step.name, ignore_errors=True)  # a broken one of the same step, if any
         os.rename(step, self.folder / step.name)
-        (self.folder / "latest.tmp").write_text(step.name)
-        manifest.fsync(self.folder / "latest.tmp")
-        os.rename(self.folder / "latest.tmp", self.folder / "latest")
-        manifest.fsync(self.folder)
+        point_latest(self.folder, step.name)
         shutil.rmtree(self.folder / ".staging", ignore_errors=True)
         for old in sorted(self.folder.glob("step_*"))[: -self.keep] if self.keep else []:
             shutil.rmtree(old)
@@ -249,7 +271,16 @@ def _failures_as(saver: Saver, what: str) -> Any:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {shutil.disk_usage(saver.folder).free:,} bytes are free"
+        saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {saver.space()}"
+
+
+def point_latest(folder: Path, name: str) -> None:
+    """Lets `latest`, which stock DeepSpeed loads, name a step folder; a crash leaves the old name or the new one."""
+    (folder / "latest.tmp").write_text(name)
+    manifest.fsync(folder / "latest.tmp")
+    manifest.fsync(folder)  # the step folder is on the disk before it is named
+    os.rename(folder / "latest.tmp", folder / "latest")
+    manifest.fsync(folder)
 
 
 def newest(path: Path, say: Any) -> Path | None:
@@ -276,8 +307,11 @@ def newest(path: Path, say: Any) -> Path | None:
 
 def put_aside_later(folder: Path, step: int, say: Any) -> None:
     """Renames the step folders after `step`: the run goes another way from here, and no later start may go on from them."""
+    here = f"step_{step:08d}"
+    if (folder / here).is_dir() and not ((folder / "latest").is_file() and (folder / "latest").read_bytes() == here.encode()):
+        point_latest(folder, here)
     for later in sorted(folder.glob("step_*")):
-        if later.name > f"step_{step:08d}":
+        if later.name > here:
             number = 1
             while (aside := folder / f"aside_{later.name}.{number}").exists():
                 number += 1

@@ -28,21 +28,28 @@ def fsync(path: Path) -> None:
 def write(folder: Path, step: int, files: dict[str, Facts], tensors: dict[str, Any]) -> None:
     """Completes a folder. `tensors`: "name|role" -> [shape, dtype, digest], see digest.py."""
     path = folder / MANIFEST
-    path.write_text(json.dumps({"step": step, "files": dict(sorted(files.items())), "tensors": dict(sorted(tensors.items()))}, indent=1))
+    content: dict[str, Any] = {"step": step, "files": dict(sorted(files.items())), "tensors": dict(sorted(tensors.items()))}
+    path.write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1))
     fsync(path)
     for inner in {folder, *((folder / name).parent for name in files)}:
         fsync(inner)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Of a manifest itself: nothing else would show that one of its own bits, in a tensor's digest say, was flipped."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of a folder. Raises ValueError, saying what is wrong, if it has none or a damaged one."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        assert {"step", "files", "tensors"} <= manifest.keys()
+        assert manifest.pop("sha256", None) == _digest(manifest)
+        assert manifest.keys() == {"step", "files", "tensors"} and all(facts.keys() == {"bytes", "sha256"} for facts in manifest["files"].values())
         return manifest
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing: the save was not finished") from None
-    except (ValueError, AssertionError, AttributeError):
+    except (ValueError, AssertionError, AttributeError, TypeError):
         raise ValueError(f"{MANIFEST} is not what was written") from None
 
 

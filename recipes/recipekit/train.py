@@ -250,6 +250,7 @@ def loop(
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
         if not (math.isfinite(result["loss"]) and (math.isfinite(result["grad_norm"]) or enabled(plan.ds_config, "fp16"))):
+            saver.wait()
             kept = f"the last good checkpoint is step {saved}" if saved else "no checkpoint was written before it"
             tracker.say(f"stopped: step {step} has loss {result['loss']} and grad_norm {result['grad_norm']}; nothing of it is saved, {kept}")
             return 1
