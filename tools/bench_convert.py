@@ -29,7 +29,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
+MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
 TITLES = {
     "cp": "`cp` of the step folder, fsync",
@@ -49,8 +49,11 @@ SAMPLE = 0.05  # seconds between two looks at the memory
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=ENOUGH_ROUNDS, help=f"of every command; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=ENOUGH_ROUNDS, help=f"of every command; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)"
+    )
     parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES), metavar="ROW", help=f"rows to measure, of {', '.join(TITLES)}")
+    parser.add_argument("--layers", type=int, default=16, help="of the model; each adds 0.21 GB to the checkpoint (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters: a trial of the bench itself")
@@ -61,7 +64,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     arguments = arguments_of(sys.argv[1:])
     if arguments.make:
-        make(arguments.make, TINY if arguments.tiny else MODEL)
+        make(arguments.make, TINY if arguments.tiny else MODEL | {"num_hidden_layers": arguments.layers})
         return 0
     if arguments.rounds < 1:
         print(f"--rounds {arguments.rounds}: must be at least 1", file=sys.stderr)
@@ -74,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def make(folder: Path, shape: dict[str, int]) -> None:
+def make(folder: Path, shape: dict[str, Any]) -> None:
     """A run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors written (a hole would cost nothing to copy)."""
     import numpy as np
     import torch
@@ -119,7 +122,7 @@ def make(folder: Path, shape: dict[str, int]) -> None:
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     say(f"making a checkpoint in {folder}")
-    run([sys.executable, __file__, "--make", str(folder), *(["--tiny"] if arguments.tiny else [])], folder / "log")
+    run([sys.executable, __file__, "--make", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])], folder / "log")
     step, fp32, out = folder / "run" / "checkpoints" / "step_00000000", folder / "fp32", folder / "out"
     tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
     copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
