@@ -24,8 +24,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
@@ -45,6 +43,7 @@ TITLES = {
 CP = {"reshape": "cp", "reshape_3d": "cp", "universal": "cp", "to_hf": "cp_fp32", "zero_to_fp32": "cp_fp32", "zero_to_fp32_safe": "cp_fp32"}
 ENOUGH_ROUNDS, ENOUGH_BYTES = 5, 4e9
 SAMPLE = 0.05  # seconds between two looks at the memory
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
@@ -157,7 +156,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "machine": f"{os.cpu_count()} CPU cores, {os.sysconf('SC_PHYS_PAGES') * PAGE / 2**30:.0f} GiB",
         "load_before": load,
         "load_after": os.getloadavg()[0],
         "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed")},
@@ -190,12 +189,12 @@ def run(command: list[Any], log: Path) -> tuple[float, int, int]:
 
     def watch() -> None:
         while not ended.wait(SAMPLE):
-            resident, anonymous = memory_of(process)
+            resident, anonymous = memory_of(process.pid)
             peaks[:] = max(peaks[0], resident), max(peaks[1], anonymous)
 
     with log.open("w") as output:
         begun = time.perf_counter()
-        process = psutil.Popen(list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | own)
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | own)
         watcher = threading.Thread(target=watch)
         watcher.start()
         code = process.wait()
@@ -207,17 +206,15 @@ def run(command: list[Any], log: Path) -> tuple[float, int, int]:
     return seconds, peaks[0], peaks[1]
 
 
-def memory_of(process: psutil.Process) -> tuple[int, int]:
+def memory_of(pid: int) -> tuple[int, int]:
     """(resident bytes, the anonymous ones among them), added up over a process and its children; what two of them map counts twice."""
-    resident = anonymous = 0
     try:
-        for one in (process, *process.children(recursive=True)):
-            info: Any = one.memory_info()
-            resident += info.rss
-            anonymous += info.rss - info.shared
-    except psutil.NoSuchProcess:  # it ended in between
+        resident, shared = (PAGE * int(pages) for pages in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it ended in between
         return 0, 0
-    return resident, anonymous
+    everyone = [(resident, resident - shared), *map(memory_of, children)]
+    return sum(own for own, _ in everyone), sum(own for _, own in everyone)
 
 
 # The page ---------------------------------------------------------------------------------------------------------

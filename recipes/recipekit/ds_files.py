@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._utils import _rebuild_tensor_v2
 
 from .blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, local_shape, runs, stages_of, state_keys
 from .refusal import refuse
@@ -343,7 +344,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         storage: Any = torch.TypedStorage(wrap_storage=value.untyped_storage(), dtype=value.dtype, _internal=True)
         storage._fake_device = "cpu"
-        return torch._utils._rebuild_tensor_v2, (storage, value.storage_offset(), tuple(value.size()), value.stride(), False, OrderedDict())
+        return _rebuild_tensor_v2, (storage, value.storage_offset(), tuple(value.size()), value.stride(), False, OrderedDict())
 
 
 def _write(path: Path, content: Any, step: float = 0.0) -> None:
