@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -140,15 +141,16 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "start": [*tool, "reshape", step, out, "--zero", 1, "--dp", 4, "--dry-run"],
     }
     run([*tool, "to-hf", step, fp32, "--dtype", "fp32"], folder / "log")
-    rows: dict[str, dict[str, Any]] = {row: {"seconds": [], "resident": 0, "anonymous": 0} for row in TITLES if row in arguments.only}
+    rows: dict[str, dict[str, Any]] = {row: {"seconds": [], "cpu": [], "resident": 0, "anonymous": 0} for row in TITLES if row in arguments.only}
     order, shuffle = list(rows), random.Random(0)
     for number in range(1, arguments.rounds + 1):
         shuffle.shuffle(order)
         for row in order:
             settle([fp32] if row == "cp_fp32" else [step])
-            seconds, resident, anonymous = run(commands[row], folder / "log")
+            seconds, cpu, resident, anonymous = run(commands[row], folder / "log")
             own = rows[row]
             own["seconds"].append(seconds)
+            own["cpu"].append(cpu)
             own["bytes"] = size_of(out)
             own["resident"], own["anonymous"] = max(own["resident"], resident), max(own["anonymous"], anonymous)
             shutil.rmtree(out, ignore_errors=True)
@@ -182,8 +184,8 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def run(command: list[Any], log: Path) -> tuple[float, int, int]:
-    """(seconds, peak of the resident bytes, peak of the anonymous ones among them) of a command with its children."""
+def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
+    """(seconds, CPU seconds, peak of the resident bytes, peak of the anonymous ones among them) of a command with its children."""
     own = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT / "recipes"), "TOKENIZERS_PARALLELISM": "false"}
     peaks, ended = [0, 0], threading.Event()
 
@@ -193,7 +195,7 @@ def run(command: list[Any], log: Path) -> tuple[float, int, int]:
             peaks[:] = max(peaks[0], resident), max(peaks[1], anonymous)
 
     with log.open("w") as output:
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), cpu_seconds()
         process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | own)
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -203,7 +205,13 @@ def run(command: list[Any], log: Path) -> tuple[float, int, int]:
         watcher.join()
     if code:
         raise SystemExit(f"{' '.join(map(str, command))} ended with {code}:\n{log.read_text()[-4000:]}")
-    return seconds, peaks[0], peaks[1]
+    return seconds, cpu_seconds() - worked, peaks[0], peaks[1]
+
+
+def cpu_seconds() -> float:
+    """Of all children that have ended, with theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def memory_of(pid: int) -> tuple[int, int]:
@@ -258,7 +266,7 @@ def page(report: dict[str, Any]) -> str:
         seconds = own["seconds"]
         beside = f"{speed(report, row, CP[row]):.0%}" if CP.get(row) in report["rows"] else ""
         lines.append(
-            f"| {TITLES[row]} | {own['bytes'] / 1e9:.2f} | {median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | "
+            f"| {TITLES[row]} | {own['bytes'] / 1e9:.2f} | {median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {median(own['cpu']):.1f} | "
             f"{own['bytes'] / median(seconds) / 1e6:,.0f} | {beside} | {own['resident'] / 1e9:.2f} | {own['anonymous'] / 1e9:.2f} |"
         )
     few = "" if report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES else " **A trial, not a measurement.**"
@@ -269,8 +277,8 @@ Written by `python tools/bench_convert.py` on {report["date"]}: {report["machine
 
 A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, in the page cache. {report["rounds"]} rounds of every command, in random order within a round.{few}
 
-| command | GB written | seconds, median (least to most) | MB/s | of `cp`'s speed | GB resident | of them anonymous |
-|---|---|---|---|---|---|---|
+| command | GB written | seconds, median (least to most) | CPU seconds | MB/s | of `cp`'s speed | GB resident | of them anonymous |
+|---|---|---|---|---|---|---|---|
 {chr(10).join(lines)}
 
 {chr(10).join(verdicts(report))}
@@ -278,7 +286,7 @@ A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, 
 The time is that of the whole process, so the imports of torch and DeepSpeed are in it (the row start-up). Ours and `cp` end with fsync of every file; ours also checks the
 digest of every tensor that it reads, and writes sha256 of every file (not of safetensors) and digests of every tensor. `zero_to_fp32.py` and `ds_to_universal.py` do
 neither: part of what they wrote is still in memory when they end, which is not counted against them. Before each command everything is written back and the source is
-read once. Memory is the sum over the process and its children of the resident pages (anonymous + mapped files), the most of all rounds, looked at every {1000 * SAMPLE:.0f} ms.
+read once. CPU seconds are those of the process and its children; the system's own writing to the disk is in them only where fsync does it. Memory is the sum over the process and its children of the resident pages (anonymous + mapped files), the most of all rounds, looked at every {1000 * SAMPLE:.0f} ms.
 """
 
 
