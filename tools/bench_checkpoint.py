@@ -3,7 +3,7 @@
     python tools/bench_checkpoint.py > tools/bench_checkpoint.md            # the page it prints is Markdown; progress goes to stderr
     python tools/bench_checkpoint.py --rounds 9 --stages 3 --seq_len 512
 
-For each ZeRO stage 2 ranks (without GPUs, else one per GPU) train a model of 135 M parameters. In every round each kind of
+For each ZeRO stage 2 ranks (without GPUs, else one per GPU) train a model of 106 M parameters (SmolLM2-135M with a vocabulary of bytes). In every round each kind of
 save happens once, in random order, each followed by a few timed steps. Flags that are not listed here are a recipe's.
 """
 

@@ -26,8 +26,8 @@ from .ds_files import OpenedFile, Piece, Shard, originals
 from .mesh import Mesh
 from .refusal import Problem, Refusal, refuse
 
-CHUNK = 1024 * 1024  # elements that are moved at a time, at most: what was read is still in the cache when it is digested and written
-FLUSH_EVERY = 0.1  # seconds
+CHUNK = 256 * 1024  # elements that are moved at a time, at most: what was read is still in the cache when it is digested and written
+FLUSH_EVERY = 0.3  # seconds
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 TORCH = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"}
 TORCH |= {"U8": "uint8", "BOOL": "bool"}
