@@ -6,6 +6,7 @@ pipe/module.py. Reading runs nothing that a file contains (torch.load with weigh
 
 import pickle
 import struct
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,13 +47,16 @@ SAFE: list[Any] = [
 ]
 
 
+_READING = threading.Lock()  # safe_globals is of the whole process: the first thread to leave it would take it from the others
+
+
 def read_pickle(path: Path, fake: bool = False) -> Any:
     """A file of torch.save, mapped and not read; with `fake`, tensors without memory that know where their bytes lie.
 
     Raises `Refusal` for a file that is damaged, or that names a class which no checkpoint needs: nothing of it is run.
     """
     try:
-        with torch.serialization.safe_globals(SAFE):
+        with _READING, torch.serialization.safe_globals(SAFE):
             if not fake:
                 return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
             return torch.load(path, weights_only=True, map_location="meta")
