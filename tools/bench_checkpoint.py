@@ -179,10 +179,10 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
         command = parse(RECIPE, Path(__file__), recipe_argv)
         plan = make_plan(replace(command, recipe=replace(command.recipe, out=str(arguments.report.parent / "run"), resume="never", wandb=False)))
         found = measure(plan, arguments)
+        if plan.command.rank == 0:
+            arguments.report.write_text(json.dumps(found))
     except Refusal as refusal:
         exit_refused(refusal, 3.0)
-    if plan.command.rank == 0:
-        arguments.report.write_text(json.dumps(found))
     import torch.distributed as dist
 
     dist.barrier()
