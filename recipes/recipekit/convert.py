@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +26,8 @@ from .ds_files import OpenedFile, Piece, Shard, originals
 from .mesh import Mesh
 from .refusal import Problem, Refusal, refuse
 
-CHUNK = 16 * 1024 * 1024  # elements that are moved at a time, at most
+CHUNK = 256 * 1024  # elements that are moved at a time, at most: what was read is still in the cache when it is digested and written
+FLUSH_EVERY = 0.3  # seconds
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 TORCH = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"}
 TORCH |= {"U8": "uint8", "BOOL": "bool"}
@@ -59,6 +61,12 @@ class Files:
                 os.fsync(handle)
             os.close(handle)
         self._handles.clear()
+
+    def flush(self) -> None:
+        with self._lock:
+            handles = list(self._handles.values())
+        for handle in handles:
+            os.fdatasync(handle)
 
     def read(self, tensor: Tensor, role: str, start: int, stop: int, only: frozenset[str] | None = None) -> np.ndarray:
         """Elements start..stop of a tensor as unsigned integers; what lies in other files than `only` is zero."""
@@ -200,9 +208,14 @@ class Copy:
     def nbytes(self) -> int:
         return self.tensor.numel * (4 if self.role != "weight" else 2)
 
+    @property
+    def written(self) -> set[str]:
+        """The files that it goes to."""
+        return {piece.file for files, role in self.to for shard in files.shards[self.tensor.name, role] for piece in shard.pieces}
+
 
 def copies(blueprint: Blueprint, source: Files, target: Files | None) -> list[Copy]:
-    """What has to be copied, largest first. A master also makes the 16-bit weight that a layout keeps beside it.
+    """What has to be copied, in the order in which files hold it, about, so that they are complete one after the other. A master also makes the 16-bit weight that a layout keeps beside it.
 
     Without a target: what the source holds, to be digested.
     """
@@ -219,20 +232,33 @@ def copies(blueprint: Blueprint, source: Files, target: Files | None) -> list[Co
                     to.append((target, own))
             if target is None or to:
                 found.append(Copy(tensor, role, tuple(to)))
-    return sorted(found, key=lambda copy: -copy.nbytes)
+    return found
 
 
-def run(todo: list[Copy], source: Files, effort: "Effort", journal: "Journal | None" = None) -> dict[str, Any]:
-    """Copies; returns {"tensor|role": [shape, dtype, digest]} of what was read, also of what an interrupted run had read."""
+def run(
+    todo: list[Copy], source: Files, effort: Effort, journal: "Journal | None" = None, complete: Callable[[str], None] = lambda file: None
+) -> dict[str, Any]:
+    """Copies; returns {"tensor|role": [shape, dtype, digest]} of what was read, also of what an interrupted run had read.
+
+    `complete` is called with the name of each written file once all of it is written, from several threads.
+    """
     digests: dict[str, Any] = dict(journal.done) if journal else {}
     total_bytes = sum(copy.nbytes for copy in todo)
-    chunk = effort.chunk
+    chunk, left, lock = effort.chunk, Counter(file for copy in todo for file in copy.written), threading.Lock()
 
     def one(copy: Copy) -> None:
         key = f"{copy.tensor.name}|{copy.role}"
         if key in digests:
             effort.progress(copy.nbytes, total_bytes)
-            return
+        else:
+            move(copy, key)
+        with lock:
+            left.subtract(copy.written)
+            ready = [file for file in copy.written if not left[file]]
+        for file in ready:
+            complete(file)
+
+    def move(copy: Copy, key: str) -> None:
         dtype, total = source.dtype_of(copy.tensor, copy.role), 0
         unit = _unit(copy.tensor, source, *(files for files, _ in copy.to))
         for start, stop in chunks(copy.tensor.numel, unit, chunk):
@@ -245,8 +271,28 @@ def run(todo: list[Copy], source: Files, effort: "Effort", journal: "Journal | N
         if journal:
             journal.note(key, digests[key])
 
-    _share(one, todo, effort.workers)
+    with _flushing({id(files): files for copy in todo for files, _ in copy.to}.values()):
+        _share(one, todo, effort.workers)
     return digests
+
+
+@contextmanager
+def _flushing(written: Collection[Files]) -> Iterator[None]:
+    """Sends what is written to the disk meanwhile, so that little is left to wait for at the end."""
+    ended = threading.Event()
+
+    def flush() -> None:
+        while written and not ended.wait(FLUSH_EVERY):
+            for files in written:
+                files.flush()
+
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(flush)
+        try:
+            yield
+        finally:
+            ended.set()
+        flushed.result()  # the system reports a failed write to the first flush after it, and to no other
 
 
 def _share(work: Callable[[Any], Any], items: list[Any], workers: int) -> list[Any]:
@@ -454,6 +500,11 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
         raise refuse(str(step.folder), rule, "take its weights: to-hf, then from-hf")
     journal = Journal(out, {"source": step.fingerprint, "layout": layout.to_json()})
     now = blueprint or step.blueprint
+    facts: dict[str, manifest.Facts] = {}
+
+    def complete(file: str) -> None:
+        facts[file] = manifest.facts(journal.folder / file, flush=False)  # which close does
+
     with ExitStack() as stack:
         read = open_checkpoint(step.folder, step.blueprint, step.layout)
         stack.callback(read.close)
@@ -462,7 +513,7 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
             journal.note("", None)
         written = open_checkpoint(journal.folder, now, layout, writable=True)
         stack.callback(written.close)
-        digests = run(copies(step.blueprint, read, written), read, effort, journal)
+        digests = run(copies(step.blueprint, read, written), read, effort, journal, complete)
     digests.pop("", None)
     step.check(digests)
     ranks = len(list(step.folder.glob("rng_rank_*.pt")))
@@ -473,15 +524,16 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     for path in step.small_files:
         shutil.copyfile(path, journal.folder / "hf_files" / path.name)
     kept = replace(now, published=step.blueprint.published, files=step.blueprint.files)
-    _complete(journal, step.state | {"layout": layout.to_json()}, kept, digests, effort)
+    _complete(journal, step.state | {"layout": layout.to_json()}, kept, digests, facts)
 
 
-def _complete(journal: Journal, state: dict[str, Any], blueprint: Blueprint, tensors: dict[str, Any], effort: Effort) -> None:
+def _complete(journal: Journal, state: dict[str, Any], blueprint: Blueprint, tensors: dict[str, Any], facts: dict[str, manifest.Facts]) -> None:
     (journal.folder / manifest.STATE).write_text(json.dumps(state, indent=1))
     (journal.folder / manifest.BLUEPRINT).write_text(json.dumps(blueprint.to_json()))
-    names = [path for path in journal.folder.rglob("*") if path.is_file() and path.name != "journal.jsonl"]
-    facts = _share(manifest.facts, names, effort.workers)
-    manifest.write(journal.folder, state["step"], {str(path.relative_to(journal.folder)): own for path, own in zip(names, facts, strict=True)}, tensors)
+    for path in journal.folder.rglob("*"):
+        if path.is_file() and path.name != "journal.jsonl" and (name := str(path.relative_to(journal.folder))) not in facts:
+            facts[name] = manifest.facts(path)
+    manifest.write(journal.folder, state["step"], facts, tensors)
     journal.finish()
 
 
@@ -608,6 +660,11 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
         out, {"source": str(folder.resolve()), "layout": layout.to_json(), "files": {file: (folder / file).stat().st_mtime_ns for file in blueprint.files}}
     )
     groups = {group: {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "name": name} for group, name in ((0, "matrices"), (1, "vectors"))}
+    facts: dict[str, manifest.Facts] = {}
+
+    def complete(file: str) -> None:
+        facts[file] = manifest.facts(journal.folder / file, flush=False)  # which close does
+
     carried = ds_files.Carried(groups, 0.0, {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "ds_config": {}})
     with ExitStack() as stack:
         read = open_published(folder, blueprint, entries)
@@ -617,7 +674,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
             journal.note("", None)
         written = open_checkpoint(journal.folder, blueprint, layout, writable=True)
         stack.callback(written.close)
-        run(copies(blueprint, read, written), read, effort, journal)
+        run(copies(blueprint, read, written), read, effort, journal, complete)
         everything = frozenset(path.name for path in journal.folder.glob("*.pt"))
         digests = partial_digests(blueprint, written, everything, effort.chunk)
     (journal.folder / "hf_files").mkdir(exist_ok=True)
@@ -628,7 +685,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
         max((own for keys in blueprint.files.values() for own in keys.values()), key=[own for keys in blueprint.files.values() for own in keys.values()].count)
     ]
     state = {"step": 0, "tokens": 0, "data": None, "layout": layout.to_json(), "export_dtype": dtype}
-    _complete(journal, state, blueprint, {key: [shape, own, f"{total:016x}"] for key, (shape, own, total) in digests.items()}, effort)
+    _complete(journal, state, blueprint, {key: [shape, own, f"{total:016x}"] for key, (shape, own, total) in digests.items()}, facts)
 
 
 def verify(folder: Path, effort: Effort | None = None) -> list[str]:

@@ -4,16 +4,19 @@ Read from 0.19.8: runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16
 pipe/module.py. Reading runs nothing that a file contains (torch.load with weights_only and the few classes named below).
 """
 
+import pickle
 import struct
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._utils import _rebuild_tensor_v2
 
 from .blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, local_shape, runs, stages_of, state_keys
 from .refusal import refuse
@@ -44,17 +47,19 @@ SAFE: list[Any] = [
 ]
 
 
+_READING = threading.Lock()  # safe_globals is of the whole process: the first thread to leave it would take it from the others
+
+
 def read_pickle(path: Path, fake: bool = False) -> Any:
     """A file of torch.save, mapped and not read; with `fake`, tensors without memory that know where their bytes lie.
 
     Raises `Refusal` for a file that is damaged, or that names a class which no checkpoint needs: nothing of it is run.
     """
     try:
-        with torch.serialization.safe_globals(SAFE):
+        with _READING, torch.serialization.safe_globals(SAFE):
             if not fake:
                 return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-            with FakeTensorMode():
-                return torch.load(path, weights_only=True)
+            return torch.load(path, weights_only=True, map_location="meta")
     except Exception as error:  # torch raises what it pleases for a damaged or hostile file
         raise refuse(str(path), f"cannot be read safely: {str(error).strip().splitlines()[0][:200]}", "use another copy of the checkpoint") from None
 
@@ -262,7 +267,7 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                     kept[index] = {"step": step} | {role: torch.empty(numel) for role in MOMENTS}
             return {"state": kept, "param_groups": [numbers | {"params": own} for numbers, (own, _) in zip(hyper, indices, strict=True)]}
 
-        with FakeTensorMode():
+        with torch.device("meta"):
             optimizer: dict[str, Any] | None = None
             if layout.zero_stage == 0:
                 first, indices = 0, []
@@ -340,9 +345,20 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                 _write(folder / optimizer_file(layout, pp_rank, tp_rank, rank), content, carried.step)
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles tensors without memory as if they lay in that of the CPU. (torch's own way, FakeTensorMode, imports its compiler: 2 s.)"""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not torch.is_tensor(value) or value.device.type != "meta":
+            return NotImplemented
+        storage: Any = torch.TypedStorage(wrap_storage=value.untyped_storage(), dtype=value.dtype, _internal=True)
+        storage._fake_device = "cpu"
+        return _rebuild_tensor_v2, (storage, value.storage_offset(), tuple(value.size()), value.stride(), False, OrderedDict())
+
+
 def _write(path: Path, content: Any, step: float = 0.0) -> None:
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(content, path)
+    with torch.serialization.skip_data():
+        torch.save(content, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
     opened = OpenedFile(path)
     with path.open("r+b") as stream:
         for keys in opened.tensors:
