@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from . import convert, manifest
 from .blueprint import Blueprint, Layout
 from .digest import add
-from .ds_files import expected_bytes, read_pickle
+from .ds_files import Stand, expected_bytes, read_pickle
 from .manifest import BLUEPRINT, MANIFEST, STATE
 from .refusal import Refusal, refuse
 
@@ -100,16 +101,14 @@ class _Memory:
 
 def restored(value: Any) -> Any:
     """What `read_pickle` gives, with DeepSpeed's own objects in the places of their stand-ins."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-
-    from .ds_files import Stand
-
     if isinstance(value, Stand):
-        if value.kind.endswith("LossScaler"):
-            scaler = LossScaler(scale=1)
-            scaler.__dict__.update({key: item for key, item in vars(value).items() if key != "values"})
-            return scaler
-        return value.values[0] if value.values else None
+        module, _, name = value.place.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        if value.values:
+            return kind(*value.values)
+        made = kind.__new__(kind)
+        made.__dict__.update(vars(value))
+        return made
     if isinstance(value, dict):
         return type(value)((key, restored(item)) for key, item in value.items())
     return [restored(item) for item in value] if isinstance(value, list) else value

@@ -4,12 +4,14 @@ Read from 0.19.8: runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16
 pipe/module.py. Reading runs nothing that a file contains (torch.load with weights_only and the few classes named below).
 """
 
+import copyreg
 import pickle
 import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,24 +29,34 @@ Keys = tuple[Any, ...]
 
 
 class Stand:
-    """Stands for a class of DeepSpeed: it takes values and attributes and does nothing."""
+    """Stands for a class of DeepSpeed in its files: it takes values and attributes, does nothing, and is written under that class's name.
 
-    kind = ""
+    DeepSpeed itself is not imported here, which takes seconds.
+    """
+
+    place = ""  # module and name of the class
     values: tuple[Any, ...] = ()
 
-    def __init__(self, *values: Any):
+    def __init__(self, *values: Any, **attributes: Any):
         self.values = values
+        self.__dict__.update(attributes)
+
+    def __reduce__(self) -> Any:
+        if self.values:
+            return type(self), self.values
+        return copyreg.__newobj__, (type(self),), {name: value for name, value in vars(self).items() if name != "values"}  # type: ignore[attr-defined]
 
 
-SAFE: list[Any] = [
-    (type("Stand", (Stand,), {"kind": name.rpartition(".")[2]}), f"deepspeed.{name}")
-    for name in (
+LossScaler, DynamicLossScaler, ZeroStage, Fragment = (
+    type("Stand", (Stand,), {"place": f"deepspeed.{place}"})
+    for place in (
         "runtime.fp16.loss_scaler.LossScaler",
         "runtime.fp16.loss_scaler.DynamicLossScaler",
         "runtime.zero.config.ZeroStageEnum",
         "utils.tensor_fragment.fragment_address",
     )
-]
+)
+SAFE: list[Any] = [(stand, stand.place) for stand in (LossScaler, DynamicLossScaler, ZeroStage, Fragment)]
 
 
 _READING = threading.Lock()  # safe_globals is of the whole process: the first thread to leave it would take it from the others
@@ -236,11 +248,6 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
 
 def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried) -> None:
     """Files that DeepSpeed loads in `layout`, whose tensors are zeros (holes) to be filled in."""
-    from deepspeed import __version__
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
     dtype = getattr(torch, layout.dtype)
     for pp_rank, tp_rank in holders(layout):
         groups = groups_of(blueprint, layout, pp_rank, tp_rank)
@@ -306,20 +313,20 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                     "dp_world_size": layout.partitions,
                     "mp_world_size": layout.mesh.tp * layout.mesh.pp,
                     "checkpoint_parallel_dimensions": {"pp_degree": layout.mesh.pp, "tp_degree": layout.mesh.tp},
-                    "ds_version": __version__,
+                    "ds_version": version("deepspeed"),
                 }
                 _write(folder / model_file(layout, pp_rank, tp_rank, rank), state | carried.engine, carried.step)
             for rank in range(layout.partitions) if zero else ():
                 indices = [([index for index, flat in enumerate(flats) if flat[0] == number]) for number in range(len(groups))]
                 sizes = [[flats[index][1] for index in own] for own in indices]
                 base = optimizer_state(list(zip(indices, sizes, strict=True)))
-                own = {"partition_count": [layout.partitions] * len(groups), "ds_version": __version__, "clip_grad": carried.clipping}
-                scaler = {"loss_scaler": LossScaler(scale=1), "dynamic_loss_scale": False, "overflow": False}
+                own = {"partition_count": [layout.partitions] * len(groups), "ds_version": version("deepspeed"), "clip_grad": carried.clipping}
+                scaler = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False, "overflow": False}
                 ends = [max(0, min(size, (rank + 1) * size - sum(numel for _, numel in group))) for (_, size, _), group in zip(flats, groups, strict=False)]
                 if layout.zero_stage == 3:
                     masters = [torch.empty(size) for _, size, _ in flats]
                     parts = {
-                        "zero_stage": ZeroStageEnum.weights,
+                        "zero_stage": ZeroStage(3),
                         "partition_count": layout.partitions,
                         "fp32_flat_groups": masters,
                         "optimizer_state_dict": base,
@@ -328,7 +335,7 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                 else:
                     mappings = [
                         OrderedDict(
-                            (tensor.name, fragment_address(numel=at.stop - at.start, start=at.offset))
+                            (tensor.name, Fragment(numel=at.stop - at.start, start=at.offset))
                             for (tensor, _), extents in zip(group, flat[2], strict=True)
                             for at in extents
                             if at.rank == rank
@@ -338,15 +345,28 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                     bf16 = layout.optimizer == "BF16_Optimizer"
                     masters = [torch.empty(size if bf16 else size - end) for (_, size, _), end in zip(flats, ends, strict=True)]
                     own |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": masters, "group_paddings": ends, "param_slice_mappings": mappings}
-                    stage = ZeroStageEnum.gradients if layout.zero_stage == 2 else ZeroStageEnum.optimizer_states
+                    stage = ZeroStage(layout.zero_stage)
                     paddings = {"param_alignment_paddings": [[0] * len(group) for group in groups], "zero_stage": stage}
                     state = own if bf16 else scaler | own | paddings
-                content = {"optimizer_state_dict": state, "ds_config": carried.engine["ds_config"], "ds_version": __version__}
+                content = {"optimizer_state_dict": state, "ds_config": carried.engine["ds_config"], "ds_version": version("deepspeed")}
                 _write(folder / optimizer_file(layout, pp_rank, tp_rank, rank), content, carried.step)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors without memory as if they lay in that of the CPU. (torch's own way, FakeTensorMode, imports its compiler: 2 s.)"""
+class _Pickler(pickle._Pickler):  # pyright: ignore[reportAttributeAccessIssue]
+    """Pickles tensors without memory as if they lay in that of the CPU, and stands under the names of what they stand for.
+
+    (torch's own way to the first, FakeTensorMode, imports its compiler: 2 s.)
+    """
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if isinstance(obj, type) and issubclass(obj, Stand):
+            module, _, own = obj.place.rpartition(".")
+            self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+    dispatch = pickle._Pickler.dispatch | {type: lambda self, obj: self.save_global(obj)}  # pyright: ignore[reportAttributeAccessIssue]
 
     def reducer_override(self, value: Any) -> Any:
         if not torch.is_tensor(value) or value.device.type != "meta":
