@@ -352,7 +352,10 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                 _write(folder / optimizer_file(layout, pp_rank, tp_rank, rank), content, carried.step)
 
 
-class _Pickler(pickle._Pickler):  # pyright: ignore[reportAttributeAccessIssue]
+_PythonPickler: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] (the one whose steps can be overridden)
+
+
+class _Pickler(_PythonPickler):
     """Pickles tensors without memory as if they lay in that of the CPU, and stands under the names of what they stand for.
 
     (torch's own way to the first, FakeTensorMode, imports its compiler: 2 s.)
@@ -366,7 +369,7 @@ class _Pickler(pickle._Pickler):  # pyright: ignore[reportAttributeAccessIssue]
         else:
             super().save_global(obj, name)
 
-    dispatch = pickle._Pickler.dispatch | {type: lambda self, obj: self.save_global(obj)}  # pyright: ignore[reportAttributeAccessIssue]
+    dispatch = _PythonPickler.dispatch | {type: lambda self, obj: self.save_global(obj)}
 
     def reducer_override(self, value: Any) -> Any:
         if not torch.is_tensor(value) or value.device.type != "meta":
