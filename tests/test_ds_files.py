@@ -3,8 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 from recipekit import ds_files
+from recipekit.refusal import Refusal
 
 
 def test_threads_may_read_at_once(tmp_path: Path):
@@ -15,6 +17,30 @@ def test_threads_may_read_at_once(tmp_path: Path):
     with ThreadPoolExecutor(8) as pool:
         for found in pool.map(lambda number: ds_files.read_pickle(tmp_path / "one.pt", fake=number % 2 == 0), range(400)):
             assert (found["at"].numel, found["at"].start) == (7, 1)
+
+
+class Getattr:
+    """Is pickled as a call of getattr."""
+
+    def __init__(self, *arguments: object):
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple:
+        return getattr, self.arguments
+
+
+def test_a_stage_is_read_as_every_python_writes_it(tmp_path: Path):
+    """Python 3.11.2, Debian 12's, writes a member of an enum as a call of getattr, which is allowed for nothing else."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    for number, content in enumerate((ZeroStageEnum.gradients, Getattr(ZeroStageEnum, "gradients"))):
+        torch.save({"stage": content}, tmp_path / f"{number}.pt")
+        assert ds_files.read_pickle(tmp_path / f"{number}.pt")["stage"].values == (2,)
+    for hostile in (Getattr(LossScaler, "__init__"), Getattr(ZeroStageEnum, "__class__")):
+        torch.save({"stage": hostile}, tmp_path / "hostile.pt")
+        with pytest.raises(Refusal, match="cannot be read safely"):
+            ds_files.read_pickle(tmp_path / "hostile.pt")
 
 
 def test_a_planned_file_is_one_of_torch_save(tmp_path: Path):
