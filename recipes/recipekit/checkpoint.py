@@ -180,7 +180,10 @@ class Saver:
             return
 
         def finish_and_commit() -> None:
-            finish()
+            try:
+                finish()
+            except BaseException as error:  # whatever it is, it belongs to the thread that waits
+                self.error = f"checkpoint of step {state['step']}: rank {dist.get_rank()}: {error!r}"
             failed = bool(self.error)
             self.written.set()
             if dist.get_rank() == 0 and not failed:
@@ -269,7 +272,7 @@ def _failures_as(saver: Saver, what: str) -> Any:
     """Keeps what the disk or a library raises for `_agree`, which tells every rank: a rank that raised alone would leave the others waiting."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, Refusal) as error:
         saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {saver.space()}"
 
 
