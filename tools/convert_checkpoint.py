@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         print(refusal, file=sys.stderr)
         return refusal.exit_code
     except OSError as error:
-        where = error.filename or arguments.out
-        free = shutil.disk_usage(Path(where).absolute().anchor).free
+        where = Path(error.filename or arguments.out or arguments.source)
+        free = shutil.disk_usage(existing(where)).free
         print(f"{where}: {error.strerror}; {free:,} bytes are free; what was done is kept, start the same command again to go on", file=sys.stderr)
         return 1
 
@@ -117,10 +117,14 @@ def effort(arguments: argparse.Namespace, bar: Bar) -> Effort:
     return Effort(arguments.workers, arguments.mem_limit, bar)
 
 
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
 def check_space(out: Path, needed: int) -> None:
     """Raises `Refusal` if the disk has not the room, before anything is written."""
-    place = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(existing(out)).free
     if needed > free:
         raise refuse(str(out), f"needs {needed:,} bytes, {free:,} are free", "free space, or choose another folder")
 
