@@ -31,8 +31,9 @@ from .refusal import Refusal, refuse
 class Files(CheckpointEngine):
     """How DeepSpeed reads and writes files here: reading runs nothing that they contain; writes are collected and done by `write`."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_part: str = "") -> None:
         super().__init__()
+        self.own_part = own_part  # the file of this rank's optimizer states
         self.pending: list[tuple[Any, Path]] = []
         self.kept: list[torch.UntypedStorage] = []  # memory of the last snapshot, used again for the next
         self.snapshots = False
@@ -55,7 +56,10 @@ class Files(CheckpointEngine):
             self.failure = self.failure or error
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return restored(read_pickle(Path(path)))
+        content = read_pickle(Path(path))  # mapped
+        if path.endswith("_optim_states.pt") and path != self.own_part:
+            return restored(content)  # DeepSpeed opens those of all ranks and takes its own: the others are never read
+        return restored(_Memory([]).copied(content))  # training must not depend on a file that may be removed
 
     def take(self) -> list[tuple[Any, Path]]:
         """What was saved since the last call; with `snapshots` as copies on the CPU that training does not change.
@@ -372,7 +376,8 @@ def load(engine: Any, step: Path, blueprint: Blueprint | None, layout: Layout, s
     optimizer = engine.optimizer
     before = [dict(group) for group in optimizer.param_groups]
     clipping = getattr(optimizer, "clip_grad", None)
-    engine.checkpoint_engine = Files()
+    zero = layout.zero_stage > 0
+    engine.checkpoint_engine = Files(engine._get_zero_ckpt_name(str(source.parent), source.name) if zero else "")
     with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
         path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     assert path is not None, f"DeepSpeed did not load {source}"
