@@ -1,6 +1,7 @@
 """The global stream: order, resume, packing, masks, held-out documents, bad input."""
 
 import contextlib
+import gc
 import json
 import random
 import shutil
@@ -495,3 +496,35 @@ def test_missing_subset_is_refused_with_the_choice(tmp_path, corpora):
     with pytest.raises(Refusal, match=r"'first', 'second'"):
         data._hub_source(recipe_for(str(tmp_path / "repository")), "text")
     assert data._hub_source(recipe_for(str(tmp_path / "repository"), subset="second"), "text").parts == 1
+
+
+def test_two_threads_may_parse_at_once() -> None:
+    """The training stream and the evaluation read `builtin` at the same time; a garbage collection amid `ast.parse` changes threads."""
+    from recipekit.data import _docstring_chats
+
+    sources = [file.read_text() for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:6]]
+    failed: list[BaseException] = []
+
+    def parse() -> None:
+        try:
+            for source in sources:
+                _docstring_chats(source, "here")
+        except SystemError as error:
+            failed.append(error)
+
+    def change_threads(*_: object) -> None:
+        time.sleep(0.0001)
+
+    before = gc.get_threshold()
+    gc.set_threshold(100)
+    gc.callbacks.append(change_threads)
+    threads = [threading.Thread(target=parse) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.callbacks.remove(change_threads)
+        gc.set_threshold(*before)
+    assert not failed

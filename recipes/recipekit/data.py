@@ -232,10 +232,14 @@ def _no_column(field: str, columns: list[str], place: str) -> Refusal:
     return refuse(place, f"has no column {field!r}, only {', '.join(map(repr, columns))}", "name the column with --text_field (task sft: --messages_field)")
 
 
+_PARSING = threading.Lock()  # CPython 3.11.7 counts the depth of all threads' trees in one place: SystemError, "recursion depth mismatch"
+
+
 def _docstring_chats(source: str, place: str) -> list[Document]:
     """(signature -> docstring) pairs of a Python file, as chats; none if this Python cannot parse it."""
     try:
-        tree = ast.parse(source, filename="builtin_corpus")
+        with _PARSING:
+            tree = ast.parse(source, filename="builtin_corpus")
     except (SyntaxError, ValueError, RecursionError):
         return []
     chats = []
