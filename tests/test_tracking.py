@@ -1,5 +1,6 @@
 """Tracking: `metrics.jsonl` reads as one unbroken run, W&B holds the same numbers, and neither W&B nor a terminal can fail a step."""
 
+import contextlib
 import json
 import math
 import os
@@ -53,9 +54,12 @@ def wandb_core(run_dir: Path, process: psutil.Process | None = None, start: int 
     """The wandb-core that a process (this one) started, once it records the run for the `start`-th time."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        for child in (process or psutil.Process()).children():
-            if child.name() == "wandb-core" and child.status() != psutil.STATUS_ZOMBIE and len(wandb_files(run_dir)) == start:
-                return child
+        recording = len(wandb_files(run_dir)) == start
+        with contextlib.suppress(psutil.NoSuchProcess):  # that of an earlier test, which is ending: the newest is this run's
+            children = sorted((process or psutil.Process()).children(), key=lambda child: child.create_time(), reverse=True)
+            cores = [child for child in children if child.name() == "wandb-core" and child.status() != psutil.STATUS_ZOMBIE]
+            if recording and cores:
+                return cores[0]
         time.sleep(0.05)
     raise AssertionError("wandb-core did not start")
 
