@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_WORKERS = 10  # alive at a time: each holds up to 0.9 GB, and real weights need 5 GB a rank of the 24 GB
 MOST_CASES = 20  # of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep their names
 
 
@@ -129,6 +130,9 @@ class Pools:
             self.pools.pop(world).close()
         if world not in self.pools or not self.pools[world].alive:
             self.pools[world] = Pool(world)
+        self.pools[world] = self.pools.pop(world)  # the last one used is the last
+        while sum(self.pools) > MOST_WORKERS and len(self.pools) > 1:
+            self.pools.pop(next(iter(self.pools))).close()
         return self.pools[world].run(case, timeout, **arguments)
 
     def close(self) -> None:
