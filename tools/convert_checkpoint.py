@@ -179,6 +179,8 @@ def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, w
 
 
 def verify(arguments: argparse.Namespace) -> int:
+    if not arguments.source.is_dir():
+        raise refuse(str(arguments.source), "is no folder", "give a step folder, such as runs/NAME/checkpoints/step_00000010")
     bar = Bar()
     with bar.progress:
         faults = convert.verify(arguments.source, effort(arguments, bar))

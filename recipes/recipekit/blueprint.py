@@ -72,12 +72,9 @@ class Blueprint:
         return Blueprint(**(saved | {"tensors": tensors, "published": stored, "aliases": {alias: tuple(of) for alias, of in saved["aliases"].items()}}))
 
 
-OPTIMIZERS = ("torch", "FP16_UnfusedOptimizer", "DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
-
-
 @dataclass(frozen=True)
 class Layout:
-    """How a job holds a model. `optimizer` is DeepSpeed's class, "torch" where it leaves the plain one (see OPTIMIZERS)."""
+    """How a job holds a model. `optimizer` is DeepSpeed's class, "torch" where it leaves the plain one (see `default_optimizer`)."""
 
     mesh: Mesh
     zero_stage: int

@@ -29,7 +29,7 @@ from .refusal import Refusal, refuse
 
 
 class Files(CheckpointEngine):
-    """How DeepSpeed reads and writes files here: reading runs nothing that they contain; writes are collected and done by `write`."""
+    """How DeepSpeed reads and writes files here: reading runs nothing that they contain; what was written, or is to be, is given by `take`."""
 
     def __init__(self, own_part: str = "") -> None:
         super().__init__()

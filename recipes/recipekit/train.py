@@ -183,7 +183,7 @@ def main(plan: Plan) -> int:
     if source is not None:
         state = checkpoint.load(engine, source, blueprint, layout, plan.out / "checkpoints" / ".converted", say)
         say(f"resumed from {source}")
-    state |= {"export_dtype": dtype, "model_config": model_config}
+    state |= {"export_dtype": dtype}
     last = recipe.stop_at or recipe.steps
     if state["step"] >= last:
         say(f"nothing to do: the run in {plan.out} has finished {state['step']} of {last} steps")
