@@ -1,7 +1,10 @@
-"""The global stream: order, resume, packing, masks, held-out documents, bad input."""
+"""The global stream: order, resume, mixture, packing, masks, held-out documents, bad input."""
 
 import contextlib
+import dataclasses
 import gc
+import gzip
+import hashlib
 import json
 import random
 import shutil
@@ -18,15 +21,17 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from recipekit import data
-from recipekit.data import PIECE, eval_rows, fingerprint, is_held_out, merge_states, open_source, open_stream
+from recipekit.data import chunks, eval_rows, fingerprint, merge_states, open_stream, sources, stream
+from recipekit.data.chunks import is_held_out
+from recipekit.data.mixture import Domain
+from recipekit.data.sources import PIECE, open_source
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.tokens import IGNORE, byte_tokenizer, encode_chats
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 BYTES = byte_tokenizer()
-END = BYTES.eos_token_id
+END, PAD = BYTES.eos_token_id, BYTES.pad_token_id
 SEQ_LEN = 16
 
 
@@ -38,36 +43,71 @@ def words(count: int, seed: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory) -> dict[str, str]:
-    """The same 300 documents as JSONL in three files, Parquet in two, and text files; and 90 chats."""
+    """The same 300 documents as JSONL in three files, Parquet and Arrow in two, text files, and tokens; 90 chats; and a mixture."""
     folder = tmp_path_factory.mktemp("corpora")
     texts = words(300, 0)
-    for kind in ("lines", "parquet", "text", "chats"):
+    for kind in ("lines", "parquet", "arrow", "tokens", "text", "chats"):
         (folder / kind).mkdir()
     for number in range(3):
         rows = [json.dumps({"id": 1, "text": text}) for text in texts[100 * number : 100 * number + 100]]
         (folder / "lines" / f"{number}.jsonl").write_text("\n".join(rows) + "\n")
     for number in range(2):
-        table = pa.table({"text": texts[150 * number : 150 * number + 150], "n": range(150)})
+        own = texts[150 * number : 150 * number + 150]
+        table = pa.table({"text": own, "n": range(150)})
         pq.write_table(table, folder / "parquet" / f"{number}.parquet", row_group_size=40)
+        with pa.OSFile(str(folder / "arrow" / f"{number}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=40)
+        tokens = pa.table({"ids": pa.array([[*BYTES(text)["input_ids"], END] for text in own], pa.list_(pa.int32()))})
+        pq.write_table(tokens, folder / "tokens" / f"{number}.parquet", row_group_size=40)
     for number, text in enumerate(texts):
         (folder / "text" / f"{number:03}.txt").write_text(text)
     chats = [{"messages": [{"role": "user", "content": text[:5]}, {"role": "assistant", "content": text}]} for text in words(90, 1)]
     (folder / "chats" / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    return {path.name: str(path) for path in folder.iterdir()} | {"texts": str(folder / "text")}
+    (folder / "other.jsonl").write_text("\n".join(json.dumps({"text": text.upper()}) for text in words(200, 7)))
+    found = {path.name: str(path) for path in folder.iterdir()}
+    return found | {"mixture": f"small={folder / 'lines'}@50; large={folder / 'other.jsonl'}@30|20:10; parquet={folder / 'parquet'}@20"}
+
+
+KINDS = [
+    ("lines", "pretrain"),
+    ("parquet", "pretrain"),
+    ("arrow", "pretrain"),
+    ("tokens", "pretrain"),
+    ("text", "pretrain"),
+    ("chats", "sft"),
+    ("mixture", "pretrain"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
-    """Blocks of 20 documents, so that a few hundred documents have many."""
+    """Blocks of 32 rows, chunks of 7, so that a few hundred documents have many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "BLOCK_DOCUMENTS", 20)
-        patch.setattr(data, "READ_ROWS", 7)
+        patch.setattr(stream, "BLOCK_ROWS", 32)
+        patch.setattr(stream, "BLOCK_TOKENS", (1, 1 << 22))
+        patch.setattr(chunks, "CHUNK_ROWS", 7)
+        patch.setattr(sources, "READ_ROWS", 7)
+        patch.setattr(sources, "PART_BYTES", 1000)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """Tokens of earlier runs are none of this module's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks.datasets_config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
 
 
 def recipe_for(dataset: str, **fields) -> Recipe:
-    defaults = {"model": "x", "dataset": dataset, "tokenizer": "bytes", "seq_len": SEQ_LEN, "global_batch": 8, "micro_batch": 1}
+    defaults = {"model": "x", "dataset": dataset, "tokenizer": "bytes", "seq_len": SEQ_LEN, "global_batch": 12, "micro_batch": 1}
+    if Path(dataset).name == "tokens":
+        defaults["text_field"] = "ids"
     return Recipe(**(defaults | fields))
+
+
+def of_kind(corpora: dict[str, str], kind: str, task: str, **fields) -> Recipe:
+    return recipe_for(corpora.get(kind, kind), task=task, **({"seq_len": 64 if task == "sft" else SEQ_LEN} | fields))
 
 
 def take(recipe: Recipe, steps: int, dp: int = 1, state: dict | None = None) -> tuple[np.ndarray, dict]:
@@ -76,97 +116,165 @@ def take(recipe: Recipe, steps: int, dp: int = 1, state: dict | None = None) -> 
     batches = []
     for _ in range(steps):
         rows = []
-        for stream in streams:
-            micro_batches, state_after = next(stream)
-            assert state_after is stream.state and len(micro_batches) == recipe.global_batch // dp // recipe.micro_batch
+        for own in streams:
+            micro_batches, state_after = next(own)
+            assert state_after is own.state and len(micro_batches) == recipe.global_batch // dp // recipe.micro_batch
             for batch in micro_batches:
-                assert all(batch[name].shape == (recipe.micro_batch, recipe.seq_len) and batch[name].dtype == torch.int64 for name in batch)
-                rows.append(np.stack([batch[name].numpy() for name in ("input_ids", "labels", "position_ids")]))
+                parts = [batch[name] for name in ("input_ids", "labels", "position_ids")]
+                assert all(part.shape == (recipe.micro_batch, recipe.seq_len) and part.dtype == torch.int64 for part in parts)
+                rows.append(np.stack([part.numpy() for part in parts]))
         batches.append(np.concatenate(rows, axis=1))
-    merged = merge_states([json.loads(json.dumps(stream.state)) for stream in streams])
-    for stream in streams:
-        stream.close()
+    merged = merge_states([json.loads(json.dumps(own.state)) for own in streams])
+    for own in streams:
+        own.close()
     return np.stack(batches) if batches else np.empty((0, 3, recipe.global_batch, recipe.seq_len), dtype=np.int64), json.loads(json.dumps(merged))
 
 
-@pytest.mark.parametrize("kind, task", [("lines", "pretrain"), ("parquet", "pretrain"), ("text", "pretrain"), ("chats", "sft"), ("builtin", "pretrain")])
+# Order --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, task", [*KINDS, ("builtin", "pretrain")])
 def test_order_does_not_depend_on_the_ranks(corpora, kind, task):
-    recipe = recipe_for(corpora.get(kind, kind), task=task, seq_len=64 if task == "sft" else SEQ_LEN)
-    layouts = [(1, 1), (1, 8), (2, 2), (4, 2), (8, 1)] if kind != "builtin" else [(1, 2), (2, 1)]
-    first, *others = (take(Recipe(**(vars(recipe) | {"micro_batch": micro_batch})), 12, dp)[0] for dp, micro_batch in layouts)
-    assert all((other == first).all() for other in others)
-    assert len(np.unique(first[:, 0].reshape(-1, recipe.seq_len), axis=0)) > 80  # the lanes differ
+    """The bytes of 50 global batches are the same for every divisor of the global batch, any micro-batch, with and without kept tokens."""
+    recipe = of_kind(corpora, kind, task)
+    layouts = [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (6, 2), (12, 1), (1, 4), (2, 6)] if kind != "builtin" else [(1, 2), (3, 1)]
+    hashes = set()
+    for number, (dp, micro_batch) in enumerate(layouts):
+        cache = {"token_cache": "off"} if number % 2 else {}
+        batches, _ = take(dataclasses.replace(recipe, micro_batch=micro_batch, **cache), 50 if kind != "builtin" else 10, dp)
+        hashes.add(hashlib.sha256(batches.tobytes()).hexdigest())
+    assert len(hashes) == 1
+    assert len(np.unique(batches[:, 0].reshape(-1, recipe.seq_len), axis=0)) > 80
 
 
-def test_order_depends_on_the_seed(corpora):
+def test_order_depends_on_seed_and_epoch(corpora):
     one, two = (take(recipe_for(corpora["lines"], seed=seed), 5)[0] for seed in (0, 1))
     assert (one[0] != two[0]).any()
 
 
-def documents_by_index(batches: np.ndarray) -> dict[int, str]:
-    """The text of each document, by its place in the global order; documents not complete are left out."""
-    found = {}
-    for lane in range(batches.shape[2]):
-        ids = batches[:, 0, lane].ravel()
-        ends = np.flatnonzero(ids == END)
-        for number, (start, end) in enumerate(zip([0, *(ends + 1)], ends, strict=False)):
-            found[number * batches.shape[2] + lane] = BYTES.decode(ids[start:end])
+# Packing ------------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(batches: np.ndarray) -> Counter:
+    """The ids of every piece (a document, or a row's length of a longer one), counted, and what each must be checked."""
+    found: Counter = Counter()
+    for ids, labels, positions in batches.transpose(0, 2, 1, 3).reshape(-1, 3, batches.shape[-1]):
+        for part in np.split(np.stack([ids, labels, positions]), np.flatnonzero(positions == 0)[1:], axis=1):
+            assert (part[2] == np.arange(part.shape[1])).all()
+            if part[0, 0] == PAD:
+                assert (part[0] == PAD).all() and (part[1] == IGNORE).all() and part.shape[1] < batches.shape[-1]
+                continue
+            assert (part[1] == [*part[0, 1:], IGNORE]).all()
+            found[tuple(part[0])] += 1
     return found
 
 
-@pytest.mark.parametrize("kind", ["lines", "parquet", "text"])
-def test_every_document_once_per_epoch_and_every_token_a_target(corpora, kind):
-    batches, _ = take(recipe_for(corpora[kind]), 150)
-    expected = Counter(text for text in words(300, 0) if not is_held_out(text))
-    size = sum(expected.values())
-    assert 290 < size < 300
-    documents = documents_by_index(batches)
-    assert len(documents) > 2 * size
-    epochs = [[documents[index] for index in range(number * size, (number + 1) * size)] for number in (0, 1)]
-    assert Counter(epochs[0]) == Counter(epochs[1]) == expected
-    assert epochs[0] != epochs[1] and epochs[0] != list(expected)
-    assert kind != "text" or set(epochs[0][:20]) != set(epochs[1][:20])  # 256 parts: another order of them gives another first block
-    for lane in range(8):
-        ids, labels, positions = (batches[:, part, lane].ravel() for part in range(3))
-        following = np.where(ids[:-1] == END, IGNORE, ids[1:])
-        assert (labels[:-1] == following).all()
-        starts = np.flatnonzero((np.arange(len(ids)) % SEQ_LEN == 0) | (np.roll(ids, 1) == END))
-        assert (positions == np.arange(len(ids)) - starts[np.searchsorted(starts, np.arange(len(ids)), side="right") - 1]).all()
+def expected_pieces(texts: list[str], seq_len: int) -> Counter:
+    tokens = [[*BYTES(text)["input_ids"], END] for text in texts if not is_held_out(text)]
+    return Counter(tuple(ids[first : first + seq_len]) for ids in tokens for first in range(0, len(ids), seq_len))
+
+
+@pytest.mark.parametrize("kind", ["lines", "parquet", "arrow", "text"])
+@pytest.mark.parametrize("seq_len", [16, 64])
+def test_every_token_once_per_epoch_and_no_short_document_cut(corpora, kind, seq_len):
+    recipe = recipe_for(corpora[kind], seq_len=seq_len, global_batch=1)
+    rows = []
+    with contextlib.closing(open_stream(recipe, BYTES, dp=1, dp_rank=0)) as own:
+        epochs: list[list[np.ndarray]] = [[], [], []]
+        while True:
+            batches, state = next(own)
+            epoch = state["domains"][""]["place"].get("epoch", 0)
+            if epoch == 2:
+                break
+            epochs[epoch].append(np.stack([batches[0][name].numpy() for name in ("input_ids", "labels", "position_ids")]))
+    expected = expected_pieces(words(300, 0), seq_len)
+    assert 290 < len([text for text in words(300, 0) if not is_held_out(text)]) < 300
+    for rows in epochs[:2]:
+        assert pieces_of(np.stack(rows)) == expected
+    first, second = (np.stack(rows) for rows in epochs[:2])
+    assert len(first) != len(second) or (first != second).any()
+
+
+def test_rows_are_full(tmp_path):
+    """99.5 % of what rows of 2,048 tokens can hold, on the sources of the standard library and on documents of web length."""
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(np.exp(draw.normal(6.1, 1.0, 40_000)).astype(int) + 2, 20_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "BLOCK_ROWS", 512)
+        patch.setattr(stream, "BLOCK_TOKENS", (1 << 20, 1 << 22))
+        patch.setattr(chunks, "CHUNK_ROWS", 256)
+        patch.setattr(sources, "PART_BYTES", 1 << 20)
+        path = tmp_path / "web.parquet"
+        tokens = pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), draw.integers(0, 256, lengths.sum(), dtype=np.int32))
+        pq.write_table(pa.table({"ids": tokens}), path, row_group_size=1000)
+        for recipe in (recipe_for("builtin", seq_len=2048, global_batch=64), recipe_for(str(path), seq_len=2048, global_batch=64, text_field="ids")):
+            batches, _ = take(recipe, 200)
+            assert (batches[:, 0] != PAD).mean() > 0.995, recipe.dataset
+
+
+# State and resume ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(corpora) -> dict[tuple[str, str], np.ndarray]:
-    kinds = [("lines", "pretrain"), ("parquet", "pretrain"), ("text", "pretrain"), ("chats", "sft")]
-    return {(kind, task): take(recipe_for(corpora[kind], task=task, seq_len=64 if task == "sft" else SEQ_LEN), 100)[0] for kind, task in kinds}
+    return {(kind, task): take(of_kind(corpora, kind, task), 100)[0] for kind, task in KINDS}
 
 
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
 @given(st.data())
 def test_resume_is_exact_at_any_point_any_number_of_times(corpora, uninterrupted, draw):
-    """Segments of random length, 0 included (saved right after a resume), on 1, 2 or 4 ranks, over two epochs."""
-    kind, task = draw.draw(st.sampled_from(list(uninterrupted)))
+    """Segments of random length, 0 included (saved right after a resume), on 1, 2, 3 or 4 ranks, over several epochs."""
+    kind, task = draw.draw(st.sampled_from(KINDS))
     reference = uninterrupted[kind, task]
-    segments = draw.draw(st.lists(st.tuples(st.sampled_from([0, 1, 2, 3, 7, 20, 40]), st.sampled_from([1, 2, 4])), min_size=2, max_size=4))
+    segments = draw.draw(st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 2, 3, 4])), min_size=2, max_size=5))
     state, done = None, 0
     for steps, dp in segments:
         steps = min(steps, len(reference) - done)
-        recipe = recipe_for(corpora[kind], task=task, seq_len=64 if task == "sft" else SEQ_LEN)
-        got, state = take(recipe, steps, dp, state)
+        got, state = take(of_kind(corpora, kind, task), steps, dp, state)
         assert (got == reference[done : done + steps]).all()
         done += steps
 
 
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.lists(st.integers(0, 30), min_size=4, max_size=4))
+def test_resume_of_a_mixture_on_2_4_3_and_1_ranks(corpora, uninterrupted, lengths):
+    state, done = None, 0
+    for steps, dp in zip(lengths, (2, 4, 3, 1), strict=True):
+        steps = min(steps, 100 - done)
+        got, state = take(recipe_for(corpora["mixture"]), steps, dp, state)
+        assert (got == uninterrupted["mixture", "pretrain"][done : done + steps]).all()
+        done += steps
+
+
 def test_state_is_small_and_the_same_for_any_ranks(corpora):
-    recipe = recipe_for(corpora["parquet"])
-    states = [take(recipe, 30, dp)[1] for dp in (1, 2, 8)]
+    recipe = recipe_for(corpora["mixture"])
+    states = [take(recipe, 30, dp)[1] for dp in (1, 2, 12)]
     assert states[0] == states[1] == states[2]
     assert len(json.dumps(states[0])) < 1024 + 64 * recipe.global_batch
 
 
-def test_resume_reads_from_the_last_block_only(corpora):
-    """Reading starts at the oldest block still in use, not at the start of the corpus."""
-    _, state = take(recipe_for(corpora["lines"]), 100)
-    assert state["reader"]["epoch"] == 1 and state["reader"]["block"] > 0 and state["reader"]["hf"]
+@pytest.mark.parametrize("kind", ["lines", "parquet", "arrow", "text", "tokens"])
+def test_resume_reads_one_block_wherever_it_is(corpora, kind, monkeypatch):
+    """The rows that a resume reads do not grow with its place in the epoch."""
+    recipe = recipe_for(corpora[kind], token_cache="off")
+    read: list[int] = []
+    original = chunks.Reader._encoded
+
+    def counted(self, part, group, row, values):
+        chunk = original(self, part, group, row, values)
+        read.append(chunk.row - row)
+        return chunk
+
+    monkeypatch.setattr(chunks.Reader, "_encoded", counted)
+    costs = []
+    for steps in (1, 20, 40, 55):
+        _, state = take(recipe, steps)
+        read.clear()
+        domains = stream.Domains(recipe, [Domain("", "")], stream.open_corpus(recipe, BYTES).readers(recipe), PAD, state)
+        domains.deal(1)
+        costs.append(sum(read))
+    assert max(costs) <= 3 * 40, costs  # two blocks of at most 40 documents each, and the chunk that one begins in
 
 
 def test_builtin_resumes_on_fewer_ranks():
@@ -177,7 +285,7 @@ def test_builtin_resumes_on_fewer_ranks():
     assert (again == reference[9:]).all()
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"global_batch": 16}, {"seq_len": 32}, {"dataset": "builtin"}, {"task": "sft"}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"global_batch": 24}, {"seq_len": 32}, {"dataset": "builtin"}, {"task": "sft"}])
 def test_state_of_another_stream_is_refused(corpora, change):
     recipe = recipe_for(corpora["lines"])
     _, state = take(recipe, 1)
@@ -187,26 +295,63 @@ def test_state_of_another_stream_is_refused(corpora, change):
     assert any(problem.where.startswith(name) for problem in refused.value.problems)
 
 
-def test_states_of_peers_must_agree(corpora):
-    streams = [open_stream(recipe_for(corpora["lines"]), BYTES, dp=2, dp_rank=rank) for rank in (0, 1, 1)]
-    states = [next(stream)[1] for stream in streams]
-    assert len(merge_states(states)["lanes"]) == 8
-    states[2] = next(streams[2])[1]
-    with pytest.raises(RuntimeError, match="peers disagree on lane 4"):
+def test_states_of_all_ranks_must_agree(corpora):
+    streams = [open_stream(recipe_for(corpora["lines"]), BYTES, dp=2, dp_rank=rank) for rank in (0, 1)]
+    states = [next(own)[1] for own in streams]
+    assert merge_states(states)["step"] == 1
+    states[1] = next(streams[1])[1]
+    with pytest.raises(RuntimeError, match="ranks read different data"):
         merge_states(states)
-    for stream in streams:
-        stream.close()
+    for own in streams:
+        own.close()
 
 
 def test_fewer_documents_than_lanes(tmp_path):
     (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("ab", "cd", "ef")))
     batches, _ = take(recipe_for(str(tmp_path / "few.jsonl")), 4, dp=4)
-    assert set(documents_by_index(batches).values()) == {"ab", "cd", "ef"}
+    assert set(pieces_of(batches)) == {(*BYTES(text)["input_ids"], END) for text in ("ab", "cd", "ef")}
 
 
 def test_global_batch_must_divide(corpora):
-    with pytest.raises(Refusal, match=r"global_batch = 8: is no multiple of dp\(3\) \* micro_batch\(1\); use --global_batch 6"):
-        open_stream(recipe_for(corpora["lines"]), BYTES, dp=3, dp_rank=0)
+    with pytest.raises(Refusal, match=r"global_batch = 12: is no multiple of dp\(5\) \* micro_batch\(1\); use --global_batch 10"):
+        open_stream(recipe_for(corpora["lines"]), BYTES, dp=5, dp_rank=0)
+
+
+# Mixtures -----------------------------------------------------------------------------------------------------------
+
+
+def test_shares_of_a_mixture_after_every_batch(corpora):
+    """Each domain is within one row of its share, from the step on at which the weights last changed."""
+    recipe = recipe_for(corpora["mixture"], global_batch=7)
+    shares = {1: (0.5, 0.3, 0.2), 20: (50 / 80, 10 / 80, 20 / 80)}
+    counted = np.zeros(3)
+    with contextlib.closing(open_stream(recipe, BYTES, dp=1, dp_rank=0)) as own:
+        for step in range(1, 60):
+            batches, state = next(own)
+            if step == 20:
+                counted[:] = 0
+            for batch in batches:
+                counted[int(batch["domain"])] += int((batch["input_ids"] != PAD).sum())
+            share = np.array(shares[20 if step >= 20 else 1])
+            assert (np.abs(counted - share * counted.sum()) <= SEQ_LEN).all(), step
+            assert [domain["tokens"] for domain in state["domains"].values()] == counted.tolist()
+
+
+@pytest.mark.parametrize(
+    "dataset, says",
+    [
+        ("a=x.jsonl@5; b=y.jsonl", ["'b=y.jsonl'", "is no part of a mixture"]),
+        ("a=x.jsonl@five", ["is no part of a mixture", "@five"]),
+        ("a=x.jsonl@5|3:1|2:4; b=y.jsonl@1", ["'a=x.jsonl@5|3:1|2:4'", "70|1000:50"]),
+        ("a=x.jsonl@5; a=y.jsonl@1", ["a", "names two corpora"]),
+        ("a=x.jsonl@0; b=y.jsonl@0", ["all weights of the mixture are 0"]),
+        ("a=x.jsonl@1|9:0; b=y.jsonl@0", ["from step 9 on", "all weights of the mixture are 0"]),
+    ],
+)
+def test_wrong_mixture_is_refused(dataset, says):
+    with pytest.raises(Refusal) as refused:
+        stream.domains_of(recipe_for(dataset))
+    assert all(part in str(refused.value) for part in says), str(refused.value)
 
 
 # Chats ----------------------------------------------------------------------------------------------------------
@@ -226,22 +371,23 @@ def test_chats_are_whole_and_padded(corpora):
                 seen.add(tuple(part[0]))
             assert (part[2] == np.arange(part.shape[1])).all()
     held_out = {ids for chat, ids in zip(chats, rendered, strict=True) if is_held_out(chat)}
-    assert seen == set(rendered) - held_out
+    assert seen == set(rendered) - held_out and (batches[:, 1] != IGNORE).any(-1).all()
 
 
 def test_builtin_chats_ask_for_the_docstring():
     batches, _ = take(recipe_for("builtin", task="sft", seq_len=256), 2)
-    ids, labels = batches[0, 0, 0], batches[0, 1, 0]
-    text = BYTES.decode(ids)
-    assert text.startswith("<|im_start|>user\nWrite the docstring.\n")
-    answer = text.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
-    assert BYTES.decode(labels[labels != IGNORE]).startswith(answer)
+    for ids, labels in batches.transpose(0, 2, 1, 3).reshape(-1, 3, 256)[:, :2]:
+        text = BYTES.decode(ids)
+        assert text.startswith("<|im_start|>user\nWrite the docstring.\n")
+        answer = text.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
+        assert BYTES.decode(labels[labels != IGNORE]).startswith(answer.removesuffix("\n"))
 
 
 def test_chats_without_an_answer_within_the_row_are_refused(corpora, monkeypatch):
-    monkeypatch.setattr(data, "BARREN_DOCUMENTS", 500)
-    with pytest.raises(Refusal, match="hold no token to train on"):
-        take(recipe_for(corpora["chats"], task="sft", seq_len=16), 1)
+    for limit in (50, 500):  # within an epoch, and at its end
+        monkeypatch.setattr(stream, "BARREN_DOCUMENTS", limit)
+        with pytest.raises(Refusal, match=r"\d+ documents in a row hold no token to train on"):
+            take(recipe_for(corpora["chats"], task="sft", seq_len=16), 1)
 
 
 # Attention ------------------------------------------------------------------------------------------------------
@@ -258,8 +404,8 @@ def test_no_document_sees_another(corpora, family, attention):
         model = LlamaForCausalLM(config).eval()
     else:
         model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **sizes)).eval()
-    with contextlib.closing(open_stream(recipe_for(corpora["lines"], seq_len=96, micro_batch=2), BYTES, dp=1, dp_rank=0)) as stream:
-        batch = next(stream)[0][0]
+    with contextlib.closing(open_stream(recipe_for(corpora["lines"], seq_len=96, micro_batch=2), BYTES, dp=1, dp_rank=0)) as own:
+        batch = next(own)[0][0]
     starts = [*torch.nonzero(batch["position_ids"][0] == 0).flatten().tolist(), 96]
     assert len(starts) >= 4
     changed = batch["input_ids"].clone()
@@ -308,11 +454,25 @@ def test_held_out_documents_are_evaluated_and_never_trained_on(large):
     held_out = [text for text in texts if is_held_out(text)]
     assert 10 < len(held_out) < 60
     said = []
-    ids = tokens_of(eval_rows(recipe_for(path, eval_rows=100_000), BYTES, dp=1, dp_rank=0, say=said.append)).ravel()
-    evaluated = BYTES.decode(ids).removesuffix(BYTES.pad_token * int((ids == BYTES.pad_token_id).sum())).split(BYTES.eos_token)[:-1]
-    assert evaluated == held_out and "held-out 1 %" in said[0]
-    trained = Counter(documents_by_index(take(recipe_for(path, seq_len=256), 60)[0]).values())
-    assert set(trained) == set(texts) - set(held_out)
+    batches = eval_rows(recipe_for(path, eval_rows=100_000), BYTES, dp=1, dp_rank=0, say=said.append)
+    rows = np.stack([np.concatenate([batch[name].numpy() for batch in batches]) for name in ("input_ids", "labels", "position_ids")])
+    tokens = [[*BYTES(text)["input_ids"], END] for text in held_out]
+    evaluated = pieces_of(rows[None])
+    assert evaluated == Counter(tuple(ids[first : first + SEQ_LEN]) for ids in tokens for first in range(0, len(ids), SEQ_LEN)) and "held-out 1 %" in said[0]
+    trained = pieces_of(take(recipe_for(path, seq_len=256), 60)[0])
+    assert set(trained) == set(expected_pieces(texts, 256))
+
+
+def test_ready_tokens_are_held_out_too(tmp_path):
+    """A document of ready tokens is in training or in the evaluation, and in one of them."""
+    draw = np.random.default_rng(3)
+    documents = [draw.integers(0, 250, int(size), dtype=np.int32) for size in draw.integers(2, 40, 3000)]
+    pq.write_table(pa.table({"ids": pa.array([ids.tolist() for ids in documents], pa.list_(pa.int32()))}), tmp_path / "ids.parquet", row_group_size=500)
+    recipe = recipe_for(str(tmp_path / "ids.parquet"), text_field="ids", seq_len=64, eval_rows=100_000)
+    batches = eval_rows(recipe, BYTES, dp=1, dp_rank=0)
+    rows = np.stack([np.concatenate([batch[name].numpy() for batch in batches]) for name in ("input_ids", "labels", "position_ids")])
+    evaluated, trained = set(pieces_of(rows[None])), set(pieces_of(take(recipe, 150)[0]))
+    assert 10 < len(evaluated) < 60 and not evaluated & trained and evaluated | trained == {tuple(ids.tolist()) for ids in documents}
 
 
 def test_no_held_out_document_is_refused(tmp_path):
@@ -331,15 +491,25 @@ def test_builtin_evaluation():
 
 
 def texts_of(dataset: str, **fields) -> list[str]:
-    source = open_source(recipe_for(dataset, **fields))
-    return [text for part in range(source.parts) for documents, _, _ in data.read(source, part, None, 0) for text, _ in documents]
+    return texts_from(open_source(recipe_for(dataset, **fields), Domain("", dataset)))
+
+
+def texts_from(source: sources.Source) -> list[str]:
+    """All texts of a corpus, in the order of its files."""
+    found = []
+    for part in range(len(source.parts)):
+        for group in range(source.groups(part)):
+            for values in source.read(part, group, 0):
+                for value in values if isinstance(values, list) else values.to_pylist():
+                    found += [text for text, _ in source.documents(value, "here")]
+    return found
 
 
 def test_builtin_is_the_standard_library():
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in sorted(stdlib.rglob("*.py")) if "site-packages" not in file.parts]
     content = "".join(texts_of("builtin"))
-    assert content == "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    assert content == "".join(file.read_text(encoding="utf-8", errors="replace").removeprefix("\ufeff") for file in files)
 
 
 def test_ways_to_name_files(corpora, monkeypatch):
@@ -352,12 +522,10 @@ def test_ways_to_name_files(corpora, monkeypatch):
 
 
 def test_odd_files_are_read(tmp_path):
-    import gzip
-
     odd = tmp_path / "a [b], {c} é*"
     odd.mkdir()
-    (odd / "bad.txt").write_bytes(b"caf\xe9 \xff")
-    assert texts_of(str(odd / "bad.txt")) == ["caf� �"]
+    (odd / "mark.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
+    assert texts_of(str(odd / "mark.txt")) == ["café\n"]
     long = "".join(f"line {number}\n" for number in range(10_000))
     (odd / "long.txt").write_text(long)
     pieces = texts_of(str(odd / "long.txt"))
@@ -380,28 +548,28 @@ def test_odd_files_are_read(tmp_path):
         ("a.jsonl", '{"text": 5}\n', ["a.jsonl, row 1", "holds int '5' where text (--text_field) should be"]),
         ("a.parquet", "no parquet", ["a.parquet", "cannot be read"]),
         ("a.txt", " \n", ["holds no document to train on"]),
-        ("a.jsonl", "", ["holds no document to train on"]),
+        ("a.jsonl", "", ["a.jsonl", "is empty", "--bad_rows skip"]),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', ["a.jsonl, row 1", "is not UTF-8: byte 0xe9 at 13", "iconv"]),
+        ("a.txt", b"caf\xe9 \xff", ["a.txt, row 1", "is not UTF-8: byte 0xe9 at 3"]),
     ],
 )
 def test_bad_rows_are_named(tmp_path, name, content, says):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(Refusal) as refused:
-        stream = open_stream(recipe_for(str(tmp_path)), BYTES, dp=1, dp_rank=0)
-        with contextlib.closing(stream):
-            next(stream)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(Refusal) as refused, contextlib.closing(open_stream(recipe_for(str(tmp_path)), BYTES, dp=1, dp_rank=0)) as own:
+        next(own)
     assert all(part in str(refused.value) for part in says), str(refused.value)
 
 
 def test_bad_columns_and_broken_files_are_named(tmp_path, corpora):
-    with pytest.raises(Refusal, match=r"[01].parquet: has no column 'body', only 'text', 'n'"):
+    with pytest.raises(Refusal, match=r"[01].parquet, row group \d: has no column 'body', only 'text', 'n'"):
         take(recipe_for(corpora["parquet"], text_field="body"), 1)
     whole = Path(corpora["parquet"], "0.parquet").read_bytes()
     middle = len(whole) // 2
     (tmp_path / "broken.parquet").write_bytes(whole[: middle - 200] + b"\xff" * 400 + whole[middle + 200 :])
-    with pytest.raises(Refusal, match=r"broken.parquet, after row .*cannot be read"):
+    with pytest.raises(Refusal, match=r"broken.parquet, row group \d, row \d+: cannot be read"):
         take(recipe_for(str(tmp_path / "broken.parquet")), 40)
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00garbage")
-    with pytest.raises(Refusal, match=r"cut.jsonl.gz, after row 0: cannot be read"):
+    with pytest.raises(Refusal, match=r"cut.jsonl.gz, row 1: cannot be read"):
         take(recipe_for(str(tmp_path / "cut.jsonl.gz")), 1)
 
 
@@ -444,32 +612,32 @@ def test_fingerprint_follows_the_content(corpora, tmp_path):
 
 def test_close_leaves_no_thread(corpora):
     before = set(threading.enumerate())
-    stream = open_stream(recipe_for(corpora["parquet"]), BYTES, dp=1, dp_rank=0)
-    next(stream)
+    own = open_stream(recipe_for(corpora["parquet"]), BYTES, dp=1, dp_rank=0)
+    next(own)
     time.sleep(0.1)  # the queue is full, the thread waits
     begun = time.perf_counter()
-    stream.close()
+    own.close()
     assert time.perf_counter() - begun < 1 and set(threading.enumerate()) == before
     with pytest.raises(RuntimeError, match="closed"):
-        next(stream)
-    stream.close()
+        next(own)
+    own.close()
 
 
-def test_error_comes_after_the_good_steps_and_stays(tmp_path):
+def test_error_comes_after_the_good_steps_is_seen_one_step_early_and_stays(tmp_path):
     """The steps made before the bad row are handed out, then `next` raises, every time."""
-    good = "\n".join(json.dumps({"text": text}) for text in words(39, 2))
+    good = "\n".join(json.dumps({"text": text}) for text in words(400, 2))
     (tmp_path / "a.jsonl").write_text(good + "\nnonsense\n")
     before = set(threading.enumerate())
-    stream = open_stream(recipe_for(str(tmp_path / "a.jsonl"), global_batch=1), BYTES, dp=1, dp_rank=0)
+    own = open_stream(recipe_for(str(tmp_path / "a.jsonl"), global_batch=1), BYTES, dp=1, dp_rank=0)
     steps = 0
-    with pytest.raises(Refusal, match=r"a.jsonl, row 40: is not JSON"):
-        while True:
-            next(stream)
-            steps += 1
-    assert steps > 5
-    with pytest.raises(Refusal, match="row 40"):
-        next(stream)
-    stream.close()
+    while own.error_ahead() is None:
+        next(own)
+        steps += 1
+    assert steps > 5 and own.state["step"] == steps
+    for _ in range(2):
+        with pytest.raises(Refusal, match=r"a.jsonl, from byte \d+, row \d+: is not JSON"):
+            next(own)
+    own.close()
     assert set(threading.enumerate()) == before
 
 
@@ -477,15 +645,14 @@ def test_error_comes_after_the_good_steps_and_stays(tmp_path):
 
 
 def test_hub_data_set_is_streamed(corpora):
-    source = data._hub_source(recipe_for(corpora["parquet"]), "text")
-    texts = [text for part in range(source.parts) for documents, _, _ in data.read(source, part, None, 0) for text, _ in documents]
-    assert texts == words(300, 0) and source.parts == 2 and "/train@" in source.fingerprint
+    source = sources._hub_source(recipe_for(""), Domain("", corpora["parquet"]), "text")
+    assert texts_from(source) == words(300, 0) and len(source.parts) == 2 and source.groups(0) == 4 and "/train@" in source.fingerprint
 
 
 @pytest.mark.parametrize("fields, says", [({"split": "tests"}, ["tests", "train"]), ({"subset": "no-such"}, ["no-such", "default"])])
 def test_wrong_split_or_subset_is_refused(corpora, fields, says):
     with pytest.raises(Refusal) as refused:
-        data._hub_source(recipe_for(corpora["parquet"], **fields), "text")
+        sources._hub_source(recipe_for("", **fields), Domain("", corpora["parquet"]), "text")
     assert all(part in str(refused.value) for part in says), str(refused.value)
 
 
@@ -494,20 +661,20 @@ def test_missing_subset_is_refused_with_the_choice(tmp_path, corpora):
     card = "---\nconfigs:\n- config_name: first\n  data_files: 0.parquet\n- config_name: second\n  data_files: 1.parquet\n---\n"
     (tmp_path / "repository" / "README.md").write_text(card)
     with pytest.raises(Refusal, match=r"'first', 'second'"):
-        data._hub_source(recipe_for(str(tmp_path / "repository")), "text")
-    assert data._hub_source(recipe_for(str(tmp_path / "repository"), subset="second"), "text").parts == 1
+        sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository")), "text")
+    assert len(sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository"), "second"), "text").parts) == 1
 
 
 def test_two_threads_may_parse_at_once() -> None:
     """The training stream and the evaluation read `builtin` at the same time; a garbage collection amid `ast.parse` changes threads."""
-    from recipekit.data import _docstring_chats
+    from recipekit.data.sources import _docstring_chats
 
-    sources = [file.read_text() for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:6]]
+    programs = [file.read_text() for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:6]]
     failed: list[BaseException] = []
 
     def parse() -> None:
         try:
-            for source in sources:
+            for source in programs:
                 _docstring_chats(source, "here")
         except SystemError as error:
             failed.append(error)

@@ -13,7 +13,7 @@ import pytest
 from pool import ROOT, environment
 
 KIT = ROOT / "recipes" / "recipekit"
-KIT_MODULES = {path.stem: path for path in sorted(KIT.glob("*.py"))}
+KIT_MODULES = {path.relative_to(KIT).with_suffix("").as_posix().replace("/", "."): path for path in sorted(KIT.rglob("*.py"))}
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
 LAUNCH = sorted((ROOT / "launch").rglob("*.py"))
@@ -28,8 +28,9 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level <= 1, f"{path} imports from outside its package"
-            base = ".".join(filter(None, (path.parent.name if node.level else "", node.module)))
+            package = ("recipekit", *path.relative_to(KIT).parts[:-1]) if path.is_relative_to(KIT) else (path.parent.name,)
+            assert node.level <= len(package), f"{path} imports from outside its package"
+            base = ".".join(filter(None, (*package[: len(package) - node.level + 1], node.module))) if node.level else node.module or ""
             found |= {f"{base}.{alias.name}" for alias in node.names}
     return found
 
@@ -64,10 +65,13 @@ def test_recipes_see_recipekit_by_its_front_door():
 
 
 def test_recipekit_has_layers_without_a_cycle():
-    graph = {}
-    for module, path in KIT_MODULES.items():
-        parts = [name.split(".") for name in imports(path) if name.startswith("recipekit.")]
-        graph[module] = {name[1] if name[1] in KIT_MODULES else "__init__" for name in parts}
+    def module_of(name: str) -> str:
+        """The module that an imported name lies in: recipekit.data.mixture.Domain -> data.mixture; a package is its __init__."""
+        inner = name.removeprefix("recipekit.")
+        candidates = [inner, inner.rpartition(".")[0], f"{inner}.__init__", f"{inner.rpartition('.')[0]}.__init__"]
+        return next((module for module in candidates if module in KIT_MODULES), "__init__")
+
+    graph = {module: {module_of(name) for name in imports(path) if name.startswith("recipekit.")} for module, path in KIT_MODULES.items()}
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
     assert order[-1] == "__init__" and order.index("refusal") < order.index("plan") < order.index("train") < order.index("run")
 

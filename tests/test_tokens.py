@@ -119,9 +119,11 @@ def test_gated_and_unknown_repositories_are_refused():
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.tokens import load_tokenizer
-from recipekit.data import open_source
+from recipekit.data.stream import open_corpus
+from recipekit.tokens import byte_tokenizer
 for call in (lambda: load_tokenizer(Recipe(model="org/gated")), lambda: load_tokenizer(Recipe(model="org/unknown")),
-             lambda: open_source(Recipe(dataset="org/gated")), lambda: open_source(Recipe(dataset="org/unknown"))):
+             lambda: open_corpus(Recipe(dataset="org/gated"), byte_tokenizer()),
+             lambda: open_corpus(Recipe(dataset="org/unknown"), byte_tokenizer())):
     try:
         call()
     except Refusal as refusal:

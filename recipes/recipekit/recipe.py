@@ -24,10 +24,12 @@ class Recipe:
     """One training run. Every plain field (number, string, switch) is a command-line flag of the same name."""
 
     model: str = _say("hub id or local folder of a causal language model", "")
-    dataset: str = _say("hub id, local files (a path, a glob, or several separated by commas), or builtin", "builtin")
+    dataset: str = _say("hub id, local files (a path, a glob, or several by comma), builtin, or a mixture: NAME=DATASET@WEIGHT; ...", "builtin")
     subset: str = _say("configuration name of a hub dataset", "")
     split: str = _say("split of the dataset", "train")
     text_field: str = _say("column that holds a document", "text")
+    bad_rows: str = _say("a row or file that cannot be read: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
+    token_cache: str = _say("folder that keeps the tokens of local data; auto: beside the cache of datasets; off: none", "auto")
     messages_field: str = _say("column that holds a chat, for task sft", "messages")
     task: str = _say("pretrain: loss on every token; sft: chats, loss on the answers only", "pretrain", choices=("pretrain", "sft"))
     tokenizer: str = _say("hub id or folder of the tokenizer; bytes: the byte-level one made in code; empty: the model's own", "")

@@ -34,7 +34,8 @@ def own_part(batch: MicroBatch, sp: int, sp_rank: int) -> MicroBatch:
         return batch
     starts = torch.ones_like(batch["position_ids"], dtype=torch.bool)
     starts[:, 1:] = batch["position_ids"].diff(dim=-1) != 1  # transformers' own rule (find_packed_sequence_indices)
-    return {name: tensor.chunk(sp, dim=1)[sp_rank] for name, tensor in batch.items()} | {"document_starts": starts}
+    rows = {name: tensor for name, tensor in batch.items() if tensor.dim() == 1}  # a number for each row
+    return {name: tensor.chunk(sp, dim=1)[sp_rank] for name, tensor in batch.items() if name not in rows} | rows | {"document_starts": starts}
 
 
 def apply(model: Any, recipe: Recipe, groups: Groups) -> None:

@@ -31,7 +31,7 @@ from .mesh import Mesh
 from .model import Built, empty_model, enabled
 from .plan import Plan, identity
 from .recipe import Recipe
-from .refusal import Refusal, refuse
+from .refusal import Problem, Refusal, refuse
 
 # Dense bf16 FLOP/s by the name of the device, from NVIDIA's data sheets (those with sparsity are twice as high).
 PEAK_FLOPS = {
@@ -152,6 +152,32 @@ def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict | None, say:
         stream = open_stream(plan.recipe, tokenizer, dp=plan.mesh.dp, dp_rank=dp_rank)
         say(f"other data than the checkpoint's, read from its beginning: {'; '.join(problem.where for problem in refusal.problems)}")
         return stream
+
+
+def shared_problems(error: BaseException | None) -> list[Problem]:
+    """What is wrong with the data of any rank, the same on all (a collective). An error that is no refusal is raised where it is."""
+    if error is not None and not isinstance(error, Refusal):
+        raise error
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error.problems if error else [])
+    return list(dict.fromkeys(problem for problems in everyone for problem in problems))
+
+
+def check_peers(mesh: Mesh, seen: int, step: int, device: torch.device) -> None:
+    """Proves that all ranks of one data-parallel coordinate were given the same tokens up to `step` (a collective).
+
+    `seen` is what `data.roll` makes of them. Raises RuntimeError with the ranks that differ.
+    """
+    if mesh.dp == mesh.world:
+        return
+    own = torch.tensor([seen - (1 << 64) if seen >> 63 else seen], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(mesh.world)]
+    dist.all_gather(everyone, own)
+    first: dict[int, int] = {}
+    for rank, hashed in enumerate(everyone):
+        dp_rank = mesh.coords(rank)["dp"]
+        if not torch.equal(hashed, everyone[first.setdefault(dp_rank, rank)]):
+            raise RuntimeError(f"ranks {first[dp_rank]} and {rank} share data-parallel rank {dp_rank}, but were given other tokens up to step {step}")
 
 
 def put_aside(out: Path) -> None:

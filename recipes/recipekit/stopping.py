@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-REASONS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "launcher gone": 143}  # why a run stops -> its exit code
+REASONS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "launcher gone": 143, "bad data": 1}  # why a run stops -> its exit code
 POLL = 0.5  # seconds between two looks at the launcher and at the clock
 
 

@@ -12,16 +12,17 @@ import torch.distributed as dist
 
 from . import checkpoint, pipeline, schedule
 from .blueprint import describe
-from .data import eval_rows, merge_states
+from .data import domains_of, eval_rows, merge_states, roll
 from .export import export, save_small_files
 from .groups import Groups
 from .mesh import Mesh
 from .model import build_model, check_weights, enabled, parameter_groups
 from .plan import Plan
 from .recipe import Recipe
-from .refusal import refuse
+from .refusal import Refusal, refuse
 from .sequence_parallel import MicroBatch, own_part
 from .setup import (
+    check_peers,
     export_dtype,
     find_checkpoint,
     ideal_step_seconds,
@@ -31,6 +32,7 @@ from .setup import (
     peak_memory,
     put_aside,
     run_facts,
+    shared_problems,
     start,
     undo_hidden_step,
     write_facts,
@@ -40,13 +42,18 @@ from .tokens import load_tokenizer
 from .tracking import open_tracker
 from .weights import fetch_config
 
+PEERS_EVERY = 10  # steps between two proofs that the peers of a data-parallel rank were given the same tokens
 
-def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: str | None, mesh: Mesh) -> dict[str, Any]:
+
+def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: str | None, mesh: Mesh, by_domain: torch.Tensor | None = None) -> dict[str, Any]:
     """One optimizer step. Returns {"loss", "grad_norm", "tokens", "stop"}: over the global batch, the same on every rank.
 
     `loss` is the mean over the tokens of the global batch that have a label, so it does not depend on how the rows are
     split into micro-batches and ranks. `stop` is a reason (of stopping.REASONS) that any rank passed. lr None leaves it to the JSON's scheduler.
+    `by_domain`, (2, domains) fp64 for a mixture, receives the loss sums and the tokens of each domain, up to one factor.
     """
+    if by_domain is not None:
+        by_domain.zero_()
     if lr is not None:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
@@ -63,7 +70,7 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
     else:
         loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         for batch in batches:
-            loss = token_loss(engine, to_device(batch, engine.device))
+            loss = token_loss(engine, to_device(batch, engine.device), by_domain)
             loss_sum += loss.detach()
             if weight is None:
                 counting.wait()
@@ -75,6 +82,8 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
         assert summing is not None, "an optimizer step has at least one micro-batch"
         summing.wait()
         mean_loss = loss_sum / totals[0]
+    if by_domain is not None:
+        dist.all_reduce(by_domain)
     told = [reason for reason, ranks in zip(REASONS, totals[1:].tolist(), strict=True) if ranks]
     return {
         "loss": mean_loss.item(),
@@ -84,26 +93,33 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
     }
 
 
-def token_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
+def token_loss(model: Any, batch: MicroBatch, by_domain: torch.Tensor | None = None) -> torch.Tensor:
     """The summed cross-entropy of one micro-batch in fp32; labels of -100 do not count."""
     starts = batch.get("document_starts")  # of the whole rows, under sequence parallelism only
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=starts, use_cache=False).logits  # (B, T, V)
-    return summed_loss(logits, batch["labels"])
+    return summed_loss(logits, batch["labels"], batch.get("domain"), by_domain)
 
 
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor, domain: torch.Tensor | None = None, by_domain: torch.Tensor | None = None) -> torch.Tensor:
+    """Adds to `by_domain`, (2, domains), what each row of `domain`, (B,), has of loss and labels."""
+    if domain is None or by_domain is None:
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    of_rows = torch.stack([losses.detach().view_as(labels).sum(1), (labels != -100).sum(1)])  # (2, B)
+    by_domain.index_add_(1, domain, of_rows.double())
+    return losses.sum()
 
 
-def pipeline_loss(logits: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def pipeline_loss(by_domain: torch.Tensor | None, logits: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """What the last stage computes; DeepSpeed takes the mean of it over micro-batches and data-parallel ranks."""
-    labels, weight = target
-    return summed_loss(logits, labels) * weight
+    labels, weight, *domain = target
+    return summed_loss(logits, labels, domain[0] if domain else None, by_domain) * weight
 
 
 def pipeline_batches(batches: list[MicroBatch], weight: torch.Tensor) -> list[Any]:
     """(what the first stage takes, what the loss takes) of each micro-batch."""
-    return [((batch["input_ids"], batch["position_ids"]), (batch["labels"], weight)) for batch in batches]
+    domains = [(batch["domain"],) if "domain" in batch else () for batch in batches]
+    return [((batch["input_ids"], batch["position_ids"]), (batch["labels"], weight, *domain)) for batch, domain in zip(batches, domains, strict=True)]
 
 
 def lr_at(recipe: Recipe, step: int) -> float:
@@ -162,10 +178,12 @@ def main(plan: Plan) -> int:
         raise refuse(f"tokenizer = {recipe.tokenizer or recipe.model}", rule, "leave --tokenizer out to take the model's own")
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
     model = built.model
+    domains = [domain.name for domain in domains_of(recipe)]
+    by_domain = torch.zeros(2, len(domains), dtype=torch.float64, device=device) if len(domains) > 1 else None
     if mesh.pp > 1:
         assert built.split is not None
         say(f"pipeline, {recipe.pipeline_schedule}: {describe(built.blueprint, built.split.bounds)}")
-        model = pipeline.assemble(built.models, groups, pipeline_loss, recipe.pipeline_schedule, built.split.num_stages)
+        model = pipeline.assemble(built.models, groups, partial(pipeline_loss, by_domain), recipe.pipeline_schedule, built.split.num_stages)
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model)  # a list of groups, which DeepSpeed takes but does not annotate
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
@@ -194,6 +212,8 @@ def main(plan: Plan) -> int:
 
     dp_rank = groups.coords["dp"]
     stream = open_data(plan, tokenizer, dp_rank, state["data"], say)
+    if problems := shared_problems(stream.error_ahead()):
+        raise Refusal(problems)
     held_out = eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say) if recipe.eval_every else []
     held_out = [own_part(batch, mesh.sp, groups.coords["sp"]) for batch in held_out]
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage
@@ -207,7 +227,7 @@ def main(plan: Plan) -> int:
     saver = checkpoint.Saver(engine, plan.out / "checkpoints", blueprint, layout, recipe.keep, recipe.save_in_background, write_hf_files)
     ideal = ideal_step_seconds(recipe, model_config, mesh, facts["host"]["device"])
     with Stopper(recipe.grace) as stopper, contextlib.closing(stream):
-        code = loop(plan, engine, stream, held_out, state, saver, tracker, stopper, ideal)
+        code = loop(plan, engine, stream, held_out, state, saver, tracker, stopper, by_domain, ideal)
         if code == 0 and last == recipe.steps and recipe.export:
             stopper.boundary(next_within=3600)
             tracker.say(f"writing Hugging Face files to {plan.out}/hf")
@@ -226,6 +246,7 @@ def loop(
     saver: checkpoint.Saver,
     tracker: Any,
     stopper: Stopper,
+    by_domain: torch.Tensor | None = None,
     ideal: float | None = None,
 ) -> int:
     """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code.
@@ -237,15 +258,18 @@ def loop(
     last = recipe.stop_at or recipe.steps
     own_schedule = "scheduler" not in plan.ds_config
     drawn = min(state["step"] + 3, last)  # the step of a pipeline that OUT/schedule.png shows: the first ones warm up
+    seen = 0  # a hash of all tokens that this rank was given
 
     for step in range(state["step"] + 1, last + 1):
         begun = time.perf_counter()
         batches, data_state = next(stream)
+        broken = stream.error_ahead() if step < last else None  # found one step early, so that all ranks stop together
+        seen = roll(seen, batches)
         batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
         data_wait = time.perf_counter() - begun
         lr = lr_at(recipe, step) if own_schedule else None
         with schedule.record(engine, on=step == drawn) as spans:
-            result = train_step(engine, batches, lr, stopper.requested, mesh)
+            result = train_step(engine, batches, lr, "bad data" if broken else stopper.requested, mesh, by_domain)
         seconds = time.perf_counter() - begun
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
@@ -267,6 +291,12 @@ def loop(
             "data_wait_s": data_wait,
             "peak_mem_bytes": peak_memory(engine.device),
         }
+        if by_domain is not None:
+            for domain, loss, tokens in zip(data_state["domains"], *by_domain.tolist(), strict=True):
+                metrics |= {f"loss/{domain}": loss / tokens} if tokens else {}
+                metrics[f"tokens/{domain}"] = data_state["domains"][domain]["tokens"]
+        if recipe.bad_rows == "skip":
+            metrics["bad_rows"] = sum(domain["place"].get("bad", 0) for domain in data_state["domains"].values())
         if ideal:
             metrics["mfu"] = ideal / seconds
         if held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
@@ -275,6 +305,8 @@ def loop(
         tracker.log(metrics)
         schedule.report(engine, spans, plan.command.name, step, plan.out, tracker.say)
         stopper.boundary()
+        if step % PEERS_EVERY == 0 or step == last:
+            check_peers(mesh, seen, step, engine.device)
 
         if result["stop"] or step == last or (recipe.save_every and step % recipe.save_every == 0):
             stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
@@ -288,6 +320,8 @@ def loop(
         if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             stopper.request(result["stop"])  # on the ranks that were not told themselves
             tracker.say(f"stopped by {stopper.requested} after step {step}; the checkpoint of it is complete")
+            for problem in shared_problems(broken) if stopper.requested == "bad data" else []:
+                tracker.say(f"step {step + 1} cannot be made: {problem}")
             return stopper.exit_code
     return 0
 

@@ -1,0 +1,246 @@
+"""Chunks: the documents of a few hundred rows as tokens, made once and kept as Arrow files when the corpus is local."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from datasets import config as datasets_config
+
+from ..recipe import Recipe
+from ..refusal import Refusal, refuse
+from ..tokens import encode_chats, encode_texts
+from .sources import UNREADABLE, Document, Source, Values, holds_tokens, unreadable
+
+CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # a chunk ends at whichever comes first
+FORMAT = 1  # of the files
+LOG = logging.getLogger(__name__)
+
+
+class Chunk(NamedTuple):
+    """Documents to train on, one after the other. Those held out for evaluation, and those without a target, are not among them."""
+
+    ids: np.ndarray  # (tokens,) int32
+    labels: np.ndarray | None  # (tokens,) int32: the target of each position or IGNORE; None: the next token of the document
+    starts: np.ndarray  # (documents,) int64: where in ids
+    lengths: np.ndarray  # (documents,) int64
+    row: int  # of the group, from where on the next chunk reads
+    last: bool  # the group ends here
+    bad: int  # rows and row groups that were skipped, being broken
+    barren: int  # documents that hold no target
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What makes tokens of a recipe's documents."""
+
+    tokenizer: Any
+    task: str
+    seq_len: int
+
+    def __call__(self, documents: list[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
+        contents, places = [content for content, _ in documents], [place for _, place in documents]
+        if not documents:
+            return []
+        return encode_chats(self.tokenizer, contents, places, self.seq_len) if self.task == "sft" else encode_texts(self.tokenizer, contents)
+
+    @property
+    def identity(self) -> str:
+        """A hash that differs for tokenizers that differ."""
+        probe = [self.tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(self.tokenizer), self.tokenizer.chat_template if self.task == "sft" else None]
+        return hashlib.blake2b(repr(probe).encode(), digest_size=8).hexdigest()
+
+
+def is_held_out(content: Any) -> bool:
+    """True for about 1 % of all documents, which are for evaluation only; depends on the content alone."""
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big") % 100 == 0
+
+
+def held_out_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(documents,) bool: the same for documents of ready tokens, told by their length and their first and last eight tokens."""
+    mixed = lengths.astype(np.uint64)
+    for offset in range(8):
+        inside = np.minimum(offset, np.maximum(lengths - 1, 0))
+        for at in (starts + inside, starts + lengths - 1 - inside):
+            mixed = (mixed ^ ids[np.minimum(at, len(ids) - 1)].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= mixed >> np.uint64(29)
+    return mixed % np.uint64(100) == 0
+
+
+def open_cache(recipe: Recipe, source: Source, encoder: Encoder) -> Path | None:
+    """The folder of this corpus' tokens; None where none are kept: for what is not local, or with `--token_cache off`."""
+    if source.ready or recipe.token_cache == "off" or (recipe.token_cache == "auto" and not source.local):
+        return None
+    base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if recipe.token_cache == "auto" else Path(recipe.token_cache).expanduser()
+    times = [str(Path(name).stat().st_mtime_ns) for name in source.parts if Path(name).is_file()]  # a file may change in its middle
+    limits = (CHUNK_ROWS, CHUNK_CHARACTERS, encoder.seq_len if encoder.task == "sft" else 0, FORMAT)
+    key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, times)).encode(), digest_size=12).hexdigest()
+    folder = base / key
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if recipe.token_cache != "auto":
+            raise refuse(f"--token_cache {recipe.token_cache}", f"cannot be made: {error.strerror}", "name a folder you may write to, or off") from error
+        LOG.warning("tokens are not kept: %s", error)
+        return None
+    return folder
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads chunks of one corpus."""
+
+    source: Source
+    encoder: Encoder
+    skip: bool  # broken rows are counted, not refused
+    cache: Path | None
+    held_out: bool = False  # read those documents only that are held out
+
+    def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk]:
+        """The chunks of a group from `row` on. Raises `Refusal` for what cannot be read, if it is not to be skipped."""
+        values: Iterator[Values] | None = None
+        while True:
+            chunk, values = self._chunk(part, group, row, values)
+            yield chunk
+            row = chunk.row
+            if chunk.last:
+                return
+
+    def _chunk(self, part: int, group: int, row: int, values: Iterator[Values] | None) -> tuple[Chunk, Iterator[Values] | None]:
+        if self.cache is None:
+            values = values or self.source.read(part, group, row)
+            return self._encoded(part, group, row, values), values
+        file = self.cache / f"{part}_{group}_{row}.arrow"
+        if (chunk := _load(file)) and self._welcome(chunk):
+            return chunk, None
+        with _turn(self.cache):  # of all processes of this host one makes the tokens, and the others read them
+            if (chunk := _load(file)) and self._welcome(chunk):
+                return chunk, None
+            values = values or self.source.read(part, group, row)
+            chunk = self._encoded(part, group, row, values)
+            _store(file, chunk)
+        return chunk, values
+
+    def _welcome(self, chunk: Chunk) -> bool:
+        return self.skip or not chunk.bad  # what was skipped once is read again to be refused
+
+    def _encoded(self, part: int, group: int, row: int, values: Iterator[Values]) -> Chunk:
+        begin, bad, characters, last = row, 0, 0, False
+        documents: list[Document] = []
+        while row - begin < CHUNK_ROWS and characters < CHUNK_CHARACTERS:
+            try:
+                some = next(values, None)
+            except UNREADABLE as error:
+                problem = error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error)
+                self.bad(problem)
+                bad, last = bad + 1, True
+                break
+            if some is None:
+                last = True
+                break
+            if not isinstance(some, list):
+                if holds_tokens(some.type):
+                    assert not documents
+                    return _ready(some, row + len(some), self.encoder, self.held_out)
+                some = some.to_pylist()
+            for value in some:
+                try:
+                    new = self.source.documents(value, self.source.place(part, group, row))
+                except Refusal as problem:
+                    self.bad(problem)
+                    new, bad = [], bad + 1
+                row += 1
+                characters += sum(len(content) if isinstance(content, str) else 1000 for content, _ in new)
+                documents += [document for document in new if not is_empty(document[0]) and is_held_out(document[0]) == self.held_out]
+        try:
+            encoded = self.encoder(documents)
+        except Refusal as problem:  # a chat may turn out to be broken only when it is rendered
+            self.bad(problem)
+            encoded = []
+            for document in documents:
+                try:
+                    encoded += self.encoder([document])
+                except Refusal:
+                    bad += 1
+        full = [(ids, labels) for ids, labels in encoded if len(ids)]
+        ids = np.concatenate([ids for ids, _ in full]).astype(np.int32) if full else np.empty(0, np.int32)
+        labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and self.encoder.task == "sft" else None
+        lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
+        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, bad, len(encoded) - len(full))
+
+    def bad(self, problem: Refusal) -> None:
+        if not self.skip:
+            raise problem
+        LOG.info("skipped: %s", problem)
+
+
+def is_empty(content: Any) -> bool:
+    return isinstance(content, str) and not content.strip()
+
+
+def _ready(lists: pa.Array, row: int, encoder: Encoder, held_out: bool) -> Chunk:
+    """A chunk of documents that are tokens already; they are taken as they are."""
+    if encoder.task == "sft":
+        raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
+    lists = lists.drop_null()
+    ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(encoder.tokenizer):
+        rule = f"holds token {int(ids.max())}, the tokenizer has {len(encoder.tokenizer)}"
+        raise refuse("--dataset", rule, "use the tokenizer (--tokenizer) that made these tokens")
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
+    kept = (lengths > 1) & (held_out_tokens(ids, starts, lengths) == held_out)
+    return Chunk(ids, None, starts[kept], lengths[kept], row, False, 0, int((lengths < 2).sum()))
+
+
+# The files of tokens ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, which the kernel frees when a process dies."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _load(file: Path) -> Chunk | None:
+    """The chunk kept in `file`, mapped into memory; None if there is none, or it is damaged."""
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    except FileNotFoundError:
+        return None
+    except (pa.ArrowException, OSError):
+        return None  # it is made anew
+    facts = json.loads(table.schema.metadata[b"chunk"])
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    ids = columns["ids"]
+    lengths = np.diff(ids.offsets.to_numpy()).astype(np.int64)
+    labels = columns["labels"].flatten().to_numpy() if "labels" in columns else None
+    return Chunk(ids.flatten().to_numpy(), labels, np.cumsum(lengths) - lengths, lengths, **facts)
+
+
+def _store(file: Path, chunk: Chunk) -> None:
+    offsets = np.concatenate([[0], np.cumsum(chunk.lengths)]).astype(np.int32)
+    columns = {"ids": pa.ListArray.from_arrays(offsets, chunk.ids)}
+    if chunk.labels is not None:
+        columns["labels"] = pa.ListArray.from_arrays(offsets, chunk.labels)
+    facts = {"row": chunk.row, "last": chunk.last, "bad": chunk.bad, "barren": chunk.barren}
+    table = pa.table(columns).replace_schema_metadata({"chunk": json.dumps(facts)})
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        with pa.OSFile(str(partial), "wb") as stream, pa.ipc.new_file(stream, table.schema) as writer:
+            writer.write_table(table)
+        os.replace(partial, file)
+    except OSError as error:  # a full disk must not end the run: tokens can be made again
+        LOG.warning("tokens are not kept: %s", error)
+        partial.unlink(missing_ok=True)

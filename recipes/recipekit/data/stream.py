@@ -1,0 +1,360 @@
+"""The global data stream: which token stands where in which optimizer step, whatever the number of ranks.
+
+Each corpus is an endless sequence of blocks: epoch after epoch, its parts and their row groups in an order drawn for the
+epoch, read until a block has the tokens of some hundred rows, which are packed. Rows are dealt, one corpus or a mixture,
+to the slots ("lanes") of the global batch; a data-parallel rank owns a run of neighbouring lanes. Every rank follows the
+dealing of all rows and builds its own, so order and state depend on nothing but (corpus, seed, global_batch, seq_len,
+mixture), and the state is a few integers for each corpus.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..recipe import Recipe
+from ..refusal import Problem, Refusal, refuse
+from ..tokens import check_tokenizer, pad_id
+from . import chunks, sources
+from .chunks import Chunk, Encoder, Reader, open_cache
+from .mixture import Domain, domains_of, furthest_behind
+from .packing import Block, fill_rows, lay_out, permutation
+from .sources import Source, open_source
+
+BLOCK_ROWS = 512  # a block, the range of packing and shuffle, has the tokens of so many rows;
+BLOCK_TOKENS = 1 << 20, 1 << 22  # but at least and at most so many
+BARREN_DOCUMENTS = 10_000  # so many documents in a row without a target mean that there is none
+PREFETCH = 3  # steps prepared ahead, at least
+
+MicroBatch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A document of an endless corpus: positions in the orders drawn for the epoch, then the row, then the document of that chunk."""
+
+    epoch: int = 0
+    part: int = 0
+    group: int = 0
+    row: int = 0
+    document: int = 0
+    bad: int = 0  # broken rows skipped before it
+
+
+def block_tokens(seq_len: int) -> int:
+    """Tokens of a block; 32 rows at least, so that long rows are packed well, too."""
+    least, most = BLOCK_TOKENS
+    return max(min(max(BLOCK_ROWS * seq_len, least), most), 32 * seq_len)
+
+
+def blocks(reader: Reader, seed: int, seq_len: int, pad: int, place: Place) -> Iterator[tuple[Place, Block]]:
+    """Packed blocks from `place` on, without end: (the place after the block, the block). Raises `Refusal` if there is no document."""
+    limit, barren = block_tokens(seq_len), 0
+    while True:
+        held: list[tuple[Chunk, int, int]] = []  # and which of its documents
+        tokens, begin, epoch, any_document = 0, place, place.epoch, place != Place(epoch=place.epoch, bad=place.bad)
+        for at, chunk in _epoch(reader, seed, place):
+            first = at.document
+            barren = 0 if len(chunk.lengths) else barren + chunk.barren
+            if barren >= BARREN_DOCUMENTS:
+                raise _no_target(barren)
+            while first < len(chunk.lengths):
+                sums = np.cumsum(chunk.lengths[first:])
+                count = max(int(np.searchsorted(sums, limit - tokens, side="right")), 0 if held else 1)
+                if count:
+                    held.append((chunk, first, first + count))
+                    tokens += int(sums[count - 1])
+                    first += count
+                    any_document = True
+                if first < len(chunk.lengths) or tokens >= limit:
+                    place = Place(at.epoch, at.part, at.group, at.row, first, at.bad)
+                    yield place, lay_out(*gathered(held), seq_len, pad, seed, *vars(begin).values())
+                    held, tokens, begin = [], 0, place
+            place = Place(at.epoch, at.part, at.group, chunk.row, 0, at.bad + chunk.bad)
+        if held:
+            place = Place(epoch=epoch + 1, bad=place.bad)
+            yield place, lay_out(*gathered(held), seq_len, pad, seed, *vars(begin).values())
+        elif not any_document:
+            raise (
+                _no_target(barren)
+                if barren
+                else refuse("--dataset", "holds no document to train on: each is empty, broken or among the held-out 1 %", "give more data")
+            )
+        place = Place(epoch=epoch + 1, bad=place.bad)
+
+
+def _no_target(documents: int) -> Refusal:
+    fix = "task sft: an answer must begin within --seq_len tokens; else look at the data"
+    return refuse("--dataset", f"{documents} documents in a row hold no token to train on", fix)
+
+
+def _epoch(reader: Reader, seed: int, place: Place) -> Iterator[tuple[Place, Chunk]]:
+    """The chunks of the epoch from `place` on, each with its place."""
+    source, bad = reader.source, place.bad
+    parts = permutation(len(source.parts), seed, place.epoch)
+    for part in range(place.part, len(parts)):
+        number = int(parts[part])
+        try:
+            groups = permutation(source.groups(number), seed, place.epoch, number)
+        except Refusal as problem:
+            reader.bad(problem)
+            bad += 1
+            continue
+        for group in range(place.group if part == place.part else 0, len(groups)):
+            resumed = part == place.part and group == place.group
+            row, document = (place.row, place.document) if resumed else (0, 0)
+            for chunk in reader.chunks(number, int(groups[group]), row):
+                yield Place(place.epoch, part, group, row, document, bad), chunk
+                row, document, bad = chunk.row, 0, bad + chunk.bad
+
+
+def gathered(held: list[tuple[Chunk, int, int]]) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
+    """(ids, labels, starts, lengths) of some documents of several chunks, of each those from a first to before a last one."""
+    ids, labels, starts, lengths, base = [], [], [], [], 0
+    for chunk, first, last in held:
+        low, high = int(chunk.starts[first]), int(chunk.starts[last - 1] + chunk.lengths[last - 1])
+        ids.append(chunk.ids[low:high])
+        if chunk.labels is not None:
+            labels.append(chunk.labels[low:high])
+        starts.append(chunk.starts[first:last] + (base - low))
+        lengths.append(chunk.lengths[first:last])
+        base += high - low
+    return np.concatenate(ids), np.concatenate(labels) if labels else None, np.concatenate(starts), np.concatenate(lengths)
+
+
+# Lanes: rows of all corpora, dealt to the slots of the global batch -----------------------------------------------
+
+
+class Domains:
+    """The corpora of a stream, each at a row of a block, and the tokens that each has given."""
+
+    def __init__(self, recipe: Recipe, domains: list[Domain], readers: list[Reader], pad: int, state: dict):
+        self.domains = domains
+        self.step = state["step"]
+        self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
+        self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
+        self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
+        self.streams = [blocks(reader, recipe.seed, recipe.seq_len, pad, place) for reader, place in zip(readers, self.before, strict=True)]
+        self.after: list[Place | None] = [None] * len(domains)
+        self.block: list[Block | None] = [None] * len(domains)
+        self.seq_len = recipe.seq_len
+
+    def state(self) -> dict[str, dict]:
+        """For each domain: the place of its block, the rows used of that, the tokens given since the weights last changed."""
+        return {
+            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "tokens": tokens}
+            for domain, place, used, tokens in zip(self.domains, self.before, self.used, self.tokens, strict=True)
+        }
+
+    def ready(self, number: int) -> Block:
+        """The block whose next row is the domain's next."""
+        block = self.block[number]
+        while block is None or self.used[number] >= len(block.packing.fill):
+            if block is not None:
+                after = self.after[number]
+                assert after is not None
+                self.before[number], self.used[number] = after, 0
+            self.after[number], self.block[number] = next(self.streams[number])
+            block = self.block[number]
+            assert block is not None
+        return block
+
+    def deal(self, count: int) -> list[tuple[int, Block, np.ndarray, np.ndarray]]:
+        """The rows of the next global batch, as (domain, block, rows of it, their slots)."""
+        self.step += 1
+        if any(first == self.step for domain in self.domains for first, _ in domain.weights):
+            self.tokens = [0] * len(self.domains)
+        if len(self.domains) == 1:
+            return self._runs(0, np.arange(count))
+        weights = [domain.weight(self.step) for domain in self.domains]
+        dealt: list[tuple[int, Block, list[int], list[int]]] = []
+        for slot in range(count):
+            number = furthest_behind(self.tokens, weights, self.seq_len)
+            block = self.ready(number)
+            mine = next((run for run in dealt if run[0] == number and run[1] is block), None)
+            if mine is None:
+                dealt.append(mine := (number, block, [], []))
+            mine[2].append(self.used[number])
+            mine[3].append(slot)
+            self.tokens[number] += int(block.packing.fill[self.used[number]])
+            self.used[number] += 1
+        return [(number, block, np.array(rows), np.array(slots)) for number, block, rows, slots in dealt]
+
+    def _runs(self, number: int, slots: np.ndarray) -> list[tuple[int, Block, np.ndarray, np.ndarray]]:
+        runs = []
+        while len(slots):
+            block = self.ready(number)
+            first = self.used[number]
+            size = min(len(slots), len(block.packing.fill) - first)
+            runs.append((number, block, np.arange(first, first + size), slots[:size]))
+            self.tokens[number] += int(block.packing.fill[first : first + size].sum())
+            self.used[number] += size
+            slots = slots[size:]
+        return runs
+
+
+def _steps(recipe: Recipe, domains: Domains, identity: dict, owned: range) -> Iterator[tuple[list[MicroBatch], dict]]:
+    """What `Stream` yields, for the lanes `owned`."""
+    pinned = torch.cuda.is_available()
+    while True:
+        runs = domains.deal(recipe.global_batch)
+        batches = []
+        for first in range(owned.start, owned.stop, recipe.micro_batch):
+            out = np.empty((3, recipe.micro_batch, recipe.seq_len), dtype=np.int64)
+            of_domain = np.empty(recipe.micro_batch, dtype=np.int64)
+            for number, block, rows, slots in runs:
+                low, high = np.searchsorted(slots, [first, first + recipe.micro_batch])
+                if low == high:
+                    continue
+                lanes = slots[low:high] - first
+                of_domain[lanes] = number
+                if high - low == lanes[-1] - lanes[0] + 1:
+                    fill_rows(out[:, lanes[0] : lanes[-1] + 1], block, rows[low:high])
+                else:
+                    part = np.empty((3, high - low, recipe.seq_len), dtype=np.int64)
+                    fill_rows(part, block, rows[low:high])
+                    out[:, lanes] = part
+            batch = {name: torch.from_numpy(part) for name, part in zip(("input_ids", "labels", "position_ids"), out, strict=True)}
+            if len(domains.domains) > 1:
+                batch["domain"] = torch.from_numpy(of_domain)
+            batches.append({name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch)
+        yield batches, {"identity": identity, "step": domains.step, "domains": domains.state()}
+
+
+class Stream:
+    """An iterator of (micro-batches of one optimizer step on one data-parallel rank, state after it), prepared ahead by one thread.
+
+    `state` is that of the batch handed out last, at first the one it was opened with. An error in the thread is raised
+    by `next`, and shown one step before by `error_ahead`. `close` ends the thread.
+    """
+
+    def __init__(self, steps: Iterator[tuple[list[MicroBatch], dict]], state: dict, prefetch: int = PREFETCH):
+        self.state = state
+        self._queue: queue.Queue = queue.Queue(prefetch)
+        self._closed = threading.Event()
+        self._ahead: Any = None  # taken from the queue, not yet handed out
+        self._thread = threading.Thread(target=self._read, args=(steps,), name="data", daemon=True)
+        self._thread.start()
+
+    def _read(self, steps: Iterator[tuple[list[MicroBatch], dict]]) -> None:
+        try:
+            for step in steps:
+                self._queue.put(step)
+                if self._closed.is_set():
+                    return
+        except BaseException as error:  # whatever it is, it belongs to the thread that calls next
+            self._queue.put(error)
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def error_ahead(self) -> BaseException | None:
+        """What the next `next` will raise, or None; waits until that is known."""
+        if self._ahead is None:
+            self._ahead = RuntimeError("the stream is closed") if self._closed.is_set() else self._queue.get()
+        return self._ahead if isinstance(self._ahead, BaseException) else None
+
+    def __next__(self) -> tuple[list[MicroBatch], dict]:
+        if error := self.error_ahead():
+            raise error
+        step, self._ahead = self._ahead, None
+        self.state = step[1]
+        return step
+
+    def close(self) -> None:
+        self._closed.set()
+        self._ahead = RuntimeError("the stream is closed") if not isinstance(self._ahead, BaseException) else self._ahead
+        while self._thread.is_alive():
+            while not self._queue.empty():
+                self._queue.get()
+            self._thread.join(0.01)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a recipe reads: each domain with its source, and what makes tokens of them."""
+
+    domains: list[Domain]
+    sources: list[Source]
+    encoder: Encoder
+    identity: dict = field(default_factory=dict)
+
+    def readers(self, recipe: Recipe, held_out: bool = False) -> list[Reader]:
+        skip = recipe.bad_rows == "skip"
+        return [Reader(source, self.encoder, skip, None if held_out else open_cache(recipe, source, self.encoder), held_out) for source in self.sources]
+
+
+def open_corpus(recipe: Recipe, tokenizer: Any) -> Corpus:
+    """The corpora of the recipe. Raises `Refusal` if one does not exist or cannot be reached, or the tokenizer does not fit."""
+    check_tokenizer(tokenizer, recipe.task)
+    domains = domains_of(recipe)
+    opened = [open_source(recipe, domain) for domain in domains]
+    encoder = Encoder(tokenizer, recipe.task, recipe.seq_len)
+    identity = {
+        "corpus": {domain.name: source.fingerprint for domain, source in zip(domains, opened, strict=True)},
+        "tokenizer": encoder.identity,
+        "task": recipe.task,
+        "seed": recipe.seed,
+        "global_batch": recipe.global_batch,
+        "seq_len": recipe.seq_len,
+        "blocks": [block_tokens(recipe.seq_len), chunks.CHUNK_ROWS, chunks.CHUNK_CHARACTERS, sources.PIECE, sources.PART_BYTES],
+    }
+    return Corpus(domains, opened, encoder, identity)
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Names the content that the recipe reads: equal for equal copies of local files; of a hub data set its commit."""
+    return "; ".join(f"{domain.name}={open_source(recipe, domain).fingerprint}".removeprefix("=") for domain in domains_of(recipe))
+
+
+def open_stream(recipe: Recipe, tokenizer: Any, *, dp: int, dp_rank: int, state: dict | None = None) -> Stream:
+    """The stream of one data-parallel rank, from the start or from a state of any rank of any layout.
+
+    A micro-batch is {"input_ids", "labels", "position_ids"}, each (micro_batch, seq_len) int64; labels[b, t] is the target
+    of position t or -100. A mixture adds "domain", (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened,
+    or `state` is of another stream.
+    """
+    if recipe.global_batch % (dp * recipe.micro_batch):
+        rule = f"is no multiple of dp({dp}) * micro_batch({recipe.micro_batch})"
+        fitting = dp * recipe.micro_batch * max(1, recipe.global_batch // (dp * recipe.micro_batch))
+        raise refuse(f"global_batch = {recipe.global_batch}", rule, f"use --global_batch {fitting}")
+    corpus = open_corpus(recipe, tokenizer)
+    if state is None:
+        start = {domain.name: {"place": {}, "used": 0, "tokens": 0} for domain in corpus.domains}
+        state = {"identity": corpus.identity, "step": 0, "domains": start}
+    check_identity(state["identity"], corpus.identity)
+    domains = Domains(recipe, corpus.domains, corpus.readers(recipe), pad_id(tokenizer), state)
+    lanes = recipe.global_batch // dp
+    owned = range(dp_rank * lanes, (dp_rank + 1) * lanes)
+    prefetch = max(PREFETCH, block_tokens(recipe.seq_len) // recipe.seq_len // recipe.global_batch)  # steps to take while a block is made
+    return Stream(_steps(recipe, domains, corpus.identity, owned), state, prefetch)
+
+
+def check_identity(saved: dict, now: dict) -> None:
+    """Raises `Refusal` if two streams differ in what their order depends on."""
+    fix = "go on with the value of the saved run, or start a new one with --out NEW"
+    problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
+    if problems:
+        raise Refusal(problems)
+
+
+def roll(seen: int, batches: list[MicroBatch]) -> int:
+    """A 64-bit hash of all tokens and labels handed out so far, from that of those before (0 at first)."""
+    for batch in batches:
+        for name in ("input_ids", "labels"):
+            values = batch[name].numpy().ravel().view(np.uint64)
+            mixed = (values + np.arange(1, len(values) + 1, dtype=np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+            seen = (seen * 0x94D049BB133111EB + int((mixed ^ (mixed >> np.uint64(31))).sum())) % (1 << 64)
+    return seen
+
+
+def merge_states(states: list[dict]) -> dict:
+    """The state of the stream from those of all ranks after the same step, which are equal. Raises RuntimeError if they are not."""
+    for state in states:
+        if state != states[0]:
+            raise RuntimeError(f"ranks read different data: {states[0]} and {state}")
+    return states[0]
