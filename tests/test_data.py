@@ -12,6 +12,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -271,10 +272,11 @@ def test_resume_reads_one_block_wherever_it_is(corpora, kind, monkeypatch):
     for steps in (1, 20, 40, 55):
         _, state = take(recipe, steps)
         read.clear()
-        domains = stream.Domains(recipe, [Domain("", "")], stream.open_corpus(recipe, BYTES).readers(recipe), PAD, state)
-        domains.deal(1)
+        place = stream.Place(**state["domains"][""]["place"])
+        [reader] = stream.open_corpus(recipe, BYTES).readers(recipe)
+        next(stream.blocks(reader, recipe.seed, stream.block_tokens(SEQ_LEN), partial(stream.packed, SEQ_LEN, PAD), place))
         costs.append(sum(read))
-    assert max(costs) <= 3 * 40, costs  # two blocks of at most 40 documents each, and the chunk that one begins in
+    assert max(costs) <= 120, costs  # three row groups at most: a block has about 25 documents, and ready tokens are read 40 at a time
 
 
 def test_builtin_resumes_on_fewer_ranks():
@@ -645,14 +647,14 @@ def test_error_comes_after_the_good_steps_is_seen_one_step_early_and_stays(tmp_p
 
 
 def test_hub_data_set_is_streamed(corpora):
-    source = sources._hub_source(recipe_for(""), Domain("", corpora["parquet"]), "text")
+    source = sources._hub_source(recipe_for(""), Domain("", corpora["parquet"]), ("text",), partial(sources._one_document, False))
     assert texts_from(source) == words(300, 0) and len(source.parts) == 2 and source.groups(0) == 4 and "/train@" in source.fingerprint
 
 
 @pytest.mark.parametrize("fields, says", [({"split": "tests"}, ["tests", "train"]), ({"subset": "no-such"}, ["no-such", "default"])])
 def test_wrong_split_or_subset_is_refused(corpora, fields, says):
     with pytest.raises(Refusal) as refused:
-        sources._hub_source(recipe_for("", **fields), Domain("", corpora["parquet"]), "text")
+        sources._hub_source(recipe_for("", **fields), Domain("", corpora["parquet"]), ("text",), str)
     assert all(part in str(refused.value) for part in says), str(refused.value)
 
 
@@ -661,8 +663,8 @@ def test_missing_subset_is_refused_with_the_choice(tmp_path, corpora):
     card = "---\nconfigs:\n- config_name: first\n  data_files: 0.parquet\n- config_name: second\n  data_files: 1.parquet\n---\n"
     (tmp_path / "repository" / "README.md").write_text(card)
     with pytest.raises(Refusal, match=r"'first', 'second'"):
-        sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository")), "text")
-    assert len(sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository"), "second"), "text").parts) == 1
+        sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository")), ("text",), str)
+    assert len(sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository"), "second"), ("text",), str).parts) == 1
 
 
 def test_two_threads_may_parse_at_once() -> None:

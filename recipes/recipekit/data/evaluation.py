@@ -11,8 +11,8 @@ from ..recipe import Recipe
 from ..refusal import refuse
 from ..tokens import IGNORE, pad_id
 from .chunks import Chunk, Reader
-from .packing import fill_rows, lay_out
-from .stream import MicroBatch, gathered, open_corpus
+from .packing import fill_rows
+from .stream import MicroBatch, open_corpus, packed
 
 LOG = logging.getLogger(__name__)
 
@@ -51,10 +51,9 @@ def _held_out(reader: Reader, seq_len: int, count: int, pad: int) -> np.ndarray:
             tokens += int(chunk.lengths.sum())
     if not held or not count:
         return np.empty((3, 0, seq_len), dtype=np.int64)
-    block = lay_out(*gathered(held), seq_len, pad, "held out")
-    chosen = np.arange(min(count, len(block.packing.fill)))
-    out = np.empty((3, len(chosen), seq_len), dtype=np.int64)
-    fill_rows(out, block, chosen)
+    block = packed(seq_len, pad, held, "held out")
+    out = np.empty((3, min(count, len(block.fill)), seq_len), dtype=np.int64)
+    fill_rows(out, block, 0)
     return out
 
 

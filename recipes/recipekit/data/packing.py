@@ -21,18 +21,19 @@ def permutation(count: int, *key: object) -> np.ndarray:
 
 
 class Packing(NamedTuple):
-    """Rows of pieces. A piece is a document, or up to seq_len tokens of a longer one. The arrays of pieces are in the order of rows."""
+    """Rows tiled by pieces: documents, parts of seq_len tokens of longer ones, and padding. Pieces are in the order of their rows."""
 
-    starts: np.ndarray  # (pieces,) int64: first token of the piece, among the tokens of all documents
+    starts: np.ndarray  # (pieces,) int64: first token of the piece, among the tokens of all documents and the padding after them
     lengths: np.ndarray  # (pieces,) int64
     first: np.ndarray  # (rows + 1,) int64: the row's first piece
-    fill: np.ndarray  # (rows,) int64: tokens that the row holds
+    fill: np.ndarray  # (rows,) int64: tokens of documents that the row holds
 
 
-def pack(begin: np.ndarray, lengths: np.ndarray, seq_len: int, *key: object) -> Packing:
-    """The documents of `lengths` (> 0) tokens that start at token `begin`, in as few rows of `seq_len` as best-fit decreasing needs, rows and ties in an order drawn by `key`.
+def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *key: object) -> Packing:
+    """The documents of `lengths` (> 0) tokens that start at token `begin`, in as few rows of `seq_len` as best-fit decreasing needs.
 
-    Only a document longer than a row is cut: into whole rows and a rest (best-fit packing: arXiv 2404.10830).
+    Rows, and documents of one length, are in an order drawn by `key`. Only a document longer than a row is cut: into whole
+    rows and a rest (best-fit packing: arXiv 2404.10830). A row that stays in part empty ends with tokens from `padding` on.
     """
     whole = lengths // seq_len  # pieces that fill a row
     rest = lengths - whole * seq_len
@@ -47,13 +48,14 @@ def pack(begin: np.ndarray, lengths: np.ndarray, seq_len: int, *key: object) -> 
     rank = np.empty(num_rows, dtype=np.int64)
     rank[permutation(num_rows, "rows", *key)] = np.arange(num_rows)
     rows = np.concatenate([rank[: len(full_starts)], rank[row_of]])
-    starts = np.concatenate([full_starts, (begin + whole * seq_len)[left]])
     sizes = np.concatenate([np.full(len(full_starts), seq_len), rest[left]])
+    fill = np.bincount(rows, sizes, minlength=num_rows).astype(np.int64)
+    padded = np.flatnonzero(fill < seq_len)
+    rows = np.concatenate([rows, padded])
+    sizes = np.concatenate([sizes, seq_len - fill[padded]])
+    starts = np.concatenate([full_starts, (begin + whole * seq_len)[left], np.full(len(padded), padding)])
     order = np.argsort(rows, kind="stable")
-    pieces = np.bincount(rows, minlength=num_rows)
-    fill = np.zeros(num_rows, dtype=np.int64)
-    np.add.at(fill, rows, sizes)
-    return Packing(starts[order], sizes[order], np.concatenate([[0], np.cumsum(pieces)]), fill)
+    return Packing(starts[order], sizes[order], np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]), fill)
 
 
 def _best_fit(sizes: list[int], seq_len: int) -> list[int]:
@@ -81,55 +83,49 @@ def _best_fit(sizes: list[int], seq_len: int) -> list[int]:
 
 
 class Block(NamedTuple):
-    """The packed rows of some documents."""
+    """Documents, and the packed rows that they make."""
 
-    ids: np.ndarray  # (rows, seq_len) int32, padded
-    labels: np.ndarray | None  # (rows, seq_len) int32, the target of each position or IGNORE; None: every next token of a piece is one
+    ids: np.ndarray  # (tokens + seq_len,) int32; the last seq_len are padding
+    labels: np.ndarray | None  # the same shape, the target of each token or IGNORE; None: every next token of a piece is one
+    windows: np.ndarray  # (tokens + 1, seq_len) int32, a view: the seq_len tokens from each token on
     packing: Packing
 
-
-def lay_out(ids: np.ndarray, labels: np.ndarray | None, starts: np.ndarray, lengths: np.ndarray, seq_len: int, pad: int, *key: object) -> Block:
-    """Documents, which lie in `ids` (and `labels`), (tokens,) int32, as packed rows."""
-    packing = pack(starts, lengths, seq_len, *key)
-    return Block(_placed(ids, packing, seq_len, pad), None if labels is None else _placed(labels, packing, seq_len, IGNORE), packing)
+    @property
+    def fill(self) -> np.ndarray:
+        return self.packing.fill
 
 
-def _placed(tokens: np.ndarray, packing: Packing, seq_len: int, pad: int) -> np.ndarray:
-    starts, fill = packing.starts, packing.fill
-    ends = (starts + packing.lengths).tolist()
-    moved = np.concatenate([tokens[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]) if len(starts) else tokens[:0]
-    if len(moved) == len(fill) * seq_len:
-        return moved.reshape(-1, seq_len)
-    placed = np.full((len(fill), seq_len), pad, dtype=tokens.dtype)
-    at = 0
-    for row, size in enumerate(fill.tolist()):
-        placed[row, :size] = moved[at : at + size]
-        at += size
-    return placed
+def make_block(ids: list[np.ndarray], labels: list[np.ndarray], begin: np.ndarray, lengths: np.ndarray, seq_len: int, pad: int, *key: object) -> Block:
+    """The documents at `begin` in the joined `ids`, (tokens,) int32 each, packed as `key` draws; `labels` like them or none."""
+    padding = sum(map(len, ids))
+    all_ids = np.concatenate([*ids, np.full(seq_len, pad, np.int32)])
+    all_labels = np.concatenate([*labels, np.full(seq_len, IGNORE, np.int32)]) if labels else None
+    windows = np.lib.stride_tricks.sliding_window_view(all_ids, seq_len)
+    return Block(all_ids, all_labels, windows, pack(begin, lengths, padding, seq_len, *key))
 
 
-def fill_rows(out: np.ndarray, block: Block, rows: np.ndarray) -> None:
-    """Writes `rows` of the block into `out`, (3, rows, seq_len) int64: ids; labels, the next token of the same piece or IGNORE; positions.
+def fill_rows(out: np.ndarray, block: Block, row: int) -> None:
+    """Writes the block's rows from `row` on into `out`, (3, rows, seq_len) int64: ids; labels, the next token of the piece or IGNORE; positions.
 
     Positions begin anew with each piece; the padding at a row's end is a piece of its own without labels.
     """
     ids, labels, positions = out
-    seq_len = ids.shape[1]
-    packing = block.packing
-    ids[...] = block.ids[rows]
-    if block.labels is None:
-        labels[:, :-1] = ids[:, 1:]
-        labels[:, -1] = IGNORE
+    count, seq_len = ids.shape
+    starts, lengths, first, fill = block.packing
+    pieces = slice(first[row], first[row + count])
+    starts, lengths = starts[pieces], lengths[pieces]
+    ramp = np.arange(seq_len)
+    if len(starts) == count:  # each row is one piece
+        ids[...] = block.windows[starts]
+        positions[...] = ramp
     else:
-        labels[...] = block.labels[rows]
-    positions[...] = ramp = np.arange(seq_len)
-    single = (packing.first[rows + 1] - packing.first[rows] == 1) & (packing.fill[rows] == seq_len)
-    for at in np.flatnonzero(~single).tolist():
-        row = int(rows[at])
-        begin = 0
-        for size in packing.lengths[packing.first[row] : packing.first[row + 1]].tolist():
-            positions[at, begin : begin + size] = ramp[:size]
-            begin += size
-            labels[at, begin - 1] = IGNORE
-        labels[at, begin:] = IGNORE
-        positions[at, begin:] = ramp[: seq_len - begin]
+        spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+        np.concatenate([block.ids[start:end] for start, end in spans], out=ids.reshape(-1))
+        np.concatenate([ramp[:size] for size in lengths.tolist()], out=positions.reshape(-1))
+    if block.labels is not None:
+        np.concatenate([block.labels[start:end] for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)], out=labels.reshape(-1))
+        return
+    labels[:, :-1] = ids[:, 1:]
+    labels.reshape(-1)[np.cumsum(lengths) - 1] = IGNORE
+    for at in np.flatnonzero(fill[row : row + count] < seq_len).tolist():
+        labels[at, fill[row + at] :] = IGNORE

@@ -65,10 +65,15 @@ class Source:
         return f"{self.parts[part]}{f', row group {group}' if self.groups(part) > 1 else ''}, row {row + 1}"
 
 
-def open_source(recipe: Recipe, domain: Domain) -> Source:
-    """The corpus of a domain. Raises `Refusal` if it does not exist or cannot be reached."""
+def open_source(recipe: Recipe, domain: Domain, columns: tuple[str, ...] = ()) -> Source:
+    """The corpus of a domain. Raises `Refusal` if it does not exist or cannot be reached.
+
+    With `columns` a document is a row of a table or of JSON lines: a dictionary of these.
+    """
     sft = recipe.task == "sft"
-    column = recipe.messages_field if sft else recipe.text_field
+    column = columns or (recipe.messages_field if sft else recipe.text_field,)
+    if columns and domain.dataset == "builtin":
+        raise refuse("--dataset builtin", f"is text, and has no columns {', '.join(columns)}", "give Parquet, Arrow or JSON lines")
     if domain.dataset == "builtin":
         files = standard_library(*(("test", "tests", "idle_test") if sft else ()))  # tests have few docstrings
         # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
@@ -76,8 +81,10 @@ def open_source(recipe: Recipe, domain: Domain) -> Source:
         return _text_source(files, _docstring_chats if sft else _pieces, "builtin", recipe.task, whole=sft, errors="replace")
     files = local_files(domain.dataset)
     if files is None:
-        return _hub_source(recipe, domain, column)
+        return _hub_source(recipe, domain, column, partial(_one_document, sft) if not columns else _one_row)
     kind = kind_of(files, domain.dataset)
+    if kind == "text" and columns:
+        raise refuse(f"--dataset {domain.dataset}", f"is text, and has no columns {', '.join(columns)}", "give Parquet, Arrow or JSON lines")
     if kind == "text" and sft:
         raise refuse(f"--dataset {domain.dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
     if kind == "text":
@@ -89,13 +96,14 @@ def open_source(recipe: Recipe, domain: Domain) -> Source:
             parts=tuple(span.name for span in spans),
             groups=lambda part: 1,
             read=lambda part, group, row: _lines(spans[part], row),
-            documents=partial(_from_line, column, sft),
-            fingerprint=fingerprint(of_files, recipe.task, column),
+            documents=partial(_from_line, column, partial(_one_document, sft) if not columns else _one_row),
+            fingerprint=fingerprint(of_files, recipe.task, *column),
             files=of_files,
         )
     dataset = _loaded(kind, tuple(escape(os.path.abspath(file)) for file in files), (kind, *of_files.values()))
     names = tuple(str(file) for file in files)
-    return _table_source(dataset, names, column, sft, fingerprint(of_files, recipe.task, column), files=of_files)
+    as_document = partial(_one_document, sft) if not columns else _one_row
+    return _table_source(dataset, names, column, as_document, fingerprint(of_files, recipe.task, *column), files=of_files)
 
 
 # Text and lines: runs of bytes ------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def _pieces(text: str, place: str) -> list[Document]:
     return pieces
 
 
-def _from_line(column: str, sft: bool, line: bytes, place: str) -> list[Document]:
+def _from_line(columns: tuple[str, ...], documents: Callable[[Any, str], list[Document]], line: bytes, place: str) -> list[Document]:
     if not line.strip():
         return []
     text = _decoded(line, place)
@@ -207,9 +215,9 @@ def _from_line(column: str, sft: bool, line: bytes, place: str) -> list[Document
         row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     if not isinstance(row, dict):
         raise refuse(place, f"is not a JSON object but a {type(row).__name__}", "write one JSON object per line")
-    if column not in row:
-        raise no_column(column, list(row), place)
-    return _one_document(sft, row[column], place)
+    if missing := [column for column in columns if column not in row]:
+        raise no_column(missing[0], list(row), place)
+    return documents(row[columns[0]] if documents is not _one_row else {column: row[column] for column in columns}, place)
 
 
 # Tables: Parquet, Arrow, the hub ----------------------------------------------------------------------------------
@@ -224,7 +232,7 @@ def _loaded(builder: str, files: tuple[str, ...], content: tuple[str, ...]) -> d
         raise unreadable(files[0], error) from error  # `datasets` looks into the first file only
 
 
-def _hub_source(recipe: Recipe, domain: Domain, column: str) -> Source:
+def _hub_source(recipe: Recipe, domain: Domain, columns: tuple[str, ...], documents: Callable[[Any, str], list[Document]]) -> Source:
     try:
         builder = datasets.load_dataset_builder(domain.dataset, domain.subset or recipe.subset or None)
         dataset = builder.as_streaming_dataset(split=recipe.split)
@@ -232,11 +240,13 @@ def _hub_source(recipe: Recipe, domain: Domain, column: str) -> Source:
     except (OSError, ValueError) as error:
         raise hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
     names = tuple(f"{domain.dataset}, shard {number} of {dataset.num_shards}" for number in range(dataset.num_shards))
-    mark = f"{domain.dataset}/{domain.subset or recipe.subset}/{recipe.split}@{builder.hash} {recipe.task} {column}"
-    return _table_source(dataset, names, column, recipe.task == "sft", mark, local=False)
+    mark = f"{domain.dataset}/{domain.subset or recipe.subset}/{recipe.split}@{builder.hash} {recipe.task} {' '.join(columns)}"
+    return _table_source(dataset, names, columns, documents, mark, local=False)
 
 
-def _table_source(dataset: datasets.IterableDataset, names: tuple[str, ...], column: str, sft: bool, mark: str, **more: Any) -> Source:
+def _table_source(
+    dataset: datasets.IterableDataset, names: tuple[str, ...], columns: tuple[str, ...], documents: Callable[[Any, str], list[Document]], mark: str, **more: Any
+) -> Source:
     @functools.lru_cache(maxsize=4)
     def opened(part: int) -> datasets.IterableDataset:
         """One file, cut into its row groups; its footer is read when its turn comes."""
@@ -258,17 +268,18 @@ def _table_source(dataset: datasets.IterableDataset, names: tuple[str, ...], col
             table: Any = next(tables, None)  # a pyarrow table
             if table is None:
                 return
-            if column not in table.column_names:
-                raise no_column(column, table.column_names, name)
+            if missing := [column for column in columns if column not in table.column_names]:
+                raise no_column(missing[0], table.column_names, name)
             skipped = min(max(0, row - at), table.num_rows)
             at += table.num_rows
-            values = table[column].slice(skipped).combine_chunks()
+            values = (table[columns[0]] if documents is not _one_row else pa.chunked_array(table.select(list(columns)).to_struct_array())).slice(skipped)
+            values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
             size = TOKEN_ROWS if holds_tokens(values.type) else READ_ROWS
             for first in range(0, len(values), size):
                 yield values.slice(first, size)
 
-    kind = dataset.features.arrow_schema.field(column).type if dataset.features and column in dataset.features else None
-    return Source(names, groups, read, partial(_one_document, sft), mark, ready=kind is not None and holds_tokens(kind), **more)
+    kind = dataset.features.arrow_schema.field(columns[0]).type if dataset.features and columns[0] in dataset.features else None
+    return Source(names, groups, read, documents, mark, ready=len(columns) == 1 and kind is not None and holds_tokens(kind), **more)
 
 
 def holds_tokens(kind: pa.DataType) -> bool:
@@ -281,6 +292,10 @@ def _one_document(sft: bool, value: Any, place: str) -> list[Document]:
         expected = "a list of messages (--messages_field)" if sft else "text (--text_field)"
         raise refuse(place, f"holds {type(value).__name__} {str(value)[:40]!r} where {expected} should be", "name another column, or mend the row")
     return [(value, place)] if value else []
+
+
+def _one_row(value: dict[str, Any], place: str) -> list[Document]:
+    return [(value, place)]
 
 
 def unreadable(place: str, error: Exception) -> Refusal:

@@ -8,10 +8,13 @@ mixture), and the state is a few integers for each corpus.
 """
 
 import queue
+import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +23,9 @@ from ..recipe import Recipe
 from ..refusal import Problem, Refusal, refuse
 from ..tokens import check_tokenizer, pad_id
 from . import chunks, sources
-from .chunks import Chunk, Encoder, Reader, open_cache
+from .chunks import Encoder, Reader, open_cache
 from .mixture import Domain, domains_of, furthest_behind
-from .packing import Block, fill_rows, lay_out, permutation
+from .packing import Block, fill_rows, make_block, permutation
 from .sources import Source, open_source
 
 BLOCK_ROWS = 512  # a block, the range of packing and shuffle, has the tokens of so many rows;
@@ -51,11 +54,17 @@ def block_tokens(seq_len: int) -> int:
     return max(min(max(BLOCK_ROWS * seq_len, least), most), 32 * seq_len)
 
 
-def blocks(reader: Reader, seed: int, seq_len: int, pad: int, place: Place) -> Iterator[tuple[Place, Block]]:
-    """Packed blocks from `place` on, without end: (the place after the block, the block). Raises `Refusal` if there is no document."""
-    limit, barren = block_tokens(seq_len), 0
+Held = list[tuple[Any, int, int]]  # chunks, and from which to before which of their documents
+
+
+def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: Place) -> Iterator[tuple[Place, Any]]:
+    """Blocks of `limit` tokens from `place` on, without end: (the place after the block, what `join` makes of its documents and a key).
+
+    Raises `Refusal` if there is no document.
+    """
+    barren = 0
     while True:
-        held: list[tuple[Chunk, int, int]] = []  # and which of its documents
+        held: Held = []
         tokens, begin, epoch, any_document = 0, place, place.epoch, place != Place(epoch=place.epoch, bad=place.bad)
         for at, chunk in _epoch(reader, seed, place):
             first = at.document
@@ -72,12 +81,12 @@ def blocks(reader: Reader, seed: int, seq_len: int, pad: int, place: Place) -> I
                     any_document = True
                 if first < len(chunk.lengths) or tokens >= limit:
                     place = Place(at.epoch, at.part, at.group, at.row, first, at.bad)
-                    yield place, lay_out(*gathered(held), seq_len, pad, seed, *vars(begin).values())
+                    yield place, join(held, seed, *vars(begin).values())
                     held, tokens, begin = [], 0, place
             place = Place(at.epoch, at.part, at.group, chunk.row, 0, at.bad + chunk.bad)
         if held:
             place = Place(epoch=epoch + 1, bad=place.bad)
-            yield place, lay_out(*gathered(held), seq_len, pad, seed, *vars(begin).values())
+            yield place, join(held, seed, *vars(begin).values())
         elif not any_document:
             raise (
                 _no_target(barren)
@@ -92,7 +101,7 @@ def _no_target(documents: int) -> Refusal:
     return refuse("--dataset", f"{documents} documents in a row hold no token to train on", fix)
 
 
-def _epoch(reader: Reader, seed: int, place: Place) -> Iterator[tuple[Place, Chunk]]:
+def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
     """The chunks of the epoch from `place` on, each with its place."""
     source, bad = reader.source, place.bad
     parts = permutation(len(source.parts), seed, place.epoch)
@@ -112,8 +121,8 @@ def _epoch(reader: Reader, seed: int, place: Place) -> Iterator[tuple[Place, Chu
                 row, document, bad = chunk.row, 0, bad + chunk.bad
 
 
-def gathered(held: list[tuple[Chunk, int, int]]) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
-    """(ids, labels, starts, lengths) of some documents of several chunks, of each those from a first to before a last one."""
+def packed(seq_len: int, pad: int, held: Held, *key: object) -> Block:
+    """Documents of several chunks as packed rows."""
     ids, labels, starts, lengths, base = [], [], [], [], 0
     for chunk, first, last in held:
         low, high = int(chunk.starts[first]), int(chunk.starts[last - 1] + chunk.lengths[last - 1])
@@ -123,25 +132,28 @@ def gathered(held: list[tuple[Chunk, int, int]]) -> tuple[np.ndarray, np.ndarray
         starts.append(chunk.starts[first:last] + (base - low))
         lengths.append(chunk.lengths[first:last])
         base += high - low
-    return np.concatenate(ids), np.concatenate(labels) if labels else None, np.concatenate(starts), np.concatenate(lengths)
+    return make_block(ids, labels, np.concatenate(starts), np.concatenate(lengths), seq_len, pad, *key)
 
 
 # Lanes: rows of all corpora, dealt to the slots of the global batch -----------------------------------------------
 
 
 class Domains:
-    """The corpora of a stream, each at a row of a block, and the tokens that each has given."""
+    """The corpora of a stream, each at a row of a block, and the tokens that each has given.
 
-    def __init__(self, recipe: Recipe, domains: list[Domain], readers: list[Reader], pad: int, state: dict):
+    `open_blocks` gives, for a domain's number and a place, what `blocks` yields; a row holds at most `row_tokens`.
+    """
+
+    def __init__(self, domains: list[Domain], open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]], row_tokens: int, state: dict):
         self.domains = domains
         self.step = state["step"]
         self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
         self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
-        self.streams = [blocks(reader, recipe.seed, recipe.seq_len, pad, place) for reader, place in zip(readers, self.before, strict=True)]
+        self.streams = [open_blocks(number, place) for number, place in enumerate(self.before)]
         self.after: list[Place | None] = [None] * len(domains)
-        self.block: list[Block | None] = [None] * len(domains)
-        self.seq_len = recipe.seq_len
+        self.block: list[Any] = [None] * len(domains)
+        self.row_tokens = row_tokens
 
     def state(self) -> dict[str, dict]:
         """For each domain: the place of its block, the rows used of that, the tokens given since the weights last changed."""
@@ -150,79 +162,88 @@ class Domains:
             for domain, place, used, tokens in zip(self.domains, self.before, self.used, self.tokens, strict=True)
         }
 
-    def ready(self, number: int) -> Block:
+    def ready(self, number: int) -> Any:
         """The block whose next row is the domain's next."""
         block = self.block[number]
-        while block is None or self.used[number] >= len(block.packing.fill):
+        while block is None or self.used[number] >= len(block.fill):
             if block is not None:
                 after = self.after[number]
                 assert after is not None
                 self.before[number], self.used[number] = after, 0
             self.after[number], self.block[number] = next(self.streams[number])
             block = self.block[number]
-            assert block is not None
         return block
 
-    def deal(self, count: int) -> list[tuple[int, Block, np.ndarray, np.ndarray]]:
-        """The rows of the next global batch, as (domain, block, rows of it, their slots)."""
+    def deal(self, count: int) -> list["Run"]:
+        """The rows of the next global batch."""
         self.step += 1
         if any(first == self.step for domain in self.domains for first, _ in domain.weights):
             self.tokens = [0] * len(self.domains)
-        if len(self.domains) == 1:
-            return self._runs(0, np.arange(count))
         weights = [domain.weight(self.step) for domain in self.domains]
-        dealt: list[tuple[int, Block, list[int], list[int]]] = []
-        for slot in range(count):
-            number = furthest_behind(self.tokens, weights, self.seq_len)
+        runs: list[Run] = []
+        dealt = 0
+        while dealt < count:
+            number = furthest_behind(self.tokens, weights, self.row_tokens) if len(self.domains) > 1 else 0
             block = self.ready(number)
-            mine = next((run for run in dealt if run[0] == number and run[1] is block), None)
-            if mine is None:
-                dealt.append(mine := (number, block, [], []))
-            mine[2].append(self.used[number])
-            mine[3].append(slot)
-            self.tokens[number] += int(block.packing.fill[self.used[number]])
-            self.used[number] += 1
-        return [(number, block, np.array(rows), np.array(slots)) for number, block, rows, slots in dealt]
-
-    def _runs(self, number: int, slots: np.ndarray) -> list[tuple[int, Block, np.ndarray, np.ndarray]]:
-        runs = []
-        while len(slots):
-            block = self.ready(number)
-            first = self.used[number]
-            size = min(len(slots), len(block.packing.fill) - first)
-            runs.append((number, block, np.arange(first, first + size), slots[:size]))
-            self.tokens[number] += int(block.packing.fill[first : first + size].sum())
+            row = self.used[number]
+            size = 1 if len(self.domains) > 1 else min(count - dealt, len(block.fill) - row)
+            runs.append(Run(number, block, row, dealt, size))
+            self.tokens[number] += int(block.fill[row : row + size].sum())
             self.used[number] += size
-            slots = slots[size:]
+            dealt += size
         return runs
 
 
-def _steps(recipe: Recipe, domains: Domains, identity: dict, owned: range) -> Iterator[tuple[list[MicroBatch], dict]]:
-    """What `Stream` yields, for the lanes `owned`."""
+class Run(NamedTuple):
+    """Rows of one block that fill neighbouring slots of a global batch."""
+
+    domain: int
+    block: Any
+    row: int  # the first
+    slot: int  # of the first
+    size: int
+
+
+def steps(domains: Domains, build: Callable[[list[Run]], MicroBatch], recipe: Recipe, identity: dict, owned: range) -> Iterator[tuple[list[MicroBatch], dict]]:
+    """What `Stream` yields, for the lanes `owned`; `build` makes a micro-batch of the rows in its slots, which count from 0."""
     pinned = torch.cuda.is_available()
     while True:
         runs = domains.deal(recipe.global_batch)
         batches = []
-        for first in range(owned.start, owned.stop, recipe.micro_batch):
-            out = np.empty((3, recipe.micro_batch, recipe.seq_len), dtype=np.int64)
-            of_domain = np.empty(recipe.micro_batch, dtype=np.int64)
-            for number, block, rows, slots in runs:
-                low, high = np.searchsorted(slots, [first, first + recipe.micro_batch])
-                if low == high:
-                    continue
-                lanes = slots[low:high] - first
-                of_domain[lanes] = number
-                if high - low == lanes[-1] - lanes[0] + 1:
-                    fill_rows(out[:, lanes[0] : lanes[-1] + 1], block, rows[low:high])
-                else:
-                    part = np.empty((3, high - low, recipe.seq_len), dtype=np.int64)
-                    fill_rows(part, block, rows[low:high])
-                    out[:, lanes] = part
-            batch = {name: torch.from_numpy(part) for name, part in zip(("input_ids", "labels", "position_ids"), out, strict=True)}
+        for lane in range(owned.start, owned.stop, recipe.micro_batch):
+            mine = []
+            for run in runs:
+                low, high = max(lane, run.slot), min(lane + recipe.micro_batch, run.slot + run.size)
+                if low < high:
+                    mine.append(Run(run.domain, run.block, run.row + low - run.slot, low - lane, high - low))
+            batch = build(mine)
             if len(domains.domains) > 1:
-                batch["domain"] = torch.from_numpy(of_domain)
+                batch["domain"] = torch.tensor([run.domain for run in mine for _ in range(run.size)])
             batches.append({name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch)
         yield batches, {"identity": identity, "step": domains.step, "domains": domains.state()}
+
+
+def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], MicroBatch]:
+    """Makes micro-batches of packed rows."""
+    buffers: deque[np.ndarray] = deque()  # fresh memory costs more than what is written into it, so batches that are gone give theirs back
+
+    def build(runs: list[Run]) -> MicroBatch:
+        out = _buffer(buffers, (3, micro_batch, seq_len))
+        for run in runs:
+            fill_rows(out[:, run.slot : run.slot + run.size], run.block, run.row)
+        ids, labels, positions = torch.from_numpy(out).unbind()
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    return build
+
+
+def _buffer(buffers: deque[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """The oldest of `buffers` if no batch refers to it any more, else a new one."""
+    if buffers and sys.getrefcount(buffers[0]) == 2:  # the deque, and the call
+        buffers.rotate(-1)
+    else:
+        buffers.append(np.empty(shape, dtype=np.int64))
+    return buffers[-1]
 
 
 class Stream:
@@ -318,20 +339,41 @@ def open_stream(recipe: Recipe, tokenizer: Any, *, dp: int, dp_rank: int, state:
     of position t or -100. A mixture adds "domain", (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened,
     or `state` is of another stream.
     """
+    corpus = open_corpus(recipe, tokenizer)
+    readers, join = corpus.readers(recipe), partial(packed, recipe.seq_len, pad_id(tokenizer))
+    limit = block_tokens(recipe.seq_len)
+
+    def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, Any]]:
+        return blocks(readers[number], recipe.seed, limit, join, place)
+
+    build = packed_batches(recipe.micro_batch, recipe.seq_len)
+    return start_stream(recipe, corpus.domains, corpus.identity, open_blocks, build, recipe.seq_len, limit, dp, dp_rank, state)
+
+
+def start_stream(
+    recipe: Recipe,
+    domains: list[Domain],
+    identity: dict,
+    open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]],
+    build: Callable[[list[Run]], MicroBatch],
+    row_tokens: int,
+    block: int,
+    dp: int,
+    dp_rank: int,
+    state: dict | None,
+) -> Stream:
+    """The stream of what `build` makes of the blocks, each of about `block` tokens."""
     if recipe.global_batch % (dp * recipe.micro_batch):
         rule = f"is no multiple of dp({dp}) * micro_batch({recipe.micro_batch})"
         fitting = dp * recipe.micro_batch * max(1, recipe.global_batch // (dp * recipe.micro_batch))
         raise refuse(f"global_batch = {recipe.global_batch}", rule, f"use --global_batch {fitting}")
-    corpus = open_corpus(recipe, tokenizer)
     if state is None:
-        start = {domain.name: {"place": {}, "used": 0, "tokens": 0} for domain in corpus.domains}
-        state = {"identity": corpus.identity, "step": 0, "domains": start}
-    check_identity(state["identity"], corpus.identity)
-    domains = Domains(recipe, corpus.domains, corpus.readers(recipe), pad_id(tokenizer), state)
+        state = {"identity": identity, "step": 0, "domains": {domain.name: {"place": {}, "used": 0, "tokens": 0} for domain in domains}}
+    check_identity(state["identity"], identity)
     lanes = recipe.global_batch // dp
     owned = range(dp_rank * lanes, (dp_rank + 1) * lanes)
-    prefetch = max(PREFETCH, block_tokens(recipe.seq_len) // recipe.seq_len // recipe.global_batch)  # steps to take while a block is made
-    return Stream(_steps(recipe, domains, corpus.identity, owned), state, prefetch)
+    prefetch = max(PREFETCH, block // row_tokens // recipe.global_batch)  # steps to take while a block is made
+    return Stream(steps(Domains(domains, open_blocks, row_tokens, state), build, recipe, identity, owned), state, prefetch)
 
 
 def check_identity(saved: dict, now: dict) -> None:

@@ -1,0 +1,195 @@
+"""Samples that are not packed: preference pairs, images, rows of a table. They go through the same lanes as text.
+
+A sample is a row of Parquet, Arrow or JSON lines. `collate` makes a micro-batch of some of them; what it draws, it draws
+from a sample's key, which depends on (seed, epoch, sample) alone, so it is the same on any number of ranks.
+"""
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..recipe import Recipe
+from ..refusal import Refusal, refuse
+from ..tokens import IGNORE, encode_chats, pad_id
+from .chunks import CHUNK_ROWS
+from .mixture import domains_of
+from .packing import permutation
+from .sources import UNREADABLE, Source, open_source, unreadable
+from .stream import Held, MicroBatch, Place, Run, Stream, blocks, start_stream
+
+BLOCK_SAMPLES = 4096  # the range of the shuffle
+
+Row = dict[str, Any]
+Collate = Callable[[list[Row], list[int]], MicroBatch]  # samples, and the key of each: a number below 2^63
+
+
+class SampleChunk(NamedTuple):
+    """Some rows that follow each other."""
+
+    rows: list[Row]
+    places: list[str]
+    lengths: np.ndarray  # (samples,) int64, all 1
+    row: int  # of the group, from where on the next chunk reads
+    last: bool
+    bad: int
+    barren: int = 0
+
+
+class SampleBlock(NamedTuple):
+    """Samples in the order in which they are dealt."""
+
+    rows: list[Row]
+    places: list[str]
+    keys: list[int]
+    fill: np.ndarray  # (samples,) int64, all 1
+
+
+@dataclass(frozen=True)
+class SampleReader:
+    """Reads the rows of one corpus."""
+
+    source: Source
+    skip: bool
+
+    def chunks(self, part: int, group: int, row: int) -> Iterator[SampleChunk]:
+        """The rows of a group from `row` on. Raises `Refusal` for what cannot be read, if it is not to be skipped."""
+        values = self.source.read(part, group, row)
+        last = False
+        while not last:
+            rows: list[Row] = []
+            places: list[str] = []
+            bad = 0
+            while len(rows) < CHUNK_ROWS:
+                try:
+                    some = next(values, None)
+                except UNREADABLE as error:
+                    self.bad(error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error))
+                    bad, some = bad + 1, None
+                if some is None:
+                    last = True
+                    break
+                for value in some if isinstance(some, list) else some.to_pylist():
+                    place = self.source.place(part, group, row)
+                    try:
+                        new = self.source.documents(value, place)
+                    except Refusal as problem:
+                        self.bad(problem)
+                        new, bad = [], bad + 1
+                    rows += [content for content, _ in new]
+                    places += [found for _, found in new]
+                    row += 1
+            yield SampleChunk(rows, places, np.ones(len(rows), dtype=np.int64), row, last, bad)
+
+    def bad(self, problem: Refusal) -> None:
+        if not self.skip:
+            raise problem
+
+
+def open_samples(recipe: Recipe, columns: tuple[str, ...], collate: Collate, *, dp: int, dp_rank: int, state: dict | None = None) -> Stream:
+    """The stream of one data-parallel rank over rows of `columns`; a step has `global_batch` of them. Otherwise like `open_stream`.
+
+    A row that `collate` cannot take raises `Refusal` from `next`.
+    """
+    domains = domains_of(recipe)
+    readers = [SampleReader(open_source(recipe, domain, columns), recipe.bad_rows == "skip") for domain in domains]
+    identity = {
+        "corpus": {domain.name: reader.source.fingerprint for domain, reader in zip(domains, readers, strict=True)},
+        "seed": recipe.seed,
+        "global_batch": recipe.global_batch,
+        "blocks": [BLOCK_SAMPLES, CHUNK_ROWS],
+    }
+
+    def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, SampleBlock]]:
+        return blocks(readers[number], recipe.seed, BLOCK_SAMPLES, _shuffled, place)
+
+    return start_stream(recipe, domains, identity, open_blocks, partial(_collated, collate), 1, BLOCK_SAMPLES, dp, dp_rank, state)
+
+
+def _shuffled(held: Held, *key: object) -> SampleBlock:
+    rows = [row for chunk, first, last in held for row in chunk.rows[first:last]]
+    places = [place for chunk, first, last in held for place in chunk.places[first:last]]
+    order = permutation(len(rows), *key).tolist()
+    begin = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+    keys = [(begin + number) % (1 << 63) for number in order]
+    return SampleBlock([rows[number] for number in order], [places[number] for number in order], keys, np.ones(len(rows), dtype=np.int64))
+
+
+def _collated(collate: Collate, runs: list[Run]) -> MicroBatch:
+    numbers = [(run.block, number) for run in runs for number in range(run.row, run.row + run.size)]
+    try:
+        return collate([block.rows[number] for block, number in numbers], [block.keys[number] for block, number in numbers])
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        for block, number in numbers:
+            try:
+                collate([block.rows[number]], [block.keys[number]])
+            except (ValueError, TypeError, KeyError, OSError) as cause:
+                raise refuse(block.places[number], f"cannot be used: {cause}", "mend the row, or leave it out") from error
+        raise
+
+
+def pairs(tokenizer: Any, seq_len: int, rows: list[Row], keys: list[int]) -> MicroBatch:
+    """Preference pairs: {"input_ids", "labels", "position_ids"}, (2 B, seq_len) int64: the chosen ones, then the rejected ones.
+
+    A row has `prompt`, `chosen` and `rejected`, each a text or a list of messages. Loss on the answers only; what is longer than seq_len is cut.
+    """
+    chats = [_messages(row["prompt"], "user") + _messages(row[answer], "assistant") for answer in ("chosen", "rejected") for row in rows]
+    encoded = encode_chats(tokenizer, chats, ["the pair"] * len(chats), seq_len)
+    ids, labels = np.full((len(chats), seq_len), pad_id(tokenizer)), np.full((len(chats), seq_len), IGNORE)
+    for number, (own_ids, own_labels) in enumerate(encoded):
+        if not len(own_ids):
+            raise ValueError(f"its {'chosen' if number < len(rows) else 'rejected'} answer does not begin within {seq_len} tokens")
+        ids[number, : len(own_ids)], labels[number, : len(own_ids)] = own_ids, own_labels
+    positions = np.broadcast_to(np.arange(seq_len), ids.shape).copy()
+    for number, (own_ids, _) in enumerate(encoded):
+        positions[number, len(own_ids) :] = np.arange(seq_len - len(own_ids))  # the padding is a document of its own
+    return {name: torch.from_numpy(array) for name, array in (("input_ids", ids), ("labels", labels), ("position_ids", positions))}
+
+
+def _messages(value: Any, role: str) -> list[dict[str, str]]:
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def images(image: str, label: str, augment: Callable[[torch.Tensor, np.random.Generator], torch.Tensor], rows: list[Row], keys: list[int]) -> MicroBatch:
+    """{"pixel_values": (B, C, H, W) fp32 of 0 to 1, "labels": (B,) int64}; an image is encoded (PNG, JPEG) or rows of pixels, 0 to 255."""
+    pixels = [augment(_pixels(row[image]), np.random.default_rng(key)) for row, key in zip(rows, keys, strict=True)]
+    return {"pixel_values": torch.stack(pixels), "labels": torch.tensor([int(row[label]) for row in rows])}
+
+
+def _pixels(value: Any) -> torch.Tensor:
+    if isinstance(value, dict):  # how `datasets` stores an image
+        value = value["bytes"]
+    array = np.asarray(Image.open(io.BytesIO(value)) if isinstance(value, bytes) else value, dtype=np.float32) / 255
+    return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())  # (C, H, W)
+
+
+def shifted_and_mirrored(pixels: torch.Tensor, draw: np.random.Generator) -> torch.Tensor:
+    """The image, (C, H, W), moved by up to 2 pixels each way and, every second time, mirrored."""
+    down, right, mirror = (int(draw.integers(limit)) for limit in (5, 5, 2))
+    height, width = pixels.shape[1:]
+    moved = torch.nn.functional.pad(pixels, (2, 2, 2, 2))[:, down : down + height, right : right + width]
+    return moved.flip(2) if mirror else moved
+
+
+def table(numbers: tuple[str, ...], categories: dict[str, int], label: str, rows: list[Row], keys: list[int]) -> MicroBatch:
+    """{"numbers": (B, N) fp32, "categories": (B, M) int64, "labels": (B,) fp32}.
+
+    A missing number is 0. A category is hashed to one of the `categories[column]` - 1 buckets from 1 on; 0 is a missing one.
+    """
+
+    def bucket(value: Any, size: int) -> int:
+        if value is None:
+            return 0
+        return 1 + int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "big") % (size - 1)
+
+    return {
+        "numbers": torch.tensor([[0.0 if row[name] is None else float(row[name]) for name in numbers] for row in rows]).reshape(len(rows), len(numbers)),
+        "categories": torch.tensor([[bucket(row[name], size) for name, size in categories.items()] for row in rows]).reshape(len(rows), len(categories)),
+        "labels": torch.tensor([float(row[label]) for row in rows]),
+    }
