@@ -1,0 +1,88 @@
+"""How fast each rank works and talks, measured with torch's own collectives for a few seconds: what a slow rank or link is known by."""
+
+import os
+import statistics
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = timedelta(seconds=30)  # of joining, and of each collective
+
+
+def join() -> None:
+    """Joins a process group by RANK, WORLD_SIZE and MASTER_*, over NCCL where there are GPUs, else gloo (a collective)."""
+    torch.set_num_threads(1)  # several ranks share the cores
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_device())
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=LIMIT)
+
+
+def measure(seconds: float = 2.0) -> dict[str, Any]:
+    """Seconds of own work and of waiting over `seconds` of work and all-reduce, and GB/s from each rank (a collective).
+
+    Half of the time goes to the all-reduce, half to the links. The rank that waits least is the one that all others wait for.
+    """
+    device = _device()
+    cuda = device.type == "cuda"
+    size = 1 << 24 if cuda else 1 << 20
+    message = torch.ones(size, device=device)  # 64 MiB; on a CPU 4 MiB
+    matrix = torch.rand(4096 if cuda else 384, 4096 if cuda else 384, device=device)
+    _ = matrix @ matrix
+    dist.all_reduce(message)
+    dist.barrier()
+
+    own: list[float] = []
+    waited: list[float] = []
+    deadline = time.perf_counter() + seconds / 2
+    over = False
+    while not over:
+        begun = time.perf_counter()
+        _ = matrix @ matrix
+        message.fill_(1.0)
+        message[0] = float(time.perf_counter() > deadline)  # every rank has to see the same end
+        _finish(device)
+        worked = time.perf_counter()
+        dist.all_reduce(message)
+        over = message[0].item() > 0
+        waited.append(time.perf_counter() - worked)
+        own.append(worked - begun)
+    world = dist.get_world_size()
+    wrong = message[1].item() != world
+    links, complete = _links(message, device, seconds / 2)
+    bus = message.nbytes * 2 * (world - 1) / world / min(waited) / 1e9  # GB/s, as nccl-tests counts them
+    return {"cuda": cuda, "own": sum(own) / len(own), "all_reduce": statistics.median(waited), "bus": bus, "links": links, "complete": complete, "wrong": wrong}
+
+
+def _links(message: torch.Tensor, device: torch.device, seconds: float) -> tuple[dict[int, float], bool]:
+    """rank -> GB/s from it, the best of five; and whether the time was enough for all ranks. In round k everyone sends k ranks on."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    received, found = torch.empty_like(message), {}
+    deadline = time.perf_counter() + seconds
+    for shift in range(1, world):
+        to, source = (rank + shift) % world, (rank - shift) % world
+        times = []
+        for _ in range(6):  # the first one opens the connection
+            begun = time.perf_counter()
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, message, to), dist.P2POp(dist.irecv, received, source)]):
+                work.wait()
+            _finish(device)
+            times.append(time.perf_counter() - begun)
+        found[source] = message.nbytes / min(times[1:]) / 1e9
+        over = torch.tensor(float(time.perf_counter() > deadline), device=device)
+        dist.all_reduce(over)
+        if over.item() > 0:
+            return found, shift == world - 1
+    return found, True
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _finish(device: torch.device) -> None:
+    """Waits for what the device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
