@@ -359,12 +359,12 @@ class Report:
 
     def host(self, node: int) -> str:
         """The name of a host; two of the same name are told apart by their first rank."""
-        name = self.seen[node]["name"]
+        name = next(told["name"] for told in self.seen.values() if told["node"] == node)
         twins = [other for other in self.nodes if self.seen[other]["name"] == name]
         return name if len(twins) < 2 else f"{name} (rank {node})"
 
     def rank(self, rank: int) -> str:
-        if rank in self.seen and self.seen[rank]["node"] in self.seen:
+        if rank in self.seen:
             return f"rank {rank} on {self.host(self.seen[rank]['node'])}"
         return f"rank {rank}"
 
@@ -559,6 +559,7 @@ def prepare(subject: Subject, slot: Slot, skip_ops: bool) -> Findings:
     if slot.local_rank == 0 and not skip_ops:
         try:
             prepare_ops(subject.plan)
+            yield Row("ops", "those of the recipe are compiled")
         except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
             said = " ".join(str(error).split())[-300:]
             yield Problem("DeepSpeed's ops", f"cannot be compiled: {said}", "install what is missing; `ds_report` lists what each op needs")
@@ -661,6 +662,8 @@ def main() -> None:
         if slot.local_rank == 0 or refusal.exit_code != 2:
             print("\n".join(f"doctor, rank {slot.rank}: {problem}" for problem in refusal.problems), file=sys.stderr, flush=True)
         code = refusal.exit_code
+    except KeyboardInterrupt:
+        code = 130
     raise SystemExit(code)
 
 

@@ -124,7 +124,6 @@ def check_toolchain(ops: list[str]) -> Findings:
     cache = extensions()
     compiled = [op for op in ops if any(cache.glob(f"**/{op}.so"))]
     missing = [op for op in ops if op not in compiled]
-    yield Row("ops", ", ".join([*(f"{op} compiled" for op in compiled), *(f"{op} to be compiled" for op in missing)]) or "none needed")
     compiler = os.environ.get("CXX", "c++")
     if missing and not shutil.which(compiler):
         yield Problem(f"compiler {compiler}", f"is not there to compile {', '.join(missing)}", "install one (Debian: apt-get install g++), or set CXX")
