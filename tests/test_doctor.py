@@ -177,7 +177,7 @@ def test_full_disk(tmp_path: Path) -> None:
     full = in_mounts(f"mount -t tmpfs -o size=2m tmpfs {tmp_path / 'run'}\nhead -c 2m /dev/zero > {tmp_path / 'run'}/filler")
     code, text = doctor(tmp_path, "--quick", "--out", "run", prefix=full)
     told = only_problem(text)
-    assert code == 1 and "out = run" in told and "is full (No space left on device, 0.00 GiB free)" in told and "free space" in told
+    assert code == 1 and "out = run" in told and "is full (No space left on device, 0 MiB free)" in told and "free space" in told
 
 
 def test_disk_too_small_for_the_checkpoints(tmp_path: Path, ops: Callable[[str], None]) -> None:
@@ -186,7 +186,7 @@ def test_disk_too_small_for_the_checkpoints(tmp_path: Path, ops: Callable[[str],
     small = in_mounts(f"mount -t tmpfs -o size=50m tmpfs {tmp_path / 'run'}")
     code, text = doctor(tmp_path, "--recipe", NANO, "--out", "run", "--ranks", "1", prefix=small)
     told = only_problem(text)
-    assert code == 1 and "out = run: 0.05 GiB free: the run writes 0.13 GiB: 2 checkpoints of 0.06 GiB and Hugging Face files of 0.01 GiB" in told, told
+    assert code == 1 and "out = run: 50 MiB free: the run writes 129 MiB: 2 checkpoints of 60 MiB and Hugging Face files of 9 MiB" in told, told
 
 
 def test_unwritable_out(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
 
 
 def test_slow_host(tmp_path: Path) -> None:
-    """One of two hosts runs a tenth of the time, as SIGSTOP and SIGCONT let it."""
+    """One of two hosts runs a thirtieth of the time, as SIGSTOP and SIGCONT let it."""
     ranks = Ranks(tmp_path, 2, (), {}, set(), {})
     over = threading.Event()
 
@@ -284,15 +284,14 @@ def test_slow_host(tmp_path: Path) -> None:
         while not over.is_set() and "two seconds of all-reduce" not in ranks.logs[0].read_text():
             time.sleep(0.05)
         slow = psutil.Process(ranks.processes[1].pid)
-        with contextlib.suppress(psutil.Error):
-            while not over.is_set() and slow.is_running() and slow.status() != psutil.STATUS_ZOMBIE:
+        while not over.is_set() and ranks.processes[1].poll() is None:
+            with contextlib.suppress(psutil.Error):
                 tree = [slow, *slow.children(recursive=True)]
-                for process in tree:
-                    process.suspend()
-                time.sleep(0.09)
-                for process in tree:
-                    process.resume()
-                time.sleep(0.01)
+                for send, seconds in ((psutil.Process.suspend, 0.29), (psutil.Process.resume, 0.01)):
+                    for process in tree:
+                        with contextlib.suppress(psutil.Error):
+                            send(process)
+                    time.sleep(seconds)
 
     pulsing = threading.Thread(target=pulse)
     pulsing.start()
@@ -302,15 +301,14 @@ def test_slow_host(tmp_path: Path) -> None:
         over.set()
         pulsing.join()
     told = only_problem(text)
-    assert codes == [1, 1] and told.startswith(f"rank 1 on {socket.gethostname()} (rank 1): is slow: its own work of a step takes "), told
+    print(told)
+    assert codes == [1, 1] and told.startswith(f"rank 1 on {socket.gethostname()} (rank 1): is slow: it needs "), told
 
 
 def test_too_little_shared_memory(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", prefix=in_mounts("mount -t tmpfs -o size=64m tmpfs /dev/shm"))
     told = only_problem(text)
-    assert code == 1 and told.startswith(
-        "/dev/shm: 0.06 GiB of 0.06 GiB free: DeepSpeed's CPU collectives of 2 ranks take 0.13 GiB; start the container with"
-    ), told
+    assert code == 1 and told.startswith("/dev/shm: 64 MiB of 64 MiB free: DeepSpeed's CPU collectives of 2 ranks take 132 MiB; start the container with"), told
 
 
 def test_stale_extension_lock(tmp_path: Path) -> None:

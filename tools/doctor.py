@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit import ds_config, host_checks  # noqa: E402
-from recipekit.host_checks import Findings, Row, existing, gib  # noqa: E402
+from recipekit.host_checks import Findings, Row, amount, existing  # noqa: E402
 from recipekit.meeting import Chair, Line, Member, echo, meet, reach  # noqa: E402
 from recipekit.plan import Plan, make_plan  # noqa: E402
 from recipekit.recipe import Command, Recipe, parse  # noqa: E402
@@ -46,6 +46,7 @@ PREPARE = 1800.0  # seconds for imports, compiles and counting
 MEASURE = 120.0  # seconds in which the two seconds of measuring have to be over
 SKEW = 1.0  # seconds that clocks may differ, beside what the network leaves open
 SLOW = 3.0  # times the other ranks' seconds: then a rank is slow
+SUSPECT = 1.5  # times the others' seconds: then they are measured once more
 SLOW_LINK = 10.0  # times slower than the median of the links of its kind
 
 
@@ -311,11 +312,11 @@ def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting
                 report.add(Row("all-reduce", "not measured: see the problems"), [0])
             else:
                 found = meeting.gather(torch_part.ask(order, MEASURE), MEASURE + 30, "its measurements")
-                again = bool(report.slow(found)) and not meeting.lost and not any("error" in told for told in found.values())
+                again = bool(report.slow(found, SUSPECT)) and not meeting.lost and not any("error" in told for told in found.values())
                 meeting.tell(order if again else None)
-                if again:  # a machine may be busy for a moment; a slow one is slow twice
+                if again:  # the better of two looks counts: a machine may be busy for a moment, a slow one is slow twice
                     second = meeting.gather(torch_part.ask(order, MEASURE), MEASURE + 30, "its measurements")
-                    found = second if any("error" in told for told in second.values()) or not report.slow(second) else found
+                    found = {rank: min(told, found[rank], key=lambda told: told.get("work", -1.0)) for rank, told in second.items()}
                 report.measured(found)
     else:
         report.add(Row("all-reduce", "not measured (--quick)"), [0])
@@ -432,16 +433,16 @@ class Report:
                 ("NVMe", "the NVMe folder", "free space, or write the folder of a larger drive as nvme_path"),
             ):
                 if place in free and needs[place] * ranks > free[place]:
-                    rule = f"{ranks} ranks of this run need {gib(needs[place] * ranks)} for their states"
-                    self.add(Problem(f"{what}: {gib(free[place])} free", rule, fix), [node])
+                    rule = f"{ranks} ranks of this run need {amount(needs[place] * ranks)} for their states"
+                    self.add(Problem(f"{what}: {amount(free[place])} free", rule, fix), [node])
         free, size, count = self.seen[0]["room"]["out"], needs["checkpoint"], needs["checkpoints"]
         total = size * count + needs["export"]
-        files = f" and Hugging Face files of {gib(needs['export'])}" if needs["export"] else ""
-        made = f"{count} checkpoint{'s' if count > 1 else ''} of {gib(size)}{files}"
-        self.add(Row("disk", f"{made}, {gib(free)} free"), [0])
+        files = f" and Hugging Face files of {amount(needs['export'])}" if needs["export"] else ""
+        made = f"{count} checkpoint{'s' if count > 1 else ''} of {amount(size)}{files}"
+        self.add(Row("disk", f"{made}, {amount(free)} free"), [0])
         if total > free:
             fix = "free space, keep fewer with --keep, leave out --export, or choose a folder on another disk with --out"
-            self.add(Problem(f"out = {subject.out}: {gib(free)} free", f"the run writes {gib(total)}: {made}", fix), [])
+            self.add(Problem(f"out = {subject.out}: {amount(free)} free", f"the run writes {amount(total)}: {made}", fix), [])
 
     def measured(self, told: dict[int, dict[str, Any]]) -> None:
         """Names ranks and links that the others would wait for."""
@@ -453,7 +454,7 @@ class Report:
             return
         slow = self.slow(told)
         for rank, (seconds, others) in slow.items():
-            rule = f"is slow: its own work of a step takes {seconds * 1e3:.1f} ms, that of others {others * 1e3:.1f} ms, and all wait for it"
+            rule = f"is slow: it needs {seconds * 1e3:.1f} ms for what takes others {others * 1e3:.1f} ms, and in a run all wait for it"
             self.add(Problem(self.rank(rank), rule, "look for other jobs, a throttled clock or failing hardware on its host"), [])
         for rank in (rank for rank, found in told.items() if found["wrong"]):
             self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", "do not train on this host; test its memory and devices"), [])
@@ -473,17 +474,17 @@ class Report:
             for where, text in self._name(bad):
                 self.add(Problem(where, f"the link is slow: {text}", "look at the cable, the switch port and the interface that is used"), [])
 
-    def slow(self, told: dict[int, dict[str, Any]]) -> dict[int, tuple[float, float]]:
-        """rank -> (seconds of its own work in a step, those of others) of each rank that all others wait for.
+    def slow(self, told: dict[int, dict[str, Any]], times: float = SLOW) -> dict[int, tuple[float, float]]:
+        """rank -> (seconds that it needs for a piece of work, those of others) of each rank that all others wait for.
 
         The ranks of a host without GPUs share its cores as the scheduler likes, so there the fastest one stands for its host.
         """
-        own = {rank: found["own"] for rank, found in told.items() if "own" in found}
+        own = {rank: found["work"] for rank, found in told.items() if "work" in found}
         if not all(found.get("cuda") for found in told.values()):
             node = {rank: self.seen[rank]["node"] for rank in own}
             own = {rank: seconds for rank, seconds in own.items() if (seconds, rank) == min((own[other], other) for other in own if node[other] == node[rank])}
         others = {rank: statistics.median_low([value for other, value in own.items() if other != rank] or [own[rank]]) for rank in own}
-        return {rank: (seconds, others[rank]) for rank, seconds in own.items() if seconds > SLOW * others[rank]}
+        return {rank: (seconds, others[rank]) for rank, seconds in own.items() if seconds > times * others[rank]}
 
     def absent(self, lost: dict[int, str]) -> None:
         """Ranks that did not come or went."""

@@ -48,8 +48,9 @@ def existing(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))  # not .exists(), which raises without permission
 
 
-def gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def amount(size: float) -> str:
+    """Bytes, as a person reads them."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def check_versions(requirements: Path) -> Findings:
@@ -89,13 +90,15 @@ def check_devices(local_world: int) -> Findings:
     except OSError as error:
         found = []
         yield Problem("nvidia-smi", f"does not answer as it should ({error})", "look at dmesg and the driver; a GPU may have fallen off the bus")
-    kinds = ", ".join(sorted({f"{name} {gib(total)}" for name, total, _, _ in found}))
+    kinds = ", ".join(sorted({f"{name} {amount(total)}" for name, total, _, _ in found}))
     yield Row("devices", f"{len(found)} x {kinds}, driver {found[0][3]}, {cores} CPU cores" if found else f"{cores} CPU cores, no NVIDIA GPU")
     if found and local_world > len(found):
         yield Problem(f"{local_world} ranks", f"this host has {len(found)} GPUs", f"start {len(found)} ranks or fewer on it")
     for number, (name, total, used, _) in enumerate(found[:local_world]):
         if used > total // 10:
-            yield Problem(f"GPU {number} ({name})", f"another process holds {gib(used)} of {gib(total)}", "end it (nvidia-smi shows it), or leave this GPU out")
+            yield Problem(
+                f"GPU {number} ({name})", f"another process holds {amount(used)} of {amount(total)}", "end it (nvidia-smi shows it), or leave this GPU out"
+            )
     needed, who = (NCCL_BUFFERS, "NCCL takes") if found else (CPU_BUFFERS * local_world, f"DeepSpeed's CPU collectives of {local_world} ranks take")
     yield from check_shared_memory(Path("/dev/shm"), needed, who)
 
@@ -106,10 +109,10 @@ def check_shared_memory(folder: Path, needed: int, who: str) -> Findings:
         yield Problem(str(folder), "is not there, and the ranks of a host talk through it", f"mount -t tmpfs tmpfs {folder}")
         return
     use = shutil.disk_usage(folder)
-    yield Row("shared memory", f"{gib(use.free)} of {gib(use.total)} free")
+    yield Row("shared memory", f"{amount(use.free)} of {amount(use.total)} free")
     if use.free < needed:
         fix = "start the container with --shm-size=1g (Kubernetes: an emptyDir with medium: Memory), or remove what is left over in it"
-        yield Problem(f"{folder}: {gib(use.free)} of {gib(use.total)} free", f"{who} {gib(needed)}", fix)
+        yield Problem(f"{folder}: {amount(use.free)} of {amount(use.total)} free", f"{who} {amount(needed)}", fix)
 
 
 def extensions() -> Path:
@@ -186,11 +189,11 @@ def check_out(out: Path, mark: str | None) -> Findings:
                 yield Problem(where, f"its file system has no file locks ({error.strerror})", "mount it with them (Lustre: -o flock), or choose another folder")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = gib(shutil.disk_usage(there).free)
+            free = amount(shutil.disk_usage(there).free)
             yield Problem(where, f"{there} is full ({error.strerror}, {free} free)", "free space, or choose a folder on another disk with --out")
         else:
             yield Problem(where, f"{there} cannot be written: {error.strerror}", "choose a folder of yours with --out")
-    yield Row("out", f"{out.absolute()} ({file_system(there) or 'unknown file system'}, {gib(shutil.disk_usage(there).free)} free)")
+    yield Row("out", f"{out.absolute()} ({file_system(there) or 'unknown file system'}, {amount(shutil.disk_usage(there).free)} free)")
     if mark and not os.path.exists(there / mark):
         yield Problem(where, f"{there} is not the folder that rank 0 writes to: its mark {mark} is not in it", "give a folder that all hosts share with --out")
 
@@ -221,7 +224,7 @@ def check_drive(folder: Path) -> Findings:
         return
     writes, reads = (16 * len(block) / seconds / 1e9 for seconds in (written - begun, read - written))
     cached = "" if past_cache else ", through the page cache"
-    yield Row("NVMe", f"{there} ({file_system(there)}): writes {writes:.2f} GB/s, reads {reads:.2f} GB/s{cached}, {gib(shutil.disk_usage(there).free)} free")
+    yield Row("NVMe", f"{there} ({file_system(there)}): writes {writes:.2f} GB/s, reads {reads:.2f} GB/s{cached}, {amount(shutil.disk_usage(there).free)} free")
     if min(writes, reads) < SLOWEST_DRIVE:
         rule = f"writes {writes:.2f} GB/s and reads {reads:.2f} GB/s: below {SLOWEST_DRIVE} GB/s every step waits for it"
         yield Problem(f"nvme_path = {folder}", rule, "write the folder of a local NVMe drive")

@@ -1,4 +1,4 @@
-"""How fast each rank works and talks, measured with torch's own collectives for a few seconds: what a slow rank or link is known by."""
+"""How fast each rank works and talks, measured with torch for a few seconds: what a slow rank or link is known by."""
 
 import os
 import statistics
@@ -21,39 +21,40 @@ def join() -> None:
 
 
 def measure(seconds: float = 2.0) -> dict[str, Any]:
-    """Seconds of own work and of waiting over `seconds` of work and all-reduce, and GB/s from each rank (a collective).
+    """What this rank needs for a piece of work, for an all-reduce, and GB/s from each rank (a collective).
 
-    Half of the time goes to the all-reduce, half to the links. The rank that waits least is the one that all others wait for.
+    A third of `seconds` goes to work that each rank does alone, one to the all-reduce, one to the links.
     """
     device = _device()
     cuda = device.type == "cuda"
-    size = 1 << 24 if cuda else 1 << 20
-    message = torch.ones(size, device=device)  # 64 MiB; on a CPU 4 MiB
+    message = torch.ones(1 << 24 if cuda else 1 << 20, device=device)  # 64 MiB; on a CPU 4 MiB
     matrix = torch.rand(4096 if cuda else 384, 4096 if cuda else 384, device=device)
     _ = matrix @ matrix
     dist.all_reduce(message)
     dist.barrier()
 
-    own: list[float] = []
-    waited: list[float] = []
-    deadline = time.perf_counter() + seconds / 2
-    over = False
-    while not over:
-        begun = time.perf_counter()
+    begun, pieces = time.perf_counter(), 0
+    while pieces == 0 or time.perf_counter() - begun < seconds / 3:
         _ = matrix @ matrix
+        _finish(device)
+        pieces += 1
+    work = (time.perf_counter() - begun) / pieces
+
+    dist.barrier()
+    deadline, over, times = time.perf_counter() + seconds / 3, False, []
+    while not over:
         message.fill_(1.0)
         message[0] = float(time.perf_counter() > deadline)  # every rank has to see the same end
         _finish(device)
-        worked = time.perf_counter()
+        begun = time.perf_counter()
         dist.all_reduce(message)
         over = message[0].item() > 0
-        waited.append(time.perf_counter() - worked)
-        own.append(worked - begun)
+        times.append(time.perf_counter() - begun)
     world = dist.get_world_size()
     wrong = message[1].item() != world
-    links, complete = _links(message, device, seconds / 2)
-    bus = message.nbytes * 2 * (world - 1) / world / min(waited) / 1e9  # GB/s, as nccl-tests counts them
-    return {"cuda": cuda, "own": sum(own) / len(own), "all_reduce": statistics.median(waited), "bus": bus, "links": links, "complete": complete, "wrong": wrong}
+    links, complete = _links(message, device, seconds / 3)
+    bus = message.nbytes * 2 * (world - 1) / world / min(times) / 1e9  # GB/s, as nccl-tests counts them
+    return {"cuda": cuda, "work": work, "all_reduce": statistics.median(times), "bus": bus, "links": links, "complete": complete, "wrong": wrong}
 
 
 def _links(message: torch.Tensor, device: torch.device, seconds: float) -> tuple[dict[int, float], bool]:
