@@ -19,12 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
-from job import NANO
+from job import NANO, Job
 from pool import ROOT, environment, free_port
 
 pytestmark = pytest.mark.processes
 DOCTOR = ROOT / "tools" / "doctor.py"
-HARD = 120.0  # seconds in which a doctor has ended, whatever was planted
+HARD = 300.0  # seconds in which a doctor has ended, whatever was planted
 NOBODY = 65534
 
 
@@ -183,10 +183,10 @@ def test_full_disk(tmp_path: Path) -> None:
 def test_disk_too_small_for_the_checkpoints(tmp_path: Path, ops: Callable[[str], None]) -> None:
     ops("comm")
     (tmp_path / "run").mkdir()
-    small = in_mounts(f"mount -t tmpfs -o size=50m tmpfs {tmp_path / 'run'}")
+    small = in_mounts(f"mount -t tmpfs -o size=100m tmpfs {tmp_path / 'run'}")
     code, text = doctor(tmp_path, "--recipe", NANO, "--out", "run", "--ranks", "1", prefix=small)
     told = only_problem(text)
-    assert code == 1 and "out = run: 50 MiB free: the run writes 129 MiB: 2 checkpoints of 60 MiB and Hugging Face files of 9 MiB" in told, told
+    assert code == 1 and "out = run: 100 MiB free: the run writes 129 MiB: 2 checkpoints of 60 MiB and Hugging Face files of 9 MiB" in told, told
 
 
 def test_unwritable_out(tmp_path: Path) -> None:
@@ -273,6 +273,23 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     codes, text = ranks.wait()
     assert codes == [1, -signal.SIGKILL]
     assert re.search(r"rank 1.*: (ended while|did not come)", text) and re.search(r"rank 2.*did not come", text), text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_doctor_leaves_nothing(tmp_path: Path, number: int) -> None:
+    """Ctrl-C in its terminal, which all ranks get, or a signal to the command alone."""
+    argv = [sys.executable, str(DOCTOR), "--out", "run", "--master_port", free_port()]
+    job = Job(tmp_path / "job", list(map(str, argv)))
+    job.wait_for(lambda: len([process for process in job.processes() if "--torch-part" in process.cmdline()]) == 2, HARD)
+    if number == signal.SIGINT:
+        os.killpg(job.process.pid, number)
+    else:
+        job.process.send_signal(number)
+    job.wait_gone(30)
+    assert job.process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], job.output
+    assert "Traceback" not in job.output, job.output
+    assert listing(tmp_path / "job") == set()
+    job.close()
 
 
 def test_slow_host(tmp_path: Path) -> None:

@@ -524,7 +524,10 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
     subject = read_subject(arguments, slot)
     told: dict[str, Any] = {"findings": host_checks.to_json(prepare(subject, slot, arguments.skip_ops))}
     if slot.rank == 0 and subject.plan and subject.plan.model_config:
-        told["needs"] = count_bytes(subject.plan)
+        try:
+            told["needs"] = count_bytes(subject.plan)
+        except Refusal as refusal:  # a model without a pipeline plan, say
+            told["findings"] += host_checks.to_json(iter(refusal.problems))
     line.send(told)
     os.environ["MASTER_PORT"] = str(line.read(2 * PREPARE)["port"])
     from recipekit.links import join, measure
@@ -615,6 +618,7 @@ def local_main(arguments: argparse.Namespace) -> int:
         count = 2  # `check_devices` tells
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     asked = arguments.master_port or int(os.environ.get("MASTER_PORT", "29500"))
     place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
