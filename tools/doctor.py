@@ -585,11 +585,14 @@ def count_bytes(plan: Plan) -> dict[str, int]:
     import torch
     from recipekit.dry_run import count_parameters, state_bytes
     from recipekit.model import empty_model, enabled
+    from recipekit.pipeline import plan_of
 
     recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
     assert plan.model_config is not None
-    places = {place: sum(parts.values()) for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, plan.mesh)).items()}
     model = empty_model(recipe, plan.model_config)
+    if plan.mesh.pp > 1:
+        plan_of(model, recipe.pp_plan)  # refused if it has none
+    places = {place: sum(parts.values()) for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, plan.mesh)).items()}
     model = recipe.adapt(model) if recipe.adapt else model
     size = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
