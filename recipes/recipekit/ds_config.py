@@ -205,12 +205,12 @@ def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
             found.append(Problem(where, f"no folder {folder} on this host", "write the folder of a local drive"))
         elif not os.access(there, os.W_OK):
             found.append(Problem(where, f"{there} is not writable", "write a folder this user may write to"))
-        elif _file_system(there) in ("tmpfs", "ramfs"):
-            found.append(Problem(where, f"{there} is in memory ({_file_system(there)}), so offloading there saves none", "write the folder of a local drive"))
+        elif file_system(there) in ("tmpfs", "ramfs"):
+            found.append(Problem(where, f"{there} is in memory ({file_system(there)}), so offloading there saves none", "write the folder of a local drive"))
     return found
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
     """The kind of file system that `folder` lies on, or "" where the system does not tell."""
     mounts = Path("/proc/self/mounts")
     best, kind = "", ""

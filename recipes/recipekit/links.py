@@ -1,0 +1,89 @@
+"""How fast each rank works and talks, measured with torch for a few seconds: what a slow rank or link is known by."""
+
+import os
+import statistics
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = timedelta(seconds=30)  # of joining, and of each collective
+
+
+def join() -> None:
+    """Joins a process group by RANK, WORLD_SIZE and MASTER_*, over NCCL where there are GPUs, else gloo (a collective)."""
+    torch.set_num_threads(1)  # several ranks share the cores
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_device())
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=LIMIT)
+
+
+def measure(seconds: float = 2.0) -> dict[str, Any]:
+    """What this rank needs for a piece of work, for an all-reduce, and GB/s from each rank (a collective).
+
+    A third of `seconds` goes to work that each rank does alone, one to the all-reduce, one to the links.
+    """
+    device = _device()
+    cuda = device.type == "cuda"
+    message = torch.ones(1 << 24 if cuda else 1 << 20, device=device)  # 64 MiB; on a CPU 4 MiB
+    matrix = torch.rand(4096 if cuda else 384, 4096 if cuda else 384, device=device)
+    _ = matrix @ matrix
+    dist.all_reduce(message)
+    dist.barrier()
+
+    begun, pieces = time.perf_counter(), 0
+    while pieces == 0 or time.perf_counter() - begun < seconds / 3:
+        _ = matrix @ matrix
+        _finish(device)
+        pieces += 1
+    work = (time.perf_counter() - begun) / pieces
+
+    dist.barrier()
+    deadline, over, times = time.perf_counter() + seconds / 3, False, []
+    while not over:
+        message.fill_(1.0)
+        message[0] = float(time.perf_counter() > deadline)  # every rank has to see the same end
+        _finish(device)
+        begun = time.perf_counter()
+        dist.all_reduce(message)
+        over = message[0].item() > 0
+        times.append(time.perf_counter() - begun)
+    world = dist.get_world_size()
+    wrong = message[1].item() != world
+    links, complete = _links(message, device, seconds / 3)
+    bus = message.nbytes * 2 * (world - 1) / world / min(times) / 1e9  # GB/s, as nccl-tests counts them
+    return {"cuda": cuda, "work": work, "all_reduce": statistics.median(times), "bus": bus, "links": links, "complete": complete, "wrong": wrong}
+
+
+def _links(message: torch.Tensor, device: torch.device, seconds: float) -> tuple[dict[int, float], bool]:
+    """rank -> GB/s from it, the best of five; and whether the time was enough for all ranks. In round k everyone sends k ranks on."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    received, found = torch.empty_like(message), {}
+    deadline = time.perf_counter() + seconds
+    for shift in range(1, world):
+        to, source = (rank + shift) % world, (rank - shift) % world
+        times = []
+        for _ in range(6):  # the first one opens the connection
+            begun = time.perf_counter()
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, message, to), dist.P2POp(dist.irecv, received, source)]):
+                work.wait()
+            _finish(device)
+            times.append(time.perf_counter() - begun)
+        found[source] = message.nbytes / min(times[1:]) / 1e9
+        over = torch.tensor(float(time.perf_counter() > deadline), device=device)
+        dist.all_reduce(over)
+        if over.item() > 0:
+            return found, shift == world - 1
+    return found, True
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _finish(device: torch.device) -> None:
+    """Waits for what the device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,679 @@
+"""Examines the hosts of a run before it costs anything: one table of what is there, then every problem with its fix.
+
+    python tools/doctor.py                                              # this machine, with one rank for each GPU (2 without any)
+    python tools/doctor.py --recipe recipes/NAME.py --out runs/x --tp 2 # what this run needs; the recipe's own flags may follow
+    python -m launch --doctor recipes/NAME.py                           # all hosts of a run
+
+Looks at versions, devices, shared memory, libaio and the compiled ops, the NVMe folder, logins, the master port, the
+clocks, the run folder, the room for checkpoints, and at the connections between all ranks: plain sockets first, then two
+seconds of all-reduce and point-to-point messages. A launcher starts it once for each rank, as it would a recipe; without
+one it starts the ranks of this machine itself. A rank that is missing, silent or slow is named, and never waited for.
+
+Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from recipekit import ds_config, host_checks  # noqa: E402
+from recipekit.host_checks import Findings, Row, amount, existing  # noqa: E402
+from recipekit.meeting import Chair, Line, Member, echo, meet, reach  # noqa: E402
+from recipekit.plan import Plan, make_plan  # noqa: E402
+from recipekit.recipe import Command, Recipe, parse  # noqa: E402
+from recipekit.refusal import Problem, Refusal, refuse  # noqa: E402
+from recipekit.stopping import start_launcher_watch  # noqa: E402
+
+LOOK = 180.0  # seconds in which a host has to answer what it is like
+CONNECT = 5.0  # seconds in which a rank has to connect to another
+PREPARE = 1800.0  # seconds for imports, compiles and counting
+MEASURE = 120.0  # seconds in which the two seconds of measuring have to be over
+SKEW = 1.0  # seconds that clocks may differ, beside what the network leaves open
+SLOW = 3.0  # times the other ranks' seconds: then a rank is slow
+SUSPECT = 1.5  # times the others' seconds: then they are measured once more
+SLOW_LINK = 10.0  # times slower than the median of the links of its kind
+
+
+class Slot(NamedTuple):
+    """This process among all ranks, as its launcher says."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+
+
+class Subject(NamedTuple):
+    """The run that is examined. `plan` is None without a recipe, and where one was refused for `problems`."""
+
+    out: Path
+    command: Command | None
+    plan: Plan | None
+    problems: list[Problem]
+    nvme: bool
+
+
+# What is asked for
+
+
+def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--recipe", type=Path, help="the recipe's file; flags that are not listed here are the recipe's own")
+    parser.add_argument("--out", type=Path, help="run folder; default: the recipe's, or runs")
+    parser.add_argument("--world", type=int, help="ranks that the run will have, for its layout and memory; default: those that are examined")
+    parser.add_argument("--ranks", type=int, help="without a launcher: ranks to start on this machine; default: one for each GPU, or 2")
+    parser.add_argument("--master_port", "--master-port", type=int, help="the port that the run will use; default: MASTER_PORT, or 29500")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for ranks that have not come (60)")
+    parser.add_argument("--quick", action="store_true", help="leave out what imports torch: compiling ops, counting bytes, all-reduce")
+    parser.add_argument("--torch-part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
+    parser.add_argument("--skip-ops", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    arguments, flags = parser.parse_known_args()
+    arguments.flags = flags[1:] if flags[:1] == ["--"] else flags
+    if arguments.flags and not arguments.recipe:
+        parser.error(f"unknown: {' '.join(arguments.flags)}; flags of a recipe need --recipe FILE")
+    for name in ("world", "ranks", "master_port"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            parser.error(f"--{name} is at least 1")
+    if arguments.ranks and os.environ.get("WORLD_SIZE", str(arguments.ranks)) != str(arguments.ranks):
+        parser.error(f"--ranks {arguments.ranks}: the launcher has started {os.environ['WORLD_SIZE']} ranks")
+    return parser, arguments
+
+
+def recipe_of(path: Path) -> Recipe:
+    """The `RECIPE` of a recipe's file, which starts nothing when it is imported. Raises `Refusal` if there is none."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise refuse(f"--recipe {path}", "no such Python file on this host", "give a file of recipes/")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError) as error:
+        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
+    recipe = getattr(module, "RECIPE", None)
+    if not isinstance(recipe, Recipe):
+        raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", "give a file of recipes/")
+    return recipe
+
+
+def read_subject(arguments: argparse.Namespace, slot: Slot) -> Subject:
+    """The run as a start of the recipe would see it on this host. Raises `Refusal` for a wrong command line only."""
+    out = arguments.out or Path("runs")
+    if not arguments.recipe:
+        return Subject(out, None, None, [], False)
+    try:
+        flags = [*arguments.flags, *(["--out", str(arguments.out)] if arguments.out else [])]
+        command = parse(recipe_of(arguments.recipe), arguments.recipe, flags)
+    except Refusal as refusal:
+        if refusal.exit_code == 2:
+            raise
+        return Subject(out, None, None, refusal.problems, False)
+    command = dataclasses.replace(command, world=arguments.world or slot.world, rank=slot.rank, local_rank=slot.local_rank)
+    out = Path(command.recipe.out or Path("runs") / command.name)
+    nvme = False
+    with contextlib.suppress(Refusal):  # `make_plan` tells what is wrong with the JSON
+        zero = ds_config.load(command.recipe.ds_config, command.folder)[0].get("zero_optimization", {})
+        nvme = any(zero.get(block, {}).get("device") == "nvme" for block in ("offload_optimizer", "offload_param"))
+    try:
+        return Subject(out, command, make_plan(command), [], nvme)
+    except Refusal as refusal:
+        return Subject(out, command, None, refusal.problems, nvme)
+    except PermissionError as error:
+        return Subject(
+            out, command, None, [Problem(str(error.filename), "cannot be read: Permission denied", "let this user read it, or choose another")], nvme
+        )
+
+
+def swap_folder(plan: Plan | None) -> Path | None:
+    """Where the plan swaps to."""
+    zero = plan.ds_config["zero_optimization"] if plan else {}
+    found = [zero[block]["nvme_path"] for block in ("offload_optimizer", "offload_param") if zero.get(block, {}).get("device") == "nvme"]
+    return Path(found[0]) if found else None
+
+
+# One rank
+
+
+def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: int) -> Findings:
+    """Everything that can be found out on this host alone."""
+    recipe = subject.plan.recipe if subject.plan else subject.command.recipe if subject.command else None
+    yield from host_checks.check_versions(ROOT / "requirements.txt")
+    yield from host_checks.check_devices(slot.local_world)
+    yield from host_checks.check_toolchain(["async_io"] if subject.nvme else [])
+    yield from host_checks.check_out(subject.out, mark)
+    yield from subject.problems
+    if folder := swap_folder(subject.plan):
+        yield from host_checks.check_drive(folder)
+    if slot.rank == 0:  # it alone records the run, and opens the port
+        yield from host_checks.check_wandb(recipe)
+        yield from host_checks.check_port(master_port)
+    yield from host_checks.check_hub(recipe)
+
+
+def room(subject: Subject) -> dict[str, int]:
+    """place -> bytes that are free on this host."""
+    folder = swap_folder(subject.plan)
+    return {"out": _free(subject.out), "host": host_checks.free_memory()} | ({"NVMe": _free(folder)} if folder else {})
+
+
+def _free(folder: Path) -> int:
+    status = os.statvfs(existing(folder))
+    return status.f_bavail * status.f_frsize
+
+
+@contextlib.contextmanager
+def left_mark(out: Path, id: str) -> Iterator[str | None]:
+    """A file in the run folder (or the nearest one above it) by which other hosts know it; None if none can be made."""
+    path = existing(out) / f".doctor_{id}"
+    try:
+        path.touch()
+    except OSError:
+        yield None  # `check_out` tells why
+        return
+    try:
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class TorchPart:
+    """A process of this rank that imports torch: it may hang or die, and then it is ended."""
+
+    def __init__(self, skip_ops: bool):
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--torch-part", str(theirs.fileno()), *(["--skip-ops"] if skip_ops else []), *sys.argv[1:]],
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stderr=self._errors,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # so that compilers are ended with it
+        )
+        theirs.close()
+        self._line = Line(ours)
+
+    def ask(self, order: Any, seconds: float) -> dict[str, Any]:
+        """What it answers; {"error": why} if it does not."""
+        try:
+            if order is not None:
+                self._line.send(order)
+            return self._line.read(seconds)
+        except TimeoutError:
+            return {"error": f"did not answer within {seconds:.0f} s"}
+        except (OSError, ValueError):
+            self._process.wait(10)
+            self._errors.seek(0)
+            last = [line for line in self._errors.read().splitlines() if line.strip()][-1:] or ["no message"]
+            return {"error": f"ended with exit code {self._process.returncode}: {last[0][:300]}"}
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._line.connection.close()
+        self._errors.close()
+
+
+def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
+    """One rank's examination; returns the exit code, which is the same on all ranks."""
+    start_launcher_watch()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    subject = read_subject(arguments, slot)
+    master_port = arguments.master_port or slot.port
+    if slot.rank == 0 and slot.world > 1:
+        print(f"doctor: waiting for {slot.world - 1} more ranks, at most {arguments.patience:.0f} s", flush=True)
+    meeting = meet(slot.rank, slot.world, slot.address, slot.port, arguments.patience)
+    with contextlib.closing(meeting), echo() as listener:
+        if isinstance(meeting, Chair):
+            with left_mark(subject.out, meeting.id) as mark:
+                meeting.tell(mark)
+                report = Report(slot, meeting, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "what its host is like"))
+            return conduct(arguments, slot, subject, meeting, report, listener)
+        mark = meeting.hear(LOOK)
+        meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
+        addresses = meeting.hear(2 * LOOK)
+        meeting.gather(reach(to_reach(slot, addresses, meeting), CONNECT))
+        if not arguments.quick:
+            with contextlib.closing(TorchPart(meeting.hear(2 * LOOK))) as torch_part:
+                meeting.gather(torch_part.ask(None, PREPARE))
+                for patience in (2 * PREPARE, 2 * MEASURE):  # measured once, or twice
+                    if (order := meeting.hear(patience)) is None:
+                        break
+                    meeting.gather(torch_part.ask(order, MEASURE))
+                return meeting.hear(2 * MEASURE)
+        return meeting.hear(2 * LOOK)
+
+
+def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, listener: socket.socket, member: Member | None) -> dict[str, Any]:
+    """What a rank reports of itself; the first rank of a host reports of the host too."""
+    seen: dict[str, Any] = {
+        "node": slot.rank - slot.local_rank,
+        "name": socket.gethostname(),
+        "address": member.own_address if member else "",
+        "port": listener.getsockname()[1],
+    }
+    if slot.local_rank == 0:
+        seen |= {"findings": host_checks.to_json(examine_host(subject, slot, mark, master_port)), "room": room(subject), "ranks": slot.local_world}
+    return seen
+
+
+def to_reach(slot: Slot, addresses: dict[str, Any], member: Member | None) -> dict[int, tuple[str, int]]:
+    """rank -> where this rank finds its echo. Ranks on rank 0's host are found where rank 0 was."""
+    here = addresses[str(slot.rank)][0]
+    places = {}
+    for rank, (node, address, port) in addresses.items():
+        if int(rank) != slot.rank:
+            host = "127.0.0.1" if node == here else member.chair_address if member and node == 0 else address
+            places[int(rank)] = (host, port)
+    return places
+
+
+# Rank 0
+
+
+def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting: Chair, report: "Report", listener: socket.socket) -> int:
+    """Leads all ranks through what they find out together, prints the report and tells them the exit code."""
+    report.clocks(meeting.clocks())
+    addresses = {str(rank): (seen["node"], seen["address"], seen["port"]) for rank, seen in report.seen.items()}
+    meeting.tell(addresses)
+    report.reached(meeting.gather(reach(to_reach(slot, addresses, None), CONNECT), CONNECT * slot.world / 32 + 60, "whom it reaches"))
+    if not arguments.quick:
+        print(f"doctor: starting torch on {len(report.seen)} ranks", flush=True)
+        skip_ops = any(problem.where.startswith(("libaio", "compiler")) for problem, _ in report.problems)
+        meeting.tell(skip_ops)
+        with contextlib.closing(TorchPart(skip_ops)) as torch_part:
+            ready = meeting.gather(torch_part.ask(None, PREPARE), PREPARE, "its torch and ops")
+            report.prepared(ready, subject)
+            order = None
+            if not meeting.lost and report.connected and not any("error" in told for told in ready.values()):
+                print("doctor: two seconds of all-reduce and messages", flush=True)
+                order = {"port": _torch_port(slot)}
+            meeting.tell(order)
+            if order is None:
+                report.add(Row("all-reduce", "not measured: see the problems"), [0])
+            else:
+                found = meeting.gather(torch_part.ask(order, MEASURE), MEASURE + 30, "its measurements")
+                again = bool(report.slow(found, SUSPECT)) and not meeting.lost and not any("error" in told for told in found.values())
+                meeting.tell(order if again else None)
+                if again:  # the better of two looks counts: a machine may be busy for a moment, a slow one is slow twice
+                    second = meeting.gather(torch_part.ask(order, MEASURE), MEASURE + 30, "its measurements")
+                    found = {rank: min(told, found[rank], key=lambda told: told.get("work", -1.0)) for rank, told in second.items()}
+                report.measured(found)
+    else:
+        report.add(Row("all-reduce", "not measured (--quick)"), [0])
+    report.absent(meeting.lost)
+    print(report, flush=True)
+    code = 1 if report.problems else 0
+    meeting.tell(code)
+    return code
+
+
+def _torch_port(slot: Slot) -> int:
+    """The master port, or a free one where another program has it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        for port in (slot.port, 0):
+            with contextlib.suppress(OSError), socket.create_server(("", port)) as free:
+                return free.getsockname()[1]
+    return slot.port
+
+
+class Report:
+    """What is known of all hosts: rows and problems, each with the hosts it was found on."""
+
+    def __init__(self, slot: Slot, meeting: Chair, seen: dict[int, dict[str, Any]]):
+        self.slot, self.seen = slot, seen
+        self.rows: list[tuple[Row, list[int]]] = []
+        self.problems: list[tuple[Problem, list[int]]] = []
+        self.connected = True
+        self.nodes = sorted(rank for rank, told in seen.items() if "findings" in told)
+        for node in self.nodes:
+            for item in host_checks.from_json(seen[node]["findings"]):
+                self.add(item, [node])
+
+    def add(self, item: Row | Problem, nodes: list[int]) -> None:
+        """Notes a row or a problem; the same of several hosts is one."""
+        known: list[Any] = self.rows if isinstance(item, Row) else self.problems
+        for other, where in known:
+            if other == item:
+                where += [node for node in nodes if node not in where]
+                return
+        known.append((item, list(nodes)))
+
+    def host(self, node: int) -> str:
+        """The name of a host; two of the same name are told apart by their first rank."""
+        name = next(told["name"] for told in self.seen.values() if told["node"] == node)
+        twins = [other for other in self.nodes if self.seen[other]["name"] == name]
+        return name if len(twins) < 2 else f"{name} (rank {node})"
+
+    def rank(self, rank: int) -> str:
+        if rank in self.seen:
+            return f"rank {rank} on {self.host(self.seen[rank]['node'])}"
+        return f"rank {rank}"
+
+    def clocks(self, clocks: dict[int, tuple[float, float]]) -> None:
+        """Compares the hosts' clocks with the one in the middle."""
+        ahead = {node: clocks.get(node, (0.0, 0.0)) for node in self.nodes if node in clocks or node == 0}
+        middle = statistics.median_low(offset for offset, _ in ahead.values())
+        reference = next(node for node, (offset, _) in ahead.items() if offset == middle)
+        offsets = {node: offset - middle for node, (offset, _) in ahead.items()}
+        if len(offsets) > 1:
+            self.add(Row("clocks", f"within {max(map(abs, offsets.values())):.3f} s"), [0])
+        for node, offset in offsets.items():
+            if abs(offset) > SKEW + ahead[node][1] / 2 + ahead[reference][1] / 2:
+                rule = (
+                    f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {self.host(reference)}; more than {SKEW:.0f} s breaks logins and file times"
+                )
+                self.add(Problem("clock", rule, "let a time service set it: timedatectl set-ntp true"), [node])
+
+    def reached(self, told: dict[int, dict[Any, Any]]) -> None:
+        """Which ranks do not reach each other."""
+        trips = {(rank, int(peer)): value for rank, found in told.items() for peer, value in found.items()}
+        times = [value for value in trips.values() if isinstance(value, float)]
+        if times:
+            worst = max((value, pair) for pair, value in trips.items() if isinstance(value, float))
+            slowest = f"rank {worst[1][0]} to rank {worst[1][1]}"
+            self.add(
+                Row("connections", f"{len(times)} of {len(trips)} work, {statistics.median(times) * 1e3:.2f} ms, longest {worst[0] * 1e3:.2f} ms ({slowest})"),
+                [0],
+            )
+        failed = {pair: str(value) for pair, value in trips.items() if not isinstance(value, float)}
+        self.connected = not failed
+        for where, why in self._name(failed):
+            fix = "let the hosts connect to each other on all ports (firewall, routes, the interface that the address belongs to)"
+            self.add(Problem(where, f"cannot be reached: {why}", fix), [])
+
+    def _name(self, pairs: dict[tuple[int, int], str]) -> list[tuple[str, str]]:
+        """(who, what of them) for links at fault: a rank that several of them have in common is named instead of each."""
+        left, named = dict(pairs), []
+        while left:
+            rank, count = Counter(itertools.chain.from_iterable(left)).most_common(1)[0]
+            own = [pair for pair in left if rank in pair]
+            one, other = own[0]
+            text = f"{left[own[0]]} (rank {one} to rank {other}{f', and {count - 1} links more' if count > 1 else ''})"
+            several = len({peer for pair in own for peer in pair}) > 2
+            named.append((self.rank(rank) if several else f"{self.rank(other)} from {self.rank(one)}", text))
+            for pair in own:
+                del left[pair]
+        return named
+
+    def prepared(self, told: dict[int, dict[str, Any]], subject: Subject) -> None:
+        """What torch sees, what could not be compiled, and whether memory and disks have the room that the run needs."""
+        for rank, found in told.items():
+            node = self.seen[rank]["node"]
+            if "error" in found:
+                self.add(Problem(self.rank(rank), f"torch {found['error']}", "mend the installation: pip install -r requirements.txt"), [])
+                continue
+            for item in host_checks.from_json(found["findings"]):
+                self.add(item, [node])
+        if not (needs := told[0].get("needs")):
+            return
+        for node in self.nodes:
+            ranks, free = self.seen[node]["ranks"], self.seen[node]["room"]
+            for place, what, fix in (
+                ("host", "host memory", "use more hosts, or a strategy of less memory (ds_configs/README.md)"),
+                ("NVMe", "the NVMe folder", "free space, or write the folder of a larger drive as nvme_path"),
+            ):
+                if place in free and needs[place] * ranks > free[place]:
+                    rule = f"{ranks} ranks of this run need {amount(needs[place] * ranks)} for their states"
+                    self.add(Problem(f"{what}: {amount(free[place])} free", rule, fix), [node])
+        free, size, count = self.seen[0]["room"]["out"], needs["checkpoint"], needs["checkpoints"]
+        total = size * count + needs["export"]
+        files = f" and Hugging Face files of {amount(needs['export'])}" if needs["export"] else ""
+        made = f"{count} checkpoint{'s' if count > 1 else ''} of {amount(size)}{files}"
+        self.add(Row("disk", f"{made}, {amount(free)} free"), [0])
+        if total > free:
+            fix = "free space, keep fewer with --keep, leave out --export, or choose a folder on another disk with --out"
+            self.add(Problem(f"out = {subject.out}: {amount(free)} free", f"the run writes {amount(total)}: {made}", fix), [])
+
+    def measured(self, told: dict[int, dict[str, Any]]) -> None:
+        """Names ranks and links that the others would wait for."""
+        failed = {rank: found["error"] for rank, found in told.items() if "error" in found}
+        for rank, why in failed.items():
+            fix = "for NCCL start again with NCCL_DEBUG=INFO, and choose the interface with NCCL_SOCKET_IFNAME (gloo: GLOO_SOCKET_IFNAME)"
+            self.add(Problem(self.rank(rank), f"the all-reduce failed: {why}", fix), [])
+        if failed or not told:
+            return
+        slow = self.slow(told)
+        for rank, (seconds, others) in slow.items():
+            rule = f"is slow: it needs {seconds * 1e3:.1f} ms for what takes others {others * 1e3:.1f} ms, and in a run all wait for it"
+            self.add(Problem(self.rank(rank), rule, "look for other jobs, a throttled clock or failing hardware on its host"), [])
+        for rank in (rank for rank, found in told.items() if found["wrong"]):
+            self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", "do not train on this host; test its memory and devices"), [])
+        links = {(int(source), rank): speed for rank, found in told.items() for source, speed in found["links"].items()}
+        bus = statistics.median(found["bus"] for found in told.values())
+        if links:
+            all_reduce = statistics.median(found["all_reduce"] for found in told.values())
+            self.add(Row("all-reduce", f"{all_reduce * 1e3:.1f} ms, {bus:.2f} GB/s"), [0])
+            complete = "" if all(found["complete"] for found in told.values()) else ", as many as two seconds allow"
+            self.add(Row("messages", f"{len(links)} links{complete}: {min(links.values()):.2f} to {max(links.values()):.2f} GB/s"), [0])
+        for inside in (True, False):
+            kind = {pair: speed for pair, speed in links.items() if (self.seen[pair[0]]["node"] == self.seen[pair[1]]["node"]) == inside}
+            usual = statistics.median(kind.values()) if kind else 0.0
+            bad = {
+                pair: f"{speed:.3f} GB/s instead of {usual:.2f}" for pair, speed in kind.items() if speed * SLOW_LINK < usual and not slow.keys() & set(pair)
+            }
+            for where, text in self._name(bad):
+                self.add(Problem(where, f"the link is slow: {text}", "look at the cable, the switch port and the interface that is used"), [])
+
+    def slow(self, told: dict[int, dict[str, Any]], times: float = SLOW) -> dict[int, tuple[float, float]]:
+        """rank -> (seconds that it needs for a piece of work, those of others) of each rank that all others wait for.
+
+        The ranks of a host without GPUs share its cores as the scheduler likes, so there the fastest one stands for its host.
+        """
+        own = {rank: found["work"] for rank, found in told.items() if "work" in found}
+        if not all(found.get("cuda") for found in told.values()):
+            node = {rank: self.seen[rank]["node"] for rank in own}
+            own = {rank: seconds for rank, seconds in own.items() if (seconds, rank) == min((own[other], other) for other in own if node[other] == node[rank])}
+        others = {rank: statistics.median_low([value for other, value in own.items() if other != rank] or [own[rank]]) for rank in own}
+        return {rank: (seconds, others[rank]) for rank, seconds in own.items() if seconds > times * others[rank]}
+
+    def absent(self, lost: dict[int, str]) -> None:
+        """Ranks that did not come or went."""
+        by_reason: dict[str, list[int]] = {}
+        for rank, why in sorted(lost.items()):
+            by_reason.setdefault(why, []).append(rank)
+        for why, ranks in by_reason.items():
+            names = ", ".join(self.rank(rank) for rank in ranks)
+            hosts = sorted({rank // self.slot.local_world for rank in ranks})
+            place = f" (host {', '.join(map(str, hosts))} of the job, counted from 0)" if "come" in why else ""
+            fix = "see that it was started and reaches rank 0: its own output tells" if "come" in why else "see its output"
+            self.add(Problem(f"{names}{place}", why, fix), [])
+
+    def __str__(self) -> str:
+        count = len(self.nodes)
+        width = max(len(row.check) for row, _ in self.rows)
+        lines = [f"{len(self.seen)} rank{'s' if len(self.seen) > 1 else ''} on {count} host{'s' if count > 1 else ''}"]
+        for row, nodes in sorted(self.rows, key=lambda item: [other.check for other, _ in self.rows].index(item[0].check)):
+            shared = len(nodes) == count or row.check in ("clocks", "connections", "all-reduce", "messages", "disk", "W&B", "master port")
+            lines.append(f"  {row.check:{width}}  {row.value}{'' if shared else '  [' + ', '.join(self.host(node) for node in nodes) + ']'}")
+        if not self.problems:
+            return "\n".join([*lines, "ok: no problem found"])
+        lines.append(f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}")
+        for number, (problem, nodes) in enumerate(self.problems, 1):
+            hosts = "" if count == 1 or not nodes else "all hosts: " if len(nodes) == count else ", ".join(self.host(node) for node in nodes) + ": "
+            lines.append(f"  {number}. {hosts}{problem}")
+        return "\n".join(lines)
+
+
+# The part that needs torch
+
+
+def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
+    """Tells the rank that started it what torch sees, compiles and counts, and then measures when told to."""
+    start_launcher_watch()
+    line = Line(socket.socket(fileno=arguments.torch_part))
+    subject = read_subject(arguments, slot)
+    told: dict[str, Any] = {"findings": host_checks.to_json(prepare(subject, slot, arguments.skip_ops))}
+    if slot.rank == 0 and subject.plan and subject.plan.model_config:
+        try:
+            told["needs"] = count_bytes(subject.plan)
+        except Refusal as refusal:  # a model without a pipeline plan, say
+            told["findings"] += host_checks.to_json(iter(refusal.problems))
+    line.send(told)
+    os.environ["MASTER_PORT"] = str(line.read(2 * PREPARE)["port"])
+    from recipekit.links import join, measure
+
+    join()
+    line.send(measure())
+    line.read(2 * MEASURE)  # once more, or the end of this process
+    line.send(measure())
+    line.read(2 * MEASURE)
+
+
+def prepare(subject: Subject, slot: Slot, skip_ops: bool) -> Findings:
+    """What torch sees on this rank; on the first rank of a host compiles the ops that the recipe needs."""
+    import torch
+
+    if slot.local_rank == 0:
+        cuda = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "CPU"
+        yield Row("torch", f"{torch.__version__}, {cuda}{peers()}")
+        with contextlib.suppress(OSError):
+            if host_checks.gpus() and not torch.cuda.is_available():
+                yield Problem(
+                    f"torch {torch.__version__}", "sees none of the GPUs of this host", "install the CUDA build of torch, or a driver that is new enough"
+                )
+    if subject.plan is None:
+        return
+    from recipekit.run import _single_process_defaults
+
+    _single_process_defaults()
+    from recipekit.setup import prepare_ops, quiet
+
+    quiet()
+    yield from ds_config.check_device(subject.plan.ds_config, "cuda" if torch.cuda.is_available() else "cpu")
+    if slot.local_rank == 0 and not skip_ops:
+        try:
+            prepare_ops(subject.plan)
+            yield Row("ops", "those of the recipe are compiled")
+        except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+            said = " ".join(str(error).split())[-300:]
+            yield Problem("DeepSpeed's ops", f"cannot be compiled: {said}", "install what is missing; `ds_report` lists what each op needs")
+
+
+def peers() -> str:
+    """Whether the GPUs of this host reach each other's memory directly."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return ""
+    pairs = list(itertools.permutations(range(count), 2))
+    return f", direct access between {sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)} of {len(pairs)} pairs"
+
+
+def count_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes of the states on each rank, of a checkpoint and of the export, and how many checkpoints there will be at a time."""
+    import torch
+    from recipekit.dry_run import count_parameters, state_bytes
+    from recipekit.model import empty_model, enabled
+    from recipekit.pipeline import plan_of
+
+    recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
+    assert plan.model_config is not None
+    model = empty_model(recipe, plan.model_config)
+    if plan.mesh.pp > 1:
+        plan_of(model, recipe.pp_plan)  # refused if it has none
+    places = {place: sum(parts.values()) for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, plan.mesh)).items()}
+    model = recipe.adapt(model) if recipe.adapt else model
+    size = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
+    width = 2 if mixed else 4
+    saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1
+    there = len(list((plan.out / "checkpoints").glob("step_*")))
+    device_memory = 0 if torch.cuda.is_available() else places.get("accelerator", 0)
+    return {
+        "host": places.get("host", 0) + device_memory,
+        "NVMe": places.get("NVMe", 0),
+        "checkpoint": (size if stage < 3 else size - trained) * width + trained * ((4 if mixed or stage else 0) + 8),
+        "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next is complete before the oldest goes
+        "export": size * width if recipe.export else 0,
+    }
+
+
+# The whole
+
+
+def local_main(arguments: argparse.Namespace) -> int:
+    """Starts the ranks of this machine; their exit code."""
+    try:
+        count = arguments.ranks or len(host_checks.gpus()) or 2
+    except OSError:
+        count = 2  # `check_devices` tells
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
+    asked = arguments.master_port or int(os.environ.get("MASTER_PORT", "29500"))
+    place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:], *([] if arguments.master_port else ["--master_port", str(asked)])],
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
+    try:
+        return ranks[0].wait()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        for process in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            if process.poll() is None:
+                process.terminate()
+        for process in ranks:
+            process.wait()
+
+
+def main() -> None:
+    parser, arguments = read_arguments()
+    place = os.environ
+    if "RANK" not in place:
+        raise SystemExit(local_main(arguments))
+    try:
+        slot = Slot(
+            rank=int(place["RANK"]),
+            world=int(place["WORLD_SIZE"]),
+            local_rank=int(place.get("LOCAL_RANK", arguments.local_rank or 0)),
+            local_world=int(place.get("LOCAL_WORLD_SIZE") or place.get("LOCAL_SIZE") or 1),
+            address=place["MASTER_ADDR"],
+            port=int(place["MASTER_PORT"]),
+        )
+    except (KeyError, ValueError) as error:
+        parser.error(f"the launcher set RANK, but {error} is not a number or missing")
+    try:
+        if arguments.torch_part is not None:
+            torch_main(arguments, slot)
+            return
+        code = rank_main(arguments, slot)
+    except Refusal as refusal:
+        if slot.local_rank == 0 or refusal.exit_code != 2:
+            print("\n".join(f"doctor, rank {slot.rank}: {problem}" for problem in refusal.problems), file=sys.stderr, flush=True)
+        code = refusal.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
