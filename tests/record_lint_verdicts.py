@@ -67,7 +67,9 @@ def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
         os.chdir(before)
         logger.handlers[:] = previous
         logger.setLevel(level)
-    seen["printed"] = sorted(re.sub(r"[\d.:e+-]+", "#", line.rpartition("] ")[2])[:200] for line in printed.getvalue().splitlines())
+    for line in printed.getvalue().splitlines():
+        text = f"printed {re.sub(r'[0-9.:e+-]+', '#', line.rpartition('] ')[2])[:200]}"
+        seen[text] = seen.get(text, 0) + 1
     seen["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != "ds.json")
     return seen
 
@@ -87,15 +89,16 @@ def train(path: Path, pp: int) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), optimizer=client, config=str(path))
     if isinstance(said.get("activation_checkpointing"), dict):
         deepspeed.checkpointing.configure(None, deepspeed_config=str(path))  # as Megatron's scripts do
+    alike = pp > 1 or engine.autotp_size() > 1  # ranks that must see the same rows
     rows, losses, norms, rates = engine.train_micro_batch_size_per_gpu(), [], [], []
     assert isinstance(rows, int), rows
     for step in range(2):
         for micro in range(1 if pp > 1 else engine.gradient_accumulation_steps()):
-            batches = [batch(rows, step, micro + index) for index in range(engine.gradient_accumulation_steps())] if pp > 1 else []
+            batches = [batch(rows, step, micro + index, alike) for index in range(engine.gradient_accumulation_steps())] if pp > 1 else []
             if pp > 1:
                 losses.append(float(engine.train_batch(iter([(one["input_ids"], one["input_ids"]) for one in batches]))))
             else:
-                one = batch(rows, step, micro)
+                one = batch(rows, step, micro, alike)
                 loss = engine(**one).loss
                 engine.backward(loss)
                 engine.step()
@@ -109,7 +112,9 @@ def train(path: Path, pp: int) -> dict[str, Any]:
         engine.save_16bit_model("weights")
     state = {"losses": losses, "norms": norms, "rates": rates, "weights": tree(list(engine.module.parameters()), 2, set())}
     state |= dict(flat(tree(engine, DEEPEST, set()), "engine"))
-    state |= {name: value for name, value in vars(deepspeed.runtime.activation_checkpointing.checkpointing).items() if isinstance(value, (bool, int, str)) and name.isupper()}
+    state |= dict(flat(tree(getattr(next(engine.module.parameters()), "nvme_swapper", None), DEEPEST, set()), "swapper"))
+    checkpointing = vars(deepspeed.runtime.activation_checkpointing.checkpointing)
+    state |= {name: value for name, value in checkpointing.items() if isinstance(value, (bool, int, str)) and not name.startswith("_")}
     torch.distributed.barrier()
     engine.destroy()
     return state
@@ -160,10 +165,10 @@ def pipeline(stages: int) -> Any:
     return PipelineModule(layers=layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
 
 
-def batch(rows: int, step: int, micro: int) -> dict[str, Any]:
+def batch(rows: int, step: int, micro: int, alike: bool) -> dict[str, Any]:
     import torch
 
-    generator = torch.Generator().manual_seed(1000 * int(os.environ["RANK"]) * (os.environ.get("SAME_DATA") is None) + 10 * step + micro)
+    generator = torch.Generator().manual_seed((0 if alike else 1000 * int(os.environ["RANK"])) + 10 * step + micro)
     ids = torch.randint(0, 128, (rows, 8), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
@@ -192,7 +197,11 @@ def tree(thing: Any, depth: int, above: set[int]) -> Any:
         return type(thing).__name__
     above = above | {id(thing)}
     if isinstance(thing, dict):
-        return {str(key) if isinstance(key, str) else str(index): tree(value, depth - 1, above) for index, (key, value) in enumerate(thing.items()) if key not in HIDDEN}
+        return {
+            str(key) if isinstance(key, str) else str(index): tree(value, depth - 1, above)
+            for index, (key, value) in enumerate(thing.items())
+            if key not in HIDDEN
+        }
     if isinstance(thing, (list, tuple)):
         return [tree(value, depth - 1, above) for value in thing[:50]]
     if isinstance(thing, (DeepSpeedConfig, BaseModel, type)) or not type(thing).__module__.startswith(("deepspeed.", "torch.optim.")):
@@ -228,25 +237,35 @@ class Recorder:
         self.pools, self.case, self.looks = pools, case, 0
         self.noise: set[tuple[int, str]] = set()
         self.seen: dict[str, Any] = {}
+        self.warm: pool.Pool | None = None
 
     def look(self, text: str, again: bool = False) -> Any:
         """What is seen, as a comparable value; {"error": ...} if DeepSpeed failed."""
-        if text not in self.seen or again:
-            self.looks += 1
-            with tempfile.TemporaryDirectory(prefix="look_") as scratch:
-                try:
-                    ranks = self.pools.run(self.case.world, look, timeout=LIMIT_S if self.case.world == 1 else LIMIT_S / 3, text=text, pp=self.case.pp, scratch=scratch)
-                except CaseFailed as failed:
-                    if "did not end" not in str(failed):
-                        raise
-                    errors = [path.read_text() for path in sorted(Path(scratch).glob("error*"))]
-                    ranks = [{"error": errors[0] if errors else "hangs"}]
-            errors = [rank["error"] for rank in ranks if "error" in rank]
-            found = {"error": errors[0].replace(scratch, "FOLDER")} if errors else {(rank, path): value for rank, seen in enumerate(ranks) for path, value in seen.items()}
-            if again:
-                return found
+        if text in self.seen and not again:
+            return self.seen[text]
+        if self.warm is None or self.warm is not self.pools.pools.get(self.case.world) or not self.warm.alive:
+            self.run(self.case.text)  # the first look of a process sees what is printed and made once
+            self.warm = self.pools.pools.get(self.case.world)
+        found = self.run(text)
+        if not again:
             self.seen[text] = found
-        return self.seen[text]
+        return found
+
+    def run(self, text: str) -> Any:
+        self.looks += 1
+        with tempfile.TemporaryDirectory(prefix="look_") as scratch:
+            try:
+                limit = LIMIT_S if self.case.world == 1 else LIMIT_S / 3
+                ranks = self.pools.run(self.case.world, look, timeout=limit, text=text, pp=self.case.pp, scratch=scratch)
+            except CaseFailed as failed:
+                if "did not end" not in str(failed):
+                    raise
+                said = [path.read_text() for path in sorted(Path(scratch).glob("error*"))]
+                ranks = [{"error": said[0] if said else "hangs"}]
+        errors = [rank["error"] for rank in ranks if "error" in rank]
+        if errors:
+            return {"error": errors[0].replace(scratch, "FOLDER")}
+        return {(rank, path): value for rank, seen in enumerate(ranks) for path, value in seen.items()}
 
     def same(self, one: Any, other: Any) -> bool:
         if "error" in one or "error" in other:
@@ -290,11 +309,13 @@ class Recorder:
         return gone
 
     def culprits(self, base: Any) -> list[str]:
-        """The keys without which, or with another value of which, the failure is another one or none."""
+        """The keys without which the failure is another one or none, or another value of which lets it train."""
         found = []
         for path, value in leaves(self.case.parsed):
-            variants = [without(self.case.parsed, path), *(put(self.case.parsed, path, other) for other in others(value))][:3]
-            if any(not self.same(base, self.look(json.dumps(variant))) for variant in variants):
+            removed = self.look(json.dumps(without(self.case.parsed, path)))
+            new = "ValidationError" in str(removed.get("error", "")) and "ValidationError" not in base["error"]  # a block that needed the key
+            changed = [put(self.case.parsed, path, other) for other in others(value)[:2]]
+            if (removed != base and not new) or any("error" not in self.look(json.dumps(variant)) for variant in changed):
                 found.append(path)
         return found
 
@@ -358,7 +379,7 @@ def record(names: list[str], say: Any = print, keep: Any = lambda name, verdict:
     import deepspeed
 
     found: dict[str, dict[str, Any]] = {}
-    pool.MOST_CASES = 150  # a look is short and leaves little; a new process costs more than ten of them
+    pool.MOST_CASES = 150  # a look is short and leaves little, and a new process costs more than ten of them
     pools = Pools()
     try:
         for count, name in enumerate(names, 1):

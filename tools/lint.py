@@ -101,9 +101,7 @@ def lint(
         problems += refusal.problems
     if config is None:
         return problems, []
-    problems += ds_config.check(
-        config, world=world, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout
-    )
+    problems += ds_config.check(config, world=world, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout)
     advice = [problem for problem in problems if json_only and problem.outcome == APPLIES]
     problems = [problem for problem in problems if problem not in advice]
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
@@ -140,7 +138,7 @@ def support_table() -> str:
     marks = {APPLIES: "works", FAILS: "fails", IGNORES: "ignored", REPLACES: "replaced", HANGS: "hangs"}
     rows = [rule for rule in ds_rules.RULES if rule.together]
     lines = [
-        f"What DeepSpeed {schema()['deepspeed']} does with a combination, and where that is decided (files below `deepspeed/runtime`; \"run\": seen",
+        f'What DeepSpeed {schema()["deepspeed"]} does with a combination, and where that is decided (files below `deepspeed/runtime`; "run": seen',
         "by running). `lint` tells those that a JSON or a layout shows; the others depend on the script or the model.",
         "",
         "| combination | DeepSpeed | why | what to do | source |",

@@ -366,6 +366,8 @@ def _batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> l
     if total is None or mesh is None or min(total, micro or 1) < 1:
         return []
     dp = mesh.dp
+    all_rows, one = ("train_batch_size", "train_micro_batch_size_per_gpu") if recipe is None else ("global_batch", "micro_batch")
+    where = f"{all_rows} = {total}" if recipe is None else f"{all_rows} (train_batch_size) = {total}"
     if micro is None:
         parts = dp * (steps or 1)
         if total % parts:
@@ -373,13 +375,14 @@ def _batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> l
         return []
     if total % (dp * micro):
         fits = [rows for rows in range(1, total // dp + 1) if total % (dp * rows) == 0]
-        fix = f"use global_batch {_near(total, dp * micro)}"
-        fix += f", or micro_batch {max((rows for rows in fits if rows <= micro), default=fits[0])}" if fits else ""
-        return [Problem(f"global_batch (train_batch_size) = {total}", f"does not divide by {_product(dp, micro, None)} = {dp * micro}", fix, FAILS)]
+        fix = f"use {all_rows} {_near(total, dp * micro)}"
+        fix += f", or {one} {max((rows for rows in fits if rows <= micro), default=fits[0])}" if fits else ""
+        return [Problem(where, f"does not divide by {_product(dp, micro, None)} = {dp * micro}", fix, FAILS)]
     if steps is not None and total != dp * micro * steps:
         rule = f"{_product(dp, micro, steps)} = {dp * micro * steps}, not the {total} rows of a step"
-        fix = f'write "auto" or {total // (dp * micro)}, or use global_batch {dp * micro * steps}'
-        fix += f", or micro_batch {total // (dp * steps)}" if total % (dp * steps) == 0 else ""
+        fix = f'write "auto" or {total // (dp * micro)}' if recipe is not None else f"write {total // (dp * micro)}"
+        fix += f", or use {all_rows} {dp * micro * steps}"
+        fix += f", or {one} {total // (dp * steps)}" if total % (dp * steps) == 0 else ""
         return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix, FAILS)]
     return []
 

@@ -216,9 +216,15 @@ RULES: tuple[Rule, ...] = (
             IGNORES,
             "engine.py, _configure_bf16_optimizer; run",
         )
-        for key in (
-            "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm round_robin_gradients use_multi_rank_bucket_allreduce parameter_alignment"
-        ).split()
+        for key in [
+            "contiguous_gradients",
+            "reduce_scatter",
+            "reduce_bucket_size",
+            "overlap_comm",
+            "round_robin_gradients",
+            "use_multi_rank_bucket_allreduce",
+            "parameter_alignment",
+        ]
     ),
     Rule(
         f"{ZERO}.allgather_bucket_size",
@@ -265,10 +271,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         OPTIMIZER,
         lambda f: f.offload != "none" and f.stage == 0,
-        "needs ZeRO stage 1, 2 or 3",
+        "needs ZeRO stage 1, 2 or 3; without, nothing is offloaded, but AdamW becomes DeepSpeed's CPU Adam",
         "delete the block or use a JSON of stage 1, 2 or 3",
         IGNORES,
-        "engine.py, _configure_optimizer",
+        "engine.py, zero_use_cpu_optimizer; run",
         "ZeRO-0 + optimizer offload",
     ),
     Rule(
@@ -427,7 +433,7 @@ RULES: tuple[Rule, ...] = (
         lambda f: f.get("scheduler.type") == "WarmupDecayLR" and f.get("scheduler.params.warmup_max_lr") is None,
         "without warmup_max_lr it peaks at 0.001, whatever the learning rate is",
         'add "warmup_max_lr" to scheduler.params',
-        IGNORES,
+        APPLIES,
         "lr_schedules.py; run",
     ),
     Rule(

@@ -191,7 +191,7 @@ def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: boo
             ("below", lambda bound: value >= bound, "less than"),
         ):
             if word in node and bad(node[word]):
-                outcome = REPLACES if path == "gradient_clipping" else FAILS  # a negative limit is none
+                outcome = APPLIES if path == "gradient_clipping" else FAILS  # a negative limit is none
                 return Problem(where, f"must be {says} {node[word]:g}", f"write {_example(node)}", outcome)
     if isinstance(value, list):
         if not all(_is(item, node.get("items", "any")) for item in value):
@@ -259,9 +259,14 @@ def _example(node: Node) -> str:
         return json.dumps(node["enum"][0])
     if node.get("items"):
         return "[0.9, 0.95]" if node["items"] == "number" else '["NAME"]'
-    return {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "a string in quotes", "object": "{...}", "any": "a value"}.get(
-        node["type"][0], "null"
-    )
+    return {
+        "boolean": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "a string in quotes",
+        "object": "{...}",
+        "any": "a value",
+    }.get(node["type"][0], "null")
 
 
 def resembled(key: str, names: Iterable[str]) -> bool:
@@ -292,7 +297,10 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
 def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
     if given is None:
         return Problem(
-            f"{block}.type = (missing)", f"without it DeepSpeed ignores the {block} block", f'add "type": "{"AdamW" if block == "optimizer" else "WarmupLR"}"', IGNORES
+            f"{block}.type = (missing)",
+            f"without it DeepSpeed ignores the {block} block",
+            f'add "type": "{"AdamW" if block == "optimizer" else "WarmupLR"}"',
+            IGNORES,
         )
     by_lower = {name.lower(): name for name in names}
     near = difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
