@@ -170,6 +170,7 @@ CASES: dict[str, Case] = {
         "users who name a schedule of PyTorch",
         {**BATCH, "optimizer": adamw(torch_adam=True), "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 20}}},
     ),
+    "Adam that is Adam": Case("DeepSpeed's docs", {**BATCH, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}}}),
     "torch's SGD": Case("CIFAR examples", {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}),
     "SGD under ZeRO, allowed": Case(
         "composition table",
@@ -288,6 +289,8 @@ CASES: dict[str, Case] = {
     "drive settings without a drive": Case("pain 24", zero(2, {"offload_optimizer": {"device": "cpu", "nvme_path": "swap"}}, aio={"queue_depth": 16})),
     "old communication keys": Case("Megatron's scripts of 2021", plain(1, fp32_allreduce=True, disable_allgather=True, vocabulary_size=50257)),
     "monitor that is off": Case("DeepSpeed's monitor tutorial, cut short", plain(1, csv_monitor={"output_path": "logs"})),
+    "AdamW that is AdamW": Case("transformers' tests", {**BATCH, "optimizer": adamw(torch_adam=True, adam_w_mode=True)}),
+    "states of a CPU Adam": Case("files cut from an offload one", {**BATCH, "optimizer": adamw(fp32_optimizer_states=True)}),
     "optimizer without a type": Case("pain 1", {**BATCH, "optimizer": {"params": {"lr": 0.1}}}),
     "misspelt schedule": Case("pain 1", plain(1, schedular={"type": "WarmupLR", "params": {"warmup_num_steps": 5}})),
     "optimizer offload without ZeRO": Case("files cut from a ZeRO-2 one", zero(0, {"offload_optimizer": {"device": "cpu", "pin_memory": True}})),

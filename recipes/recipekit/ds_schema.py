@@ -64,18 +64,18 @@ def optimizer_params(config: dict[str, Any]) -> dict[str, Node]:
     return variants.get(chosen) or variants.get("device", {})
 
 
-# Keys that Trainer and accelerate fill besides (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py).
-FILLED_BY = {
-    "trainer": frozenset(
-        {*AUTO, "optimizer.params.betas", "optimizer.params.eps", "fp16.enabled", "bf16.enabled"}
-        | {f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")}
-    ),
-    "accelerate": frozenset(
-        {*AUTO, "fp16.enabled", "bf16.enabled", "zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"}
-        | {f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")}
-        | {f"zero_optimization.offload_{what}.{key}" for what in ("optimizer", "param") for key in ("device", "nvme_path")}
-    ),
+# Keys of optimizer.params that DeepSpeed takes out for optimizers that have no use for them (engine.py, _configure_basic_optimizer).
+TAKEN_OUT = {"adam_w_mode": ("AdamW",), "fp32_optimizer_states": ("Adam", "AdamW")}
+
+# Who fills what else (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py and dataclasses.py); "": nobody fills anything.
+_BOTH = {*AUTO, "fp16.enabled", "bf16.enabled"} | {
+    f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+}
+_PLUGIN = {f"zero_optimization.offload_{what}.{key}" for what in ("optimizer", "param") for key in ("device", "nvme_path")}
+FILLED_BY: dict[str, frozenset[str]] = {
     "": frozenset(),
+    "trainer": frozenset(_BOTH | {"optimizer.params.betas", "optimizer.params.eps"}),
+    "accelerate": frozenset(_BOTH | _PLUGIN | {"zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"}),
 }
 
 
@@ -291,7 +291,12 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     else:
         near = difflib.get_close_matches(key, valid, 1, 0.0)
         fix = f"delete it; the nearest key is {near[0]}" if near else "delete it"
-    return Problem(f"{here} = {shown(value)}", kind, fix, FAILS if node.get("strict") else IGNORES)
+    outcome = FAILS if node.get("strict") else IGNORES
+    if path == "optimizer.params" and node["of"] in TAKEN_OUT.get(key, ()):
+        outcome = IGNORES
+    elif path == "optimizer.params" and key == "amsgrad" and value is False and node["of"] in ("Adam", "AdamW"):
+        outcome = APPLIES  # an argument of every Adam, which none but PyTorch's can do
+    return Problem(f"{here} = {shown(value)}", kind, fix, outcome)
 
 
 def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
