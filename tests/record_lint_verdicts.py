@@ -1,6 +1,6 @@
 """Records what stock DeepSpeed does with every case of lint_cases.py; writes lint_verdicts.json. Nothing of recipekit's rules is used.
 
-    python tests/record_lint_verdicts.py                    # all cases (about half an hour on 2 quiet cores), then the file
+    python tests/record_lint_verdicts.py                    # all cases (20 minutes on 2 busy cores), then the file
     python tests/record_lint_verdicts.py NAME ...           # these only; the others keep what is recorded
 
 Real processes hand each JSON, as a file, to `deepspeed.initialize` with a small Hugging Face model (or a PipelineModule of

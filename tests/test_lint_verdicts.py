@@ -46,15 +46,17 @@ def test_every_case_was_recorded_with_the_deepspeed_of_today() -> None:
 def test_lint_says_what_deepspeed_did(name: str, tmp_path: Path) -> None:
     problems, seen = said(CASES[name], tmp_path), VERDICTS[name]
     assert lint.verdict(problems) == seen["verdict"], ([lint.told(problem) for problem in problems], seen)
-    silent = {path_of(problem): problem.outcome for problem in problems if problem.outcome in (IGNORES, REPLACES)}
+    silent = {path_of(problem) for problem in problems if problem.outcome in (IGNORES, REPLACES)}
     if seen["verdict"] == "fails":
         failing = {path_of(problem) for problem in problems if problem.outcome in (FAILS, HANGS)}
         causes = seen["because_of"]
-        assert not causes or any(covers(path, cause) for path in failing for cause in causes), (failing, causes)
+        if causes and not any("line " in path for path in failing):  # a file that cannot be read has no paths
+            # what is missing lies in the block of what needs it
+            assert {path.partition(".")[0] for path in failing} & {cause.partition(".")[0] for cause in causes}, (failing, causes)
     else:
         ignored = {*seen["ignored"], *seen["replaced"]}
         missed = {path for path in ignored if not any(covers(told, path) for told in silent)}
-        invented = {told for told in silent if not any(covers(told, path) for path in ignored)}
+        invented = {told for told in silent - NOT_SEEN.keys() if not any(covers(told, path) for path in ignored)}
         assert not missed and not invented, f"missed {missed}, invented {invented}: {seen}"
 
 
@@ -85,10 +87,11 @@ def test_what_works_but_is_old_is_an_advice(tmp_path: Path) -> None:
 def test_trainer_s_files_are_clean_where_trainer_fills_them(tmp_path: Path) -> None:
     """The files of transformers' docs, but for the keys that DeepSpeed ignores whoever fills the others."""
     file = tmp_path / "ds.json"
-    for name in ("HF docs, ZeRO-2", "HF docs, ZeRO-3"):
+    ignored = {"HF docs, ZeRO-2": {"zero_optimization.allgather_partitions", "zero_optimization.contiguous_gradients"}, "HF docs, ZeRO-3": set()}
+    for name, expected in ignored.items():
         file.write_text(CASES[name].text)
         problems, _ = lint.lint(str(file), filled_by="trainer", json_only=True)
-        assert {path_of(problem) for problem in problems} <= {"zero_optimization.allgather_partitions"}, problems
+        assert {path_of(problem) for problem in problems} == expected
         assert lint.verdict(lint.lint(str(file), filled_by="accelerate", json_only=True)[0]) == "fails"  # it fills no betas
 
 

@@ -95,9 +95,9 @@ def _nvme_only(block: str, keys: str) -> list[Rule]:
     """Rules for keys of an offload block that only a swap file uses."""
 
     def broken(facts: Facts) -> bool:
-        return facts.get(f"{block}.device", "none") != "nvme"
+        return facts.get(f"{block}.device", "none") != "nvme" or (block == OPTIMIZER and facts.stage != 3)
 
-    rule, fix = "is read with device nvme only, and ignored otherwise", 'delete it or set "device": "nvme"'
+    rule, fix = "is read with device nvme at ZeRO stage 3 only, and ignored otherwise", 'delete it, or set "device": "nvme" at stage 3'
     return [Rule(f"{block}.{key}", broken, rule, fix, IGNORES, "zero/offload_config.py; run") for key in keys.split()]
 
 
@@ -225,6 +225,14 @@ RULES: tuple[Rule, ...] = (
             "use_multi_rank_bucket_allreduce",
             "parameter_alignment",
         ]
+    ),
+    Rule(
+        f"{ZERO}.contiguous_gradients",
+        lambda f: f.stage in (1, 2) and f.offload != "none",
+        "is ignored with optimizer offload at stage 1 and 2, where gradients are always contiguous",
+        "delete it",
+        IGNORES,
+        "zero/stage_1_and_2.py:300; run",
     ),
     Rule(
         f"{ZERO}.allgather_bucket_size",
