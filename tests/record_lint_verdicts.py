@@ -381,7 +381,7 @@ def record(names: list[str], say: Any = print, keep: Any = lambda name, verdict:
     import deepspeed
 
     found: dict[str, dict[str, Any]] = {}
-    pool.MOST_CASES = 150  # a look is short and leaves little, and a new process costs more than ten of them
+    most, pool.MOST_CASES = pool.MOST_CASES, 150  # a look is short and leaves little, and a new process costs more than ten of them
     pools = Pools()
     try:
         for count, name in enumerate(names, 1):
@@ -393,6 +393,7 @@ def record(names: list[str], say: Any = print, keep: Any = lambda name, verdict:
             say(f"{count}/{len(names)} {name}: {found[name]['verdict']} ({recorder.looks} looks, {time.perf_counter() - began:.0f} s) {what[:300]}", flush=True)
     finally:
         pools.close()
+        pool.MOST_CASES = most
     return found
 
 
