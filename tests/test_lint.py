@@ -38,5 +38,38 @@ def test_a_recipe_that_is_none_is_refused(tmp_path: Path) -> None:
         assert code == 1 and says in text
 
 
+def test_a_json_of_anyone_is_told_what_deepspeed_would_do(tmp_path: Path) -> None:
+    """One line for each key, with the outcome; exit code 1. What works is but noted, and exits 0."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3, "gradient_acumulation_steps": 2, "bf16": {"enabled": "auto"}}')
+    code, text = lint(str(file), "--json-only", "--world", "1")
+    assert code == 1 and "3 problems" in text and "gradient_acumulation_steps = 2" in text and "(DeepSpeed 0.19.8 ignores it)" in text
+    assert 'bf16.enabled = "auto"' in text and "replaces it)" in text and "use train_batch_size 9 or 12" in text and "fails on it)" in text
+    file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}, # of 2020\n}')
+    code, text = lint(str(file), "--json-only")
+    assert code == 0 and "ds.json: clean" in text and text.count("note: ") == 2 and "write zero_optimization.offload_optimizer instead" in text
+    code, text = lint(str(file))
+    assert code == 1 and "is not strict JSON" in text
+
+
+def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    assert lint(str(file), "--json-only", "--world", "4")[0] == 0
+    code, text = lint(str(file), "--world", "4", "--pp", "2")
+    assert code == 1 and "ZeRO stages 2 and 3 do not work with pipeline parallelism" in text
+
+
+def test_the_shipped_files_are_clean_for_whoever_fills_them() -> None:
+    for file in sorted((ROOT / "ds_configs").glob("*.json")):
+        for library in ("trainer", "accelerate"):
+            code, text = lint(str(file), "--filled-by", library)
+            assert code == 0, text
+        code, text = lint(str(file), "--json-only")
+        assert code == 1 and "--filled-by trainer" in text and "train_batch_size" in text
+
+
 def test_a_wrong_command_line_exits_2() -> None:
     assert lint()[0] == 2 and lint("zero3.json", "--world", "0")[0] == 2
+    assert lint("zero3.json", "--pp", "0")[0] == 2 and lint("zero3.json", "--filled-by", "me")[0] == 2
+    assert lint("--recipe", "recipes/llama_nano_zero2.py", "--json-only")[0] == 2

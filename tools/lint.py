@@ -1,24 +1,36 @@
 """Checks a DeepSpeed JSON, alone or for one recipe on a number of ranks, without starting anything.
 
     python tools/lint.py ds_configs/zero3.json --recipe recipes/NAME.py --world 16
-    python tools/lint.py my_config.json --json-only        # a JSON of another script: keys that only the recipes ignore pass
+    python tools/lint.py my_config.json --json-only --world 8       # any JSON, handed to DeepSpeed by a script of anyone
+    python tools/lint.py my_config.json --filled-by trainer         # the same, but Trainer (or accelerate) fills "auto" first
+    python tools/lint.py --table                                    # writes the support table into ds_configs/README.md
 
-Prints every problem with its fix. Exit code 0: clean; 1: problems; 2: wrong command line.
+Prints every problem with its fix and what DeepSpeed alone would do: fail, ignore the key, or replace the value. Exit code
+0: clean; 1: problems; 2: wrong command line. The rules are recipekit's ds_rules.py, the keys its ds_schema.json.
 """
 
 import argparse
 import importlib.util
 import sys
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+import hjson
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit import ds_config  # noqa: E402
+from recipekit import ds_config, ds_rules  # noqa: E402
 from recipekit.architecture import model_config  # noqa: E402
+from recipekit.ds_schema import schema  # noqa: E402
 from recipekit.mesh import make_mesh  # noqa: E402
 from recipekit.recipe import Recipe, check_recipe  # noqa: E402
-from recipekit.refusal import Problem, Refusal, refuse  # noqa: E402
+from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal, refuse  # noqa: E402
+
+README = ROOT / "ds_configs" / "README.md"
+BEGIN, END = "<!-- written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
 
 
 def recipe_of(path: Path) -> Recipe:
@@ -39,8 +51,37 @@ def recipe_of(path: Path) -> Recipe:
     return recipe
 
 
-def lint(name: str | None, path: Path | None, world: int | None, json_only: bool) -> tuple[list[Problem], list[str]]:
-    """Every problem found, and what was decided, one line each."""
+def read(name: str, folder: Path) -> tuple[dict[str, Any], Path | None, list[Problem]]:
+    """The JSON, its path, and an advice if it is one to DeepSpeed only, which reads Hjson: comments, no quotes, spare commas."""
+    try:
+        return *ds_config.load(name, folder), []
+    except Refusal as refusal:
+        found = [replace(problem, outcome=FAILS) for problem in refusal.problems]
+        try:
+            config = hjson.loads(Path(name).read_text(encoding="utf-8"), object_pairs_hook=once_each)
+        except (OSError, ValueError, RecursionError):
+            raise Refusal(found) from None
+        if not isinstance(config, dict):
+            raise Refusal(found) from None
+        advice = [Problem(problem.where, f"{problem.rule}; Trainer and accelerate cannot read it", problem.fix, APPLIES) for problem in found]
+        return config, Path(name), advice
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is written twice")
+    return dict(pairs)
+
+
+def lint(
+    name: str | None,
+    path: Path | None = None,
+    world: int | None = None,
+    json_only: bool = False,
+    filled_by: str = "",
+    layout: dict[str, int] | None = None,
+) -> tuple[list[Problem], list[str]]:
+    """Every problem found, and what was decided or is advised, one line each."""
     problems: list[Problem] = []
     recipe = shape = config = file = None
     if path:
@@ -51,14 +92,22 @@ def lint(name: str | None, path: Path | None, world: int | None, json_only: bool
         except Refusal as refusal:
             problems += refusal.problems
     try:
-        if name or recipe:
+        if name and json_only:
+            config, file, found = read(name, Path.cwd())
+            problems += found
+        elif name or recipe:
             config, file = ds_config.load(name or getattr(recipe, "ds_config", ""), path.resolve().parent if path else Path.cwd())
     except Refusal as refusal:
         problems += refusal.problems
     if config is None:
         return problems, []
-    problems += ds_config.check(config, world=world, recipe=recipe, model_config=shape, json_only=json_only)
-    lines = [f"{file or 'the JSON of the recipe'}: clean"]
+    problems += ds_config.check(config, world=world, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout)
+    advice = [problem for problem in problems if json_only and problem.outcome == APPLIES]
+    problems = [problem for problem in problems if problem not in advice]
+    lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
+    lines += [f"note: {told(problem)}" for problem in advice]
+    if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
+        lines.append('note: Trainer and accelerate turn many an "auto" into a number before DeepSpeed sees it: --filled-by trainer, --filled-by accelerate')
     if recipe and shape is None:
         lines.append(f"{recipe.model} is not on this machine, so its heads and sizes were not checked")
     if recipe and world and not problems:
@@ -70,23 +119,87 @@ def lint(name: str | None, path: Path | None, world: int | None, json_only: bool
     return problems, lines
 
 
+def told(problem: Problem) -> str:
+    """The problem as it is printed, with what DeepSpeed alone would do."""
+    return f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})" if problem.outcome else str(problem)
+
+
+def verdict(problems: list[Problem]) -> str:
+    """What DeepSpeed does with a file of these problems: "fails", "ignores" part of it, or "applies" it as it is written."""
+    outcomes = {problem.outcome for problem in problems}
+    return "fails" if outcomes & {FAILS, HANGS} else "ignores" if outcomes & {IGNORES, REPLACES} else "applies"
+
+
+# The support table
+
+
+def support_table() -> str:
+    """The composition rules, and the keys that are read in some places only, as Markdown."""
+    marks = {APPLIES: "works", FAILS: "fails", IGNORES: "ignored", REPLACES: "replaced", HANGS: "hangs"}
+    rows = [rule for rule in ds_rules.RULES if rule.together]
+    lines = [
+        f'What DeepSpeed {schema()["deepspeed"]} does with a combination, and where that is decided (files below `deepspeed/runtime`; "run": seen',
+        "by running). `lint` tells those that a JSON or a layout shows; the others depend on the script or the model.",
+        "",
+        "| combination | DeepSpeed | why | what to do | source |",
+        "|---|---|---|---|---|",
+        *(f"| {rule.together} | {marks[rule.outcome]} | {rule.rule} | {rule.fix or '-'} | {rule.source} |" for rule in rows),
+        "",
+        "Keys that have an effect in some places only:",
+        "",
+        "| key | DeepSpeed | why | what to do | source |",
+        "|---|---|---|---|---|",
+    ]
+    alone = [rule for rule in ds_rules.RULES + ds_rules.STOCK_RULES if not rule.together and rule.source]
+    same = lambda rule: (rule.key.rpartition(".")[0], *rule[2:6])  # noqa: E731
+    for (block, why, fix, outcome, source), group in groupby(sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same):
+        keys = ", ".join(f"`{rule.key.rpartition('.')[2]}`" for rule in group)
+        lines.append(f"| {f'`{block}`: ' if block else ''}{keys} | {marks[outcome]} | {why} | {fix} | {source} |")
+    return "\n".join(lines) + "\n"
+
+
+def order(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:
+    return next(index for index, rule in enumerate(rules) if (rule.key.rpartition(".")[0], *rule[2:6]) == like)
+
+
+def with_table(page: str) -> str:
+    """The page with the support table of today between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{support_table()}{END}{after}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", help="the JSON: a path, or a name of ds_configs/; left out: the recipe's own")
     parser.add_argument("--recipe", type=Path, help="the recipe's file: batch, model and schedule are checked with it")
     parser.add_argument("--world", type=int, help="number of ranks: layout and batch are checked for it")
-    parser.add_argument("--json-only", "--json_only", action="store_true", help="let pass what has no effect in a recipe only")
+    parser.add_argument("--json-only", "--json_only", action="store_true", help="a script hands the JSON to DeepSpeed, and no recipe")
+    parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='who fills "auto" in such a script')
+    for axis in ("tp", "pp", "sp", "ep"):
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"the {axis} degree of such a script")
+    parser.add_argument("--table", action="store_true", help=f"write the support table into {README.relative_to(ROOT)}")
     arguments = parser.parse_args()
+    if arguments.table:
+        README.write_text(with_table(README.read_text()))
+        print(f"wrote the support table into {README.relative_to(ROOT)}")
+        return
     if arguments.config is None and arguments.recipe is None:
         parser.error("give a JSON, a --recipe, or both")
+    layout = {axis: degree for axis in ("tp", "pp", "sp", "ep") if (degree := getattr(arguments, axis)) is not None}
+    json_only = bool(arguments.json_only or arguments.filled_by or layout)
+    if arguments.recipe and json_only:
+        parser.error("--recipe checks for a recipe; --json-only, --filled-by and degrees are for a script that is none")
+    if any(degree < 1 for degree in layout.values()):
+        parser.error("a degree is at least 1")
     if arguments.world is not None and arguments.world < 1:
         parser.error("--world is at least 1")
-    problems, lines = lint(arguments.config, arguments.recipe, arguments.world, arguments.json_only)
+    problems, lines = lint(arguments.config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout)
     if problems:
         print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {arguments.config or arguments.recipe}")
-        print("\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1)))
-        raise SystemExit(1)
-    print("\n".join(lines))
+        print("\n".join(f"  {number}. {told(problem)}" for number, problem in enumerate(problems, 1)))
+    print("\n".join(lines), end="\n" if lines else "")
+    raise SystemExit(1 if problems else 0)
 
 
 if __name__ == "__main__":

@@ -280,6 +280,7 @@ def model(cls: type[BaseModel], dotted: str) -> Node:
             by_name = {item: other.alias or item for item, other in cls.model_fields.items()}
             new = str(extra["new_param"])
             keys[name] = {"use_instead": " or ".join(f"{dotted}.{by_name.get(part, part)}" for part in new.split(" or "))}
+            keys[name] |= {} if extra.get("set_new_param", True) else {"works": False}
             continue
         key = field.alias or name
         node = annotated(field.annotation, f"{dotted}.{key}")
@@ -294,7 +295,7 @@ def model(cls: type[BaseModel], dotted: str) -> Node:
         keys[key] = node | DECLARED.get(f"{dotted}.{key}", {})
         if key != name:
             keys[name] = {"use_instead": f"{dotted}.{key}"}
-    return {"type": ["object"], "keys": dict(sorted(keys.items()))}
+    return {"type": ["object"], "strict": True, "keys": dict(sorted(keys.items()))}
 
 
 RANGES: dict[str, Node] = {
@@ -378,16 +379,30 @@ def optimizers() -> dict[str, Node]:
     return found
 
 
+TORCH_SCHEDULERS = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR OneCycleLR"
+
+
+def torch_schedulers() -> dict[str, Node]:
+    """The schedules of PyTorch that take nothing but JSON values, and their keys."""
+    found: dict[str, Node] = {}
+    for name in TORCH_SCHEDULERS.split():
+        arguments = list(inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters.values())[1:]
+        found[name] = {argument.name: {"type": ["any"]} | ({"required": True} if argument.default is argument.empty else {}) for argument in arguments}
+    return found
+
+
 def schema() -> dict[str, Any]:
     deepspeed.utils.logger.setLevel("ERROR")
     root = recorded([])
     root["keys"]["sequence_parallel_size"] = DECLARED["sequence_parallel_size"] | {"default": 1}  # read from the caller's dict, before the copy
     root["keys"] |= {key: {"removed": True} for key in ds._REMOVED_TOP_LEVEL_CONFIG_KEYS}
     root["keys"] |= {key: {"use_instead": new} for key, new in SECOND_SPELLING.items()}
+    root["keys"]["allgather_size"]["works"] = False  # but for "zero_optimization": true
     root["keys"]["zero_optimization"]["keys"] |= {key: {"removed": True} for key in ds._REMOVED_ZERO_CONFIG_KEYS}
     root["keys"] = dict(sorted(root["keys"].items()))
     schedulers = {name: parameters(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES}
-    found = {"deepspeed": deepspeed.__version__.split("+")[0], "config": root, "optimizers": optimizers(), "schedulers": schedulers}
+    found = {"deepspeed": deepspeed.__version__.split("+")[0], "config": root, "optimizers": optimizers()}
+    found |= {"schedulers": schedulers, "torch_schedulers": torch_schedulers()}
     stale = [path for path in DECLARED if not reaches(root, path.split("."))]
     if stale:
         raise SystemExit(f"DeepSpeed does not read {', '.join(stale)} (any more); take it out of DECLARED in {__file__}")

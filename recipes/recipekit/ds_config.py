@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import LAYERS
-from .ds_rules import RECIPE_HONOURS, RECIPE_RULES, RULES, Facts
-from .ds_schema import AUTO, at, optimizer_name, optimizer_params, resembled, shown, walk
+from .ds_rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
+from .ds_schema import AUTO, FILLED_BY, at, optimizer_name, optimizer_params, resembled, shown, walk
 from .mesh import Mesh, make_mesh
 from .recipe import Recipe
-from .refusal import Problem, Refusal, refuse
+from .refusal import FAILS, Problem, Refusal, refuse
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 
@@ -134,14 +134,20 @@ def check(
     model_config: dict[str, Any] | None = None,
     typed: frozenset[str] = frozenset(),
     json_only: bool = False,
+    filled_by: str = "",
+    layout: dict[str, int] | None = None,
 ) -> list[Problem]:
     """Every mistake that can be told without hardware; an empty list if there is none.
 
     What is not given is not checked. `typed` names the recipe's fields that came from the command line. `json_only` is
-    for a JSON of another script: what has no effect in a recipe only is then let pass.
+    for a JSON that another script hands to DeepSpeed: what has no effect in a recipe only is then let pass, and a problem
+    whose outcome is APPLIES is but an advice. `filled_by` names who turns "auto" into numbers in such a script ("trainer",
+    "accelerate", or nobody), `layout` the degrees of its mesh.
     """
-    found, clean = walk(config)
+    found, clean = walk(config, FILLED_BY[filled_by] if json_only else AUTO)
     degrees = {axis: getattr(recipe, axis, 1) for axis in DEGREES} | _degrees(clean)
+    if json_only:
+        degrees |= {"pp": 1} | (layout or {})  # of pipeline.stages DeepSpeed takes no notice
     if mesh is not None:
         degrees = {axis: getattr(mesh, axis) for axis in DEGREES}
     elif world is not None:
@@ -149,12 +155,14 @@ def check(
             mesh = make_mesh(world, **degrees)
         except Refusal as refusal:
             found += refusal.problems
-    facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, recipe.steps if recipe else None)
-    rules = () if any(_at_fault(pivot, config, clean) for pivot in PIVOTS) else RULES if json_only else RULES + RECIPE_RULES
+    facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, recipe.steps if recipe else None, stock=json_only)
+    rules = () if any(_at_fault(pivot, config, clean) for pivot in PIVOTS) else RULES + (STOCK_RULES if json_only else RECIPE_RULES)
     for rule in rules:
         if (value := facts.get(rule.key)) is not None and rule.broken(facts):
-            found.append(Problem(f"{rule.key} = {shown(value)}", rule.rule, rule.fix))
-    if not json_only:
+            found.append(Problem(f"{rule.key} = {shown(value)}", rule.rule, rule.fix, rule.outcome))
+    if json_only:
+        found += _no_batch(config, filled_by)
+    else:
         found += _half_honoured(clean)
     if recipe is not None:
         found += _contradictions(clean, recipe, typed)
@@ -352,25 +360,41 @@ def _batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> l
     total, micro = (_number(clean, recipe, field) for field in ("global_batch", "micro_batch"))
     steps = clean.get("gradient_accumulation_steps", "auto")
     steps = None if steps == "auto" else steps
+    if total is not None and mesh is None and recipe is None and micro and steps and total % (micro * steps):
+        rule = f"no number of ranks makes micro_batch {micro} * {steps} micro-batches = {micro * steps} of it"
+        return [Problem(f"train_batch_size = {total}", rule, f"write {_near(total, micro * steps)}, or leave one of the three keys out", FAILS)]
     if total is None or mesh is None or min(total, micro or 1) < 1:
         return []
     dp = mesh.dp
+    all_rows, one = ("train_batch_size", "train_micro_batch_size_per_gpu") if recipe is None else ("global_batch", "micro_batch")
+    where = f"{all_rows} = {total}" if recipe is None else f"{all_rows} (train_batch_size) = {total}"
     if micro is None:
         parts = dp * (steps or 1)
         if total % parts:
-            return [Problem(f"train_batch_size = {total}", f"does not divide by {_product(dp, None, steps)} = {parts}", f"write {_near(total, parts)}")]
+            return [Problem(f"train_batch_size = {total}", f"does not divide by {_product(dp, None, steps)} = {parts}", f"write {_near(total, parts)}", FAILS)]
         return []
     if total % (dp * micro):
         fits = [rows for rows in range(1, total // dp + 1) if total % (dp * rows) == 0]
-        fix = f"use global_batch {_near(total, dp * micro)}"
-        fix += f", or micro_batch {max((rows for rows in fits if rows <= micro), default=fits[0])}" if fits else ""
-        return [Problem(f"global_batch (train_batch_size) = {total}", f"does not divide by {_product(dp, micro, None)} = {dp * micro}", fix)]
+        fix = f"use {all_rows} {_near(total, dp * micro)}"
+        fix += f", or {one} {max((rows for rows in fits if rows <= micro), default=fits[0])}" if fits else ""
+        return [Problem(where, f"does not divide by {_product(dp, micro, None)} = {dp * micro}", fix, FAILS)]
     if steps is not None and total != dp * micro * steps:
         rule = f"{_product(dp, micro, steps)} = {dp * micro * steps}, not the {total} rows of a step"
-        fix = f'write "auto" or {total // (dp * micro)}, or use global_batch {dp * micro * steps}'
-        fix += f", or micro_batch {total // (dp * steps)}" if total % (dp * steps) == 0 else ""
-        return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix)]
+        fix = f'write "auto" or {total // (dp * micro)}' if recipe is not None else f"write {total // (dp * micro)}"
+        fix += f", or use {all_rows} {dp * micro * steps}"
+        fix += f", or {one} {total // (dp * steps)}" if total % (dp * steps) == 0 else ""
+        return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix, FAILS)]
     return []
+
+
+def _no_batch(config: dict[str, Any], filled_by: str) -> list[Problem]:
+    """DeepSpeed wants a batch size; a recipe and accelerate bring their own."""
+    if filled_by == "accelerate" or {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
+        return []
+    value = shown(config["gradient_accumulation_steps"]) if "gradient_accumulation_steps" in config else "(missing)"
+    where = f"{'gradient_accumulation_steps' if 'gradient_accumulation_steps' in config else 'train_batch_size'} = {value}"
+    rule = "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu"
+    return [Problem(where, rule, 'add "train_micro_batch_size_per_gpu": 1' if not filled_by else 'add "train_micro_batch_size_per_gpu": "auto"', FAILS)]
 
 
 def _number(clean: dict[str, Any], recipe: Recipe | None, field: str) -> int | None:
@@ -406,7 +430,7 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
     if tp > 1 and broken:
         fits = [str(degree) for degree in _divisors(*shape.values()) if degree < tp]
         found.append(Problem(f"tp = {tp}", f"does not divide the model's {', '.join(broken)}", f"use --tp {' or '.join(fits)}"))
-    for axis, kind, beside in (("sp", "sequence", ("tp", "pp")), ("ep", "expert", ("tp", "pp", "sp"))):
+    for axis, kind, beside in (("sp", "sequence", ("tp", "pp")), ("ep", "expert", ("tp", "pp", "sp"))) if not facts.stock else ():
         others = {other: degrees[other] for other in beside if degrees[other] > 1}
         if degrees[axis] > 1 and others:
             rule = f"{kind} parallelism goes with data parallelism and ZeRO only"

@@ -6,11 +6,11 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from .refusal import Problem
+from .refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
 
 Node = dict[str, Any]  # of ds_schema.json, which tools/make_ds_schema.py writes
 
@@ -64,15 +64,32 @@ def optimizer_params(config: dict[str, Any]) -> dict[str, Node]:
     return variants.get(chosen) or variants.get("device", {})
 
 
-def walk(config: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
+# Keys of optimizer.params that DeepSpeed takes out for optimizers that have no use for them (engine.py, _configure_basic_optimizer).
+TAKEN_OUT = {"adam_w_mode": ("AdamW",), "fp32_optimizer_states": ("Adam", "AdamW")}
+
+# Who fills what else (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py and dataclasses.py); "": nobody fills anything.
+_BOTH = {*AUTO, "fp16.enabled", "bf16.enabled"} | {
+    f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+}
+_PLUGIN = {f"zero_optimization.offload_{what}.{key}" for what in ("optimizer", "param") for key in ("device", "nvme_path")}
+FILLED_BY: dict[str, frozenset[str]] = {
+    "": frozenset(),
+    "trainer": frozenset(_BOTH | {"optimizer.params.betas", "optimizer.params.eps"}),
+    "accelerate": frozenset(_BOTH | _PLUGIN | {"zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"}),
+}
+
+
+def walk(config: dict[str, Any], auto: Collection[str] = AUTO) -> tuple[list[Problem], dict[str, Any]]:
     """The mistakes a look at single keys can find, and the configuration without the keys at fault.
 
-    Whole numbers written as 5e8 become integers in it.
+    `auto` holds the keys that somebody fills. Whole numbers written as 5e8 become integers, and what DeepSpeed would
+    replace by a default is that default.
     """
     found: list[Problem] = []
     root = copy.copy(schema()["config"])
     root["keys"] = copy.deepcopy({key: node for key, node in root["keys"].items() if key in config})
-    for block, names in (("optimizer", schema()["optimizers"]), ("scheduler", schema()["schedulers"])):
+    schedules = schema()["schedulers"] | schema()["torch_schedulers"]
+    for block, names in (("optimizer", schema()["optimizers"]), ("scheduler", schedules)):
         if not isinstance(config.get(block), dict):
             continue
         given = config[block].get("type")
@@ -83,71 +100,89 @@ def walk(config: dict[str, Any]) -> tuple[list[Problem], dict[str, Any]]:
                 found.append(_unknown_name(block, given, list(names)))
         elif "needs_package" in names[name]:
             package = names[name]["needs_package"]
-            found.append(Problem(f"{block}.type = {given}", f"needs the package {package}, which is not installed", "use AdamW"))
+            found.append(Problem(f"{block}.type = {given}", f"needs the package {package}, which is not installed", "use AdamW", FAILS))
         else:
             params["keys"] = optimizer_params(config) if block == "optimizer" else names[name]
-            params["of"] = name
+            params["of"], params["strict"] = name, True
             if "params" not in config[block] and (needed := [key for key, node in params["keys"].items() if node.get("required")] or block == "scheduler"):
                 listed = ", ".join(needed) if isinstance(needed, list) else "an object"
-                found.append(Problem(f"{block}.params", f"{name} needs it", f'add "params" with {listed}'))
+                found.append(Problem(f"{block}.params = (missing)", f"{name} needs it", f'add "params" with {listed}', FAILS))
     root["keys"] |= {key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]}
-    clean = _block(root, config, "", found)
+    clean = _block(root, config, "", found, auto)
     for block in ("optimizer", "scheduler"):
         if "keys" not in root["keys"][block]["keys"]["params"]:  # its type is at fault, so nothing is known about them
             clean.get(block, {}).pop("params", None)
     return found, clean
 
 
-def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem]) -> dict[str, Any]:
+def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], auto: Collection[str]) -> dict[str, Any]:
     clean = {}
+    strict = bool(node.get("strict"))
     for key, value in config.items():
         here = f"{path}.{key}" if path else key
         known = node["keys"].get(key)
         if known is None:
             found.append(_unknown_key(node, key, value, path))
         elif "removed" in known:
-            found.append(Problem(f"{here} = {shown(value)}", f"was removed from DeepSpeed {schema()['deepspeed']}", "delete it"))
+            found.append(Problem(f"{here} = {shown(value)}", f"was removed from DeepSpeed {schema()['deepspeed']}", "delete it", FAILS))
         elif "use_instead" in known:
-            found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", f"write {known['use_instead']} instead"))
-        elif problem := _wrong(known, value, here):
+            outcome = APPLIES if known.get("works", True) else IGNORES
+            found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", f"write {known['use_instead']} instead", outcome))
+        elif problem := _wrong(known, value, here, auto, strict):
             found.append(problem)
+            if problem.outcome == REPLACES and value == "auto" and "default" in known:
+                clean[key] = known["default"]
+        elif value == "auto" and here not in AUTO and known.get("default") != "auto":
+            clean |= {key: known["default"]} if "default" in known else {}  # whoever fills it
         elif "keys" in known and isinstance(value, dict):
-            clean[key] = _block(known, value, here, found)
+            clean[key] = _block(known, value, here, found, auto)
         else:
             clean[key] = int(value) if isinstance(value, float) and "integer" in known["type"] and "number" not in known["type"] else copy.deepcopy(value)
     for key, known in node["keys"].items():
         if known.get("required") and key not in config:
-            found.append(Problem(f"{path}.{key}", f"{node.get('of', path)} needs it", f'add "{key}": {_example(known)}'))
+            found.append(Problem(f"{path}.{key} = (missing)", f"{node.get('of', path)} needs it", f'add "{key}": {_example(known)}', FAILS))
     enabled = node["keys"].get("enabled", {})
     unknown = config.keys() - node["keys"].keys()
     if config and "enabled" not in config and enabled.get("default") is False and not resembled("enabled", unknown):
-        found.append(Problem(path, 'has no "enabled", so DeepSpeed leaves it off and ignores the rest', 'add "enabled": true or delete the block'))
+        rule = 'has no "enabled", so DeepSpeed leaves it off and ignores the rest'
+        found.append(Problem(f"{path} = {shown(config)}", rule, 'add "enabled": true or delete the block', IGNORES))
     return clean
 
 
-def _wrong(node: Node, value: Any, path: str) -> Problem | None:
-    """What is wrong with one value: "auto" where nobody fills it, its type, its range, its name."""
+def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool) -> Problem | None:
+    """What is wrong with one value: "auto" where nobody fills it, its type, its range, its name.
+
+    `strict` blocks are pydantic models: they drop "auto", convert a word or number that can be meant for another type,
+    and refuse the rest. All others take what they get, and fail when they use it.
+    """
     where, types = f"{path} = {shown(value)}", node["type"]
-    if value == "auto" and path in AUTO:
+    if value == "auto" and path in auto:
         return None
     if value == "auto" and node.get("default") != "auto":
-        return Problem(where, '"auto" is filled by nobody here', f"write {_example(node)}")
+        drops = strict and not path.startswith(("optimizer.", "scheduler."))
+        word = "boolean" in types and path != "wall_clock_breakdown" and path != "flops_profiler.enabled"  # any word counts as true
+        return Problem(where, '"auto" is filled by nobody here', f"write {_example(node)}", REPLACES if drops or word else FAILS)
+    if path == "zero_optimization" and isinstance(value, bool):
+        return Problem(where, "is the format of 2020, a switch between stage 0 and 1", f'write {{"stage": {int(value)}}}', APPLIES)
     if not any(_is(value, name) for name in types):
         names = " or ".join(
             {"object": "a block {...}", "array": "a list [...]", "integer": "a whole number", "number": "a number", "null": "null"}.get(name, f"a {name}")
             for name in types
         )
-        return Problem(where, f"must be {names}", f"write {_meant(node, value)}")
+        return Problem(where, f"must be {names}", f"write {_meant(node, value)}", _converted(node, value, path, strict))
     if isinstance(value, str):
         if "enum" in node and not (value in node["enum"] or (node.get("any_case") and value.lower() in [str(name).lower() for name in node["enum"]])):
             near = difflib.get_close_matches(value, [str(name) for name in node["enum"]], 1)
             return Problem(
-                where, f"must be one of {', '.join(str(name) for name in node['enum'])}", f"did you mean {near[0]}?" if near else f"write {_example(node)}"
+                where,
+                f"must be one of {', '.join(str(name) for name in node['enum'])}",
+                f"did you mean {near[0]}?" if near else f"write {_example(node)}",
+                FAILS,
             )
         return None
     numbers = [number for number in node.get("enum", []) if not isinstance(number, str)]
     if numbers and value is not None and value not in numbers:
-        return Problem(where, f"must be {' or '.join(json.dumps(number) for number in numbers)}", f"write {_nearest(numbers, value)}")
+        return Problem(where, f"must be {' or '.join(json.dumps(number) for number in numbers)}", f"write {_nearest(numbers, value)}", FAILS)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         for word, bad, says in (
             ("min", lambda bound: value < bound, "at least"),
@@ -156,17 +191,35 @@ def _wrong(node: Node, value: Any, path: str) -> Problem | None:
             ("below", lambda bound: value >= bound, "less than"),
         ):
             if word in node and bad(node[word]):
-                return Problem(where, f"must be {says} {node[word]:g}", f"write {_example(node)}")
+                outcome = APPLIES if path == "gradient_clipping" else FAILS  # a negative limit is none
+                return Problem(where, f"must be {says} {node[word]:g}", f"write {_example(node)}", outcome)
     if isinstance(value, list):
         if not all(_is(item, node.get("items", "any")) for item in value):
-            return Problem(where, f"must hold nothing but items of type {node['items']}", f"write {_example(node)}")
+            return Problem(where, f"must hold nothing but items of type {node['items']}", f"write {_example(node)}", FAILS)
         if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
-            return Problem(where, f"{shown(odd[0])} is none of {', '.join(node['items_enum'])}", "write one of these")
+            return Problem(where, f"{shown(odd[0])} is none of {', '.join(node['items_enum'])}", "write one of these", FAILS)
         if "length" in node and len(value) != node["length"]:
-            return Problem(where, f"must hold {node['length']} numbers", f"write {_example(node)}")
+            return Problem(where, f"must hold {node['length']} numbers", f"write {_example(node)}", FAILS)
         if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
-            return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]")
+            return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]", FAILS)
     return None
+
+
+def _converted(node: Node, value: Any, path: str, strict: bool) -> str:
+    """What DeepSpeed does with a value of the wrong type."""
+    types, text = node["type"], value.strip().lower() if isinstance(value, str) else None
+    if strict and not path.startswith(("optimizer.", "scheduler.")):  # pydantic's lax mode
+        if "boolean" in types and (value in (0, 1) or text in ("0", "1", "true", "false", "t", "f", "yes", "no", "y", "n", "on", "off")):
+            return APPLIES
+        number = r"[-+]?\d+" if "number" not in types else r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?"
+        if {"integer", "number"} & set(types) and (isinstance(value, bool) or (text is not None and re.fullmatch(number, text))):
+            return APPLIES
+        return FAILS
+    if "boolean" in types and path not in ("wall_clock_breakdown", "flops_profiler.enabled"):
+        if value in (0, 1) or text in ("true", "yes", "on", "1"):
+            return APPLIES
+        return REPLACES if text is not None else FAILS  # any word counts as true
+    return FAILS
 
 
 def _is(value: Any, name: str) -> bool:
@@ -206,9 +259,14 @@ def _example(node: Node) -> str:
         return json.dumps(node["enum"][0])
     if node.get("items"):
         return "[0.9, 0.95]" if node["items"] == "number" else '["NAME"]'
-    return {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "a string in quotes", "object": "{...}"}.get(
-        node["type"][0], "null"
-    )
+    return {
+        "boolean": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "a string in quotes",
+        "object": "{...}",
+        "any": "a value",
+    }.get(node["type"][0], "null")
 
 
 def resembled(key: str, names: Iterable[str]) -> bool:
@@ -233,18 +291,26 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     else:
         near = difflib.get_close_matches(key, valid, 1, 0.0)
         fix = f"delete it; the nearest key is {near[0]}" if near else "delete it"
-    return Problem(f"{here} = {shown(value)}", kind, fix)
+    outcome = FAILS if node.get("strict") else IGNORES
+    if path == "optimizer.params" and node["of"] in TAKEN_OUT.get(key, ()):
+        outcome = IGNORES
+    elif path == "optimizer.params" and key == "amsgrad" and value is False and node["of"] in ("Adam", "AdamW"):
+        outcome = APPLIES  # an argument of every Adam, which none but PyTorch's can do
+    return Problem(f"{here} = {shown(value)}", kind, fix, outcome)
 
 
 def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
     if given is None:
         return Problem(
-            f"{block}.type", f"is missing, so DeepSpeed ignores the {block} block", f'add "type": "{"AdamW" if block == "optimizer" else "WarmupLR"}"'
+            f"{block}.type = (missing)",
+            f"without it DeepSpeed ignores the {block} block",
+            f'add "type": "{"AdamW" if block == "optimizer" else "WarmupLR"}"',
+            IGNORES,
         )
     by_lower = {name.lower(): name for name in names}
     near = difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
     fix = f"did you mean {by_lower[near[0]]}?" if near else f"write one of {', '.join(names)}"
-    return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} has no such {block} that a JSON could set up", fix)
+    return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} has no such {block} that a JSON could set up", fix, FAILS)
 
 
 @functools.cache

@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+# What DeepSpeed does, left alone with a problem. "" where it never sees it.
+FAILS, IGNORES, REPLACES, HANGS, APPLIES = "fails on it", "ignores it", "replaces it", "hangs", "applies it"
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -14,6 +17,7 @@ class Problem:
     where: str
     rule: str
     fix: str
+    outcome: str = ""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.rule}; {self.fix}"
