@@ -5,6 +5,7 @@
     python -m launch --where slurm --nodes 2 --gpus 8 recipes/NAME.py       on a login node: sbatch launch/slurm.sbatch
     python -m launch --where k8s --nodes 2 --gpus 8 --image IMAGE --dry-run recipes/NAME.py | kubectl apply -f -
     python -m launch --hostfile HOSTS --doctor [FLAGS OF tools/doctor.py]
+    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host, which knows RANK, WORLD_SIZE, MASTER_ADDR, ...
 
 The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. recipes/README.md says more.
 Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a checkpoint.
@@ -40,19 +41,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--master_addr", "--master-addr", default="", help="address of the first host, where the others cannot be told by it")
     parser.add_argument("--master_port", "--master-port", type=number, default=0, help="default: a free one of the first host")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would run, and start nothing; with --where k8s: the manifest")
-    parser.add_argument("--doctor", nargs=argparse.REMAINDER, help="run tools/doctor.py on every host instead of a recipe; the rest of the line is its own")
+    parser.add_argument("--doctor", action="store_true", help="run tools/doctor.py on every host instead of a recipe; the rest of the line is its own")
+    parser.add_argument("--once", action="store_true", help="run a script once on every host instead of a recipe on every rank")
     kubernetes.add_flags(parser)
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="recipes/NAME.py ...", help="the recipe and its flags")
-    arguments = parser.parse_args(argv)
-    if arguments.doctor is None and not arguments.words:
+    parser.add_argument("words", nargs="*", metavar="recipes/NAME.py ...", help="the recipe and its flags")
+    given = sys.argv[1:] if argv is None else argv
+    own, words = split(parser, given)
+    arguments = parser.parse_args(own)
+    arguments.words = words
+    if not words and not arguments.doctor:
         parser.error("the recipe is missing, for example: python -m launch recipes/llama_nano_zero2.py --tiny")
     if arguments.max_restarts < 0:
         parser.error(f"--max_restarts {arguments.max_restarts}: must be 0 or more")
     try:
-        return launch(arguments, sys.argv[1:] if argv is None else argv)
+        return launch(arguments, given)
     except Refused as refused:
         print(refused, file=sys.stderr)
         return 1
+
+
+def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[str]]:
+    """The flags of launch, and everything from the recipe on, which argparse must not see: it drops a `--`."""
+    index = 0
+    while index < len(argv) and argv[index].startswith("-"):
+        action = parser._option_string_actions.get(argv[index])
+        if argv[index] == "--doctor":
+            return argv[: index + 1], argv[index + 1 :]
+        index += 1 if action is None or action.nargs == 0 else 2
+    return argv[:index], argv[index:]
 
 
 def number(text: str) -> int:
@@ -63,7 +79,7 @@ def number(text: str) -> int:
 
 def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     variables = dict(os.environ)
-    words: tuple[str, ...] = tuple(arguments.words) if arguments.doctor is None else (str(DOCTOR), *arguments.doctor)
+    words = (str(DOCTOR), *arguments.words) if arguments.doctor else tuple(arguments.words)
     where = arguments.where or hosts.detect(variables, arguments.hostfile)
     if not Path(words[0]).is_file():
         raise Refused(f"{words[0]}: no such file; give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)")
@@ -77,7 +93,7 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     show(job, arguments, variables)
     if arguments.dry_run:
         return 0
-    if arguments.doctor is not None:
+    if arguments.once or arguments.doctor:
         return once(job)
     return restart.run(job, arguments.max_restarts, say)
 
@@ -103,7 +119,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
         raise Refused(*(f"--env {name}: is not set; export it first" for name in wrong))
     return Job(
         hosts=tuple(machines),
-        spawn="once" if arguments.doctor is not None else arguments.spawn,
+        spawn="once" if arguments.once or arguments.doctor else arguments.spawn,
         words=words,
         python=os.path.abspath(arguments.python) if os.sep in arguments.python else arguments.python,
         folder=os.getcwd(),
@@ -118,13 +134,13 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
 
 def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> None:
     """What will run: each host's command, and the names of the variables that travel to it."""
-    ranks = sum(host.slots for host in job.hosts)
+    first, ranks = job.hosts[0], sum(host.slots for host in job.hosts)
     who = "once on each host" if job.spawn == "once" else f"{ranks} rank{'s' if ranks > 1 else ''}, forked by {job.spawn}"
     say(f"{job.where}: {len(job.hosts)} host{'s' if len(job.hosts) > 1 else ''}, {who}")
     for node, host in enumerate(job.hosts):
         if job.node not in (None, node):
             continue
-        address = job.master_addr or job.hosts[0].address or "ADDRESS_OF_THE_FIRST_HOST"
+        address = job.master_addr or first.address or "ADDRESS_OF_THE_FIRST_HOST"
         meeting = spawn.Meeting(tuple(machine.slots for machine in job.hosts), node, address, job.master_port)
         words = spawn.command(job.spawn, job.python, meeting, [str(index) for index in range(host.slots)], list(job.words))
         through = f"{shlex.join(job.connection(host))} <- " if job.where in ("hostfile", "slurm") else ""

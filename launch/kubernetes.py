@@ -52,7 +52,7 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
     if problems:
         raise Refused(*problems)
     own = ["--where", "k8s", "--nodes", str(nodes), "--gpus", str(arguments.gpus), "--spawn", arguments.spawn, "--max_restarts", str(arguments.max_restarts)]
-    rest = ["--doctor", *words[1:]] if arguments.doctor is not None else list(words)
+    rest = ["--doctor", *words[1:]] if arguments.doctor else ["--once", *words] if arguments.once else list(words)
     passed = {key: value for key, value in environment.needed(variables, arguments.env).items() if not key.startswith(("PYTHON", "LD_", "CUDA_"))}
     passed |= {"MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(arguments.master_port or PORT)}
     fields = {
