@@ -89,7 +89,10 @@ class Agent:
         if 0 < found < slots:
             problems.append(f"{slots} ranks, but {found} GPUs are visible; use --gpus {found}, or correct slots= in the hostfile")
         over_ssh = os.environ.get("SSH_CONNECTION", "").split()
-        self.tell(hello={"problems": problems, "address": over_ssh[2] if len(over_ssh) == 4 else "", "port": free_port(), "name": socket.gethostname()})
+        address = over_ssh[2] if len(over_ssh) == 4 else ""
+        if not address or address.startswith("127."):  # it was reached from itself
+            address = next((own for name in spec["others"] if (own := own_address(name))), address)
+        self.tell(hello={"problems": problems, "address": address, "port": free_port()})
 
     def environment(self, meeting: spawn.Meeting, folder: str) -> dict[str, str]:
         """What the launcher of this host, and so every rank, is started with."""
@@ -275,20 +278,26 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def interface_to(address: str) -> str:
-    """The network interface through which this host reaches `address`; empty if that cannot be told."""
+def own_address(towards: str) -> str:
+    """The address of this host that another one, given by name or address, sees; empty if that cannot be told."""
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
-            own = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                with contextlib.suppress(OSError):
-                    packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR, of IPv4
-                    if socket.inet_ntoa(packed[20:24]) == own:
-                        return name
+            return probe.getsockname()[0]
     except OSError:
-        pass
+        return ""
+
+
+def interface_to(address: str) -> str:
+    """The network interface (of IPv4) through which this host reaches `address`; empty if that cannot be told."""
+    own = own_address(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(packed[20:24]) == own:
+                    return name
     return ""
 
 

@@ -68,6 +68,7 @@ class Job:
         return {
             "slots": [host.slots for host in self.hosts],
             "node": node,
+            "others": [host.address or host.name for index, host in enumerate(self.hosts) if index != node],
             "spawn": self.spawn,
             "words": self.words,
             "python": self.python,
@@ -148,6 +149,7 @@ class Start:
         self.codes: dict[int, int | None] = {}  # rank -> exit code
         self.told = ""  # the signal that asks for a stop
         self.presses = 0
+        self.killed = False
         self.kill_at: float | None = None
         self.began = time.monotonic()
 
@@ -243,6 +245,7 @@ class Start:
         return None
 
     def kill(self) -> None:
+        self.killed = True
         for connection in self.connections.values():
             connection.send(kill=True)
 
@@ -291,6 +294,8 @@ class Start:
             self.fail(3 if lost else 2 if code is None or code > 0 else 1, what, tail, code if code in (1, 2) else 1)
 
     def fail(self, telling: int, what: str, tail: list[str], code: int) -> None:
+        if self.killed:
+            return  # that was us
         self.failures.append((telling, time.monotonic() - self.began, what, tail, code))
         settle = SETTLE_STOP if telling == 5 else SETTLE
         if self.kill_at is None or time.monotonic() + settle < self.kill_at:

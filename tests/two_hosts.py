@@ -55,17 +55,19 @@ class TwoHosts:
         key = self.folder / "key"
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         Path("/run/sshd").mkdir(exist_ok=True)  # where sshd separates its privileges
-        table = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True))
-        for space in self.spaces:
+        table = "".join(f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True))
+        for space, name in zip(self.spaces, NAMES, strict=True):
             run("ip", "netns", "add", space)
             self.file_of(space).mkdir(parents=True)
-            (self.file_of(space) / "hosts").write_text(table)
+            # as Debian installs it: a host knows its own name at an address where no other host finds it
+            (self.file_of(space) / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{table}")
             run("ip", "-n", space, "link", "set", "lo", "up")
         cables = [f"ve{os.getpid()}{letter}" for letter in "ab"]
         run("ip", "-n", self.spaces[0], "link", "add", cables[0], "type", "veth", "peer", "name", cables[1], "netns", self.spaces[1])
         for space, cable, address in zip(self.spaces, cables, self.addresses, strict=True):
-            run("ip", "-n", space, "address", "add", f"{address}/24", "dev", cable)
-            run("ip", "-n", space, "link", "set", cable, "up")
+            run("ip", "-n", space, "link", "set", cable, "name", "eth0")
+            run("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+            run("ip", "-n", space, "link", "set", "eth0", "up")
         for index, name in enumerate(NAMES):
             config = self.folder / f"sshd_{index}"
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{config}_key")
