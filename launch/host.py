@@ -34,6 +34,7 @@ from .hosts import devices
 LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive them
 TAIL = 25  # lines of a failed rank that are shown
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -75,6 +76,7 @@ class Agent:
     def prepare(self, spec: dict[str, Any]) -> None:
         """Says hello, with everything that would keep the ranks of this host from starting."""
         self.spec, problems = spec, []
+        end_leftovers(spec["mark"])
         try:
             os.chdir(spec["folder"])
         except OSError as error:
@@ -98,7 +100,7 @@ class Agent:
         """What the launcher of this host, and so every rank, is started with."""
         slots = meeting.slots[meeting.node]
         variables = os.environ | self.spec["environment"]
-        variables |= {"LAUNCH_LOGS": str(Path(self.spec["logs"]).absolute()), "LAUNCH_PIPE": f"{folder}/pipe", "LAUNCH_LOCAL_WORLD_SIZE": str(slots)}
+        variables |= {MARK: self.spec["mark"], "LAUNCH_LOGS": str(Path(self.spec["logs"]).absolute()), "LAUNCH_PIPE": f"{folder}/pipe", "LAUNCH_LOCAL_WORLD_SIZE": str(slots)}
         variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
         variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
         if len(meeting.slots) > 1 and "GLOO_SOCKET_IFNAME" not in variables and (name := interface_to(meeting.master_addr)):
@@ -132,7 +134,8 @@ class Agent:
 
         def in_child() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # only this process reacts: launchers would kill ranks that are saving (rank.py unblocks)
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # without this process the ranks must notice that their launcher has gone
+            prctl(MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
+PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # without this process the ranks must notice that their launcher has gone
 
         with self.launcher_log.open("wb") as log:
             self.launcher = subprocess.Popen(
@@ -333,6 +336,23 @@ def descendants(of: int) -> list[int]:
     while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
         found |= more
     return sorted(found - {of})
+
+
+def end_leftovers(mark: str) -> None:
+    """Ends what an earlier start of this job has left on this host, if its connection was lost: the next start would meet it in the run folder."""
+    wanted = f"{MARK}={mark}".encode()
+    while True:
+        left = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    left.append(int(entry.name))
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def last_lines(log: Path, most: int = TAIL) -> list[str]:

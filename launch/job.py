@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import shlex
 import signal
 import subprocess
@@ -40,6 +41,7 @@ class Job:
     master_addr: str = ""
     master_port: int = 0  # 0: a free one of the first host
     node: int | None = None  # this host only, which others start too (Kubernetes)
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # of this job's processes
 
     def connection(self, host: Host) -> list[str]:
         """The argv that starts the agent of a host. Nothing of the job stands in it: all of that goes through stdin."""
@@ -68,6 +70,7 @@ class Job:
         return {
             "slots": [host.slots for host in self.hosts],
             "node": node,
+            "mark": f"{self.mark}.{node}",
             "others": [host.address or host.name for index, host in enumerate(self.hosts) if index != node],
             "spawn": self.spawn,
             "words": self.words,
