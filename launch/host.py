@@ -100,7 +100,12 @@ class Agent:
         """What the launcher of this host, and so every rank, is started with."""
         slots = meeting.slots[meeting.node]
         variables = os.environ | self.spec["environment"]
-        variables |= {MARK: self.spec["mark"], "LAUNCH_LOGS": str(Path(self.spec["logs"]).absolute()), "LAUNCH_PIPE": f"{folder}/pipe", "LAUNCH_LOCAL_WORLD_SIZE": str(slots)}
+        variables |= {
+            MARK: self.spec["mark"],
+            "LAUNCH_LOGS": str(Path(self.spec["logs"]).absolute()),
+            "LAUNCH_PIPE": f"{folder}/pipe",
+            "LAUNCH_LOCAL_WORLD_SIZE": str(slots),
+        }
         variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
         variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
         if len(meeting.slots) > 1 and "GLOO_SOCKET_IFNAME" not in variables and (name := interface_to(meeting.master_addr)):
@@ -134,8 +139,7 @@ class Agent:
 
         def in_child() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # only this process reacts: launchers would kill ranks that are saving (rank.py unblocks)
-            prctl(MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
-PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # without this process the ranks must notice that their launcher has gone
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # without this process the ranks must notice that their launcher has gone
 
         with self.launcher_log.open("wb") as log:
             self.launcher = subprocess.Popen(
