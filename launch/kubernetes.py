@@ -53,7 +53,8 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
         raise Refused(*problems)
     own = ["--where", "k8s", "--nodes", str(nodes), "--gpus", str(arguments.gpus), "--spawn", arguments.spawn, "--max_restarts", str(arguments.max_restarts)]
     rest = ["--doctor", *words[1:]] if arguments.doctor else ["--once", *words] if arguments.once else list(words)
-    passed = {key: value for key, value in environment.needed(variables, arguments.env).items() if not key.startswith(("PYTHON", "LD_", "CUDA_"))}
+    of_here = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR")  # the image has its own
+    passed = {key: value for key, value in environment.needed(variables, arguments.env).items() if not key.startswith(of_here)}
     passed |= {"MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(arguments.master_port or PORT)}
     fields = {
         "name": name,

@@ -85,14 +85,15 @@ def wait_for(true: Callable[[], Any], seconds: float = PATIENCE) -> bool:
     return True
 
 
-def kill_one(job: subprocess.Popen[bytes], run: Path, chance: random.Random, early: bool, before: set[int]) -> str:
-    """Kills a process of the start that is running; returns which kind, or nothing if the job had ended. `before`: ranks of earlier starts."""
+def kill_one(job: subprocess.Popen[bytes], run: Path, chance: random.Random, early: bool, before: set[int], before_step: int) -> str:
+    """Kills a process of the start that is running; returns which kind, or nothing if the job had ended. `before`: ranks of earlier
+    starts; `before_step`: the furthest step of them."""
     running = lambda: job.poll() is None  # noqa: E731
     wait_for(lambda: not running() or set(family(job.pid)["rank"]) - before)
+    # further than at any kill before: three failures at one step would end the job, rightly
+    reached = lambda: len(metrics(run))  # noqa: E731
     if not early:
-        seen = len(metrics(run)), (run / "metrics.jsonl").stat().st_mtime_ns if (run / "metrics.jsonl").exists() else 0
-        begun = time.time_ns()
-        wait_for(lambda: not running() or ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_mtime_ns > max(begun, seen[1])))
+        wait_for(lambda: not running() or reached() > before_step)
     time.sleep(chance.uniform(0, 3.0 if early else 0.6))
     target = chance.choice(TARGETS)
     pids = family(job.pid)
@@ -116,12 +117,13 @@ def main(argv: list[str] | None = None) -> int:
     steps, chance, tally = STEPS_A_KILL * arguments.kills + 2, random.Random(arguments.seed), Counter[str]()
     began = time.monotonic()
     job = start(folder, "run", steps, "--max_restarts", str(arguments.kills + 10))
-    early, before = False, set[int]()
+    early, before, before_step = False, set[int](), 0
     problems = []
     try:
         while sum(tally.values()) < arguments.kills and job.poll() is None and time.monotonic() - began < 60 * arguments.minutes:
             early = not early and chance.random() < 0.25
-            if target := kill_one(job, folder / "run", chance, early, before):
+            if target := kill_one(job, folder / "run", chance, early, before, before_step):
+                before_step = max(before_step, len(metrics(folder / "run")))
                 tally[target] += 1
                 print(
                     f"kill {sum(tally.values())}: {target}{' while it begins' if early else ''}, at step {len(metrics(folder / 'run'))} of {steps}", flush=True
