@@ -276,7 +276,7 @@ class Start:
             if ended["ranks"]:
                 self.fail(0, f"the launcher on {host} {how(ended['code'])} and left {ended['ranks']} ranks", [], 1)
             elif ended["code"] and not self.told:
-                self.fail(4, f"the launcher on {host} {how(ended['code'])}; the last lines of {ended['log']}", ended["tail"], 1)
+                self.fail(6, f"the launcher on {host} {how(ended['code'])}; the last lines of {ended['log']}", ended["tail"], 1)
         elif "done" in message:
             self.connections[node].open = False
             if message["done"] and self.kill_at is not None:
@@ -290,11 +290,16 @@ class Start:
         what = f"{name} on {self.job.hosts[node].name} {how(code)}{f': {error}' if error else ''}; the last lines of {log}"
         if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
             return
+        lost = any(word in error or any(word in line for line in tail[-8:]) for word in LOST_PEER)
         if code in STOP_CODES:
-            self.fail(5, what, tail, code)
-        else:  # a peer that lost its connection to the one that failed is often reported first
-            lost = any(word in error or any(word in line for line in tail[-8:]) for word in LOST_PEER)
-            self.fail(3 if lost else 2 if code is None or code > 0 else 1, what, tail, code if code in (1, 2) else 1)
+            telling = 5
+        elif code in (-15, -2, -1):  # by a launcher, when another rank had failed, unless nothing else is told
+            telling = 4
+        elif lost:  # a peer of the one that failed; it is often reported first
+            telling = 3
+        else:
+            telling = 1 if code is not None and code < 0 else 2
+        self.fail(telling, what, tail, code if code in STOP_CODES or code == 2 else 1)
 
     def fail(self, telling: int, what: str, tail: list[str], code: int) -> None:
         if self.killed:
