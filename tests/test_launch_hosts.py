@@ -17,6 +17,7 @@ import pytest
 from job import MARK, NANO, Job, contention, metrics, numbers, steps_done
 from pool import ROOT
 from two_hosts import TwoHosts, two_hosts_or_skip
+from words import BYTES, arbitrary_words
 
 GONE = 10.0  # seconds in which no process may be left on any host
 FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--out", "run")
@@ -142,7 +143,7 @@ with open(f"dump_{os.environ['RANK']}.json", "w") as file:
 
 def test_a_script_once_on_each_host_gets_words_and_variables_as_typed(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
     (tmp_path / "dump.py").write_text(DUMP)
-    words = ["", "two words", "'\"", "$(touch here)", "`id`", "a\nb", "\\", "--nodes", "-x", "é\u2028", "$HOME", "*", "--"]
+    words = [*arbitrary_words(), BYTES]
     job = start("--once", "dump.py", *words, NCCL_STRANGE="a 'b'\n$(id) \"")
     assert job.wait(90) == 0, job.output
     dumps = [json.loads((tmp_path / f"dump_{rank}.json").read_text()) for rank in (0, 2)]

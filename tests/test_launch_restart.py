@@ -105,6 +105,7 @@ def folder(out: Path, steps: int, done: int, latest: str) -> Path:
 ENDS = [
     (10, 10, "step_00000010", "done"),
     (10, 7, "step_00000005", "failed"),
+    (10, 7, "step_00000010", "failed"),
     (10, 10, "step_00000005", "failed"),
 ]
 

@@ -12,6 +12,7 @@ import pytest
 from job import NANO, Job, metrics, numbers, steps_done
 from pool import ROOT
 from slurm import Slurm, missing
+from words import arbitrary_words
 
 FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--no-wandb", "--steps", "100000")
 SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
@@ -82,7 +83,7 @@ DUMP = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(s
 
 def test_words_reach_the_script_on_both_nodes_as_typed(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "dump.py").write_text(DUMP)
-    words = [str(tmp_path / "dump_"), "", "two words", "'\"", "$(touch here)", "`id`", "a\nb", "\\", "--nodes", "é\u2028", "$HOME", "%j", "*", "--"]
+    words = [str(tmp_path / "dump_"), *arbitrary_words()]
     job = submit(slurm, tmp_path / "job.log", "--gpus", "2", "--once", str(tmp_path / "dump.py"), *words)
     wait_for(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING", "PENDING", "CONFIGURING"), 60, lambda: slurm.job(job))
     assert slurm.job(job)["JobState"] == "COMPLETED", (tmp_path / "job.log").read_text()

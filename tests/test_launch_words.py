@@ -119,6 +119,7 @@ BAD = [
     ("worker-3", "not NAME slots=NUMBER"),
     ("worker-3 slots=0", "not NAME slots=NUMBER"),
     ("worker-3 slots=8 trailing; rm", "not NAME slots=NUMBER"),
+    ("worker-3 slots=8x", "not NAME slots=NUMBER"),
     ("worker-3 slots=８", "not NAME slots=NUMBER"),
     ("worker-3 slots=-1", "not NAME slots=NUMBER"),
     ("WORKER-1 slots=1", "stands in line 2 already"),

@@ -3,9 +3,13 @@
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-# No NUL, which no argument can hold; the last character is a byte that is no text
-WORD = st.text(st.one_of(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), st.sampled_from("$$(){}'\"\\`;&|*?~#! \n\t\r-=%")), max_size=40)
-BYTES = "a\udcffb"
+# No NUL, which no argument can hold; often what a shell or a template reads
+PLAIN = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=4)
+LIVE = st.sampled_from(
+    ["$", "$$", "$(id)", "$(", "${local_rank}", "$local_rank", "`id`", "'", '"', "\\", "\n", "\t", " ", ";", "&", "|", "*", "~", "#", "%j", "-", "--", "="]
+)
+WORD = st.lists(st.one_of(LIVE, PLAIN), max_size=8).map("".join)
+BYTES = "a\udcffb"  # a byte that is no text
 NASTY = [
     "",
     "two words",
