@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     except Refused as refused:
         print(refused, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # in a pause before a restart
+        return 130
 
 
 def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[str]]:

@@ -48,21 +48,12 @@ class Job:
         agent = [self.python, "-m", "launch.host"]
         if self.where == "hostfile":
             remote = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(agent)}"
-            config = ["-F", self.ssh_config] if self.ssh_config else []
-            return [
-                "ssh",
-                *config,
-                "-T",
-                "-oBatchMode=yes",
-                "-oConnectTimeout=20",
-                "-oServerAliveInterval=15",
-                "-oServerAliveCountMax=4",
-                "--",
-                host.name,
-                remote,
-            ]
+            flags = ["-T", *(f"-o{option}" for option in ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4"))]
+            return ["ssh", *(["-F", self.ssh_config] if self.ssh_config else []), *flags, "--", host.name, remote]
         if self.where == "slurm":
-            return ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", f"--chdir={REPOSITORY}", "--export=ALL", "--kill-on-bad-exit=0", *agent]
+            # one task, which may use every core of its node
+            flags = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", f"--chdir={REPOSITORY}", "--export=ALL", "--kill-on-bad-exit=0", "--cpu-bind=none"]
+            return ["srun", *flags, *agent]
         return agent
 
     def specification(self, node: int, logs: Path) -> dict[str, Any]:
