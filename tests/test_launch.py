@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -208,3 +209,13 @@ def test_a_copied_recipe_uses_what_was_changed_in_it(launch: Callable[..., Job],
     assert optimizer["clip_grad"] == 0.25
     clipped = [state["exp_avg"] for state in optimizer["base_optimizer_state"]["state"].values()]
     assert 0 < sum(float(moment.double().square().sum()) for moment in clipped) < 0.25**2, "a mean of clipped gradients is no longer than the limit"
+
+
+def test_accelerate_launch_starts_a_recipe(launch: Callable[..., Job], tmp_path: Path) -> None:
+    """On a CPU it counts one process; what it sets for its own library must not confuse a recipe."""
+    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1", "--num_machines", "1"]
+    words = ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu", str(NANO), "--tiny", "--steps", "2", "--out", "run", "--no-wandb", "--no-export"]
+    job = launch([*accelerate, *words])
+    assert job.wait(120) == 0, job.output[-8000:]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
+    assert checkpoints(tmp_path / "run") == [2]

@@ -1,0 +1,172 @@
+"""Starts a recipe, or any script, on one machine, the hosts of a file, Slurm or Kubernetes.
+
+    python -m launch recipes/NAME.py [FLAGS OF THE RECIPE]
+    python -m launch --hostfile HOSTS recipes/NAME.py
+    python -m launch --where slurm --nodes 2 --gpus 8 recipes/NAME.py       on a login node: sbatch launch/slurm.sbatch
+    python -m launch --where k8s --nodes 2 --gpus 8 --image IMAGE --dry-run recipes/NAME.py | kubectl apply -f -
+    python -m launch --hostfile HOSTS --doctor [FLAGS OF tools/doctor.py]
+    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host, which knows RANK, WORLD_SIZE, MASTER_ADDR, ...
+
+The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. recipes/README.md says more.
+Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a checkpoint.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from . import environment, hosts, kubernetes, restart, slurm, spawn
+from .hosts import Host
+from .job import REPOSITORY, Job, Start, new_logs
+from .refused import Refused
+
+DOCTOR = REPOSITORY / "tools" / "doctor.py"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--where", choices=("local", "hostfile", "slurm", "k8s"), help="default: found out")
+    parser.add_argument("--spawn", choices=("deepspeed", "torchrun"), default="deepspeed", help="who forks the ranks of a host (default: %(default)s)")
+    parser.add_argument("--hostfile", type=Path, help="lines of: NAME slots=RANKS (launch/hostfile.example)")
+    parser.add_argument("--nodes", type=number, help="hosts: the first ones of the hostfile, or how many to ask Slurm or Kubernetes for")
+    parser.add_argument("--gpus", type=number, help="ranks of each host (default: slots of the hostfile, the GPUs that are there, or 1)")
+    parser.add_argument("--max_restarts", "--max-restarts", type=int, default=0, help="starts after a crash, from the newest complete checkpoint")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="also pass this variable to every host (its value is not printed)")
+    parser.add_argument("--ssh_config", "--ssh-config", default="", metavar="FILE", help="for ssh -F")
+    parser.add_argument("--python", default=sys.executable, metavar="PATH", help="interpreter on every host (default: this one)")
+    parser.add_argument("--master_addr", "--master-addr", default="", help="address of the first host, where the others cannot be told by it")
+    parser.add_argument("--master_port", "--master-port", type=number, default=0, help="default: a free one of the first host")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would run, and start nothing; with --where k8s: the manifest")
+    parser.add_argument("--doctor", action="store_true", help="run tools/doctor.py on every host instead of a recipe; the rest of the line is its own")
+    parser.add_argument("--once", action="store_true", help="run a script once on every host instead of a recipe on every rank")
+    kubernetes.add_flags(parser)
+    parser.add_argument("words", nargs="*", metavar="recipes/NAME.py ...", help="the recipe and its flags")
+    given = sys.argv[1:] if argv is None else argv
+    own, words = split(parser, given)
+    arguments = parser.parse_args(own)
+    arguments.words = words
+    if not words and not arguments.doctor:
+        parser.error("the recipe is missing, for example: python -m launch recipes/llama_nano_zero2.py --tiny")
+    if arguments.max_restarts < 0:
+        parser.error(f"--max_restarts {arguments.max_restarts}: must be 0 or more")
+    try:
+        return launch(arguments, given)
+    except Refused as refused:
+        print(refused, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # in a pause before a restart
+        return 130
+
+
+def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[str]]:
+    """The flags of launch, and everything from the recipe on, which argparse must not see: it drops a `--`."""
+    index = 0
+    while index < len(argv) and argv[index].startswith("-"):
+        action = parser._option_string_actions.get(argv[index])
+        if argv[index] == "--doctor":
+            return argv[: index + 1], argv[index + 1 :]
+        index += 1 if action is None or action.nargs == 0 else 2
+    return argv[:index], argv[index:]
+
+
+def number(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
+    variables = dict(os.environ)
+    words = (str(DOCTOR), *arguments.words) if arguments.doctor else tuple(arguments.words)
+    where = arguments.where or hosts.detect(variables, arguments.hostfile)
+    if not Path(words[0]).is_file():
+        raise Refused(f"{words[0]}: no such file; give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)")
+    if arguments.hostfile and where != "hostfile":
+        raise Refused(f"--hostfile {arguments.hostfile}: --where {where} knows its hosts itself; leave one of the two out")
+    if where == "slurm" and "SLURM_JOB_ID" not in variables:
+        return slurm.submit(arguments, argv, variables)
+    if where == "k8s" and "JOB_COMPLETION_INDEX" not in variables:
+        return kubernetes.render(arguments, words, variables)
+    job = plan(arguments, words, where, variables)
+    show(job, arguments, variables)
+    if arguments.dry_run:
+        return 0
+    if arguments.once or arguments.doctor:
+        return once(job)
+    return restart.run(job, arguments.max_restarts, say)
+
+
+def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, variables: dict[str, str]) -> Job:
+    """The job for this place. Raises `Refused`."""
+    node, master_addr, master_port = None, arguments.master_addr, arguments.master_port
+    if where == "hostfile":
+        if not arguments.hostfile:
+            raise Refused("--where hostfile: which hosts? give --hostfile FILE, see launch/hostfile.example")
+        machines = hosts.read_hostfile(arguments.hostfile, arguments.nodes, arguments.gpus)
+    elif where == "slurm":
+        machines = hosts.slurm_hosts(variables, arguments.gpus)
+        if arguments.nodes and arguments.nodes != len(machines):
+            raise Refused(f"--nodes {arguments.nodes}: the job has {len(machines)}; give the number to sbatch instead")
+    elif where == "k8s":
+        machines, node, master_addr, master_port = kubernetes.pods(arguments, variables)
+    else:
+        if arguments.nodes not in (None, 1):
+            raise Refused(f"--nodes {arguments.nodes}: this is one machine; name the others with --hostfile FILE, or use --where slurm or k8s")
+        machines = [Host("localhost", arguments.gpus or hosts.devices(variables) or 1, "127.0.0.1")]
+    if wrong := [name for name in arguments.env if name not in variables]:
+        raise Refused(*(f"--env {name}: is not set; export it first" for name in wrong))
+    return Job(
+        hosts=tuple(machines),
+        spawn="once" if arguments.once or arguments.doctor else arguments.spawn,
+        words=words,
+        python=os.path.abspath(arguments.python) if os.sep in arguments.python else arguments.python,
+        folder=os.getcwd(),
+        environment=environment.needed(variables, arguments.env) | environment.secrets(variables, arguments.env),
+        where=where,
+        ssh_config=arguments.ssh_config,
+        master_addr=master_addr,
+        master_port=master_port,
+        node=node,
+    )
+
+
+def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> None:
+    """What will run: each host's command, and the names of the variables that travel to it."""
+    first, ranks = job.hosts[0], sum(host.slots for host in job.hosts)
+    who = "once on each host" if job.spawn == "once" else f"{ranks} rank{'s' if ranks > 1 else ''}, forked by {job.spawn}"
+    say(f"{job.where}: {len(job.hosts)} host{'s' if len(job.hosts) > 1 else ''}, {who}")
+    for node, host in enumerate(job.hosts):
+        if job.node not in (None, node):
+            continue
+        address = job.master_addr or first.address or "ADDRESS_OF_THE_FIRST_HOST"
+        meeting = spawn.Meeting(tuple(machine.slots for machine in job.hosts), node, address, job.master_port)
+        words = spawn.command(job.spawn, job.python, meeting, [str(index) for index in range(host.slots)], list(job.words))
+        through = f"{shlex.join(job.connection(host))} <- " if job.where in ("hostfile", "slurm") else ""
+        say(f"  {host.name}: {through}{shlex.join(words)}")
+    if job.where != "local":
+        secret = environment.secrets(variables, arguments.env)
+        names = [name + (" (secret)" if name in secret else "") for name in job.environment]
+        say(f"  variables that travel with it, through stdin: {', '.join(names) or 'none'}")
+
+
+def once(job: Job) -> int:
+    """Runs the script once on each host, and prints what it said there, host by host."""
+    began = time.monotonic()
+    logs = new_logs(Path(job.folder) / "runs" / f"{Path(job.words[0]).stem}.logs")
+    outcome = Start(job, logs, say).run()
+    if outcome.text:
+        say(outcome.text)
+    say(f"{Path(job.words[0]).name} on {len(job.hosts)} host{'s' if len(job.hosts) > 1 else ''}: exit code {outcome.code}, {time.monotonic() - began:.0f} s")
+    return outcome.code
+
+
+def say(text: Any) -> None:
+    print(f"launch: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Which environment variables travel to the other hosts, and which of them nobody may see."""
+
+import fnmatch
+import re
+
+# What a run needs. Everything else a host has from its own login, so that a path or a display of this machine does not travel.
+NEEDED = (
+    *("WANDB_*", "HF_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "DATASETS_*", "TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME"),
+    *("NCCL_*", "GLOO_*", "UCX_*", "UCC_*", "FI_*", "MV2_*", "MLFLOW_*", "RDMAV_*"),
+    *("PYTHON*", "OMP_*", "MKL_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CUDA_*", "DS_*", "DEEPSPEED_*", "LD_LIBRARY_PATH", "ACCELERATE_*"),
+)
+OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES",)  # what a host has, every host knows itself
+# Secrets that recipes read. They travel on the same encrypted stdin as the rest, and their values are never printed or written.
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+SECRET = re.compile(
+    r"(^|_)(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASS|PASSPHRASE|CREDENTIALS?|AUTH|APIKEY|KEY|ACCESS_KEY_ID)$|(^|_)(SECRET|PASSWORD|API_KEY|APIKEY|PRIVATE_KEY)(_|$)"
+)
+PLACE = re.compile(r"_(PATH|FILE|DIR|HOME)$")  # the name of a file that holds a secret is none
+
+
+def is_secret(name: str) -> bool:
+    """By the name alone; what is not known to be harmless but ends like a secret counts as one."""
+    return name in SECRETS or (bool(SECRET.search(name.upper())) and not PLACE.search(name.upper()))
+
+
+def needed(variables: dict[str, str], more: list[str]) -> dict[str, str]:
+    """The variables that a run needs on every host, no secret among them; `more` are names the user added."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name not in OF_ONE_HOST and not is_secret(name) and (name in more or any(fnmatch.fnmatchcase(name, pattern) for pattern in NEEDED))
+    }
+
+
+def secrets(variables: dict[str, str], more: list[str]) -> dict[str, str]:
+    """The secrets that are set and that recipes read, and those the user named."""
+    return {name: value for name, value in sorted(variables.items()) if name in SECRETS or (name in more and is_secret(name))}

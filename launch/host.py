@@ -1,0 +1,391 @@
+"""What runs on each host of a job: it starts the ranks, watches them, and ends every process that came of them.
+
+    python -m launch.host          started by `python -m launch`, over ssh, srun, or on the same machine
+
+Commands come as lines of JSON on stdin, reports leave as lines of JSON on stdout:
+
+    in    the specification; {"start": {"master_addr", "master_port"}}; {"stop": "SIGTERM"}; {"kill": true}; the end of stdin is a stop
+    out   {"hello": ...}; {"out": text of rank 0}; {"told": signal}; {"ended": ...} for each rank; {"launcher": exit code}; {"done": processes killed}
+
+Linux only: exit states are read from the process table, because the ranks are children of their launcher, not of this process.
+"""
+
+import codecs
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from . import spawn
+from .hosts import devices
+
+LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive them
+TAIL = 25  # lines of a failed rank that are shown
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+class Agent:
+    """One host's part of one start."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.commands = b""
+        self.spec: dict[str, Any] = {}
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self.launcher_ended: int | None = None
+        self.running: dict[int, tuple[int, int]] = {}  # pid -> (rank, pidfd)
+        self.reported: dict[int, int | None] = {}  # rank -> exit code
+        self.stopping = ""
+        self.killing = False
+        self.console: Any = None  # rank 0's file
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    # what is told and heard
+
+    def tell(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more; the end of stdin says so too
+            data = json.dumps(message).encode() + b"\n"
+            while data:
+                data = data[os.write(1, data) :]
+
+    def hear(self) -> list[dict[str, Any]]:
+        """The commands that have come; {"stop"} at the end of stdin."""
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            self.selector.unregister(0)
+            return [{"stop": "SIGTERM"}]
+        *lines, self.commands = (self.commands + chunk).split(b"\n")
+        return [json.loads(line) for line in lines if line.strip()]
+
+    # before the start
+
+    def prepare(self, spec: dict[str, Any]) -> None:
+        """Says hello, with everything that would keep the ranks of this host from starting."""
+        self.spec, problems = spec, []
+        end_leftovers(spec["mark"])
+        try:
+            os.chdir(spec["folder"])
+        except OSError as error:
+            problems.append(f"the folder {spec['folder']}: {error.strerror}; every host needs the same files at the same path")
+        if not problems and not Path(spec["words"][0]).is_file():
+            problems.append(f"{spec['words'][0]} is not here; every host needs the same files at the same path")
+        try:
+            Path(spec["logs"]).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problems.append(f"{spec['logs']} cannot be made: {error.strerror}; choose another run folder with --out")
+        found, slots = devices(dict(os.environ)), spec["slots"][spec["node"]]
+        if 0 < found < slots:
+            problems.append(f"{slots} ranks, but {found} GPUs are visible; use --gpus {found}, or correct slots= in the hostfile")
+        over_ssh = os.environ.get("SSH_CONNECTION", "").split()
+        address = over_ssh[2] if len(over_ssh) == 4 else ""
+        if not address or address.startswith("127."):  # it was reached from itself
+            address = next((own for name in spec["others"] if (own := own_address(name))), address)
+        self.tell(hello={"problems": problems, "address": address, "port": free_port()})
+
+    def environment(self, meeting: spawn.Meeting, folder: str) -> dict[str, str]:
+        """What the launcher of this host, and so every rank, is started with."""
+        slots = meeting.slots[meeting.node]
+        variables = os.environ | self.spec["environment"]
+        variables |= {
+            MARK: self.spec["mark"],
+            "LAUNCH_LOGS": str(Path(self.spec["logs"]).absolute()),
+            "LAUNCH_PIPE": f"{folder}/pipe",
+            "LAUNCH_LOCAL_WORLD_SIZE": str(slots),
+        }
+        variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
+        if len(meeting.slots) > 1 and "GLOO_SOCKET_IFNAME" not in variables and (name := interface_to(meeting.master_addr)):
+            # else gloo takes the address that this host's name has in its own /etc/hosts, often 127.0.1.1, where no other host finds it
+            variables["GLOO_SOCKET_IFNAME"] = name
+        if self.spec["spawn"] == "once":
+            place = {"RANK": meeting.first_rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": slots, "WORLD_SIZE": sum(meeting.slots)}
+            place |= {"MASTER_ADDR": meeting.master_addr, "MASTER_PORT": meeting.master_port}
+            variables |= {name: str(value) for name, value in place.items()}
+        return variables
+
+    # the run
+
+    def start(self, master_addr: str, master_port: int) -> None:
+        folder = tempfile.mkdtemp(prefix="launch_")
+        os.mkfifo(f"{folder}/pipe")
+        pipe = os.open(f"{folder}/pipe", os.O_RDWR | os.O_NONBLOCK)  # open for writing too: it never ends
+        self.folder, self.pipe = folder, pipe
+        self.selector.register(pipe, selectors.EVENT_READ, "pipe")
+        meeting = spawn.Meeting(tuple(self.spec["slots"]), self.spec["node"], master_addr, master_port)
+        slots = meeting.slots[meeting.node]
+        visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()][:slots]
+        visible = visible if len(visible) == slots else [str(index) for index in range(slots)]
+        words = spawn.command(self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"])
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes a child of this process
+        self.launcher_log = Path(self.spec["logs"]) / f"launcher_{meeting.node}.log"
+        for stale in [self.launcher_log, *(self.log(rank) for rank in range(meeting.first_rank, meeting.first_rank + slots))]:
+            stale.unlink(missing_ok=True)
+        self.shown_rank = meeting.first_rank if self.spec["spawn"] == "once" or meeting.node == 0 else None
+        prctl = ctypes.CDLL(None).prctl
+
+        def in_child() -> None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # only this process reacts: launchers would kill ranks that are saving (rank.py unblocks)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # without this process the ranks must notice that their launcher has gone
+
+        with self.launcher_log.open("wb") as log:
+            self.launcher = subprocess.Popen(
+                words, env=self.environment(meeting, folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=in_child
+            )
+
+    def log(self, rank: int) -> Path:
+        return Path(self.spec["logs"]) / f"rank_{rank}.log"
+
+    def meet_ranks(self) -> None:
+        """Takes note of ranks that have just begun."""
+        with contextlib.suppress(BlockingIOError):
+            for line in os.read(self.pipe, 1 << 16).decode().splitlines():
+                rank, _, pid = map(int, line.split())
+                with contextlib.suppress(ProcessLookupError):
+                    watched = os.pidfd_open(pid)
+                    self.running[pid] = (rank, watched)
+                    self.selector.register(watched, selectors.EVENT_READ, pid)
+                    if self.stopping:
+                        os.kill(pid, signal.Signals[self.stopping])
+
+    def rank_ended(self, pid: int) -> None:
+        """Reports a rank with its exit code: read while it is a zombie, that is before its launcher looks."""
+        rank, watched = self.running.pop(pid)
+        code = exit_code(pid)
+        self.selector.unregister(watched)
+        os.close(watched)
+        if code is None and (adopted := self.reap().get(pid)) is not None:
+            code = adopted
+        if code is None:
+            code = code_from(self.launcher_log, pid)
+        self.reported[rank] = code
+        tail = last_lines(self.log(rank)) if code else []
+        self.tell(ended={"rank": rank, "code": code, "tail": tail, "error": named_error(self.log(rank)) if code else "", "log": str(self.log(rank))})
+
+    def reap(self) -> dict[int, int]:
+        """Exit codes of the children of this process that have ended; those it inherited among them."""
+        codes = {}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return codes
+            if pid == 0:
+                return codes
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            if self.launcher and pid == self.launcher.pid:
+                self.launcher_ended = self.launcher.returncode = codes[pid]
+
+    def stop(self, reason: str) -> None:
+        """Asks every rank for a checkpoint and its end; ranks that have not begun yet end with the launcher."""
+        if not self.stopping:
+            self.stopping = reason
+            for pid in list(self.running):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.Signals[reason])
+            if not self.running and self.launcher and not self.reported:
+                self.kill()
+
+    def kill(self) -> None:
+        self.killing = True
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def show(self) -> None:
+        """Passes on what rank 0 has printed since the last time."""
+        if self.shown_rank is None:
+            return
+        if self.console is None:
+            try:
+                self.console = self.log(self.shown_rank).open("rb")
+            except FileNotFoundError:
+                return
+        while text := self.decoder.decode(self.console.read(1 << 16)):
+            self.tell(out=text)
+
+    def run(self) -> int:
+        """Until every process of this host has ended."""
+        self.selector.register(0, selectors.EVENT_READ, "commands")
+        woken, waker = socket.socketpair()
+        woken.setblocking(False)
+        waker.setblocking(False)
+        for number in STOPS:
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        self.selector.register(woken, selectors.EVENT_READ, "signals")
+        over_since: float | None = None
+        killed = 0
+        while True:
+            for key, _ in self.selector.select(0.1):
+                if key.data == "commands":
+                    for message in self.hear():
+                        if "spec" in message:
+                            self.prepare(message["spec"])
+                        elif "start" in message:
+                            self.start(**message["start"])
+                        elif "stop" in message:
+                            self.stop(message["stop"])
+                        elif "kill" in message:
+                            self.kill()
+                elif key.data == "signals":
+                    for number in woken.recv(64):
+                        name = signal.Signals(number).name
+                        self.tell(told=name)
+                        self.stop(name)
+                elif key.data == "pipe":
+                    self.meet_ranks()
+                else:
+                    self.rank_ended(key.data)
+            if self.launcher is None:
+                if self.stopping or self.killing:
+                    return 0
+                continue
+            self.show()
+            before = self.launcher_ended
+            self.reap()
+            if before is None and self.launcher_ended is not None:
+                self.meet_ranks()
+                self.tell(
+                    launcher={"code": self.launcher_ended, "tail": last_lines(self.launcher_log), "ranks": len(self.running), "log": str(self.launcher_log)}
+                )
+            if self.launcher_ended is None or self.running:
+                if self.killing:
+                    self.kill()  # what was forked meanwhile
+                continue
+            over_since = over_since or time.monotonic()
+            left = descendants(os.getpid())
+            if left and (self.killing or time.monotonic() - over_since > LEFT):
+                killed = max(killed, len(left))
+                self.kill()
+            elif not left:
+                self.show()
+                os.unlink(f"{self.folder}/pipe")
+                os.rmdir(self.folder)
+                self.tell(done=killed)
+                return 0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+def own_address(towards: str) -> str:
+    """The address of this host that another one, given by name or address, sees; empty if that cannot be told."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return probe.getsockname()[0]
+    except OSError:
+        return ""
+
+
+def interface_to(address: str) -> str:
+    """The network interface (of IPv4) through which this host reaches `address`; empty if that cannot be told."""
+    own = own_address(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(packed[20:24]) == own:
+                    return name
+    return ""
+
+
+def stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on (state, parent, ...); empty when the process has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def exit_code(pid: int) -> int | None:
+    """Of a process that has ended and was not waited for yet: 0 to 255, or minus the signal; None if it is too late."""
+    fields = stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
+
+
+def code_from(log: Path, pid: int) -> int | None:
+    """What torchrun or deepspeed wrote of a rank that they had waited for before we looked."""
+    time.sleep(1.5)  # deepspeed looks once a second
+    text = log.read_text(errors="replace")
+    found = re.findall(rf"exitcode\s*:\s*(-?\d+)\s*\(pid: {pid}\)", text) or re.findall(r"exits with return code = (-?\d+)", text)
+    return int(found[-1]) if found else (0 if f"Process {pid} exits successfully" in text else None)
+
+
+def descendants(of: int) -> list[int]:
+    """Living processes below one; zombies do not count."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (fields := stat(int(entry))) and fields[0] != "Z":
+            parents[int(entry)] = int(fields[1])
+    found = {of}
+    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+        found |= more
+    return sorted(found - {of})
+
+
+def end_leftovers(mark: str) -> None:
+    """Ends what an earlier start of this job has left on this host, if its connection was lost: the next start would meet it in the run folder."""
+    wanted = f"{MARK}={mark}".encode()
+    while True:
+        left = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    left.append(int(entry.name))
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def last_lines(log: Path, most: int = TAIL) -> list[str]:
+    """The last lines of a file, each cut to a readable length."""
+    return [line[:1000] for line in _end(log).splitlines()[-most:]]
+
+
+def named_error(log: Path) -> str:
+    """The last Python exception in a file, or the first line of a refusal; empty without any."""
+    lines = _end(log).splitlines()
+    if told := [line for line in lines if line.startswith("refused")]:
+        return told[-1]
+    starts = [index for index, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    for line in lines[starts[-1] + 1 :] if starts else []:
+        bare = line.partition("]: ")[2] if line.startswith("[rank") else line
+        if bare and not bare[0].isspace():
+            return bare[:300]
+    fatal = [line for line in lines if line.startswith("Fatal Python error")]
+    return fatal[-1][:300] if fatal else ""
+
+
+def _end(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(Agent().run())

@@ -1,0 +1,97 @@
+"""Where am I, and which hosts with how many ranks does the job have."""
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from .refused import Refused
+
+# What may follow `ssh` as a word of its own: a name or an address, never a flag and never anything a shell reads
+NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?|[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}")
+SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of the job. `address` is how it is reached from the others, empty where it tells that itself."""
+
+    name: str
+    slots: int  # ranks
+    address: str = ""
+
+
+def detect(variables: dict[str, str], hostfile: str | None) -> str:
+    """local, hostfile, slurm or k8s."""
+    if "SLURM_JOB_ID" in variables:
+        return "slurm"
+    if "KUBERNETES_SERVICE_HOST" in variables and "JOB_COMPLETION_INDEX" in variables:
+        return "k8s"
+    return "hostfile" if hostfile else "local"
+
+
+def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) -> list[Host]:
+    """The hosts of a DeepSpeed hostfile (`NAME slots=N`, `#` begins a comment), the first `most` of them.
+
+    `gpus` replaces the slots. Raises `Refused` with the number of every wrong line.
+    """
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise Refused(f"--hostfile {path}: {error.strerror}; give a file of lines like those in launch/hostfile.example") from None
+    hosts: list[Host] = []
+    lines: dict[str, int] = {}
+    problems = []
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        place = f"{path}, line {number}: {line.strip()!r}"
+        slots = SLOTS.fullmatch(words[1]) if len(words) == 2 else None
+        if not NAME.fullmatch(words[0]):
+            problems.append(f"{place}: {words[0]!r} is no host name or address; write letters, digits, dots and hyphens, for example: worker-1 slots=8")
+        elif slots is None:
+            problems.append(f"{place}: is not NAME slots=NUMBER; for example: {words[0]} slots=8")
+        elif words[0].lower() in lines:
+            problems.append(f"{place}: the host stands in line {lines[words[0].lower()]} already; write it once, with all its slots")
+        else:
+            lines[words[0].lower()] = number
+            hosts.append(Host(words[0], gpus or int(slots[1])))
+    if not hosts and not problems:
+        problems.append(f"--hostfile {path}: names no host; write lines like those in launch/hostfile.example")
+    if most and most > len(hosts) and not problems:
+        problems.append(f"--nodes {most}: {path} has {len(hosts)} hosts; use --nodes {len(hosts)} or add hosts")
+    if problems:
+        raise Refused(*problems)
+    return hosts[:most]
+
+
+def devices(variables: dict[str, str]) -> int:
+    """GPUs that a process started here sees; 0 without any."""
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:
+    """The nodes of the allocation this process runs in, with the addresses that Slurm itself uses. Raises `Refused`."""
+    names = _scontrol("show", "hostnames", variables.get("SLURM_JOB_NODELIST", "")).split()
+    if strange := [name for name in names if not NAME.fullmatch(name)]:
+        raise Refused(f"SLURM_JOB_NODELIST: {strange[0]!r} is no host name; start the job with sbatch")
+    found = {}
+    for line in _scontrol("show", "node", "--oneliner", ",".join(names)).splitlines():
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        found[words.get("NodeName", "")] = words.get("NodeAddr", "")
+    slots = gpus or int(variables.get("SLURM_GPUS_ON_NODE") or 0) or devices(variables) or 1
+    return [Host(name, slots, found.get(name) or name) for name in names]
+
+
+def _scontrol(*words: str) -> str:
+    try:
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True, timeout=60, env=os.environ | {"LC_ALL": "C"}).stdout
+    except FileNotFoundError:
+        raise Refused("--where slurm: scontrol is not on PATH; start the job on a machine of the cluster") from None
+    except subprocess.CalledProcessError as error:
+        raise Refused(f"--where slurm: scontrol {' '.join(words)} failed: {error.stderr.strip()}; start the job with sbatch") from None

@@ -1,0 +1,338 @@
+"""One start of a job: a connection to each host, all ranks from their beginning to their end, and why they ended."""
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .hosts import Host
+from .refused import Refused
+
+HELLO = 120.0  # seconds in which every host must have answered
+SETTLE = 2.0  # seconds that ranks may still print why they fail, once one has failed
+SETTLE_STOP = 60.0  # the same when a rank ended because it was asked to: the others are on their way out too
+STOP_CODES = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
+LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused")
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run, and where. `connect` is what comes before the command of a host: [], ssh and its flags, or srun's."""
+
+    hosts: tuple[Host, ...]
+    spawn: str
+    words: tuple[str, ...]  # script and arguments
+    python: str
+    folder: str
+    environment: dict[str, str] = field(repr=False)  # holds secrets
+    where: str = "local"
+    ssh_config: str = ""
+    master_addr: str = ""
+    master_port: int = 0  # 0: a free one of the first host
+    node: int | None = None  # this host only, which others start too (Kubernetes)
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # of this job's processes
+
+    def connection(self, host: Host) -> list[str]:
+        """The argv that starts the agent of a host. Nothing of the job stands in it: all of that goes through stdin."""
+        agent = [self.python, "-m", "launch.host"]
+        if self.where == "hostfile":
+            remote = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(agent)}"
+            flags = ["-T", *(f"-o{option}" for option in ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4"))]
+            return ["ssh", *(["-F", self.ssh_config] if self.ssh_config else []), *flags, "--", host.name, remote]
+        if self.where == "slurm":
+            # one task, which may use every core of its node
+            flags = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", f"--chdir={REPOSITORY}", "--export=ALL", "--kill-on-bad-exit=0", "--cpu-bind=none"]
+            return ["srun", *flags, *agent]
+        return agent
+
+    def specification(self, node: int, logs: Path) -> dict[str, Any]:
+        """What an agent is told on its stdin."""
+        return {
+            "slots": [host.slots for host in self.hosts],
+            "node": node,
+            "mark": f"{self.mark}.{node}",
+            "others": [host.address or host.name for index, host in enumerate(self.hosts) if index != node],
+            "spawn": self.spawn,
+            "words": self.words,
+            "python": self.python,
+            "folder": self.folder,
+            "environment": self.environment,
+            "logs": str(logs),
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start ended. `kind`: done, stopped, refused (it would only be told again) or failed."""
+
+    kind: str
+    code: int
+    text: str = ""
+    reason: str = ""  # of a stop: the signal
+
+
+class Connection:
+    """A host's agent: its lines arrive in `events`, as (node, message); a message None is the end."""
+
+    def __init__(self, node: int, argv: list[str], events: "queue.SimpleQueue[tuple[int, Any]]"):
+        self.node = node
+        self.process = subprocess.Popen(
+            argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True, errors="replace"
+        )
+        self.errors: list[str] = []
+        self.open = True
+        self.events = events
+        self.listening = [threading.Thread(target=target, daemon=True) for target in (self._listen, self._keep_errors)]
+        for thread in self.listening:
+            thread.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                self.errors.append(line.rstrip())  # a login script that prints
+                continue
+            self.events.put((self.node, message))
+        self.listening[1].join(5)
+        self.events.put((self.node, None))
+
+    def _keep_errors(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.errors.append(line.rstrip())
+
+    def send(self, **message: Any) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Start:
+    """One start, event by event."""
+
+    def __init__(self, job: Job, logs: Path, say: Any):
+        self.job, self.logs, self.say = job, logs, say
+        self.events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # may be used inside a signal handler
+        self.nodes = [job.node] if job.node is not None else list(range(len(job.hosts)))
+        self.connections: dict[int, Connection] = {}
+        self.failures: list[tuple[int, float, str, list[str], int]] = []  # (how telling, seconds, what, last lines, exit code)
+        self.codes: dict[int, int | None] = {}  # rank -> exit code
+        self.told = ""  # the signal that asks for a stop
+        self.presses = 0
+        self.killed = False
+        self.kill_at: float | None = None
+        self.began = time.monotonic()
+
+    def run(self) -> Outcome:
+        """From the first connection until no process is left on any host. Raises `Refused` when a host cannot start its part."""
+        before = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        try:
+            for node in self.nodes:
+                connection = Connection(node, self.job.connection(self.job.hosts[node]), self.events)
+                self.connections[node] = connection
+                connection.send(spec=self.job.specification(node, self.logs))
+            hellos = self.greet()
+            if self.told:
+                return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
+            first = hellos.get(0, {})
+            address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
+            if len(self.job.hosts) > 1 and self.job.where == "hostfile" and address.startswith("127."):
+                raise Refused(f"{self.job.hosts[0].name}: was reached at {address}, where no other host finds it; give its address with --master_addr")
+            port = self.job.master_port or first["port"]
+            self.began = time.monotonic()
+            for connection in self.connections.values():
+                connection.send(start={"master_addr": address, "master_port": port})
+            self.follow()
+            return self.outcome()
+        finally:
+            for connection in self.connections.values():
+                connection.close()
+            for number, old in before.items():
+                signal.signal(number, old)
+
+    def on_signal(self, number: int, _: Any) -> None:
+        self.events.put((-1, signal.Signals(number).name))
+
+    def greet(self) -> dict[int, dict[str, Any]]:
+        """What each host said of itself; raises `Refused` naming every host that did not answer or cannot."""
+        hellos: dict[int, dict[str, Any]] = {}
+        problems: list[str] = []
+        deadline = time.monotonic() + HELLO
+        silent = set(self.nodes)
+        while silent and not self.told:
+            try:
+                node, message = self.events.get(timeout=max(0.01, min(5.0, deadline - time.monotonic())))
+            except queue.Empty:
+                names = ", ".join(self.job.hosts[node].name for node in sorted(silent))
+                if time.monotonic() < deadline:
+                    self.say(f"waiting for {names}")
+                    continue
+                problems += [f"{names}: no answer in {HELLO:g} s; try by hand: {shlex.join(self.job.connection(self.job.hosts[min(silent)])[:-1])} hostname"]
+                break
+            if node < 0:
+                self.told = message
+            elif message is None:
+                silent.discard(node)
+                self.connections[node].open = False
+                told = (
+                    "; ".join(line for line in self.connections[node].errors[-3:] if line)
+                    or f"the connection ended with {self.connections[node].process.poll()}"
+                )
+                problems.append(f"{self.job.hosts[node].name}: cannot be reached, or has no Python at {self.job.python}: {told}")
+            elif "hello" in message:
+                silent.discard(node)
+                hellos[node] = message["hello"]
+                problems += [f"{self.job.hosts[node].name}: {problem}" for problem in message["hello"]["problems"]]
+        if problems:
+            raise Refused(*problems)
+        return hellos
+
+    def follow(self) -> None:
+        """Until every host is done: passes on a stop, and ends all ranks once one has failed."""
+        while any(connection.open for connection in self.connections.values()):
+            with contextlib.suppress(queue.Empty):
+                node, message = self.events.get(timeout=0.2)
+                if node < 0:
+                    self.ask_to_stop(message)
+                elif message is None:
+                    self.hung_up(node)
+                else:
+                    self.heard(node, message)
+            if self.kill_at is not None and time.monotonic() > self.kill_at:
+                self.kill_at = None
+                self.kill()
+
+    def ask_to_stop(self, name: str) -> None:
+        self.presses += name == "SIGINT"
+        if self.presses == 3:
+            self.say("third Ctrl-C: all ranks are ended at once, without a checkpoint")
+            return self.kill()
+        if not self.told:
+            self.told = name
+            self.say(f"{name}: asking all ranks for a checkpoint" + ("; twice more ends them at once" if name == "SIGINT" else ""))
+            for connection in self.connections.values():
+                connection.send(stop=name)
+        return None
+
+    def kill(self) -> None:
+        self.killed = True
+        for connection in self.connections.values():
+            connection.send(kill=True)
+
+    def hung_up(self, node: int) -> None:
+        connection = self.connections[node]
+        if connection.open:
+            connection.open = False
+            told = "; ".join(line for line in connection.errors[-3:] if line)
+            self.fail(1, f"the connection to {self.job.hosts[node].name} was lost{f' ({told})' if told else ''}", [], 1)
+
+    def heard(self, node: int, message: dict[str, Any]) -> None:
+        host = self.job.hosts[node].name
+        if "out" in message:
+            sys.stdout.write(message["out"])
+            sys.stdout.flush()
+        elif "told" in message and not self.told:
+            self.say(f"{host}: {message['told']}: asking all ranks for a checkpoint")
+            self.told = message["told"]
+            for connection in self.connections.values():
+                connection.send(stop=self.told)
+        elif "ended" in message:
+            self.rank_ended(node, **message["ended"])
+        elif "launcher" in message:
+            ended = message["launcher"]
+            if ended["ranks"]:
+                self.fail(0, f"the launcher on {host} {how(ended['code'])} and left {ended['ranks']} ranks", [], 1)
+            elif ended["code"] and not self.told:
+                self.fail(6, f"the launcher on {host} {how(ended['code'])}; the last lines of {ended['log']}", ended["tail"], 1)
+        elif "done" in message:
+            self.connections[node].open = False
+            if message["done"] and self.kill_at is not None:
+                self.kill_at = min(self.kill_at, time.monotonic())
+
+    def rank_ended(self, node: int, rank: int, code: int | None, tail: list[str], error: str, log: str) -> None:
+        self.codes[rank] = code
+        if code == 0:
+            return
+        name = f"rank {rank}" if self.job.spawn != "once" else "the script"
+        what = f"{name} on {self.job.hosts[node].name} {how(code)}{f': {error}' if error else ''}; the last lines of {log}"
+        if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
+            return
+        lost = any(word in error or any(word in line for line in tail[-8:]) for word in LOST_PEER)
+        if code in STOP_CODES:
+            telling = 5
+        elif code in (-15, -2, -1):  # by a launcher, when another rank had failed, unless nothing else is told
+            telling = 4
+        elif lost:  # a peer of the one that failed; it is often reported first
+            telling = 3
+        else:
+            telling = 1 if code is not None and code < 0 else 2
+        self.fail(telling, what, tail, code if code in STOP_CODES or code == 2 else 1)
+
+    def fail(self, telling: int, what: str, tail: list[str], code: int) -> None:
+        if self.killed:
+            return  # that was us
+        self.failures.append((telling, time.monotonic() - self.began, what, tail, code))
+        settle = SETTLE_STOP if telling == 5 else SETTLE
+        if self.kill_at is None or time.monotonic() + settle < self.kill_at:
+            self.kill_at = time.monotonic() + settle
+
+    def outcome(self) -> Outcome:
+        if not self.failures:
+            if self.told:
+                return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
+            ranks = sum(self.job.hosts[node].slots for node in self.nodes) if self.job.spawn != "once" else len(self.nodes)
+            if len(self.codes) < ranks:
+                return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen; see {self.logs}")
+            return Outcome("done", 0)
+        _, seconds, what, tail, code = min(self.failures, key=lambda failure: failure[:2])
+        if code in STOP_CODES:
+            return Outcome("stopped", code, what.partition(";")[0], STOP_CODES[code])
+        text = "\n".join([f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}", *("    " + line for line in tail)])
+        told_why = code == 2 or any(line.startswith("refused") for line in tail)
+        return Outcome("refused" if told_why and not self.told else "failed", code, text)
+
+
+def how(code: int | None) -> str:
+    """ended with 1; was ended by SIGKILL."""
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"ended with {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (by somebody, or by the kernel for want of memory)" if code == -signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"
+
+
+def new_logs(parent: Path) -> Path:
+    """A folder of its own for the output of the next start."""
+    taken = [int(path.name.removeprefix("start_")) for path in parent.glob("start_*") if path.name.removeprefix("start_").isdigit()]
+    logs = parent / f"start_{max(taken, default=0) + 1:03d}"
+    os.makedirs(logs)
+    return logs

@@ -1,0 +1,111 @@
+"""Kubernetes: the manifest of an Indexed Job, and what a pod of it knows of the others."""
+
+import argparse
+import json
+import posixpath
+import re
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from . import environment
+from .hosts import Host, devices
+from .refused import Refused
+
+TEMPLATE = Path(__file__).with_name("k8s.yaml")
+PORT = 29500
+WAIT = 600.0  # seconds in which the first pod must have an address
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sbatch", action="append", default=[], metavar="FLAG", help="--where slurm: a flag for sbatch, as --sbatch=--partition=NAME")
+    parser.add_argument("--image", default="", help="--where k8s: container image, with this repository in --folder")
+    parser.add_argument("--folder", default="/opt/recipes", help="--where k8s: the repository in the image (default: %(default)s)")
+    parser.add_argument("--claim", default="runs", help="--where k8s: PersistentVolumeClaim for FOLDER/runs, shared by all pods (default: %(default)s)")
+    parser.add_argument("--name", default="", help="--where k8s: name of the Job (default: the recipe's)")
+
+
+def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> int:
+    """Prints the manifest, or gives it to kubectl. Raises `Refused`."""
+    text = manifest(arguments, words, variables)
+    if arguments.dry_run:
+        print(text, end="")
+        return 0
+    print("launch: kubectl apply -f - <<END\n" + text + "END", flush=True)
+    try:
+        return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
+    except FileNotFoundError:
+        raise Refused("--where k8s: kubectl is not on PATH; add --dry-run and apply the manifest where it is") from None
+
+
+def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> str:
+    """The Service and the Indexed Job as YAML. Raises `Refused`."""
+    name = arguments.name or re.sub(r"[^a-z0-9]+", "-", Path(words[0]).stem.lower()).strip("-")
+    nodes, problems = arguments.nodes or 1, []
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
+        problems.append(f"--name {name}: is no Kubernetes name; use up to 52 lower-case letters, digits and hyphens, the first a letter")
+    if not arguments.image:
+        problems.append("--where k8s: which image? give --image REGISTRY/IMAGE:TAG, with this repository and its environment in it")
+    elif not arguments.gpus:
+        problems.append("--where k8s: how many GPUs has a pod? give --gpus N")
+    if problems:
+        raise Refused(*problems)
+    own = ["--where", "k8s", "--nodes", str(nodes), "--gpus", str(arguments.gpus), "--spawn", arguments.spawn, "--max_restarts", str(arguments.max_restarts)]
+    rest = ["--doctor", *words[1:]] if arguments.doctor else ["--once", *words] if arguments.once else list(words)
+    of_here = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR")  # the image has its own
+    passed = {key: value for key, value in environment.needed(variables, arguments.env).items() if not key.startswith(of_here)}
+    passed |= {"MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(arguments.master_port or PORT)}
+    fields = {
+        "name": name,
+        "nodes": nodes,
+        "backoff": nodes * (arguments.max_restarts + 1),
+        "image": arguments.image,
+        "folder": arguments.folder,
+        "command": [unexpanded(word) for word in ["python", "-m", "launch", *own, *rest]],
+        "env": [{"name": key, "value": unexpanded(value)} for key, value in passed.items()],
+        "secret": f"{name}-secrets",
+        "resources": {"limits": {"nvidia.com/gpu": arguments.gpus}},
+        "runs": posixpath.join(arguments.folder, "runs"),
+        "claim": arguments.claim,
+    }
+    return re.sub(r"\{(\w+)\}", lambda field: scalar(fields[field[1]]), TEMPLATE.read_text())
+
+
+def unexpanded(word: str) -> str:
+    """Kubernetes fills `$(NAME)` into commands and variables, and makes `$$` of it `$`."""
+    return word.replace("$", "$$")
+
+
+def scalar(value: object) -> str:
+    """JSON that every YAML reader takes: what YAML does not print is escaped, each character by itself (JSON's surrogate pairs are not YAML)."""
+    text = json.dumps(value, ensure_ascii=False)
+    if lone := re.search("[\ud800-\udfff]", text):
+        raise Refused(f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is no text; a manifest cannot carry it")
+    return "".join(character if "\x20" <= character <= "\x7e" else f"\\U{ord(character):08x}" for character in text)
+
+
+def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list[Host], int, str, int]:
+    """The hosts of the Job this pod belongs to, its own place, and where the ranks meet. Waits until the first pod has an address."""
+    nodes = arguments.nodes or 1
+    try:
+        index, address, port = int(variables["JOB_COMPLETION_INDEX"]), variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise Refused(f"--where k8s: {error.args[0]} is not set as the manifest sets it; render it with --dry-run") from None
+    if not 0 <= index < nodes:
+        raise Refused(f"JOB_COMPLETION_INDEX = {index}: --nodes is {nodes}; completions and parallelism of the Job must equal it")
+    began = told = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(address, port)
+            break
+        except OSError:
+            now = time.monotonic()
+            if now - began > WAIT:
+                raise Refused(f"MASTER_ADDR = {address}: has no address after {WAIT:g} s; does the Service exist, and is pod 0 running?") from None
+            if now - told > 10:
+                told = now
+                print(f"launch: waiting for the address of {address}, {now - began:.0f} s", flush=True)
+            time.sleep(1)
+    slots = arguments.gpus or devices(variables) or 1
+    return [Host(f"pod-{number}", slots, address) for number in range(nodes)], index, address, port

@@ -1,0 +1,88 @@
+"""Starts a job until it is done: after a crash from the newest complete checkpoint, but not for ever."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from . import run_folder
+from .job import Job, Outcome, Start, new_logs
+
+SAME_STEP = 3  # failures at one step after which another start would only fail again
+LONGEST_PAUSE = 60.0  # seconds
+
+
+def run(job: Job, max_restarts: int, say: Any) -> int:
+    """The exit code of the job, after at most `max_restarts` starts beyond the first. Raises `Refused` if the first cannot begin."""
+    out = Path(job.folder) / run_folder.out_of(job.words)
+    began, began_at = time.time(), run_folder.last_step(out)
+    at_step: list[int] = []
+    starts = 0
+    while True:
+        starts += 1
+        logs = new_logs(out.parent / f"{out.name}.logs")
+        say(f"start {starts}: output of each rank in {shown(logs)}")
+        outcome = judged(Start(job, logs, say).run(), out, began)
+        step = run_folder.last_step(out)
+        if outcome.kind == "done":
+            break
+        if outcome.text:
+            say(outcome.text)
+        if outcome.kind == "stopped":
+            say(f"stopped by {outcome.reason}; the newest complete checkpoint is {run_folder.newest_checkpoint(out) or 'none'}")
+            requeue(outcome.reason, say)
+            break
+        if outcome.kind == "refused":
+            break
+        at_step.append(step)
+        if len(at_step) >= SAME_STEP and len(set(at_step[-SAME_STEP:])) == 1:
+            say(f"not started again: {SAME_STEP} starts in a row have failed at step {step + 1}")
+            break
+        if starts > max_restarts:
+            if max_restarts:
+                say(f"not started again: --max_restarts {max_restarts} are used up")
+            break
+        same = next((number for number, other in enumerate(reversed(at_step)) if other != step), len(at_step))  # failures at this step
+        pause = min(LONGEST_PAUSE, 2.0 ** (same - 1))
+        say(f"restart {starts} of {max_restarts} in {pause:g} s, from {run_folder.newest_checkpoint(out) or 'the beginning: no checkpoint is complete yet'}")
+        time.sleep(pause)
+    if starts > 1:
+        say(goodput(out, began_at, time.time() - began, starts))
+    return outcome.code
+
+
+def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
+    """An end with 0 counts only if the run folder says so too: a launcher that is killed ends with 0, and a rank may."""
+    goal = run_folder.goal(out) if run_folder.written(out) >= since else None  # None: not a recipe, or nothing to do
+    step = run_folder.last_step(out)
+    if outcome.kind != "done" or goal is None:
+        return outcome
+    if step < goal:
+        return Outcome("failed", 1, f"all ranks ended with 0, but the run in {shown(out)} is at step {step} of {goal}")
+    if run_folder.newest_checkpoint(out) < f"step_{goal:08d}":
+        return Outcome("failed", 1, f"all ranks ended with 0, but the run in {shown(out)} has no complete checkpoint of step {goal}")
+    return outcome
+
+
+def requeue(reason: str, say: Any) -> None:
+    """Puts a preempted Slurm job back into the queue. Ctrl-C (SIGINT) is a person's wish, and stops it for good."""
+    if reason != "SIGTERM" or "SLURM_JOB_ID" not in os.environ:
+        return
+    done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True, check=False)
+    say(
+        f"job {os.environ['SLURM_JOB_ID']} "
+        + ("is back in the queue" if done.returncode == 0 else f"could not be put back into the queue: {done.stderr.strip()}")
+    )
+
+
+def goodput(out: Path, began_at: int, wall: float, starts: int) -> str:
+    """The part of the wall time that went into steps which the run has kept."""
+    kept = [line for line in run_folder.metrics(out) if line["step"] > began_at]
+    useful = sum(line["step_s"] for line in kept)
+    return f"goodput {100 * useful / max(wall, 1e-9):.1f} %: {useful:,.1f} s in {len(kept)} steps that count, of {wall:,.0f} s in {starts} starts"
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

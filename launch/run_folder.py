@@ -1,0 +1,60 @@
+"""What a recipe's run folder tells of the run, read from outside."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def out_of(words: tuple[str, ...]) -> Path:
+    """The run folder of a recipe's command line: its --out, or runs/<recipe>."""
+    out = ""
+    for index, word in enumerate(words):
+        if word == "--out" and index + 1 < len(words):
+            out = words[index + 1]
+        elif word.startswith("--out="):
+            out = word.removeprefix("--out=")
+    return Path(out or Path("runs") / Path(words[0]).stem)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    try:
+        text = (out / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    lines = []
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            lines.append(json.loads(line))
+    return lines
+
+
+def last_step(out: Path) -> int:
+    """The last step that metrics.jsonl holds; 0 without any."""
+    lines = metrics(out)
+    return lines[-1]["step"] if lines else 0
+
+
+def goal(out: Path) -> int | None:
+    """The step at which the run in `out` is to end; None if no run was begun there."""
+    try:
+        recipe = json.loads((out / "run.json").read_text())["recipe"]
+        return recipe["stop_at"] or recipe["steps"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+
+
+def newest_checkpoint(out: Path) -> str:
+    """The name of the step folder that `latest` points to; empty without any."""
+    try:
+        return (out / "checkpoints" / "latest").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def written(out: Path) -> float:
+    """When run.json was written last (seconds since 1970); 0 without any."""
+    try:
+        return (out / "run.json").stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

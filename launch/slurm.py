@@ -1,0 +1,27 @@
+"""Submits a job to Slurm; inside the allocation `python -m launch` finds its hosts itself."""
+
+import argparse
+import shlex
+import subprocess
+
+from . import environment
+from .job import REPOSITORY
+from .refused import Refused
+
+LOGIN = ("PATH", "HOME", "USER", "LANG", "VIRTUAL_ENV")
+
+
+def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, str]) -> int:
+    """Prints and runs sbatch. Only names of variables stand in it, and none of a secret: Slurm keeps what is exported in files."""
+    names = [*(name for name in LOGIN if name in variables), *environment.needed(variables, arguments.env)]
+    words = ["sbatch", f"--nodes={arguments.nodes or 1}", f"--export={','.join(dict.fromkeys(names))}", *arguments.sbatch]
+    if arguments.gpus and not any("gpus" in word or "gres" in word for word in arguments.sbatch):
+        words.append(f"--gpus-per-node={arguments.gpus}")
+    words += [str(REPOSITORY / "launch" / "slurm.sbatch"), *argv]
+    print(f"launch: {shlex.join(words)}", flush=True)
+    if arguments.dry_run:
+        return 0
+    try:
+        return subprocess.run(words, check=False).returncode
+    except FileNotFoundError:
+        raise Refused("--where slurm: sbatch is not on PATH; submit from a login node of the cluster") from None

@@ -1,0 +1,48 @@
+"""Who forks the ranks: the command line that starts all ranks of one host."""
+
+import base64
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+SPAWNERS = ("deepspeed", "torchrun", "once")  # once: no ranks, the script itself, once on each host
+RANK = Path(__file__).resolve().with_name("rank.py")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks find each other: this host's place among all, and the address of the first."""
+
+    slots: tuple[int, ...]  # ranks of each host
+    node: int  # this host is slots[node]
+    master_addr: str
+    master_port: int
+
+    @property
+    def first_rank(self) -> int:
+        return sum(self.slots[: self.node])
+
+
+def command(spawn: str, python: str, meeting: Meeting, visible: list[str], words: list[str]) -> list[str]:
+    """The argv that starts the ranks of one host; each of them gets `words` (script and arguments) exactly as they are.
+
+    `visible` are the devices of this host, one for each rank.
+    """
+    port = meeting.master_port or "A_FREE_PORT"
+    if spawn == "once":
+        return [python, "-u", str(RANK), *words]
+    if spawn == "deepspeed":
+        # what `deepspeed` itself starts on every host: it takes the devices by name, and needs no file
+        world: dict[str, list[int | str]] = {f"node{node}": list(range(slots)) for node, slots in enumerate(meeting.slots)}
+        world[f"node{meeting.node}"] = [int(name) if name.isdigit() else name for name in visible]
+        info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+        flags = [f"--world_info={info}", f"--node_rank={meeting.node}", f"--master_addr={meeting.master_addr}", f"--master_port={port}"]
+        return [python, "-u", "-m", "deepspeed.launcher.launch", *flags, "--no_local_rank", str(RANK), *words]
+    flags = [f"--nnodes={len(meeting.slots)}", f"--node-rank={meeting.node}", f"--nproc-per-node={meeting.slots[meeting.node]}"]
+    flags += [f"--master-addr={meeting.master_addr}", f"--master-port={port}", "--max-restarts=0"]
+    return [python, "-u", "-m", "torch.distributed.run", *flags, str(RANK), *map(for_torchrun, words)]
+
+
+def for_torchrun(word: str) -> str:
+    """torchrun fills `$local_rank` into every argument (torch 2.13, elastic/utils/api.py, macros.substitute), and makes `$$` of it `$`."""
+    return word.replace("$", "$$")

@@ -1,0 +1,93 @@
+"""The manifest holds against the official schema, and its entry command runs here as two pods would run it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from job import NANO, Job, metrics
+from pool import ROOT
+from test_launch_words import expanded
+from two_hosts import two_hosts_or_skip
+from words import arbitrary_words
+
+SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
+
+
+def render(*words: str) -> list[dict[str, Any]]:
+    """Service and Job."""
+    flags = ["--where", "k8s", "--nodes", "2", "--image", "registry.example/recipes:1", "--folder", str(ROOT), "--dry-run", *words]
+    variables = os.environ | SECRETS | {"WANDB_PROJECT": "a $(name) of $$ mine\n'x'"}
+    done = subprocess.run([sys.executable, "-m", "launch", *flags], cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=60)
+    assert not [name for name, value in SECRETS.items() if value in done.stdout or name in done.stdout.partition("env: ")[2].splitlines()[0]]
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    (only,) = job["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.33", kubernetes_validate.latest_version()])
+def test_the_manifest_holds_against_the_schema(version: str) -> None:
+    service, job = render("--gpus", "8", "--max_restarts", "3", str(NANO), "--tiny")
+    for document in (service, job):
+        kubernetes_validate.validate(document, version, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job | {"spec": job["spec"] | {"completions": "two"}}, version, strict=True)
+    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert container(job)["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    own = {variable["name"]: expanded(variable["value"]) for variable in container(job)["env"]}
+    assert own["WANDB_PROJECT"] == "a $(name) of $$ mine\n'x'"
+    assert own["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+
+
+def test_words_arrive_as_typed() -> None:
+    words = arbitrary_words()
+    _, job = render("--gpus", "8", str(NANO), *words)
+    command = [expanded(word) for word in container(job)["command"]]
+    assert command[: command.index(str(NANO))] == [
+        *("python", "-m", "launch", "--where", "k8s", "--nodes", "2", "--gpus", "8", "--spawn", "deepspeed", "--max_restarts", "0")
+    ]
+    assert command[command.index(str(NANO)) + 1 :] == words
+
+
+@pytest.mark.parametrize(("words", "told"), [(["--name", "Über"], "no Kubernetes name"), (["--image", ""], "which image")])
+def test_a_manifest_that_cannot_be_is_refused(words: list[str], told: str) -> None:
+    flags = ["--where", "k8s", "--gpus", "8", "--image", "x", *words, "--dry-run", str(NANO)]
+    done = subprocess.run([sys.executable, "-m", "launch", *flags], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "") and told in done.stderr
+
+
+def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> None:
+    """Each in a network namespace of its own; the name of the first pod gets its address when the second already waits for it."""
+    with two_hosts_or_skip() as pods:
+        ops("comm")
+        _, job = render("--gpus", "1", str(NANO), "--tiny", "--steps", "3", "--no-wandb", "--no-export", "--out", str(tmp_path / "run"))
+        command = [expanded(word) for word in container(job)["command"]]
+        variables = {variable["name"]: expanded(variable["value"]) for variable in container(job)["env"]}
+        variables |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        variables["PYTHONPATH"] = os.pathsep.join([container(job)["workingDir"], str(ROOT / "recipes")])
+        started = []
+        try:
+            for index in (1, 0):
+                started.append(Job(tmp_path / f"pod_{index}", pods.on(index, command), JOB_COMPLETION_INDEX=str(index), **variables))
+                if index:
+                    started[0].wait_for(lambda: "waiting for the address" in started[0].output, 60)
+                    for space in pods.spaces:
+                        with (pods.file_of(space) / "hosts").open("a") as table:
+                            table.write(f"{pods.addresses[0]} {variables['MASTER_ADDR']}\n")
+            assert [pod.wait(240) for pod in started] == [0, 0], "\n".join(pod.output[-4000:] for pod in started)
+            assert not pods.processes(0) and not pods.processes(1)
+        finally:
+            for pod in started:
+                pod.close()
+    assert len(metrics(tmp_path / "run")) == 3
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["mesh"]["world"] == 2

@@ -1,0 +1,147 @@
+"""What `python -m launch` makes of a start that ended: each rank's own file, the first one that failed, restarts, and when there is no sense in another."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from job import Job, contention
+from pool import ROOT, environment
+
+sys.path.insert(0, str(ROOT))
+
+from launch import restart
+from launch.job import Outcome
+
+# A rank without torch, in the place of a recipe: it leaves what a recipe leaves
+FAILS = """
+import json, os, pathlib, time
+rank, out = int(os.environ["RANK"]), pathlib.Path("runs/fails")
+print("rank", rank, "says so")
+if rank == 0:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.1}) + "\\n" for step in (1, 2, 3)))
+    time.sleep(60)
+time.sleep(0.5)
+raise ValueError("the fourth batch is broken")
+"""
+STOPS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+open(f"ready_{os.environ['RANK']}", "w")
+time.sleep(600)
+"""
+DIES = """
+import os, signal, time
+if os.environ["LOCAL_RANK"] == "1":
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGSEGV)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
+    """Starts a script on two ranks in tmp_path."""
+    jobs: list[Job] = []
+
+    def launch(name: str, script: str, *flags: str) -> Job:
+        (tmp_path / name).write_text(script)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+        jobs.append(Job(tmp_path, [sys.executable, "-m", "launch", "--gpus", "2", *flags, name], PYTHONPATH=path))
+        return jobs[-1]
+
+    yield launch
+    for job in jobs:
+        job.close()
+
+
+def test_the_same_failure_three_times_is_the_last(launch: Callable[..., Job], tmp_path: Path) -> None:
+    job = launch("fails.py", FAILS, "--max_restarts", "10")
+    assert job.wait(240) == 1, job.output
+    told = [line.removeprefix("launch: ") for line in job.output.splitlines()]
+    named = [line for line in told if "rank 1 on localhost ended with 1: ValueError: the fourth batch is broken" in line]
+    assert len(named) == 3, job.output
+    assert "    ValueError: the fourth batch is broken" in told, "the last lines of the rank"
+    pauses = [line.split(" s, ")[0] for line in told if line.startswith("restart")]
+    assert pauses == ["restart 1 of 10 in 1", "restart 2 of 10 in 2"]
+    assert "not started again: 3 starts in a row have failed at step 4" in told
+    for rank in (0, 1):
+        assert (tmp_path / "runs" / "fails.logs" / "start_003" / f"rank_{rank}.log").read_text().startswith(f"rank {rank} says so\n")
+    assert not job.processes()
+
+
+def test_a_crash_is_named_by_its_signal(launch: Callable[..., Job]) -> None:
+    job = launch("dies.py", DIES, "--spawn", "torchrun")
+    assert job.wait(120) == 1, job.output
+    assert "rank 1 on localhost was ended by SIGSEGV: Fatal Python error: Segmentation fault" in job.output
+    assert not job.processes()
+
+
+def test_a_stop_is_passed_on_and_is_no_crash(launch: Callable[..., Job], tmp_path: Path) -> None:
+    job = launch("stops.py", STOPS, "--max_restarts", "10")
+    job.wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2 or job.process.poll() is not None, 120)
+    job.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert job.wait(60) == 143, job.output
+    job.wait_gone(30)
+    assert time.monotonic() - began < 10 * contention()
+    assert "stopped by SIGTERM" in job.output and "restart" not in job.output
+
+
+def folder(out: Path, steps: int, done: int, latest: str) -> Path:
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "run.json").write_text(json.dumps({"recipe": {"steps": steps, "stop_at": 0}}))
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.5}) + "\n" for step in range(1, done + 1)) + '{"step"')
+    (out / "checkpoints" / "latest").write_text(latest)
+    return out
+
+
+ENDS = [
+    (10, 10, "step_00000010", "done"),
+    (10, 7, "step_00000005", "failed"),
+    (10, 7, "step_00000010", "failed"),
+    (10, 10, "step_00000005", "failed"),
+]
+
+
+@pytest.mark.parametrize(("steps", "done", "latest", "kind"), ENDS)
+def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, steps: int, done: int, latest: str, kind: str) -> None:
+    """A launcher that is killed ends with 0."""
+    out = folder(tmp_path / "run", steps, done, latest)
+    assert restart.judged(Outcome("done", 0), out, since=0).kind == kind
+    assert restart.judged(Outcome("done", 0), out, since=time.time() + 60).kind == "done", "a start that wrote no run.json had nothing to do"
+    assert restart.judged(Outcome("stopped", 143), out, since=0).kind == "stopped"
+
+
+def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
+    assert restart.goodput(folder(tmp_path / "run", 10, 10, ""), began_at=4, wall=6.0, starts=2).startswith(
+        "goodput 50.0 %: 3.0 s in 6 steps that count, of 6 s"
+    )
+
+
+def drill(*flags: str, limit: float) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "drill_launch.py"), *flags], env=environment(), capture_output=True, text=True, timeout=limit, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_two_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
+    ops("comm")
+    said = drill("--kills", "2", "--seed", "1", limit=600)
+    assert "2 kills (" in said and "goodput" in said
+
+
+@pytest.mark.slow
+def test_fifty_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
+    ops("comm")
+    said = drill("--kills", "50", limit=7200)
+    assert "50 kills (" in said and "goodput" in said

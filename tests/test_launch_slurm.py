@@ -1,0 +1,103 @@
+"""`sbatch launch/slurm.sbatch` on a real Slurm of two nodes: equal losses, a checkpoint at SIGTERM, and a requeue that goes on exactly there."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from job import NANO, Job, metrics, numbers, steps_done
+from pool import ROOT
+from slurm import Slurm, missing
+from words import arbitrary_words
+
+FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--no-wandb", "--steps", "100000")
+SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    if why := missing():
+        pytest.skip(why)
+    with Slurm() as made:
+        yield made
+
+
+def submit(slurm: Slurm, output: Path, *words: str) -> str:
+    """The number of the job."""
+    command = ["sbatch", "--parsable", "--nodes=2", f"--output={output}", "launch/slurm.sbatch", *words]
+    answer = slurm.run(*command, folder=ROOT, **SECRETS)
+    assert answer.strip().isdigit(), answer
+    return answer.strip()
+
+
+def wait_for(true: Callable[[], object], seconds: float, tell: Callable[[], object]) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, tell()
+        time.sleep(0.1)
+
+
+def test_a_job_trains_stops_and_goes_on_as_one_run(slurm: Slurm, ops: Callable[[str], None], tmp_path: Path) -> None:
+    """A preemption (SIGTERM), the requeue, and a stop for good (SIGINT); the steps are those of one machine that nobody disturbed."""
+    ops("comm")
+    run, output = tmp_path / "run", tmp_path / "job.log"
+    job = submit(slurm, output, "--gpus", "2", str(NANO), *FLAGS, "--out", str(run))
+    tell = lambda: f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"  # noqa: E731
+    wait_for(lambda: steps_done(run) > 3, 240, tell)
+    slurm.run("scancel", "--signal=TERM", job)
+    wait_for(lambda: slurm.job(job).get("Restarts") == "1", 120, tell)
+    first = steps_done(run)
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{first:08d}", tell()
+    wait_for(lambda: steps_done(run) > first + 3, 240, tell)
+    slurm.run("scancel", "--signal=INT", job)
+    wait_for(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING", "PENDING"), 120, tell)
+    assert slurm.job(job)["ExitCode"] == "130:0" and slurm.job(job)["Restarts"] == "1", tell()
+    lines = metrics(run)
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{len(lines):08d}"
+    assert f"resumed from {run}/checkpoints/step_{first:08d}" in output.read_text(), tell()
+    assert json.loads((run / "run.json").read_text())["mesh"]["world"] == 4
+
+    for path in [*tmp_path.rglob("*"), *slurm.folder.rglob("*")]:
+        if path.is_file():
+            content = path.read_bytes()
+            assert not [name for name, value in SECRETS.items() if value.encode() in content], path
+
+    whole = Job(tmp_path, [sys.executable, "-m", "launch", "--gpus", "4", str(NANO), *FLAGS, "--stop_at", str(len(lines))], PYTHONPATH=python_path())
+    try:
+        assert whole.wait(300) == 0, whole.output[-8000:]
+    finally:
+        whole.close()
+    assert numbers(metrics(tmp_path / "runs" / NANO.stem)) == numbers(lines)
+
+
+def python_path() -> str:
+    return os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+
+
+DUMP = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(sys.argv[1] + os.environ['RANK'], 'w'))"
+
+
+def test_words_reach_the_script_on_both_nodes_as_typed(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "dump.py").write_text(DUMP)
+    words = [str(tmp_path / "dump_"), *arbitrary_words()]
+    job = submit(slurm, tmp_path / "job.log", "--gpus", "2", "--once", str(tmp_path / "dump.py"), *words)
+    wait_for(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING", "PENDING", "CONFIGURING"), 60, lambda: slurm.job(job))
+    assert slurm.job(job)["JobState"] == "COMPLETED", (tmp_path / "job.log").read_text()
+    for rank in (0, 2):
+        got, variables = json.loads((tmp_path / f"dump_{rank}").read_text())
+        assert got == words
+        assert variables["WORLD_SIZE"] == "4" and not variables.keys() & SECRETS.keys()
+
+
+def test_a_login_node_submits_names_and_no_values(tmp_path: Path) -> None:
+    """`--where slurm` outside a job: the command line of sbatch, in which no value stands."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | SECRETS | {"WANDB_PROJECT": "mine"}
+    words = ["--where", "slurm", "--nodes", "2", "--gpus", "8", "--sbatch=--partition=gpu", "--dry-run", str(NANO), "--tiny", "$(id)"]
+    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=60)
+    assert "sbatch --nodes=2" in done.stdout and "--gpus-per-node=8" in done.stdout and "--partition=gpu" in done.stdout and "'$(id)'" in done.stdout
+    (exported,) = [word for word in done.stdout.split() if word.startswith("--export=")]
+    assert "WANDB_PROJECT" in exported and not any(name in done.stdout or value in done.stdout for name, value in SECRETS.items())

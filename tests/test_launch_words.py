@@ -1,0 +1,214 @@
+"""Every argument arrives as it was typed, every variable that is needed travels, and a hostfile that could do harm is refused."""
+
+import json
+import os
+import shlex
+import string
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given
+from job import Job
+from pool import ROOT
+from words import BYTES, NASTY, QUICK, WORD, arbitrary_words
+
+sys.path.insert(0, str(ROOT))
+
+from launch import environment, spawn
+from launch.__main__ import main
+from launch.hosts import Host, read_hostfile
+from launch.job import Job as LaunchJob
+from launch.kubernetes import scalar, unexpanded
+from launch.refused import Refused
+from launch.run_folder import out_of
+
+
+def python_path() -> str:
+    return os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+
+
+DUMP = "import json, os, sys; json.dump(sys.argv[1:], open(f\"dump_{os.environ['RANK']}.json\", 'w'))"
+
+
+@pytest.mark.parametrize("spawner", ["deepspeed", "torchrun"])
+def test_words_reach_every_rank_as_typed(tmp_path: Path, ops: Callable[[str], None], spawner: str) -> None:
+    (tmp_path / "dump.py").write_text(DUMP)
+    words = [*arbitrary_words(), BYTES]
+    job = Job(tmp_path, [sys.executable, "-m", "launch", "--spawn", spawner, "--gpus", "2", "dump.py", *words], PYTHONPATH=python_path())
+    try:
+        assert job.wait(120) == 0, job.output[-4000:]
+    finally:
+        job.close()
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"dump_{rank}.json").read_text()) == words
+
+
+@QUICK
+@given(WORD)
+@example(BYTES)
+def test_torchrun_gives_back_what_was_typed(word: str) -> None:
+    """It fills its macros into every argument by string.Template."""
+    assert string.Template(spawn.for_torchrun(word)).safe_substitute(local_rank="7") == word
+
+
+@QUICK
+@given(WORD)
+def test_a_manifest_gives_back_what_was_typed(word: str) -> None:
+    assert expanded(yaml.safe_load(scalar([unexpanded(word)]))[0]) == word
+
+
+def expanded(text: str) -> str:
+    """What the kubelet makes of a word where no variable has the name (k8s.io/kubernetes/third_party/forked/golang/expansion)."""
+    out, index = "", 0
+    while index < len(text):
+        following = text[index + 1 : index + 2]
+        if text[index] == "$" and following == "$":
+            out, index = out + "$", index + 2
+        else:
+            out, index = out + text[index], index + 1
+    return out
+
+
+def test_a_manifest_refuses_what_is_no_text() -> None:
+    with pytest.raises(Refused, match="0xff"):
+        scalar([BYTES])
+
+
+@QUICK
+@given(WORD)
+def test_nothing_of_the_job_stands_on_the_command_line_of_ssh(word: str) -> None:
+    job = LaunchJob((Host("worker-1", 8),), "deepspeed", ("x.py", word), "/usr/bin/python3", "/", {"HF_TOKEN": word}, where="hostfile")
+    argv = job.connection(job.hosts[0])
+    assert argv[-3:-1] == ["--", "worker-1"]
+    assert shlex.split(argv[-1]) == ["cd", str(ROOT), "&&", "exec", "/usr/bin/python3", "-m", "launch.host"]
+    assert job.specification(0, Path("logs"))["words"] == ("x.py", word)
+    assert "HF_TOKEN" not in repr(job)
+
+
+GOOD = """
+# the cluster
+worker-1 slots=8   # the first
+10.0.0.2 slots=4
+fe80::1 slots=1
+"""
+
+
+def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text(GOOD)
+    assert read_hostfile(tmp_path / "hostfile") == [Host("worker-1", 8), Host("10.0.0.2", 4), Host("fe80::1", 1)]
+    assert read_hostfile(tmp_path / "hostfile", 2, 3) == [Host("worker-1", 3), Host("10.0.0.2", 3)]
+    assert read_hostfile(ROOT / "launch" / "hostfile.example") == [Host("worker-1", 8), Host("worker-2", 8)]
+
+
+BAD = [
+    ("-oProxyCommand=id slots=1", "no host name"),
+    ("-l slots=1", "no host name"),
+    ("a;reboot slots=1", "no host name"),
+    ("$(id) slots=1", "no host name"),
+    ("`id` slots=1", "no host name"),
+    ("a|b slots=1", "no host name"),
+    ("a\x0bb slots=1", "not NAME slots=NUMBER"),
+    ("a\u2028-b slots=1", "not NAME slots=NUMBER"),
+    ("worker-é slots=1", "no host name"),
+    ("root@worker-3 slots=1", "no host name"),
+    ("worker-\nslots=1", "no host name"),
+    ("worker-3", "not NAME slots=NUMBER"),
+    ("worker-3 slots=0", "not NAME slots=NUMBER"),
+    ("worker-3 slots=8 trailing; rm", "not NAME slots=NUMBER"),
+    ("worker-3 slots=8x", "not NAME slots=NUMBER"),
+    ("worker-3 slots=８", "not NAME slots=NUMBER"),
+    ("worker-3 slots=-1", "not NAME slots=NUMBER"),
+    ("WORKER-1 slots=1", "stands in line 2 already"),
+    ("worker-1 slots=4", "stands in line 2 already"),
+]
+
+
+@pytest.mark.parametrize(("line", "rule"), BAD, ids=[repr(line) for line, _ in BAD])
+def test_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hostfile").write_text(f"# first\nworker-1 slots=8\n{line}\nworker-2 slots=8\n")
+    assert main(["--hostfile", str(tmp_path / "hostfile"), "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py")]) == 1
+    told = capsys.readouterr().err
+    assert "line 3: " in told and rule in told, told
+
+
+def test_all_wrong_lines_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("".join(f"{line}\n" for line, _ in BAD[:6]))
+    with pytest.raises(Refused) as refused:
+        read_hostfile(tmp_path / "hostfile")
+    assert [problem.split("line ")[1][0] for problem in refused.value.problems] == list("123456")
+
+
+VARIABLES = {
+    "needed": (
+        "WANDB_PROJECT",
+        "WANDB_MODE",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "NCCL_DEBUG",
+        "PYTHONPATH",
+        "OMP_NUM_THREADS",
+        "TORCH_EXTENSIONS_DIR",
+        "HF_TOKEN_PATH",
+    ),
+    "secret": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"),
+    "neither": (
+        "PATH",
+        "DISPLAY",
+        "SSH_AUTH_SOCK",
+        "CUDA_VISIBLE_DEVICES",
+        "GITHUB_TOKEN",
+        "WANDB_SOME_SECRET",
+        "MLFLOW_TRACKING_PASSWORD",
+        "HF_API_KEY",
+        "DB_PASSWORD",
+    ),
+}
+
+
+def test_what_travels_and_what_is_a_secret() -> None:
+    variables = {name: f"value of {name}" for names in VARIABLES.values() for name in names}
+    assert sorted(environment.needed(variables, [])) == sorted(VARIABLES["needed"])
+    assert sorted(environment.secrets(variables, [])) == sorted(VARIABLES["secret"])
+    assert "DISPLAY" in environment.needed(variables, ["DISPLAY"])
+    assert "GITHUB_TOKEN" in environment.secrets(variables, ["GITHUB_TOKEN"]) and "GITHUB_TOKEN" not in environment.needed(variables, ["GITHUB_TOKEN"])
+
+
+@pytest.mark.parametrize(
+    ("words", "out"), [((), "runs/x"), (("--out", "a"), "a"), (("--out=a b",), "a b"), (("--out", "a", "--out", "b"), "b"), (("--out",), "runs/x")]
+)
+def test_the_run_folder_is_that_of_the_recipe(words: tuple[str, ...], out: str) -> None:
+    assert out_of(("recipes/x.py", *words)) == Path(out)
+
+
+USAGE = [
+    ([], 2, "the recipe is missing"),
+    (["--gpus", "none", "x.py"], 2, "is not a number"),
+    (["--max_restarts", "-1", "x.py"], 2, "must be 0 or more"),
+    (["--tinny", "x.py"], 2, "--tinny"),
+    (["missing.py"], 1, "missing.py: no such file"),
+    (["--nodes", "2", "recipes/llama_nano_zero2.py"], 1, "name the others with --hostfile"),
+    (["--where", "hostfile", "recipes/llama_nano_zero2.py"], 1, "give --hostfile FILE"),
+    (["--where", "k8s", "recipes/llama_nano_zero2.py"], 1, "which image"),
+    (["--env", "NOT_SET_ANYWHERE", "recipes/llama_nano_zero2.py"], 1, "export it first"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "told"), USAGE, ids=[" ".join(words) for words, *_ in USAGE])
+def test_a_wrong_command_is_refused(words: list[str], code: int, told: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("worker-1 slots=2\nworker-2 slots=2\n")
+    words = ["--hostfile", str(tmp_path / "hostfile"), "--spawn", "torchrun", "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py"), *NASTY]
+    variables = os.environ | {"HF_TOKEN": "hf_fake", "WANDB_PROJECT": "mine", "PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True)
+    assert "2 hosts, 4 ranks, forked by torchrun" in done.stdout and "--nnodes=2 --node-rank=1 --nproc-per-node=2" in done.stdout
+    assert "HF_TOKEN (secret)" in done.stdout and "WANDB_PROJECT" in done.stdout and "hf_fake" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]
