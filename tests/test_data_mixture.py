@@ -1,0 +1,85 @@
+"""A mixture of three real domains, trained on: Python's documentation, the kernel's, and the King James Bible."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from job import NANO, Job, deepspeed, metrics
+from recipekit.data import open_stream
+from recipekit.recipe import Recipe
+from recipekit.tokens import byte_tokenizer
+
+PYTHON, KERNEL = Path("/usr/share/doc/python3.11/html/_sources"), Path("/usr/share/doc/linux-doc-6.1/Documentation")
+SHARES = {"python": 0.5, "kernel": 0.3, "bible": 0.2}
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    for package, there in (("python3.11-doc", PYTHON), ("linux-doc-6.1", KERNEL), ("bible-kjv", Path("/usr/bin/bible"))):
+        if not there.exists():
+            pytest.skip(f"needs Debian's {package}")
+    bible = tmp_path_factory.mktemp("bible") / "kjv.txt"
+    said = subprocess.run(["bible", "-f"], input="gen1:1-rev22:21\n", capture_output=True, text=True, check=True, cwd="/usr/lib").stdout
+    bible.write_text("\n".join(said.splitlines()[2:]) + "\n")
+    assert bible.stat().st_size > 4_000_000
+    return f"python={PYTHON}/**/*.txt@50; kernel={KERNEL}/**/*.rst.gz@30; bible={bible}@20"
+
+
+@pytest.fixture
+def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
+    ops("comm")
+    jobs: list[Job] = []
+
+    def launch(*flags: object, ranks: int = 2) -> Job:
+        jobs.append(Job(tmp_path, deepspeed(NANO, *flags, ranks=ranks)))
+        return jobs[-1]
+
+    yield launch
+    for job in jobs:
+        job.close()
+
+
+def flags(mixture: str, out: Path, *more: object) -> list[object]:
+    fixed = ("--tiny", "--seq_len", 256, "--global_batch", 16, "--micro_batch", 2, "--steps", STEPS, "--no-wandb", "--no-export")
+    return ["--dataset", mixture, "--out", out, *fixed, *more]
+
+
+def test_shares_and_losses_of_three_real_domains(mixture: str, launch: Callable[..., Job], tmp_path: Path) -> None:
+    """Shares hold after every batch; each domain's loss is in the metrics, they average to the loss, and a pipeline sees the same."""
+    assert launch(*flags(mixture, tmp_path / "dp")).wait(300) == 0
+    lines = metrics(tmp_path / "dp")
+    assert len(lines) == STEPS
+    before = dict.fromkeys(SHARES, 0)
+    for line in lines:
+        tokens = {name: line[f"tokens/{name}"] for name in SHARES}
+        for name, share in SHARES.items():
+            assert abs(tokens[name] - share * sum(tokens.values())) <= 256, (line["step"], name)
+        new = {name: tokens[name] - before[name] for name in SHARES}
+        # weighted by tokens instead of labels (a document's last token has none), hence not to the last digit
+        mean = sum(line[f"loss/{name}"] * new[name] for name in SHARES) / sum(new.values())
+        assert mean == pytest.approx(line["loss"], rel=1e-3)
+        before = tokens
+    assert len({round(lines[-1][f"loss/{name}"], 3) for name in SHARES}) == 3
+
+    assert launch(*flags(mixture, tmp_path / "pp", "--pp", 2, "--deepspeed_config", "zero1.json")).wait(300) == 0
+    other = metrics(tmp_path / "pp")
+    for name in SHARES:
+        assert [line[f"tokens/{name}"] for line in other] == [line[f"tokens/{name}"] for line in lines]
+        assert [line[f"loss/{name}"] for line in other] == pytest.approx([line[f"loss/{name}"] for line in lines], rel=5e-3)  # bf16
+
+
+def test_every_rank_count_deals_the_same_rows(mixture: str) -> None:
+    tokenizer = byte_tokenizer()
+    seen = []
+    for dp in (1, 2, 4):
+        recipe = Recipe(model="none", dataset=mixture, tokenizer="bytes", seq_len=256, global_batch=16, micro_batch=2)
+        streams = [open_stream(recipe, tokenizer, dp=dp, dp_rank=rank) for rank in range(dp)]
+        rows = [np.concatenate([batch["input_ids"].numpy() for own in streams for batch in next(own)[0]]) for _ in range(10)]
+        seen.append((np.stack(rows).tobytes(), json.dumps(streams[0].state)))
+        for own in streams:
+            own.close()
+    assert len(set(seen)) == 1
