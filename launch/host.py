@@ -113,7 +113,7 @@ class Agent:
             variables["GLOO_SOCKET_IFNAME"] = name
         if self.spec["spawn"] == "once":
             place = {"RANK": meeting.first_rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": slots, "WORLD_SIZE": sum(meeting.slots)}
-            place |= {"MASTER_ADDR": meeting.master_addr, "MASTER_PORT": meeting.master_port}
+            place |= {"MASTER_ADDR": meeting.master_addr, "MASTER_PORT": meeting.master_port, "LAUNCH_ONCE": 1}
             variables |= {name: str(value) for name, value in place.items()}
         return variables
 

@@ -159,6 +159,14 @@ def test_a_script_once_on_each_host_gets_words_and_variables_as_typed(start: Cal
     assert not (tmp_path / "here").exists()
 
 
+def test_the_doctor_examines_both_hosts(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+    """Four ranks, two on each host, which reach each other; and a fault of the second host only is told of that."""
+    job = start("--doctor", "--quick", "--out", str(tmp_path / "run"))
+    assert job.wait(150) == 0, job.output
+    assert "4 ranks on 2 hosts" in job.output and "ok: no problem found" in job.output
+    assert not hosts.processes(0) and not hosts.processes(1)
+
+
 def test_hosts_that_cannot_start_are_all_named(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
     (hosts.folder / "hostfile").write_text("worker-1 slots=2\nworker-9 slots=2\n")
     job = Job(

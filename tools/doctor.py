@@ -614,22 +614,24 @@ def count_bytes(plan: Plan) -> dict[str, int]:
 
 
 def local_main(arguments: argparse.Namespace) -> int:
-    """Starts the ranks of this machine; their exit code."""
+    """Starts all ranks on this machine; their exit code."""
     try:
         count = arguments.ranks or len(host_checks.gpus()) or 2
     except OSError:
         count = 2  # `check_devices` tells
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     asked = arguments.master_port or int(os.environ.get("MASTER_PORT", "29500"))
     place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return start_ranks(0, count, place, [] if arguments.master_port else ["--master_port", str(asked)])
+
+
+def start_ranks(first: int, count: int, place: dict[str, str], more: list[str]) -> int:
+    """Starts the ranks of this host, from rank `first` on; the exit code of that."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], *([] if arguments.master_port else ["--master_port", str(asked)])],
-            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(count)
+        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *more], env=os.environ | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)})
+        for index in range(count)
     ]
     try:
         return ranks[0].wait()
@@ -650,6 +652,8 @@ def main() -> None:
     place = os.environ
     if "RANK" not in place:
         raise SystemExit(local_main(arguments))
+    if place.get("LAUNCH_ONCE") == "1":  # `python -m launch --doctor` starts one process on each host
+        raise SystemExit(start_ranks(int(place["RANK"]), int(place["LOCAL_WORLD_SIZE"]), {"LAUNCH_ONCE": "0"}, []))
     try:
         slot = Slot(
             rank=int(place["RANK"]),

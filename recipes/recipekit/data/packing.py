@@ -42,18 +42,21 @@ def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *ke
     left = np.flatnonzero(rest)
     left = left[permutation(len(left), "ties", *key)]
     left = left[np.argsort(-rest[left], kind="stable")]
-    row_of = np.array(_best_fit(rest[left].tolist(), seq_len), dtype=np.int64) + len(full_starts)
+    pieces = list(zip((begin + whole * seq_len)[left].tolist(), rest[left].tolist(), _best_fit(rest[left].tolist(), seq_len), strict=True))
+    pieces = _dissolved(pieces, (whole[left] > 0).tolist(), seq_len)
+    rest_starts, rest_sizes, row_of = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+    row_of += len(full_starts)
     num_rows = int(row_of.max()) + 1 if len(row_of) else len(full_starts)
 
     rank = np.empty(num_rows, dtype=np.int64)
     rank[permutation(num_rows, "rows", *key)] = np.arange(num_rows)
     rows = np.concatenate([rank[: len(full_starts)], rank[row_of]])
-    sizes = np.concatenate([np.full(len(full_starts), seq_len), rest[left]])
+    sizes = np.concatenate([np.full(len(full_starts), seq_len), rest_sizes])
     fill = np.bincount(rows, sizes, minlength=num_rows).astype(np.int64)
     padded = np.flatnonzero(fill < seq_len)
     rows = np.concatenate([rows, padded])
     sizes = np.concatenate([sizes, seq_len - fill[padded]])
-    starts = np.concatenate([full_starts, (begin + whole * seq_len)[left], np.full(len(padded), padding)])
+    starts = np.concatenate([full_starts, rest_starts, np.full(len(padded), padding)])
     order = np.argsort(rows, kind="stable")
     return Packing(starts[order], sizes[order], np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]), fill)
 
@@ -80,6 +83,52 @@ def _best_fit(sizes: list[int], seq_len: int) -> list[int]:
                 rooms |= 1 << (room - size)
             having.append(row)
     return rows
+
+
+Piece = tuple[int, int, int]  # first token, tokens, row
+
+
+def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list[Piece]:
+    """The pieces in fewer rows, where the rests of longer documents, cut once more, fill the gaps of other rows.
+
+    An emptiest row is dissolved if it holds nothing but such rests, and the gaps of the others take it in parts of a 32nd of a row at least.
+    """
+    count = max((row for _, _, row in pieces), default=-1) + 1
+    gaps = [seq_len] * count
+    held: list[list[int]] = [[] for _ in range(count)]
+    for number, (_, size, row) in enumerate(pieces):
+        gaps[row] -= size
+        held[row].append(number)
+    least = max(1, seq_len // 32)
+    pieces, gone = list(pieces), set()
+    for donor in sorted(range(count), key=lambda row: (-gaps[row], row)):
+        if sum(gaps) - gaps[donor] < seq_len - gaps[donor]:
+            break
+        if not all(of_longer[number] for number in held[donor]):
+            continue
+        takers = sorted((row for row in range(count) if row != donor and row not in gone and gaps[row] >= least), key=lambda row: (-gaps[row], row))
+        if sum(gaps[row] for row in takers) < seq_len - gaps[donor]:
+            continue
+        for number in held[donor]:
+            start, size, _ = pieces[number]
+            while size:
+                row = takers[0]
+                part = min(size, gaps[row])
+                if pieces[number][2] == donor:
+                    pieces[number] = start, part, row
+                    held[row].append(number)
+                else:
+                    held[row].append(len(pieces))
+                    pieces.append((start, part, row))
+                    of_longer = [*of_longer, True]
+                start, size = start + part, size - part
+                gaps[row] -= part
+                if not gaps[row]:
+                    takers.pop(0)
+        gone.add(donor)
+        gaps[donor] = 0
+    rank = {row: number for number, row in enumerate(row for row in range(count) if row not in gone)}
+    return [(start, size, rank[row]) for start, size, row in pieces]
 
 
 class Block(NamedTuple):
