@@ -5,43 +5,46 @@ Reading begins at any row of any group, so that neither a shuffle nor a resume h
 """
 
 import ast
+import contextlib
 import functools
 import gzip
 import json
-import logging
-import os
 import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import quote, urlsplit
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
 from ..tokens import hub_refusal
-from .files import digests, fingerprint, kind_of, local_files, standard_library
+from .files import KINDS, digests, fingerprint, kind_of, local_files, standard_library, suffix
 from .mixture import Domain
+from .remote import Patience, RemoteFile, Unreachable, from_rank_0, look_up, shown
 
 READ_ROWS = 64  # rows of text taken at a time
 TOKEN_ROWS = 1024  # rows of ready tokens
 PART_BYTES = 1 << 20  # text files are cut, at line ends, into parts of this size
 TEXT_PARTS = 256  # many small text files are read in about so many parts
 PIECE = 32 * 1024  # characters; a longer text file is cut, at a line end, into documents of at most this length
+BUFFER = 4 << 20  # bytes of a Parquet column read at a time, so that a large row group needs no more memory, and no more of the network, than its first rows
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
-LOG = logging.getLogger(__name__)
 
 # datasets 5.2 sleeps 5 s when a Parquet reader is closed early, against a crash of pyarrow at the interpreter's end while
 # its threads still read a Python file (apache/arrow#45214). Ours read with no read-ahead, and are closed long before.
 datasets_config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+# It also asks a busy server twenty times, 5 to 60 s apart, whatever the time given to it: `Patience` decides instead.
+datasets_config.STREAMING_READ_MAX_RETRIES = datasets_config.STREAMING_OPEN_MAX_RETRIES = 1
 
 Document = tuple[Any, str]  # a text, or a chat (list of messages); and where it was found
 Values = list[Any] | pa.Array
@@ -65,8 +68,8 @@ class Source:
         return f"{self.parts[part]}{f', row group {group}' if self.groups(part) > 1 else ''}, row {row + 1}"
 
 
-def open_source(recipe: Recipe, domain: Domain) -> Source:
-    """The corpus of a domain. Raises `Refusal` if it does not exist or cannot be reached."""
+def open_source(recipe: Recipe, domain: Domain, patience: Patience) -> Source:
+    """The corpus of a domain; a collective where it is remote. Raises `Refusal` if it does not exist or cannot be reached."""
     sft = recipe.task == "sft"
     column = recipe.messages_field if sft else recipe.text_field
     if domain.dataset == "builtin":
@@ -74,28 +77,45 @@ def open_source(recipe: Recipe, domain: Domain) -> Source:
         # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
         warnings.filterwarnings("ignore", module="builtin_corpus")
         return _text_source(files, _docstring_chats if sft else _pieces, "builtin", recipe.task, whole=sft, errors="replace")
+    if domain.dataset.startswith(("http://", "https://")):
+        return _address_source(recipe, domain, column, patience)
     files = local_files(domain.dataset)
     if files is None:
-        return _hub_source(recipe, domain, column)
+        return _hub_source(recipe, domain, column, patience)
     kind = kind_of(files, domain.dataset)
     if kind == "text" and sft:
         raise refuse(f"--dataset {domain.dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
     if kind == "text":
         return _text_source(files, _pieces, recipe.task)
     of_files = digests(files)
+    mark = fingerprint(of_files, recipe.task, column)
     if kind == "lines":
-        spans = [span for file in files for span in _spans(file, file.stat().st_size)]
-        return Source(
-            parts=tuple(span.name for span in spans),
-            groups=lambda part: 1,
-            read=lambda part, group, row: _lines(spans[part], row),
-            documents=partial(_from_line, column, sft),
-            fingerprint=fingerprint(of_files, recipe.task, column),
-            files=of_files,
+        return _lines_source(
+            [span for file in files for span in _spans(file, file.stat().st_size, partial(open, file, "rb"))], column, sft, mark, files=of_files
         )
-    dataset = _loaded(kind, tuple(escape(os.path.abspath(file)) for file in files), (kind, *of_files.values()))
-    names = tuple(str(file) for file in files)
-    return _table_source(dataset, names, column, sft, fingerprint(of_files, recipe.task, column), files=of_files)
+    names = tuple(map(str, files))
+    if kind == "arrow":
+        return _arrow_source(names, column, sft, mark, files=of_files)
+    return _parquet_source(names, names.__getitem__, column, sft, mark, files=of_files)
+
+
+def _address_source(recipe: Recipe, domain: Domain, column: str, patience: Patience) -> Source:
+    """JSONL or Parquet files behind addresses, of which rank 0 asks what they are."""
+    urls = sorted(part.strip() for part in domain.dataset.split(",") if part.strip())
+    kinds = {KINDS.get(suffix(Path(urlsplit(url).path)), "") for url in urls}
+    if len(kinds) > 1 or not kinds <= {"lines", "parquet"}:
+        raise refuse(
+            "--dataset " + ",".join(map(shown, urls)),
+            "an address must be that of a JSONL or Parquet file, and all of one kind",
+            "name .jsonl or .parquet files",
+        )
+    files = from_rank_0(lambda: [look_up(url, patience) for url in urls])
+    of_files = {str(file): f"{file.size} {file.version}" for file in files}
+    sft, mark = recipe.task == "sft", fingerprint(of_files, recipe.task, column)
+    if kinds == {"lines"}:
+        spans = [span for file in files for span in _spans(file, file.size, partial(file.open, patience))]
+        return _lines_source(spans, column, sft, mark, files=of_files, local=False)
+    return _parquet_source(tuple(of_files), lambda part: files[part].open(patience), column, sft, mark, files=of_files, local=False)
 
 
 # Text and lines: runs of bytes ------------------------------------------------------------------------------------
@@ -105,7 +125,8 @@ def open_source(recipe: Recipe, domain: Domain) -> Source:
 class Span:
     """The lines of a file that begin in bytes `start` to `stop`."""
 
-    file: Path
+    file: Path | RemoteFile
+    open: Callable[[], BinaryIO]
     start: int
     stop: int
 
@@ -114,17 +135,19 @@ class Span:
         return f"{self.file}, from byte {self.start}" if self.start else str(self.file)
 
 
-def _spans(file: Path, size: int) -> list[Span]:
+def _spans(file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO]) -> list[Span]:
     """Runs of PART_BYTES. Unlike datasets' text builder, which resumes by reading a file from its start, they are reached at once."""
     if file.name.endswith(".gz"):
-        return [Span(file, 0, 1 << 62)]
-    return [Span(file, start, min(start + PART_BYTES, size)) for start in range(0, max(1, size), PART_BYTES)]
+        return [Span(file, opened, 0, 1 << 62 if size else 0)]
+    return [Span(file, opened, start, min(start + PART_BYTES, size)) for start in range(0, max(1, size), PART_BYTES)]
 
 
 def _raw_lines(span: Span) -> Iterator[bytes]:
-    """The span's lines, with their ends. Raises `Refusal` for an empty file, OSError, EOFError or zlib.error for a broken one."""
-    opened: Any = gzip.open if span.file.name.endswith(".gz") else open
-    with opened(span.file, "rb") as stream:
+    """The span's lines, with their ends. Raises OSError, EOFError or zlib.error for a broken file."""
+    with contextlib.ExitStack() as closing:
+        stream: Any = closing.enter_context(span.open())
+        if span.file.name.endswith(".gz"):
+            stream = closing.enter_context(gzip.open(stream, "rb"))
         position = 0
         if span.start:
             stream.seek(span.start - 1)
@@ -134,17 +157,29 @@ def _raw_lines(span: Span) -> Iterator[bytes]:
             yield line
 
 
+def _lines_source(spans: list[Span], column: str, sft: bool, mark: str, **more: Any) -> Source:
+    def read(part: int, group: int, row: int) -> Iterator[list[bytes]]:
+        return _lines(spans[part], row)
+
+    return Source(tuple(span.name for span in spans), lambda part: 1, read, partial(_from_line, column, sft), mark, **more)
+
+
 def _lines(span: Span, row: int) -> Iterator[list[bytes]]:
-    if span.file.stat().st_size == 0:
+    if span.stop == 0:
         raise refuse(str(span.file), "is empty", "fetch it again, or leave it out (--bad_rows skip)")
     lines: list[bytes] = []
-    for number, line in enumerate(_raw_lines(span)):
-        if number < row:
-            continue
-        lines.append(line)
-        if len(lines) == READ_ROWS:
-            yield lines
-            lines = []
+    try:
+        for number, line in enumerate(_raw_lines(span)):
+            if number < row:
+                continue
+            lines.append(line)
+            if len(lines) == READ_ROWS:
+                yield lines
+                lines = []
+    except (OSError, EOFError, zlib.error):
+        if lines:
+            yield lines  # what lies before the damage, so that it is told where that is
+        raise
     if lines:
         yield lines
 
@@ -157,7 +192,8 @@ def _text_source(files: list[Path], documents: Callable[[Any, str], list[Documen
     runs: list[list[Span]] = [[]]
     held = 0
     for file, size in zip(files, sizes, strict=True):
-        for span in [Span(file, 0, 1 << 62)] if whole else _spans(file, size):
+        opened = partial(open, file, "rb")
+        for span in [Span(file, opened, 0, 1 << 62)] if whole else _spans(file, size, opened):
             if runs[-1] and held >= target:
                 runs.append([])
                 held = 0
@@ -172,15 +208,19 @@ def _text_source(files: list[Path], documents: Callable[[Any, str], list[Documen
         return documents(_decoded(value, place, errors), place)
 
     names = tuple(run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it" for run in runs)
-    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), of_files)
+    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files)
 
 
 def _decoded(value: bytes, place: str, errors: str = "strict") -> str:
     try:
         return value.decode("utf-8", errors).removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        rule = f"is not UTF-8: byte {value[error.start]:#04x} at {error.start}"
-        raise refuse(place, rule, "convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)") from error
+        raise not_utf8(place, error) from error
+
+
+def not_utf8(place: str, error: UnicodeDecodeError) -> Refusal:
+    rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
+    return refuse(place, rule, "convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)")
 
 
 def _pieces(text: str, place: str) -> list[Document]:
@@ -215,60 +255,141 @@ def _from_line(column: str, sft: bool, line: bytes, place: str) -> list[Document
 # Tables: Parquet, Arrow, the hub ----------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=8)
-def _loaded(builder: str, files: tuple[str, ...], content: tuple[str, ...]) -> datasets.IterableDataset:
-    """`load_dataset`, once for the same `content`: both streams of a run read it."""
-    try:
-        return datasets.load_dataset(builder, data_files={"train": list(files)}, split="train", streaming=True)
-    except UNREADABLE as error:
-        raise unreadable(files[0], error) from error  # `datasets` looks into the first file only
+def _parquet_source(names: tuple[str, ...], opened: Callable[[int], Any], column: str, sft: bool, mark: str, **more: Any) -> Source:
+    """Parquet files; `opened` gives what pyarrow opens: a path, or a Python file. Of a row group only the column's pages are read, one after the other."""
 
-
-def _hub_source(recipe: Recipe, domain: Domain, column: str) -> Source:
-    try:
-        builder = datasets.load_dataset_builder(domain.dataset, domain.subset or recipe.subset or None)
-        dataset = builder.as_streaming_dataset(split=recipe.split)
-        assert isinstance(dataset, datasets.IterableDataset)
-    except (OSError, ValueError) as error:
-        raise hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
-    names = tuple(f"{domain.dataset}, shard {number} of {dataset.num_shards}" for number in range(dataset.num_shards))
-    mark = f"{domain.dataset}/{domain.subset or recipe.subset}/{recipe.split}@{builder.hash} {recipe.task} {column}"
-    return _table_source(dataset, names, column, recipe.task == "sft", mark, local=False)
-
-
-def _table_source(dataset: datasets.IterableDataset, names: tuple[str, ...], column: str, sft: bool, mark: str, **more: Any) -> Source:
     @functools.lru_cache(maxsize=4)
-    def opened(part: int) -> datasets.IterableDataset:
-        """One file, cut into its row groups; its footer is read when its turn comes."""
+    def footer(part: int) -> pq.FileMetaData:
         try:
-            return dataset.shard(len(names), part).reshard()
+            with pq.ParquetFile(opened(part)) as parquet:
+                return parquet.metadata
         except UNREADABLE as error:
-            raise unreadable(names[part], error) from error
-
-    def groups(part: int) -> int:
-        return opened(part).num_shards
+            raise error if isinstance(error, Refusal) else unreadable(names[part], error) from error
 
     def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
-        name = f"{names[part]}, row group {group}"
-        if groups(part) == 0:
-            return
-        tables = opened(part).shard(groups(part), group).with_format("arrow").iter(TOKEN_ROWS)
-        at = 0
-        while True:
-            table: Any = next(tables, None)  # a pyarrow table
-            if table is None:
-                return
-            if column not in table.column_names:
-                raise no_column(column, table.column_names, name)
-            skipped = min(max(0, row - at), table.num_rows)
-            at += table.num_rows
-            values = table[column].slice(skipped).combine_chunks()
-            size = TOKEN_ROWS if holds_tokens(values.type) else READ_ROWS
-            for first in range(0, len(values), size):
-                yield values.slice(first, size)
+        columns = footer(part).schema.to_arrow_schema().names
+        if column not in columns:
+            raise no_column(column, columns, f"{names[part]}, row group {group}")
+        with pq.ParquetFile(opened(part), metadata=footer(part), pre_buffer=False, buffer_size=BUFFER) as parquet:
+            yield from _cut(parquet.iter_batches(TOKEN_ROWS, [group], [column], use_threads=False), column, row)
+
+    def schema(part: int) -> pa.Schema:
+        return footer(part).schema.to_arrow_schema()
+
+    return Source(names, lambda part: footer(part).num_row_groups, read, partial(_one_document, sft), mark, ready=_are_tokens(names, schema, column), **more)
+
+
+def _arrow_source(names: tuple[str, ...], column: str, sft: bool, mark: str, **more: Any) -> Source:
+    """Arrow files, in the format for streams (which `datasets` writes) or for files, mapped into memory."""
+
+    def batches(part: int) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        try:
+            stream = pa.ipc.open_stream(pa.memory_map(names[part]))
+            return stream.schema, iter(stream)
+        except pa.ArrowInvalid:
+            file = pa.ipc.open_file(pa.memory_map(names[part]))
+            return file.schema, map(file.get_batch, range(file.num_record_batches))
+
+    def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
+        schema, tables = batches(part)
+        if column not in schema.names:
+            raise no_column(column, schema.names, names[part])
+        yield from _cut(tables, column, row, validate=True)
+
+    return Source(names, lambda part: 1, read, partial(_one_document, sft), mark, ready=_are_tokens(names, lambda part: batches(part)[0], column), **more)
+
+
+def _are_tokens(names: tuple[str, ...], schema: Callable[[int], pa.Schema], column: str) -> bool:
+    """Whether the first file that can be read holds documents of ready tokens."""
+    for part in range(len(names)):
+        try:
+            found = schema(part)
+        except Unreachable:
+            raise
+        except UNREADABLE:
+            continue  # told when its turn comes
+        return column in found.names and holds_tokens(found.field(column).type)
+    return False
+
+
+def _cut(tables: Iterator[Any], column: str, row: int, validate: bool = False) -> Iterator[pa.Array]:
+    """The column's values from `row` on, some at a time. Raises pa.ArrowInvalid for offsets that point nowhere."""
+    at = 0
+    for table in tables:
+        skipped = min(max(0, row - at), table.num_rows)
+        at += table.num_rows
+        values = table.column(column).slice(skipped)
+        values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+        if validate:
+            values.validate(full=True)
+        size = TOKEN_ROWS if holds_tokens(values.type) else READ_ROWS
+        for first in range(0, len(values), size):
+            yield values.slice(first, size)
+
+
+def _hub_source(recipe: Recipe, domain: Domain, column: str, patience: Patience) -> Source:
+    """A data set of the hub, of which rank 0 asks which files it has."""
+    subset, sft = domain.subset or recipe.subset, recipe.task == "sft"
+
+    def resolve() -> tuple[str, list[str], Any]:
+        """(hash of the commit and subset, addresses of its Parquet files, or else the data set)."""
+        try:
+            builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, subset or None))
+            files = (builder.config.data_files or {}).get(recipe.split, [])
+            if type(builder).__name__ == "Parquet" and files and all(file.startswith("hf://datasets/") for file in files):
+                return builder.hash or "", [address_of(file) for file in files], None
+            return builder.hash or "", [], patience(f"--dataset {domain.dataset}", lambda: builder.as_streaming_dataset(split=recipe.split))
+        except (OSError, ValueError) as error:
+            raise error if isinstance(error, Refusal) else hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
+
+    commit, urls, dataset = from_rank_0(resolve)
+    mark = f"{domain.dataset}/{subset}/{recipe.split}@{commit} {recipe.task} {column}"
+    if urls:
+        found = functools.lru_cache(maxsize=16)(lambda part: look_up(urls[part], patience, pinned=True))
+        return _parquet_source(tuple(map(shown, urls)), lambda part: found(part).open(patience), column, sft, mark, local=False)
+    names = tuple(f"{domain.dataset}, shard {number} of {dataset.num_shards}" for number in range(dataset.num_shards))
+    return _streamed_source(dataset, names, column, sft, mark, patience)
+
+
+def address_of(file: str) -> str:
+    """Where the hub gives out `hf://datasets/ORG/NAME@COMMIT/PATH`."""
+    repository, _, rest = file.removeprefix("hf://").partition("@")
+    commit, _, path = rest.partition("/")
+    return f"{datasets_config.HF_ENDPOINT}/{repository}/resolve/{quote(commit, safe='')}/{quote(path)}"
+
+
+def _streamed_source(dataset: datasets.IterableDataset, names: tuple[str, ...], column: str, sft: bool, mark: str, patience: Patience) -> Source:
+    """Whatever else `datasets` streams. A fault of the network opens the group again, at the row that was reached."""
+
+    @functools.lru_cache(maxsize=4)
+    def opened(part: int) -> datasets.IterableDataset:
+        try:
+            return patience(names[part], lambda: dataset.shard(len(names), part).reshard())
+        except UNREADABLE as error:
+            raise error if isinstance(error, Refusal) else unreadable(names[part], error) from error
+
+    def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
+        values: Iterator[pa.Array] | None = None
+
+        def more() -> pa.Array | None:
+            nonlocal values
+            try:
+                if values is None:
+                    values = _cut(opened(part).shard(opened(part).num_shards, group).with_format("arrow").iter(TOKEN_ROWS), column, row)
+                return next(values, None)
+            except KeyError:
+                raise no_column(column, list(dataset.column_names or []), f"{names[part]}, row group {group}") from None
+            except UNREADABLE as error:
+                values = None
+                raise error
+
+        while (some := patience(names[part], more)) is not None:
+            yield some
+            row += len(some)
 
     kind = dataset.features.arrow_schema.field(column).type if dataset.features and column in dataset.features else None
-    return Source(names, groups, read, partial(_one_document, sft), mark, ready=kind is not None and holds_tokens(kind), **more)
+    ready = kind is not None and holds_tokens(kind)
+    return Source(names, lambda part: opened(part).num_shards, read, partial(_one_document, sft), mark, local=False, ready=ready)
 
 
 def holds_tokens(kind: pa.DataType) -> bool:
