@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
+from datasets.packaged_modules.parquet.parquet import Parquet
 
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
@@ -336,7 +337,7 @@ def _hub_source(recipe: Recipe, domain: Domain, column: str, patience: Patience)
         try:
             builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, subset or None))
             files = (builder.config.data_files or {}).get(recipe.split, [])
-            if type(builder).__name__ == "Parquet" and files and all(file.startswith("hf://datasets/") for file in files):
+            if isinstance(builder, Parquet) and files and all(file.startswith("hf://datasets/") for file in files):
                 return builder.hash or "", [address_of(file) for file in files], None
             return builder.hash or "", [], patience(f"--dataset {domain.dataset}", lambda: builder.as_streaming_dataset(split=recipe.split))
         except (OSError, ValueError) as error:

@@ -258,7 +258,8 @@ class Stream:
                 if self._closed.is_set():
                     return
         except BaseException as error:  # whatever it is, it belongs to the thread that calls next
-            self._queue.put(error)
+            if not self._closed.is_set():
+                self._queue.put(error)
 
     def __iter__(self) -> "Stream":
         return self
@@ -288,6 +289,7 @@ class Stream:
             while not self._queue.empty():
                 self._queue.get()
             self._thread.join(0.01)
+        self._queue.queue.clear()  # an error in it would keep its frames, and the files that they have open
 
 
 @dataclass(frozen=True)
