@@ -5,6 +5,7 @@ A range can be asked for any number of times, so what fails on the way neither l
 
 import http.client
 import io
+import logging
 import random
 import socket
 import ssl
@@ -20,19 +21,20 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-import httpx2
 import torch.distributed as dist
 from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
-from huggingface_hub.utils import build_hf_headers
+from huggingface_hub.utils import build_hf_headers, httpx
 
 from ..refusal import Refusal, refuse
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others a little later
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; each wait is twice the one before
+SILENT = 30.0  # seconds that a rank other than 0 waits before it tells, too
 TIMEOUT = 20.0  # seconds without a byte
 READ_AHEAD = 1 << 20  # bytes fetched at a time where a file is read line by line
-NETWORK = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError, http.client.HTTPException, httpx2.TransportError)
+NETWORK = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError, http.client.HTTPException, httpx.TransportError)
+LOG = logging.getLogger(__name__)
 _DRAW = random.Random()  # not the seeded one of the module `random`: ranks must not all come back at the same moment
 
 Made = TypeVar("Made")
@@ -68,7 +70,10 @@ class Patience:
                     ) from error
                 wait = max(min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * _DRAW.uniform(0.5, 1.0), retry_after(error) * _DRAW.uniform(1.0, 1.1))
                 wait = min(wait, self.seconds - waited)
-                self.say(f"{where}: {describe(error)}; asking again in {wait:.1f} s, for {self.seconds - waited:.0f} s more")
+                text = f"{where}: {describe(error)}; asking again in {wait:.1f} s, for {self.seconds - waited:.0f} s more"
+                self.say(text)
+                if waited > SILENT and dist.is_initialized() and (rank := dist.get_rank()):
+                    LOG.warning("rank %d: %s", rank, text)  # all the others wait for it
             if self.closed.wait(wait):
                 raise Unreachable(refuse(where, "is not asked again: the stream is closed", "open it anew").problems)
 

@@ -38,7 +38,7 @@ TOKEN_ROWS = 1024  # rows of ready tokens
 PART_BYTES = 1 << 20  # text files are cut, at line ends, into parts of this size
 TEXT_PARTS = 256  # many small text files are read in about so many parts
 PIECE = 32 * 1024  # characters; a longer text file is cut, at a line end, into documents of at most this length
-BUFFER = 4 << 20  # bytes of a Parquet column read at a time, so that a large row group needs no more memory, and no more of the network, than its first rows
+BUFFER, REMOTE_BUFFER = 1 << 18, 4 << 20  # bytes of a Parquet column read at a time: a large row group needs no more than its first rows do
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
 
 # datasets 5.2 sleeps 5 s when a Parquet reader is closed early, against a crash of pyarrow at the interpreter's end while
@@ -259,6 +259,8 @@ def _from_line(column: str, sft: bool, line: bytes, place: str) -> list[Document
 def _parquet_source(names: tuple[str, ...], opened: Callable[[int], Any], column: str, sft: bool, mark: str, **more: Any) -> Source:
     """Parquet files; `opened` gives what pyarrow opens: a path, or a Python file. Of a row group only the column's pages are read, one after the other."""
 
+    buffer = BUFFER if more.get("local", True) else REMOTE_BUFFER
+
     @functools.lru_cache(maxsize=4)
     def footer(part: int) -> pq.FileMetaData:
         try:
@@ -268,11 +270,12 @@ def _parquet_source(names: tuple[str, ...], opened: Callable[[int], Any], column
             raise error if isinstance(error, Refusal) else unreadable(names[part], error) from error
 
     def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
-        columns = footer(part).schema.to_arrow_schema().names
-        if column not in columns:
-            raise no_column(column, columns, f"{names[part]}, row group {group}")
-        with pq.ParquetFile(opened(part), metadata=footer(part), pre_buffer=False, buffer_size=BUFFER) as parquet:
-            yield from _cut(parquet.iter_batches(TOKEN_ROWS, [group], [column], use_threads=False), column, row)
+        found = schema(part)
+        if column not in found.names:
+            raise no_column(column, found.names, f"{names[part]}, row group {group}")
+        rows = TOKEN_ROWS if holds_tokens(found.field(column).type) else READ_ROWS
+        with pq.ParquetFile(opened(part), metadata=footer(part), pre_buffer=False, buffer_size=buffer) as parquet:
+            yield from _cut(parquet.iter_batches(rows, [group], [column], use_threads=False), column, row)
 
     def schema(part: int) -> pa.Schema:
         return footer(part).schema.to_arrow_schema()
