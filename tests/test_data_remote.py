@@ -293,7 +293,7 @@ def test_the_first_batch_needs_no_whole_shard(tmp_path, monkeypatch):
     """One file of one row group of 48 MB: the first batch needs a block of 1 MB tokens, a buffer, and the footer."""
     draw = np.random.default_rng(0)
     own = [draw.bytes(8000).hex() for _ in range(1500)]
-    content = table(own, tmp_path, row_group_size=1500, compression="none", use_dictionary=False)
+    content = table(own, tmp_path, row_group_size=1500, compression="none", use_dictionary=False, write_batch_size=16)
     assert len(content) > 45e6
     with Server({"large.parquet": content}) as running:
         recipe = recipe_for(f"{running.url}/large.parquet", seq_len=2048)
