@@ -26,6 +26,7 @@ from recipekit.data import chunks, eval_rows, fingerprint, merge_states, open_st
 from recipekit.data.chunks import is_held_out
 from recipekit.data.mixture import Domain
 from recipekit.data.packing import pack
+from recipekit.data.remote import Patience
 from recipekit.data.sources import PIECE, open_source
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
@@ -35,6 +36,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 BYTES = byte_tokenizer()
 END, PAD = BYTES.eos_token_id, BYTES.pad_token_id
 SEQ_LEN = 16
+PATIENCE = Patience(5, print)
+WANTED = sources.Wanted(("text",), partial(sources._one_document, False))
 
 
 def words(count: int, seed: int) -> list[str]:
@@ -544,7 +547,7 @@ def test_builtin_evaluation():
 
 
 def texts_of(dataset: str, **fields) -> list[str]:
-    return texts_from(open_source(recipe_for(dataset, **fields), Domain("", dataset)))
+    return texts_from(open_source(recipe_for(dataset, **fields), Domain("", dataset), PATIENCE))
 
 
 def texts_from(source: sources.Source) -> list[str]:
@@ -698,14 +701,14 @@ def test_error_comes_after_the_good_steps_is_seen_one_step_early_and_stays(tmp_p
 
 
 def test_hub_data_set_is_streamed(corpora):
-    source = sources._hub_source(recipe_for(""), Domain("", corpora["parquet"]), ("text",), partial(sources._one_document, False))
+    source = sources._hub_source(recipe_for(""), Domain("", corpora["parquet"]), WANTED, PATIENCE)
     assert texts_from(source) == words(300, 0) and len(source.parts) == 2 and source.groups(0) == 4 and "/train@" in source.fingerprint
 
 
 @pytest.mark.parametrize("fields, says", [({"split": "tests"}, ["tests", "train"]), ({"subset": "no-such"}, ["no-such", "default"])])
 def test_wrong_split_or_subset_is_refused(corpora, fields, says):
     with pytest.raises(Refusal) as refused:
-        sources._hub_source(recipe_for("", **fields), Domain("", corpora["parquet"]), ("text",), str)
+        sources._hub_source(recipe_for("", **fields), Domain("", corpora["parquet"]), WANTED, PATIENCE)
     assert all(part in str(refused.value) for part in says), str(refused.value)
 
 
@@ -714,8 +717,8 @@ def test_missing_subset_is_refused_with_the_choice(tmp_path, corpora):
     card = "---\nconfigs:\n- config_name: first\n  data_files: 0.parquet\n- config_name: second\n  data_files: 1.parquet\n---\n"
     (tmp_path / "repository" / "README.md").write_text(card)
     with pytest.raises(Refusal, match=r"'first', 'second'"):
-        sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository")), ("text",), str)
-    assert len(sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository"), "second"), ("text",), str).parts) == 1
+        sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository")), WANTED, PATIENCE)
+    assert len(sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository"), "second"), WANTED, PATIENCE).parts) == 1
 
 
 def test_two_threads_may_parse_at_once() -> None:

@@ -113,8 +113,8 @@ def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
     corpus = stream.open_corpus(recipe, tokenizer_of(VOCABULARY))
     join, limit = partial(stream.packed, SEQ_LEN, 0), stream.block_tokens(SEQ_LEN)
     [reader] = corpus.readers(recipe)
-    state = {"step": 0, "domains": {"": {"place": {}, "used": 0, "tokens": 0}}}
-    domains = stream.Domains(corpus.domains, lambda number, place: stream.blocks(reader, recipe.seed, limit, join, place), SEQ_LEN, state)
+    start = stream.start(corpus.domains, corpus.identity)
+    domains = stream.Domains(corpus.domains, lambda number, place: stream.blocks(reader, recipe.seed, limit, join, place), SEQ_LEN, start)
     for batches, _ in stream.steps(domains, stream.packed_batches(BATCH, SEQ_LEN), recipe, corpus.identity, range(rows)):
         yield sum(batch["input_ids"].numel() for batch in batches)
 

@@ -24,12 +24,16 @@ class Recipe:
     """One training run. Every plain field (number, string, switch) is a command-line flag of the same name."""
 
     model: str = _say("hub id or local folder of a causal language model", "")
-    dataset: str = _say("hub id, local files (a path, a glob, or several by comma), builtin, or a mixture: NAME=DATASET@WEIGHT; ...", "builtin")
+    dataset: str = _say(
+        "hub id, local files (a path, a glob, or several by comma), addresses of JSONL or Parquet files, builtin, or a mixture: NAME=DATASET@WEIGHT; ...",
+        "builtin",
+    )
     subset: str = _say("configuration name of a hub dataset", "")
     split: str = _say("split of the dataset", "train")
     text_field: str = _say("column that holds a document", "text")
     bad_rows: str = _say("a row or file that cannot be read: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
-    token_cache: str = _say("folder that keeps the tokens of local data; auto: beside the cache of datasets; off: none", "auto")
+    retry_s: float = _say("seconds for which a server that does not answer well is asked again for data", 600.0)
+    token_cache: str = _say("folder that keeps tokens; auto: beside the cache of datasets, of local data only; off: none", "auto")
     messages_field: str = _say("column that holds a chat, for task sft", "messages")
     task: str = _say("pretrain: loss on every token; sft: chats, loss on the answers only", "pretrain", choices=("pretrain", "sft"))
     tokenizer: str = _say("hub id or folder of the tokenizer; bytes: the byte-level one made in code; empty: the model's own", "")
@@ -158,7 +162,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     for name in ("warmup_steps", "eval_every", "save_every", "keep", "stop_at", "weight_decay", "gradient_clipping", "min_lr", "seed"):
         if (value := getattr(recipe, name)) < 0:
             problems.append(Problem(f"{name} = {value}", "must not be negative", f"use --{name} 0 or more"))
-    for name in ("lr", "eps", "grace"):
+    for name in ("lr", "eps", "grace", "retry_s"):
         if (value := getattr(recipe, name)) <= 0:
             problems.append(Problem(f"{name} = {value}", "must be a positive number", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
     for name in ("beta1", "beta2"):

@@ -1,5 +1,6 @@
 """What happens once before the first step: quiet libraries, compiled ops, the checkpoint to go on from, the facts of the run."""
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -46,6 +47,7 @@ PEAK_FLOPS = {
     "NVIDIA L40S": 362e12,
     "NVIDIA GeForce RTX 4090": 165e12,
 }
+DATA_FILES = "data_files.json"  # in the run folder: what was read, so that a resume can name a file that is another one now
 
 
 def start(plan: Plan) -> torch.device:
@@ -144,14 +146,23 @@ def find_checkpoint(plan: Plan, say: Any) -> Path | None:
 
 def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict | None, say: Any) -> Stream:
     """The training data from `state` on; from its beginning if it is other data, which `--resume PATH` accepts."""
+    layout = {"dp": plan.mesh.dp, "dp_rank": dp_rank, "say": say}
     try:
-        return open_stream(plan.recipe, tokenizer, dp=plan.mesh.dp, dp_rank=dp_rank, state=state)
+        return open_stream(plan.recipe, tokenizer, state=state, files=files_of_run(plan.resume_from), **layout)
     except Refusal as refusal:
         if state is None or plan.recipe.resume == "auto":
             raise
-        stream = open_stream(plan.recipe, tokenizer, dp=plan.mesh.dp, dp_rank=dp_rank)
+        stream = open_stream(plan.recipe, tokenizer, **layout)
         say(f"other data than the checkpoint's, read from its beginning: {'; '.join(problem.where for problem in refusal.problems)}")
         return stream
+
+
+def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
+    """domain -> file -> digest, as the run of a run or step folder read them; empty where that is not known."""
+    for run in [saved, saved.parent.parent] if saved else []:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((run / DATA_FILES).read_text())
+    return {}
 
 
 def shared_problems(error: BaseException | None) -> list[Problem]:
@@ -268,10 +279,11 @@ def run_facts(plan: Plan, model_config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_facts(plan: Plan, facts: dict[str, Any]) -> None:
-    """Writes run.json, and the resolved JSON by itself, which anyone's `--deepspeed_config` accepts."""
+def write_facts(plan: Plan, facts: dict[str, Any], files: dict[str, dict[str, str]]) -> None:
+    """Writes run.json; the resolved JSON by itself, which anyone's `--deepspeed_config` accepts; and the files that are read."""
     plan.out.mkdir(parents=True, exist_ok=True)
-    for name, content in (("ds_config.json", json.dumps(plan.ds_config, indent=2)), ("run.json", json.dumps(facts, indent=1))):
+    written = {"ds_config.json": json.dumps(plan.ds_config, indent=2), DATA_FILES: json.dumps(files, indent=0), "run.json": json.dumps(facts, indent=1)}
+    for name, content in written.items():
         (plan.out / f"{name}.tmp").write_text(content)
         os.replace(plan.out / f"{name}.tmp", plan.out / name)  # a kill leaves the old file or the new one
 

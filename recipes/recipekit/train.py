@@ -221,7 +221,7 @@ def main(plan: Plan) -> int:
     facts = run_facts(plan, model_config)
     if rank0:
         checkpoint.put_aside_later(plan.out / "checkpoints", state["step"], say)
-        write_facts(plan, facts)
+        write_facts(plan, facts, stream.files)
     tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
     write_hf_files = partial(save_small_files, built, tokenizer, export_dtype(plan, model_config))
     saver = checkpoint.Saver(engine, plan.out / "checkpoints", blueprint, layout, recipe.keep, recipe.save_in_background, write_hf_files)
@@ -296,7 +296,7 @@ def loop(
                 metrics |= {f"loss/{domain}": loss / tokens} if tokens else {}
                 metrics[f"tokens/{domain}"] = data_state["domains"][domain]["tokens"]
         if recipe.bad_rows == "skip":
-            metrics["bad_rows"] = sum(domain["place"].get("bad", 0) for domain in data_state["domains"].values())
+            metrics["bad_rows"] = sum(domain["bad"] for domain in data_state["domains"].values())
         if ideal:
             metrics["mfu"] = ideal / seconds
         if held_out and (step % recipe.eval_every == 0 or step == recipe.steps):

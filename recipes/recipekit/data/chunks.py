@@ -7,8 +7,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,12 @@ from datasets import config as datasets_config
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
 from ..tokens import encode_chats, encode_texts
-from .sources import UNREADABLE, Document, Source, Values, holds_tokens, unreadable
+from .remote import Unreachable
+from .sources import UNREADABLE, Document, Source, Values, holds_tokens, not_utf8, unreadable
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # a chunk ends at whichever comes first
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
+TOLD = 5  # rows left out of which a run tells where they are; the others are counted
 LOG = logging.getLogger(__name__)
 
 
@@ -37,6 +40,7 @@ class Chunk(NamedTuple):
     last: bool  # the group ends here
     bad: int  # rows and row groups that were skipped, being broken
     barren: int  # documents that hold no target
+    told: list[str]  # why the first few of `bad` were skipped
 
 
 @dataclass(frozen=True)
@@ -109,12 +113,27 @@ class Reader:
     skip: bool  # broken rows are counted, not refused
     cache: Path | None
     held_out: bool = False  # read those documents only that are held out
+    say: Callable[[str], None] = LOG.warning
+    told: list[str] = field(default_factory=list)  # what was said of rows left out
+    closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
+
+    def groups(self, part: int) -> int | Chunk:
+        """How many groups a part has; a chunk without documents that counts it, if it cannot be read and is to be skipped."""
+        try:
+            return self.source.groups(part)
+        except Refusal as problem:
+            self.refuse_unless_skipped(problem)
+            self.tell([str(problem)], 1)
+            return _no_documents(problem)
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk]:
         """The chunks of a group from `row` on. Raises `Refusal` for what cannot be read, if it is not to be skipped."""
         values: Iterator[Values] | None = None
         while True:
+            if self.closed.is_set():
+                raise RuntimeError("the stream is closed")
             chunk, values = self._chunk(part, group, row, values)
+            self.tell(chunk.told, chunk.bad)
             yield chunk
             row = chunk.row
             if chunk.last:
@@ -139,15 +158,20 @@ class Reader:
         return self.skip or not chunk.bad  # what was skipped once is read again to be refused
 
     def _encoded(self, part: int, group: int, row: int, values: Iterator[Values]) -> Chunk:
-        begin, bad, characters, last = row, 0, 0, False
+        begin, characters, last = row, 0, False
+        problems: list[Refusal] = []
         documents: list[Document] = []
+
+        def skip(problem: Refusal) -> None:
+            self.refuse_unless_skipped(problem)
+            problems.append(problem)
+
         while row - begin < CHUNK_ROWS and characters < CHUNK_CHARACTERS:
             try:
                 some = next(values, None)
             except UNREADABLE as error:
-                problem = error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error)
-                self.bad(problem)
-                bad, last = bad + 1, True
+                skip(error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error))
+                last = True
                 break
             if some is None:
                 last = True
@@ -156,36 +180,65 @@ class Reader:
                 if holds_tokens(some.type):
                     assert not documents
                     return _ready(some, row + len(some), self.encoder, self.held_out)
-                some = some.to_pylist()
+                some = _as_python(some)
             for value in some:
+                place, new = self.source.place(part, group, row), []
                 try:
-                    new = self.source.documents(value, self.source.place(part, group, row))
+                    if isinstance(value, UnicodeDecodeError):
+                        raise not_utf8(place, value)
+                    new = self.source.documents(value, place)
                 except Refusal as problem:
-                    self.bad(problem)
-                    new, bad = [], bad + 1
+                    skip(problem)
                 row += 1
                 characters += sum(len(content) if isinstance(content, str) else 1000 for content, _ in new)
                 documents += [document for document in new if not is_empty(document[0]) and is_held_out(document[0]) == self.held_out]
         try:
             encoded = self.encoder(documents)
         except Refusal as problem:  # a chat may turn out to be broken only when it is rendered
-            self.bad(problem)
+            self.refuse_unless_skipped(problem)
             encoded = []
             for document in documents:
                 try:
                     encoded += self.encoder([document])
-                except Refusal:
-                    bad += 1
+                except Refusal as problem:
+                    skip(problem)
         full = [(ids, labels) for ids, labels in encoded if len(ids)]
         ids = np.concatenate([ids for ids, _ in full]).astype(np.int32) if full else np.empty(0, np.int32)
         labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and self.encoder.task == "sft" else None
         lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
-        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, bad, len(encoded) - len(full))
+        told = [str(problem) for problem in problems[:TOLD]]
+        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told)
 
-    def bad(self, problem: Refusal) -> None:
-        if not self.skip:
+    def refuse_unless_skipped(self, problem: Refusal) -> None:
+        if not self.skip or isinstance(problem, Unreachable):
             raise problem
-        LOG.info("skipped: %s", problem)
+
+    def tell(self, problems: list[str], count: int) -> None:
+        """Says what was left out, up to `TOLD` times in all."""
+        for problem in problems:
+            if len(self.told) < TOLD and problem not in self.told:
+                self.told.append(problem)
+                last = ", the last one that is told; the metric bad_rows counts on" if len(self.told) == TOLD else ""
+                self.say(f"skipped (--bad_rows skip): {problem.partition('; ')[0]}{last}")
+
+
+def _no_documents(problem: Refusal) -> Chunk:
+    nothing = np.empty(0, dtype=np.int64)
+    return Chunk(nothing.astype(np.int32), None, nothing, nothing, 0, True, 1, 0, [str(problem)])
+
+
+def _as_python(values: pa.Array) -> list[Any]:
+    """The values as Python objects; the error in place of one that is not UTF-8."""
+    try:
+        return values.to_pylist()
+    except UnicodeDecodeError:
+        found: list[Any] = []
+        for value in values:
+            try:
+                found.append(value.as_py())
+            except UnicodeDecodeError as error:
+                found.append(error)
+        return found
 
 
 def is_empty(content: Any) -> bool:
@@ -204,7 +257,7 @@ def _ready(lists: pa.Array, row: int, encoder: Encoder, held_out: bool) -> Chunk
     offsets = lists.offsets.to_numpy().astype(np.int64)
     starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
     kept = (lengths > 1) & (held_out_tokens(ids, starts, lengths) == held_out)
-    return Chunk(ids, None, starts[kept], lengths[kept], row, False, 0, int((lengths < 2).sum()))
+    return Chunk(ids, None, starts[kept], lengths[kept], row, False, 0, int((lengths < 2).sum()), [])
 
 
 # The files of tokens ----------------------------------------------------------------------------------------------
@@ -239,7 +292,7 @@ def _store(file: Path, chunk: Chunk) -> None:
     columns = {"ids": pa.ListArray.from_arrays(offsets, chunk.ids)}
     if chunk.labels is not None:
         columns["labels"] = pa.ListArray.from_arrays(offsets, chunk.labels)
-    facts = {"row": chunk.row, "last": chunk.last, "bad": chunk.bad, "barren": chunk.barren}
+    facts = {"row": chunk.row, "last": chunk.last, "bad": chunk.bad, "barren": chunk.barren, "told": chunk.told}
     table = pa.table(columns).replace_schema_metadata({"chunk": json.dumps(facts)})
     partial = file.with_suffix(f".{os.getpid()}")
     try:

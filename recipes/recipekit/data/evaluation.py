@@ -23,7 +23,7 @@ def eval_rows(recipe: Recipe, tokenizer: Any, *, dp: int, dp_rank: int, say: Cal
     All ranks together hold the same rows on every layout; rows whose labels are all -100 make their numbers equal. A
     mixture is evaluated in the shares that its training begins with. Raises `Refusal` if no document is held out.
     """
-    corpus = open_corpus(recipe, tokenizer)
+    corpus = open_corpus(recipe, tokenizer, say)
     weights = [domain.weight(1) for domain in corpus.domains]
     wanted = [round(recipe.eval_rows * weight / sum(weights)) for weight in weights]
     found = [_held_out(reader, recipe.seq_len, count, pad_id(tokenizer)) for reader, count in zip(corpus.readers(recipe, held_out=True), wanted, strict=True)]
@@ -59,5 +59,6 @@ def _held_out(reader: Reader, seq_len: int, count: int, pad: int) -> np.ndarray:
 
 def _all_chunks(reader: Reader) -> Iterator[Chunk]:
     for part in range(len(reader.source.parts)):
-        for group in range(reader.source.groups(part)):
+        count = reader.groups(part)
+        for group in range(0 if isinstance(count, Chunk) else count):
             yield from reader.chunks(part, group, 0)

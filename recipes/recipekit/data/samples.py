@@ -6,6 +6,7 @@ from a sample's key, which depends on (seed, epoch, sample) alone, so it is the 
 
 import hashlib
 import io
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +22,12 @@ from ..tokens import IGNORE, encode_chats, pad_id
 from .chunks import CHUNK_ROWS
 from .mixture import domains_of
 from .packing import permutation
+from .remote import Patience, Unreachable
 from .sources import UNREADABLE, Source, open_source, unreadable
-from .stream import Held, MicroBatch, Place, Run, Stream, blocks, start_stream
+from .stream import PREFETCH, Domains, Held, MicroBatch, Place, Run, Stream, blocks, check_batch, check_identity, lanes, start, steps
 
 BLOCK_SAMPLES = 4096  # the range of the shuffle
+LOG = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Collate = Callable[[list[Row], list[int]], MicroBatch]  # samples, and the key of each: a number below 2^63
@@ -57,6 +60,15 @@ class SampleReader:
 
     source: Source
     skip: bool
+    say: Callable[[str], None]
+
+    def groups(self, part: int) -> int | SampleChunk:
+        """How many groups a part has; a chunk that counts it, if it cannot be read and is to be skipped."""
+        try:
+            return self.source.groups(part)
+        except Refusal as problem:
+            self.left_out(problem)
+            return SampleChunk([], [], np.empty(0, dtype=np.int64), 0, True, 1)
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[SampleChunk]:
         """The rows of a group from `row` on. Raises `Refusal` for what cannot be read, if it is not to be skipped."""
@@ -70,7 +82,7 @@ class SampleReader:
                 try:
                     some = next(values, None)
                 except UNREADABLE as error:
-                    self.bad(error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error))
+                    self.left_out(error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error))
                     bad, some = bad + 1, None
                 if some is None:
                     last = True
@@ -80,36 +92,52 @@ class SampleReader:
                     try:
                         new = self.source.documents(value, place)
                     except Refusal as problem:
-                        self.bad(problem)
+                        self.left_out(problem)
                         new, bad = [], bad + 1
                     rows += [content for content, _ in new]
                     places += [found for _, found in new]
                     row += 1
             yield SampleChunk(rows, places, np.ones(len(rows), dtype=np.int64), row, last, bad)
 
-    def bad(self, problem: Refusal) -> None:
-        if not self.skip:
+    def left_out(self, problem: Refusal) -> None:
+        if not self.skip or isinstance(problem, Unreachable):
             raise problem
+        self.say(f"skipped (--bad_rows skip): {problem}")
 
 
-def open_samples(recipe: Recipe, columns: tuple[str, ...], collate: Collate, *, dp: int, dp_rank: int, state: dict | None = None) -> Stream:
+def open_samples(
+    recipe: Recipe,
+    columns: tuple[str, ...],
+    collate: Collate,
+    *,
+    dp: int,
+    dp_rank: int,
+    state: dict | None = None,
+    say: Callable[[str], None] = LOG.warning,
+) -> Stream:
     """The stream of one data-parallel rank over rows of `columns`; a step has `global_batch` of them. Otherwise like `open_stream`.
 
     A row that `collate` cannot take raises `Refusal` from `next`.
     """
-    domains = domains_of(recipe)
-    readers = [SampleReader(open_source(recipe, domain, columns), recipe.bad_rows == "skip") for domain in domains]
+    check_batch(recipe, dp)
+    domains, patience = domains_of(recipe), Patience(recipe.retry_s, say)
+    readers = [SampleReader(open_source(recipe, domain, patience, columns), recipe.bad_rows == "skip", say) for domain in domains]
     identity = {
         "corpus": {domain.name: reader.source.fingerprint for domain, reader in zip(domains, readers, strict=True)},
         "seed": recipe.seed,
         "global_batch": recipe.global_batch,
         "blocks": [BLOCK_SAMPLES, CHUNK_ROWS],
     }
+    files = {domain.name: reader.source.files for domain, reader in zip(domains, readers, strict=True)}
+    if state is not None:
+        check_identity(state["identity"], identity, [])
+    state = state or start(domains, identity)
 
     def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, SampleBlock]]:
         return blocks(readers[number], recipe.seed, BLOCK_SAMPLES, _shuffled, place)
 
-    return start_stream(recipe, domains, identity, open_blocks, partial(_collated, collate), 1, BLOCK_SAMPLES, dp, dp_rank, state)
+    made = steps(Domains(domains, open_blocks, 1, state), partial(_collated, collate), recipe, identity, lanes(recipe, dp, dp_rank))
+    return Stream(made, state, PREFETCH, patience.closed, files)
 
 
 def _shuffled(held: Held, *key: object) -> SampleBlock:

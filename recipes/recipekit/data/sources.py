@@ -5,43 +5,47 @@ Reading begins at any row of any group, so that neither a shuffle nor a resume h
 """
 
 import ast
+import contextlib
 import functools
 import gzip
 import json
-import logging
-import os
 import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import quote, urlsplit
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
+from datasets.packaged_modules.parquet.parquet import Parquet
 
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
 from ..tokens import hub_refusal
-from .files import digests, fingerprint, kind_of, local_files, standard_library
+from .files import KINDS, digests, fingerprint, kind_of, local_files, standard_library, suffix
 from .mixture import Domain
+from .remote import Patience, RemoteFile, Unreachable, from_rank_0, look_up, shown
 
 READ_ROWS = 64  # rows of text taken at a time
 TOKEN_ROWS = 1024  # rows of ready tokens
 PART_BYTES = 1 << 20  # text files are cut, at line ends, into parts of this size
 TEXT_PARTS = 256  # many small text files are read in about so many parts
 PIECE = 32 * 1024  # characters; a longer text file is cut, at a line end, into documents of at most this length
+BUFFER, REMOTE_BUFFER = 1 << 18, 4 << 20  # bytes of a Parquet column read at a time: a large row group needs no more than its first rows do
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
-LOG = logging.getLogger(__name__)
 
 # datasets 5.2 sleeps 5 s when a Parquet reader is closed early, against a crash of pyarrow at the interpreter's end while
 # its threads still read a Python file (apache/arrow#45214). Ours read with no read-ahead, and are closed long before.
 datasets_config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+# It also asks a busy server twenty times, 5 to 60 s apart, whatever the time given to it: `Patience` decides instead.
+datasets_config.STREAMING_READ_MAX_RETRIES = datasets_config.STREAMING_OPEN_MAX_RETRIES = 1
 
 Document = tuple[Any, str]  # a text, or a chat (list of messages); and where it was found
 Values = list[Any] | pa.Array
@@ -65,45 +69,95 @@ class Source:
         return f"{self.parts[part]}{f', row group {group}' if self.groups(part) > 1 else ''}, row {row + 1}"
 
 
-def open_source(recipe: Recipe, domain: Domain, columns: tuple[str, ...] = ()) -> Source:
-    """The corpus of a domain. Raises `Refusal` if it does not exist or cannot be reached.
+@dataclass(frozen=True)
+class Wanted:
+    """What is read of a row: one column, or, for samples that are no text, a dictionary of several."""
+
+    columns: tuple[str, ...]
+    documents: Callable[[Any, str], list[Document]]
+    as_rows: bool = False
+
+    def of_row(self, row: dict[str, Any]) -> Any:
+        return {column: row[column] for column in self.columns} if self.as_rows else row[self.columns[0]]
+
+    def of_table(self, table: Any) -> pa.Array:
+        """The values of a pyarrow table or record batch."""
+        values = pa.Table.from_batches([table]) if self.as_rows and isinstance(table, pa.RecordBatch) else table
+        values = values.select(list(self.columns)).to_struct_array() if self.as_rows else values.column(self.columns[0])
+        if isinstance(values, pa.ChunkedArray):
+            return values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
+        return values
+
+    def check(self, names: list[str], place: str) -> None:
+        """Raises `Refusal` if a column is not among `names`."""
+        for column in self.columns:
+            if column not in names:
+                raise refuse(
+                    place, f"has no column {column!r}, only {', '.join(map(repr, names))}", "name the column with --text_field (task sft: --messages_field)"
+                )
+
+    def are_tokens(self, schema: pa.Schema) -> bool:
+        return not self.as_rows and self.columns[0] in schema.names and holds_tokens(schema.field(self.columns[0]).type)
+
+
+def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tuple[str, ...] = ()) -> Source:
+    """The corpus of a domain; a collective where it is remote. Raises `Refusal` if it does not exist or cannot be reached.
 
     With `columns` a document is a row of a table or of JSON lines: a dictionary of these.
     """
     sft = recipe.task == "sft"
-    column = columns or (recipe.messages_field if sft else recipe.text_field,)
+    one = recipe.messages_field if sft else recipe.text_field
+    wanted = Wanted(columns, _one_row, True) if columns else Wanted((one,), partial(_one_document, sft))
     if columns and domain.dataset == "builtin":
-        raise refuse("--dataset builtin", f"is text, and has no columns {', '.join(columns)}", "give Parquet, Arrow or JSON lines")
+        raise _no_table(domain, columns)
     if domain.dataset == "builtin":
         files = standard_library(*(("test", "tests", "idle_test") if sft else ()))  # tests have few docstrings
         # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
         warnings.filterwarnings("ignore", module="builtin_corpus")
         return _text_source(files, _docstring_chats if sft else _pieces, "builtin", recipe.task, whole=sft, errors="replace")
+    if domain.dataset.startswith(("http://", "https://")):
+        return _address_source(recipe, domain, wanted, patience)
     files = local_files(domain.dataset)
     if files is None:
-        return _hub_source(recipe, domain, column, partial(_one_document, sft) if not columns else _one_row)
+        return _hub_source(recipe, domain, wanted, patience)
     kind = kind_of(files, domain.dataset)
     if kind == "text" and columns:
-        raise refuse(f"--dataset {domain.dataset}", f"is text, and has no columns {', '.join(columns)}", "give Parquet, Arrow or JSON lines")
+        raise _no_table(domain, columns)
     if kind == "text" and sft:
         raise refuse(f"--dataset {domain.dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
     if kind == "text":
         return _text_source(files, _pieces, recipe.task)
     of_files = digests(files)
+    mark = fingerprint(of_files, recipe.task, *wanted.columns)
     if kind == "lines":
-        spans = [span for file in files for span in _spans(file, file.stat().st_size)]
-        return Source(
-            parts=tuple(span.name for span in spans),
-            groups=lambda part: 1,
-            read=lambda part, group, row: _lines(spans[part], row),
-            documents=partial(_from_line, column, partial(_one_document, sft) if not columns else _one_row),
-            fingerprint=fingerprint(of_files, recipe.task, *column),
-            files=of_files,
+        return _lines_source([span for file in files for span in _spans(file, file.stat().st_size, partial(open, file, "rb"))], wanted, mark, files=of_files)
+    names = tuple(map(str, files))
+    if kind == "arrow":
+        return _arrow_source(names, wanted, mark, files=of_files)
+    return _parquet_source(names, names.__getitem__, wanted, mark, files=of_files)
+
+
+def _no_table(domain: Domain, columns: tuple[str, ...]) -> Refusal:
+    return refuse(f"--dataset {domain.dataset}", f"is text, and has no columns {', '.join(columns)}", "give Parquet, Arrow or JSON lines")
+
+
+def _address_source(recipe: Recipe, domain: Domain, wanted: Wanted, patience: Patience) -> Source:
+    """JSONL or Parquet files behind addresses, of which rank 0 asks what they are."""
+    urls = sorted(part.strip() for part in domain.dataset.split(",") if part.strip())
+    kinds = {KINDS.get(suffix(Path(urlsplit(url).path)), "") for url in urls}
+    if len(kinds) > 1 or not kinds <= {"lines", "parquet"}:
+        raise refuse(
+            "--dataset " + ",".join(map(shown, urls)),
+            "an address must be that of a JSONL or Parquet file, and all of one kind",
+            "name .jsonl or .parquet files",
         )
-    dataset = _loaded(kind, tuple(escape(os.path.abspath(file)) for file in files), (kind, *of_files.values()))
-    names = tuple(str(file) for file in files)
-    as_document = partial(_one_document, sft) if not columns else _one_row
-    return _table_source(dataset, names, column, as_document, fingerprint(of_files, recipe.task, *column), files=of_files)
+    files = from_rank_0(lambda: [look_up(url, patience) for url in urls])
+    of_files = {str(file): f"{file.size} {file.version}" for file in files}
+    mark = fingerprint(of_files, recipe.task, *wanted.columns)
+    if kinds == {"lines"}:
+        spans = [span for file in files for span in _spans(file, file.size, partial(file.open, patience))]
+        return _lines_source(spans, wanted, mark, files=of_files, local=False)
+    return _parquet_source(tuple(of_files), lambda part: files[part].open(patience), wanted, mark, files=of_files, local=False)
 
 
 # Text and lines: runs of bytes ------------------------------------------------------------------------------------
@@ -113,7 +167,8 @@ def open_source(recipe: Recipe, domain: Domain, columns: tuple[str, ...] = ()) -
 class Span:
     """The lines of a file that begin in bytes `start` to `stop`."""
 
-    file: Path
+    file: Path | RemoteFile
+    open: Callable[[], BinaryIO]
     start: int
     stop: int
 
@@ -122,17 +177,19 @@ class Span:
         return f"{self.file}, from byte {self.start}" if self.start else str(self.file)
 
 
-def _spans(file: Path, size: int) -> list[Span]:
+def _spans(file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO]) -> list[Span]:
     """Runs of PART_BYTES. Unlike datasets' text builder, which resumes by reading a file from its start, they are reached at once."""
     if file.name.endswith(".gz"):
-        return [Span(file, 0, 1 << 62)]
-    return [Span(file, start, min(start + PART_BYTES, size)) for start in range(0, max(1, size), PART_BYTES)]
+        return [Span(file, opened, 0, 1 << 62 if size else 0)]
+    return [Span(file, opened, start, min(start + PART_BYTES, size)) for start in range(0, max(1, size), PART_BYTES)]
 
 
 def _raw_lines(span: Span) -> Iterator[bytes]:
-    """The span's lines, with their ends. Raises `Refusal` for an empty file, OSError, EOFError or zlib.error for a broken one."""
-    opened: Any = gzip.open if span.file.name.endswith(".gz") else open
-    with opened(span.file, "rb") as stream:
+    """The span's lines, with their ends. Raises OSError, EOFError or zlib.error for a broken file."""
+    with contextlib.ExitStack() as closing:
+        stream: Any = closing.enter_context(span.open())
+        if span.file.name.endswith(".gz"):
+            stream = closing.enter_context(gzip.open(stream, "rb"))
         position = 0
         if span.start:
             stream.seek(span.start - 1)
@@ -142,17 +199,29 @@ def _raw_lines(span: Span) -> Iterator[bytes]:
             yield line
 
 
+def _lines_source(spans: list[Span], wanted: Wanted, mark: str, **more: Any) -> Source:
+    def read(part: int, group: int, row: int) -> Iterator[list[bytes]]:
+        return _lines(spans[part], row)
+
+    return Source(tuple(span.name for span in spans), lambda part: 1, read, partial(_from_line, wanted), mark, **more)
+
+
 def _lines(span: Span, row: int) -> Iterator[list[bytes]]:
-    if span.file.stat().st_size == 0:
+    if span.stop == 0:
         raise refuse(str(span.file), "is empty", "fetch it again, or leave it out (--bad_rows skip)")
     lines: list[bytes] = []
-    for number, line in enumerate(_raw_lines(span)):
-        if number < row:
-            continue
-        lines.append(line)
-        if len(lines) == READ_ROWS:
-            yield lines
-            lines = []
+    try:
+        for number, line in enumerate(_raw_lines(span)):
+            if number < row:
+                continue
+            lines.append(line)
+            if len(lines) == READ_ROWS:
+                yield lines
+                lines = []
+    except (OSError, EOFError, zlib.error):
+        if lines:
+            yield lines  # what lies before the damage, so that it is told where that is
+        raise
     if lines:
         yield lines
 
@@ -165,7 +234,8 @@ def _text_source(files: list[Path], documents: Callable[[Any, str], list[Documen
     runs: list[list[Span]] = [[]]
     held = 0
     for file, size in zip(files, sizes, strict=True):
-        for span in [Span(file, 0, 1 << 62)] if whole else _spans(file, size):
+        opened = partial(open, file, "rb")
+        for span in [Span(file, opened, 0, 1 << 62)] if whole else _spans(file, size, opened):
             if runs[-1] and held >= target:
                 runs.append([])
                 held = 0
@@ -180,15 +250,19 @@ def _text_source(files: list[Path], documents: Callable[[Any, str], list[Documen
         return documents(_decoded(value, place, errors), place)
 
     names = tuple(run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it" for run in runs)
-    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), of_files)
+    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files)
 
 
 def _decoded(value: bytes, place: str, errors: str = "strict") -> str:
     try:
         return value.decode("utf-8", errors).removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        rule = f"is not UTF-8: byte {value[error.start]:#04x} at {error.start}"
-        raise refuse(place, rule, "convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)") from error
+        raise not_utf8(place, error) from error
+
+
+def not_utf8(place: str, error: UnicodeDecodeError) -> Refusal:
+    rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
+    return refuse(place, rule, "convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)")
 
 
 def _pieces(text: str, place: str) -> list[Document]:
@@ -203,7 +277,7 @@ def _pieces(text: str, place: str) -> list[Document]:
     return pieces
 
 
-def _from_line(columns: tuple[str, ...], documents: Callable[[Any, str], list[Document]], line: bytes, place: str) -> list[Document]:
+def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document]:
     if not line.strip():
         return []
     text = _decoded(line, place)
@@ -215,71 +289,148 @@ def _from_line(columns: tuple[str, ...], documents: Callable[[Any, str], list[Do
         row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     if not isinstance(row, dict):
         raise refuse(place, f"is not a JSON object but a {type(row).__name__}", "write one JSON object per line")
-    if missing := [column for column in columns if column not in row]:
-        raise no_column(missing[0], list(row), place)
-    return documents(row[columns[0]] if documents is not _one_row else {column: row[column] for column in columns}, place)
+    wanted.check(list(row), place)
+    return wanted.documents(wanted.of_row(row), place)
 
 
 # Tables: Parquet, Arrow, the hub ----------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=8)
-def _loaded(builder: str, files: tuple[str, ...], content: tuple[str, ...]) -> datasets.IterableDataset:
-    """`load_dataset`, once for the same `content`: both streams of a run read it."""
-    try:
-        return datasets.load_dataset(builder, data_files={"train": list(files)}, split="train", streaming=True)
-    except UNREADABLE as error:
-        raise unreadable(files[0], error) from error  # `datasets` looks into the first file only
+def _parquet_source(names: tuple[str, ...], opened: Callable[[int], Any], wanted: Wanted, mark: str, **more: Any) -> Source:
+    """Parquet files; `opened` gives what pyarrow opens: a path, or a Python file. Of a row group only the columns' pages are read, one after the other."""
 
+    buffer = BUFFER if more.get("local", True) else REMOTE_BUFFER
 
-def _hub_source(recipe: Recipe, domain: Domain, columns: tuple[str, ...], documents: Callable[[Any, str], list[Document]]) -> Source:
-    try:
-        builder = datasets.load_dataset_builder(domain.dataset, domain.subset or recipe.subset or None)
-        dataset = builder.as_streaming_dataset(split=recipe.split)
-        assert isinstance(dataset, datasets.IterableDataset)
-    except (OSError, ValueError) as error:
-        raise hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
-    names = tuple(f"{domain.dataset}, shard {number} of {dataset.num_shards}" for number in range(dataset.num_shards))
-    mark = f"{domain.dataset}/{domain.subset or recipe.subset}/{recipe.split}@{builder.hash} {recipe.task} {' '.join(columns)}"
-    return _table_source(dataset, names, columns, documents, mark, local=False)
-
-
-def _table_source(
-    dataset: datasets.IterableDataset, names: tuple[str, ...], columns: tuple[str, ...], documents: Callable[[Any, str], list[Document]], mark: str, **more: Any
-) -> Source:
     @functools.lru_cache(maxsize=4)
-    def opened(part: int) -> datasets.IterableDataset:
-        """One file, cut into its row groups; its footer is read when its turn comes."""
+    def footer(part: int) -> pq.FileMetaData:
         try:
-            return dataset.shard(len(names), part).reshard()
+            with pq.ParquetFile(opened(part)) as parquet:
+                return parquet.metadata
         except UNREADABLE as error:
-            raise unreadable(names[part], error) from error
-
-    def groups(part: int) -> int:
-        return opened(part).num_shards
+            raise error if isinstance(error, Refusal) else unreadable(names[part], error) from error
 
     def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
-        name = f"{names[part]}, row group {group}"
-        if groups(part) == 0:
-            return
-        tables = opened(part).shard(groups(part), group).with_format("arrow").iter(TOKEN_ROWS)
-        at = 0
-        while True:
-            table: Any = next(tables, None)  # a pyarrow table
-            if table is None:
-                return
-            if missing := [column for column in columns if column not in table.column_names]:
-                raise no_column(missing[0], table.column_names, name)
-            skipped = min(max(0, row - at), table.num_rows)
-            at += table.num_rows
-            values = (table[columns[0]] if documents is not _one_row else pa.chunked_array(table.select(list(columns)).to_struct_array())).slice(skipped)
-            values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
-            size = TOKEN_ROWS if holds_tokens(values.type) else READ_ROWS
-            for first in range(0, len(values), size):
-                yield values.slice(first, size)
+        found = schema(part)
+        wanted.check(found.names, f"{names[part]}, row group {group}")
+        rows = TOKEN_ROWS if wanted.are_tokens(found) else READ_ROWS
+        with pq.ParquetFile(opened(part), metadata=footer(part), pre_buffer=False, buffer_size=buffer) as parquet:
+            yield from _cut(parquet.iter_batches(rows, [group], list(wanted.columns), use_threads=False), wanted, row)
 
-    kind = dataset.features.arrow_schema.field(columns[0]).type if dataset.features and columns[0] in dataset.features else None
-    return Source(names, groups, read, documents, mark, ready=len(columns) == 1 and kind is not None and holds_tokens(kind), **more)
+    def schema(part: int) -> pa.Schema:
+        return footer(part).schema.to_arrow_schema()
+
+    return Source(names, lambda part: footer(part).num_row_groups, read, wanted.documents, mark, ready=_are_tokens(names, schema, wanted), **more)
+
+
+def _arrow_source(names: tuple[str, ...], wanted: Wanted, mark: str, **more: Any) -> Source:
+    """Arrow files, in the format for streams (which `datasets` writes) or for files, mapped into memory."""
+
+    def batches(part: int) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        try:
+            stream = pa.ipc.open_stream(pa.memory_map(names[part]))
+            return stream.schema, iter(stream)
+        except pa.ArrowInvalid:
+            file = pa.ipc.open_file(pa.memory_map(names[part]))
+            return file.schema, map(file.get_batch, range(file.num_record_batches))
+
+    def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
+        schema, tables = batches(part)
+        wanted.check(schema.names, names[part])
+        yield from _cut(tables, wanted, row, validate=True)
+
+    return Source(names, lambda part: 1, read, wanted.documents, mark, ready=_are_tokens(names, lambda part: batches(part)[0], wanted), **more)
+
+
+def _are_tokens(names: tuple[str, ...], schema: Callable[[int], pa.Schema], wanted: Wanted) -> bool:
+    """Whether the first file that can be read holds documents of ready tokens."""
+    for part in range(len(names)):
+        try:
+            found = schema(part)
+        except Unreachable:
+            raise
+        except UNREADABLE:
+            continue  # told when its turn comes
+        return wanted.are_tokens(found)
+    return False
+
+
+def _cut(tables: Iterator[Any], wanted: Wanted, row: int, validate: bool = False) -> Iterator[pa.Array]:
+    """The wanted values from `row` on, some at a time. Raises pa.ArrowInvalid for offsets that point nowhere."""
+    at = 0
+    for table in tables:
+        skipped = min(max(0, row - at), table.num_rows)
+        at += table.num_rows
+        values = wanted.of_table(table).slice(skipped)
+        if validate:
+            values.validate(full=True)
+        size = TOKEN_ROWS if holds_tokens(values.type) else READ_ROWS
+        for first in range(0, len(values), size):
+            yield values.slice(first, size)
+
+
+def _hub_source(recipe: Recipe, domain: Domain, wanted: Wanted, patience: Patience) -> Source:
+    """A data set of the hub, of which rank 0 asks which files it has."""
+    subset = domain.subset or recipe.subset
+
+    def resolve() -> tuple[str, list[str], Any]:
+        """(hash of the commit and subset, addresses of its Parquet files, or else the data set)."""
+        try:
+            builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, subset or None))
+            files = (builder.config.data_files or {}).get(recipe.split, [])
+            if isinstance(builder, Parquet) and files and all(file.startswith("hf://datasets/") for file in files):
+                return builder.hash or "", [address_of(file) for file in files], None
+            return builder.hash or "", [], patience(f"--dataset {domain.dataset}", lambda: builder.as_streaming_dataset(split=recipe.split))
+        except (OSError, ValueError) as error:
+            raise error if isinstance(error, Refusal) else hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
+
+    commit, urls, dataset = from_rank_0(resolve)
+    mark = f"{domain.dataset}/{subset}/{recipe.split}@{commit} {recipe.task} {' '.join(wanted.columns)}"
+    if urls:
+        found = functools.lru_cache(maxsize=16)(lambda part: look_up(urls[part], patience, pinned=True))
+        return _parquet_source(tuple(map(shown, urls)), lambda part: found(part).open(patience), wanted, mark, local=False)
+    names = tuple(f"{domain.dataset}, shard {number} of {dataset.num_shards}" for number in range(dataset.num_shards))
+    return _streamed_source(dataset, names, wanted, mark, patience)
+
+
+def address_of(file: str) -> str:
+    """Where the hub gives out `hf://datasets/ORG/NAME@COMMIT/PATH`."""
+    repository, _, rest = file.removeprefix("hf://").partition("@")
+    commit, _, path = rest.partition("/")
+    return f"{datasets_config.HF_ENDPOINT}/{repository}/resolve/{quote(commit, safe='')}/{quote(path)}"
+
+
+def _streamed_source(dataset: datasets.IterableDataset, names: tuple[str, ...], wanted: Wanted, mark: str, patience: Patience) -> Source:
+    """Whatever else `datasets` streams. A fault of the network opens the group again, at the row that was reached."""
+
+    @functools.lru_cache(maxsize=4)
+    def opened(part: int) -> datasets.IterableDataset:
+        try:
+            return patience(names[part], lambda: dataset.shard(len(names), part).reshard())
+        except UNREADABLE as error:
+            raise error if isinstance(error, Refusal) else unreadable(names[part], error) from error
+
+    def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
+        values: Iterator[pa.Array] | None = None
+
+        def more() -> pa.Array | None:
+            nonlocal values
+            try:
+                if values is None:
+                    values = _cut(opened(part).shard(opened(part).num_shards, group).with_format("arrow").iter(TOKEN_ROWS), wanted, row)
+                return next(values, None)
+            except KeyError:
+                wanted.check(list(dataset.column_names or []), f"{names[part]}, row group {group}")
+                raise
+            except UNREADABLE as error:
+                values = None
+                raise error
+
+        while (some := patience(names[part], more)) is not None:
+            yield some
+            row += len(some)
+
+    ready = dataset.features is not None and wanted.are_tokens(dataset.features.arrow_schema)
+    return Source(names, lambda part: opened(part).num_shards, read, wanted.documents, mark, local=False, ready=ready)
 
 
 def holds_tokens(kind: pa.DataType) -> bool:
@@ -300,10 +451,6 @@ def _one_row(value: dict[str, Any], place: str) -> list[Document]:
 
 def unreadable(place: str, error: Exception) -> Refusal:
     return refuse(place, f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}", "replace the file, or leave it out")
-
-
-def no_column(column: str, columns: list[str], place: str) -> Refusal:
-    return refuse(place, f"has no column {column!r}, only {', '.join(map(repr, columns))}", "name the column with --text_field (task sft: --messages_field)")
 
 
 # Chats of the built-in corpus -------------------------------------------------------------------------------------

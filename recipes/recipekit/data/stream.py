@@ -7,12 +7,13 @@ dealing of all rows and builds its own, so order and state depend on nothing but
 mixture), and the state is a few integers for each corpus.
 """
 
+import logging
 import queue
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,12 +27,15 @@ from . import chunks, sources
 from .chunks import Encoder, Reader, open_cache
 from .mixture import Domain, domains_of, furthest_behind
 from .packing import Block, fill_rows, make_block, permutation
+from .remote import Patience
 from .sources import Source, open_source
 
 BLOCK_ROWS = 512  # a block, the range of packing and shuffle, has the tokens of so many rows;
 BLOCK_TOKENS = 1 << 20, 1 << 22  # but at least and at most so many
 BARREN_DOCUMENTS = 10_000  # so many documents in a row without a target mean that there is none
 PREFETCH = 3  # steps prepared ahead, at least
+NAMED_FILES = 5  # changed files that a refusal names
+LOG = logging.getLogger(__name__)
 
 MicroBatch = dict[str, torch.Tensor]
 
@@ -107,12 +111,12 @@ def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
     parts = permutation(len(source.parts), seed, place.epoch)
     for part in range(place.part, len(parts)):
         number = int(parts[part])
-        try:
-            groups = permutation(source.groups(number), seed, place.epoch, number)
-        except Refusal as problem:
-            reader.bad(problem)
-            bad += 1
+        count = reader.groups(number)
+        if not isinstance(count, int):  # a chunk that counts what cannot be read
+            yield Place(place.epoch, part, bad=bad), count
+            bad += count.bad
             continue
+        groups = permutation(count, seed, place.epoch, number)
         for group in range(place.group if part == place.part else 0, len(groups)):
             resumed = part == place.part and group == place.group
             row, document = (place.row, place.document) if resumed else (0, 0)
@@ -150,16 +154,17 @@ class Domains:
         self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
         self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
+        self.bad = [state["domains"][domain.name]["bad"] for domain in domains]  # rows left out up to its end
         self.streams = [open_blocks(number, place) for number, place in enumerate(self.before)]
         self.after: list[Place | None] = [None] * len(domains)
         self.block: list[Any] = [None] * len(domains)
         self.row_tokens = row_tokens
 
     def state(self) -> dict[str, dict]:
-        """For each domain: the place of its block, the rows used of that, the tokens given since the weights last changed."""
+        """For each domain: the place of its block, the rows used of that, the tokens given since the weights last changed, the broken rows left out."""
         return {
-            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "tokens": tokens}
-            for domain, place, used, tokens in zip(self.domains, self.before, self.used, self.tokens, strict=True)
+            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "tokens": tokens, "bad": bad}
+            for domain, place, used, tokens, bad in zip(self.domains, self.before, self.used, self.tokens, self.bad, strict=True)
         }
 
     def ready(self, number: int) -> Any:
@@ -170,8 +175,8 @@ class Domains:
                 after = self.after[number]
                 assert after is not None
                 self.before[number], self.used[number] = after, 0
-            self.after[number], self.block[number] = next(self.streams[number])
-            block = self.block[number]
+            self.after[number], self.block[number] = after, block = next(self.streams[number])
+            self.bad[number] = after.bad
         return block
 
     def deal(self, count: int) -> list["Run"]:
@@ -250,13 +255,20 @@ class Stream:
     """An iterator of (micro-batches of one optimizer step on one data-parallel rank, state after it), prepared ahead by one thread.
 
     `state` is that of the batch handed out last, at first the one it was opened with. An error in the thread is raised
-    by `next`, and shown one step before by `error_ahead`. `close` ends the thread.
+    by `next`, and shown one step before by `error_ahead`. `close` ends the thread. `files` names what is read: domain -> file -> digest.
     """
 
-    def __init__(self, steps: Iterator[tuple[list[MicroBatch], dict]], state: dict, prefetch: int = PREFETCH):
-        self.state = state
+    def __init__(
+        self,
+        steps: Iterator[tuple[list[MicroBatch], dict]],
+        state: dict,
+        prefetch: int = PREFETCH,
+        closed: threading.Event | None = None,
+        files: dict[str, dict[str, str]] | None = None,
+    ):
+        self.state, self.files = state, files or {}
         self._queue: queue.Queue = queue.Queue(prefetch)
-        self._closed = threading.Event()
+        self._closed = closed or threading.Event()  # ends what the thread waits for
         self._ahead: Any = None  # taken from the queue, not yet handed out
         self._thread = threading.Thread(target=self._read, args=(steps,), name="data", daemon=True)
         self._thread.start()
@@ -268,15 +280,21 @@ class Stream:
                 if self._closed.is_set():
                     return
         except BaseException as error:  # whatever it is, it belongs to the thread that calls next
-            self._queue.put(error)
+            if not self._closed.is_set():
+                self._queue.put(error)
 
     def __iter__(self) -> "Stream":
         return self
 
     def error_ahead(self) -> BaseException | None:
         """What the next `next` will raise, or None; waits until that is known."""
-        if self._ahead is None:
-            self._ahead = RuntimeError("the stream is closed") if self._closed.is_set() else self._queue.get()
+        while self._ahead is None:
+            alive = self._thread.is_alive()  # asked first: what it put last is found below
+            try:
+                self._ahead = RuntimeError("the stream is closed") if self._closed.is_set() else self._queue.get(timeout=1)
+            except queue.Empty:
+                if not alive:
+                    self._ahead = RuntimeError("the thread that reads the data has died without saying why")
         return self._ahead if isinstance(self._ahead, BaseException) else None
 
     def __next__(self) -> tuple[list[MicroBatch], dict]:
@@ -293,6 +311,7 @@ class Stream:
             while not self._queue.empty():
                 self._queue.get()
             self._thread.join(0.01)
+        self._queue.queue.clear()  # an error in it would keep its frames, and the files that they have open
 
 
 @dataclass(frozen=True)
@@ -302,18 +321,29 @@ class Corpus:
     domains: list[Domain]
     sources: list[Source]
     encoder: Encoder
-    identity: dict = field(default_factory=dict)
+    identity: dict
+    patience: Patience
+
+    @property
+    def files(self) -> dict[str, dict[str, str]]:
+        return {domain.name: source.files for domain, source in zip(self.domains, self.sources, strict=True)}
 
     def readers(self, recipe: Recipe, held_out: bool = False) -> list[Reader]:
-        skip = recipe.bad_rows == "skip"
-        return [Reader(source, self.encoder, skip, None if held_out else open_cache(recipe, source, self.encoder), held_out) for source in self.sources]
+        skip, told = recipe.bad_rows == "skip", []
+        of_all = {"say": self.patience.say, "closed": self.patience.closed, "told": told}
+        caches = [None if held_out else open_cache(recipe, source, self.encoder) for source in self.sources]
+        return [Reader(source, self.encoder, skip, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
 
 
-def open_corpus(recipe: Recipe, tokenizer: Any) -> Corpus:
-    """The corpora of the recipe. Raises `Refusal` if one does not exist or cannot be reached, or the tokenizer does not fit."""
+def open_corpus(recipe: Recipe, tokenizer: Any, say: Callable[[str], None] = LOG.warning) -> Corpus:
+    """The corpora of the recipe; a collective where one is remote. `say` is told of rows left out and of servers waited for.
+
+    Raises `Refusal` if one does not exist or cannot be reached, or the tokenizer does not fit.
+    """
     check_tokenizer(tokenizer, recipe.task)
     domains = domains_of(recipe)
-    opened = [open_source(recipe, domain) for domain in domains]
+    patience = Patience(recipe.retry_s, say)
+    opened = [open_source(recipe, domain, patience) for domain in domains]
     encoder = Encoder(tokenizer, recipe.task, recipe.seq_len)
     identity = {
         "corpus": {domain.name: source.fingerprint for domain, source in zip(domains, opened, strict=True)},
@@ -324,64 +354,92 @@ def open_corpus(recipe: Recipe, tokenizer: Any) -> Corpus:
         "seq_len": recipe.seq_len,
         "blocks": [block_tokens(recipe.seq_len), chunks.CHUNK_ROWS, chunks.CHUNK_CHARACTERS, sources.PIECE, sources.PART_BYTES],
     }
-    return Corpus(domains, opened, encoder, identity)
+    return Corpus(domains, opened, encoder, identity, patience)
 
 
 def fingerprint(recipe: Recipe) -> str:
     """Names the content that the recipe reads: equal for equal copies of local files; of a hub data set its commit."""
-    return "; ".join(f"{domain.name}={open_source(recipe, domain).fingerprint}".removeprefix("=") for domain in domains_of(recipe))
+    patience = Patience(recipe.retry_s, LOG.warning)
+    return "; ".join(f"{domain.name}={open_source(recipe, domain, patience).fingerprint}".removeprefix("=") for domain in domains_of(recipe))
 
 
-def open_stream(recipe: Recipe, tokenizer: Any, *, dp: int, dp_rank: int, state: dict | None = None) -> Stream:
+def open_stream(
+    recipe: Recipe,
+    tokenizer: Any,
+    *,
+    dp: int,
+    dp_rank: int,
+    state: dict | None = None,
+    files: dict[str, dict[str, str]] | None = None,
+    say: Callable[[str], None] = LOG.warning,
+) -> Stream:
     """The stream of one data-parallel rank, from the start or from a state of any rank of any layout.
 
     A micro-batch is {"input_ids", "labels", "position_ids"}, each (micro_batch, seq_len) int64; labels[b, t] is the target
     of position t or -100. A mixture adds "domain", (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened,
-    or `state` is of another stream.
+    or `state` is of another stream; `files`, those of that stream, let it name the ones that are others now.
     """
-    corpus = open_corpus(recipe, tokenizer)
+    check_batch(recipe, dp)
+    corpus = open_corpus(recipe, tokenizer, say)
+    if state is not None:
+        check_identity(state["identity"], corpus.identity, changed_files(files or {}, corpus.files))
     readers, join = corpus.readers(recipe), partial(packed, recipe.seq_len, pad_id(tokenizer))
     limit = block_tokens(recipe.seq_len)
 
     def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, Any]]:
         return blocks(readers[number], recipe.seed, limit, join, place)
 
-    build = packed_batches(recipe.micro_batch, recipe.seq_len)
-    return start_stream(recipe, corpus.domains, corpus.identity, open_blocks, build, recipe.seq_len, limit, dp, dp_rank, state)
+    state = state or start(corpus.domains, corpus.identity)
+    owned = lanes(recipe, dp, dp_rank)
+    domains = Domains(corpus.domains, open_blocks, recipe.seq_len, state)
+    prefetch = max(PREFETCH, limit // recipe.seq_len // recipe.global_batch)  # steps to take while a block is made
+    made = steps(domains, packed_batches(recipe.micro_batch, recipe.seq_len), recipe, corpus.identity, owned)
+    return Stream(made, state, prefetch, corpus.patience.closed, corpus.files)
 
 
-def start_stream(
-    recipe: Recipe,
-    domains: list[Domain],
-    identity: dict,
-    open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]],
-    build: Callable[[list[Run]], MicroBatch],
-    row_tokens: int,
-    block: int,
-    dp: int,
-    dp_rank: int,
-    state: dict | None,
-) -> Stream:
-    """The stream of what `build` makes of the blocks, each of about `block` tokens."""
+def check_batch(recipe: Recipe, dp: int) -> None:
+    """Raises `Refusal` if the global batch cannot be divided over the ranks."""
     if recipe.global_batch % (dp * recipe.micro_batch):
         rule = f"is no multiple of dp({dp}) * micro_batch({recipe.micro_batch})"
         fitting = dp * recipe.micro_batch * max(1, recipe.global_batch // (dp * recipe.micro_batch))
         raise refuse(f"global_batch = {recipe.global_batch}", rule, f"use --global_batch {fitting}")
-    if state is None:
-        state = {"identity": identity, "step": 0, "domains": {domain.name: {"place": {}, "used": 0, "tokens": 0} for domain in domains}}
-    check_identity(state["identity"], identity)
-    lanes = recipe.global_batch // dp
-    owned = range(dp_rank * lanes, (dp_rank + 1) * lanes)
-    prefetch = max(PREFETCH, block // row_tokens // recipe.global_batch)  # steps to take while a block is made
-    return Stream(steps(Domains(domains, open_blocks, row_tokens, state), build, recipe, identity, owned), state, prefetch)
 
 
-def check_identity(saved: dict, now: dict) -> None:
-    """Raises `Refusal` if two streams differ in what their order depends on."""
+def start(domains: list[Domain], identity: dict) -> dict:
+    """The state before the first step."""
+    return {"identity": identity, "step": 0, "domains": {domain.name: {"place": {}, "used": 0, "tokens": 0, "bad": 0} for domain in domains}}
+
+
+def lanes(recipe: Recipe, dp: int, dp_rank: int) -> range:
+    """The slots of the global batch that a data-parallel rank owns."""
+    count = recipe.global_batch // dp
+    return range(dp_rank * count, (dp_rank + 1) * count)
+
+
+def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
+    """Raises `Refusal` if two streams differ in what their order depends on; `changed` says which files do."""
     fix = "go on with the value of the saved run, or start a new one with --out NEW"
     problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
+    if changed and saved.get("corpus") != now.get("corpus"):
+        named = ", ".join(changed[:NAMED_FILES]) + (f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else "")
+        fix = "bring the old files back, or start a new run with --out NEW"
+        problems = [
+            Problem("--dataset", f"files are others than the saved run read: {named}", fix) if problem.where.startswith("corpus = ") else problem
+            for problem in problems
+        ]
     if problems:
         raise Refusal(problems)
+
+
+def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
+    """Each file that differs between two runs, with what happened to it."""
+    found = []
+    for domain in before.keys() & now.keys():
+        old, new = before[domain], now[domain]
+        found += [f"{name} has changed" for name in old if name in new and new[name] != old[name]]
+        found += [f"{name} is gone" for name in old if name not in new]
+        found += [f"{name} is new" for name in new if name not in old]
+    return found
 
 
 def roll(seen: int, batches: list[MicroBatch]) -> int:

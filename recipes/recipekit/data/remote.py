@@ -1,0 +1,261 @@
+"""Files over HTTP: read in ranges, each of which is asked for again until it came whole or the time is over.
+
+A range can be asked for any number of times, so what fails on the way neither loses nor repeats a row.
+"""
+
+import http.client
+import io
+import logging
+import random
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import torch.distributed as dist
+from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.utils import build_hf_headers, httpx
+
+from ..refusal import Refusal, refuse
+
+BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others a little later
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; each wait is twice the one before
+SILENT = 30.0  # seconds that a rank other than 0 waits before it tells, too
+TIMEOUT = 20.0  # seconds without a byte
+READ_AHEAD = 1 << 20  # bytes fetched at a time where a file is read line by line
+NETWORK = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError, http.client.HTTPException, httpx.TransportError)
+LOG = logging.getLogger(__name__)
+_DRAW = random.Random()  # not the seeded one of the module `random`: ranks must not all come back at the same moment
+
+Made = TypeVar("Made")
+
+
+class Unreachable(Refusal):
+    """A server gave no answer in the time it had: no fault of the data, so nothing that could be skipped."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a server that does not answer well is asked again, and who is told."""
+
+    seconds: float
+    say: Callable[[str], None]
+    closed: threading.Event = field(default_factory=threading.Event)  # ends the waiting
+
+    def __call__(self, where: str, attempt: Callable[[], Made]) -> Made:
+        """What `attempt` returns; it must be of a kind that can be made twice. Raises `Unreachable` when the time is over."""
+        begun, tries = time.monotonic(), 0
+        while True:
+            try:
+                return attempt()
+            except Exception as error:  # whatever a library makes of the fault: the chain tells
+                if not is_passing(error):
+                    raise
+                tries += 1
+                waited = time.monotonic() - begun
+                if waited >= self.seconds:
+                    fix = "see that the server is well and this machine may reach it, and start again, it goes on from the last checkpoint (longer: --retry_s)"
+                    raise Unreachable(
+                        refuse(where, f"{describe(error)}, {tries} times in {waited:.0f} s (--retry_s {self.seconds:g})", fix).problems
+                    ) from error
+                wait = max(min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * _DRAW.uniform(0.5, 1.0), retry_after(error) * _DRAW.uniform(1.0, 1.1))
+                wait = min(wait, self.seconds - waited)
+                text = f"{where}: {describe(error)}; asking again in {wait:.1f} s, for {self.seconds - waited:.0f} s more"
+                self.say(text)
+                if waited > SILENT and dist.is_initialized() and (rank := dist.get_rank()):
+                    LOG.warning("rank %d: %s", rank, text)  # all the others wait for it
+            if self.closed.wait(wait):
+                raise Unreachable(refuse(where, "is not asked again: the stream is closed", "open it anew").problems)
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """The error and all that led to it; `datasets` raises some anew without a cause, so contexts count."""
+    found: list[BaseException] = []
+    waiting: list[Any] = [error]
+    while waiting:
+        link = waiting.pop(0)
+        if isinstance(link, BaseException) and link not in found:
+            found.append(link)
+            waiting += [link.__cause__, link.__context__, getattr(link, "reason", None)]
+    return found
+
+
+def status_of(error: BaseException) -> int | None:
+    for link in chain(error):
+        status = getattr(link, "code", None) or getattr(getattr(link, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
+    return None
+
+
+def is_passing(error: BaseException) -> bool:
+    """True for a fault of the network or the server that may be gone a little later."""
+    links = chain(error)
+    if any(isinstance(link, Refusal | OfflineModeIsEnabled | ssl.SSLCertVerificationError) for link in links):
+        return False
+    if any("OfflineModeIsEnabled" in str(link) for link in links):  # datasets 5.2.0 keeps no more of it than its name
+        return False
+    if any(isinstance(link, socket.gaierror) and link.errno == socket.EAI_NONAME for link in links):
+        return False
+    if (status := status_of(error)) is not None:
+        return status in BUSY
+    return any(isinstance(link, NETWORK) for link in links)
+
+
+def retry_after(error: BaseException) -> float:
+    """Seconds that the server asks to wait; 0 if it does not say."""
+    for link in chain(error):
+        headers = getattr(link, "headers", None) or getattr(getattr(link, "response", None), "headers", None)
+        text = headers.get("Retry-After") if headers else None
+        if text and text.strip().isdecimal():
+            return float(text)
+        if text:
+            try:
+                return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
+            except (ValueError, TypeError):
+                return 0.0
+    return 0.0
+
+
+def describe(error: BaseException) -> str:
+    """The fault below all others, in one line."""
+    if (status := status_of(error)) is not None:
+        return f"the server answers {status} {http.client.responses.get(status, '')}".rstrip()
+    links = chain(error)
+    inner = [link for link in links if isinstance(link, NETWORK)][-1:] or links[:1]
+    if isinstance(inner[0], http.client.IncompleteRead):
+        return "the answer ends before its announced end"
+    return (str(inner[0]).strip() or type(inner[0]).__name__).splitlines()[0]
+
+
+def from_rank_0(make: Callable[[], Made]) -> Made:
+    """What rank 0 makes, on every rank of the job (a collective): one rank asks the server, whose patience 512 would try. Raises its `Refusal` on all."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except Refusal as refusal:
+            box[1] = refusal.problems
+    dist.broadcast_object_list(box)
+    if box[1]:
+        raise Refusal(box[1])
+    return box[0]
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file behind an address, of which ranges can be had."""
+
+    url: str
+    size: int
+    version: str  # what the server calls this content (ETag or date); "": the address itself stands for it
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(urlsplit(self.url).path).name
+
+    def __str__(self) -> str:
+        return shown(self.url)
+
+    def open(self, patience: Patience) -> BinaryIO:
+        return io.BufferedReader(Ranges(self, patience), READ_AHEAD)  # type: ignore[return-value]
+
+
+def shown(url: str) -> str:
+    """The address without user, password and query, which may hold secrets."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+class Ranges(io.RawIOBase):
+    """A remote file as a Python file; nothing is fetched that is not read."""
+
+    def __init__(self, file: RemoteFile, patience: Patience):
+        self._file, self._patience, self._position = file, patience, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._file.size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self._file.size)
+        if end <= self._position:
+            return 0
+        content = self._patience(str(self._file), lambda: fetch(self._file, self._position, end))
+        buffer[: len(content)] = content
+        self._position = end
+        return len(content)
+
+
+def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
+    """Size and version of what lies behind the address; `pinned`: its content can never be another. Raises `Refusal` if it cannot be had."""
+
+    def ask() -> RemoteFile:
+        try:
+            with request(url, "bytes=0-0") as answer:
+                if answer.status != 206:
+                    raise refuse(shown(url), "the server does not give parts of a file (HTTP range requests)", "download the file and name its path")
+                if len(answer.read()) != 1:
+                    raise ConnectionError("the server gave no byte of the one asked for")
+                size = int(answer.headers["Content-Range"].rpartition("/")[2])
+                return RemoteFile(url, size, "" if pinned else version_of(answer.headers))
+        except urllib.error.HTTPError as error:
+            if error.code == 416:  # no byte 0
+                return RemoteFile(url, 0, "" if pinned else version_of(error.headers))
+            raise
+
+    try:
+        return patience(shown(url), ask)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, Refusal):
+            raise
+        raise refuse(shown(url), f"cannot be read: {describe(error)}", "check the address, and that this machine may read it") from error
+
+
+def fetch(file: RemoteFile, start: int, end: int) -> bytes:
+    """Bytes `start` to before `end`. Raises OSError for what a second try may mend, `Refusal` if the file is another one now."""
+    with request(file.url, f"bytes={start}-{end - 1}") as answer:
+        size = int(answer.headers.get("Content-Range", "").rpartition("/")[2] or -1)
+        changed = size != file.size or (file.version and version_of(answer.headers) != file.version)
+        if answer.status != 206:
+            raise ConnectionError(f"the server answers {answer.status} where a part of the file was asked for")
+        if changed:
+            raise refuse(str(file), "has changed on the server since it was opened", "start anew with --out NEW, or bring the old file back")
+        content = answer.read()
+        if len(content) != end - start:
+            raise ConnectionError(f"the server gave {len(content)} bytes of the {end - start} asked for")
+        return content
+
+
+def request(url: str, ranges: str) -> Any:
+    asked = urllib.request.Request(url, headers={"Range": ranges, "Accept-Encoding": "identity", "User-Agent": "recipekit"})
+    if url.startswith(f"{constants.ENDPOINT}/"):
+        for name, value in build_hf_headers().items():
+            if name.lower() == "authorization":
+                asked.add_unredirected_header(name, value)  # not for the storage that the hub points to
+    return urllib.request.urlopen(asked, timeout=TIMEOUT)
+
+
+def version_of(headers: Any) -> str:
+    return (headers.get("ETag") or headers.get("Last-Modified") or "").removeprefix("W/").strip('"')

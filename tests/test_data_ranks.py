@@ -1,0 +1,164 @@
+"""Data faults among real ranks: all stop together or go on together, peers are proven equal, and nothing hangs."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import NANO, Job, checkpoints, contention, deepspeed, metrics
+from recipekit.data import chunks, sources, stream
+from recipekit.data.chunks import is_held_out
+from test_resume import BASE, train
+
+RECIPE = replace(BASE, steps=60, eval_every=0, warmup_steps=0, save_every=0)
+
+
+def texts(count: int, seed: int) -> list[str]:
+    found = (f"{seed}.{number:04} " + "x" * 20 for number in range(2 * count))
+    return [text for text in found if not is_held_out(text)][:count]
+
+
+def lines(own: list[str]) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in own)
+
+
+@contextlib.contextmanager
+def small_blocks() -> Iterator[None]:
+    """Blocks of 16 rows, so that a fault lies some steps ahead of the first one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "BLOCK_ROWS", 16)
+        patch.setattr(stream, "BLOCK_TOKENS", (1, 1 << 22))
+        patch.setattr(chunks, "CHUNK_ROWS", 7)
+        yield
+
+
+def train_small(argv: list[str], fault: str = "", **fields: Any) -> tuple[int | str, str]:
+    """`train` with small blocks on one rank of a pool; `fault` happens on rank 1 only."""
+    import torch.distributed as dist
+    from recipekit import setup
+    from recipekit import train as loop
+
+    with small_blocks(), pytest.MonkeyPatch.context() as patch:
+        if fault == "disk" and dist.get_rank() == 1:
+            read = sources._raw_lines
+
+            def failing(span: Any) -> Iterator[bytes]:
+                yield from itertools.islice(read(span), 150)
+                raise OSError(5, "Input/output error")
+
+            patch.setattr(sources, "_raw_lines", failing)
+        if fault == "off by one" and dist.get_rank() == 1:
+            patch.setattr(loop, "open_data", lambda *given: OffByOne(setup.open_data(*given)))
+        try:
+            return train(replace(RECIPE, **fields), argv)
+        except RuntimeError as error:
+            return str(error), ""
+
+
+class OffByOne:
+    """A stream that leaves out step 4."""
+
+    def __init__(self, inner: Any):
+        self.inner, self.steps = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __next__(self) -> Any:
+        self.steps += 1
+        if self.steps == 4:
+            next(self.inner)
+        return next(self.inner)
+
+
+def nothing() -> None:
+    """Until every rank has imported everything."""
+
+
+def stopped_at(printed: str) -> int:
+    (line,) = [line for line in printed.splitlines() if line.startswith("stopped by bad data after step ")]
+    return int(line.removeprefix("stopped by bad data after step ").partition(";")[0])
+
+
+@pytest.mark.parametrize("fault", ["row", "disk"])
+def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(pools: Any, tmp_path: Path, fault: str) -> None:
+    """A bad row that every rank meets, and a disk that fails on the host of one rank only."""
+    (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + ("nonsense\n" if fault == "row" else "") + lines(texts(50, 2)))
+    argv = ["--out", str(tmp_path / "run"), "--dataset", str(tmp_path / "a.jsonl"), "--token_cache", "off"]
+    results = pools.run(2, train_small, argv=argv, fault=fault)
+    assert [code for code, _ in results] == [1, 1], results
+    last = stopped_at(results[0][1])
+    assert 3 < last < 25 and checkpoints(tmp_path / "run") == [last] and len(metrics(tmp_path / "run")) == last
+    says = "a.jsonl, row 151: is not JSON" if fault == "row" else "a.jsonl, row 151: cannot be read: [Errno 5] Input/output error"
+    assert f"step {last + 1} cannot be made: {tmp_path}/{says}" in results[0][1], results[0][1]
+
+
+def test_a_launched_run_stops_with_exit_code_1(tmp_path: Path, ops: Callable[[str], None]) -> None:
+    """The bad row is in the first block: refused before the first step, by every rank, told once and without a traceback."""
+    ops("comm")
+    (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + "nonsense\n")
+    job = Job(tmp_path, deepspeed(NANO, "--tiny", "--dataset", tmp_path / "a.jsonl", "--steps", 5, "--no-wandb", "--out", tmp_path / "run"))
+    try:
+        assert job.wait(150) == 1
+        assert job.output.count("a.jsonl, row 151: is not JSON") == 1 and "Traceback" not in job.output, job.output
+        job.wait_gone(20)
+    finally:
+        job.close()
+
+
+def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text(lines(texts(70, number)) + "nonsense\n[1]\n" + lines(texts(20, 10 + number)))
+    argv = ["--dataset", str(tmp_path / "*.jsonl"), "--bad_rows", "skip", "--steps", "24"]
+    whole, parts = ["--out", str(tmp_path / "whole"), *argv], ["--out", str(tmp_path / "parts"), *argv]
+    results = pools.run(2, train_small, argv=whole)
+    assert [code for code, _ in results] == [0, 0], results
+    assert "skipped (--bad_rows skip): " in results[0][1] and "skipped" not in results[1][1], results
+    assert results[0][1].count("skipped (") == chunks.TOLD
+    for stop in ("7", "16", "0"):
+        results = pools.run(2, train_small, argv=[*parts, "--stop_at", stop])
+        assert [code for code, _ in results] == [0, 0], results
+    counts, again = ([line["bad_rows"] for line in metrics(tmp_path / name)] for name in ("whole", "parts"))
+    assert counts == again and counts == sorted(counts) and counts[-1] >= 3
+    losses, resumed = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "parts"))
+    assert losses == resumed
+
+    kept = json.loads((tmp_path / "parts" / "data_files.json").read_text())
+    assert set(kept[""]) == {"0.jsonl", "1.jsonl", "2.jsonl"}
+    (tmp_path / "1.jsonl").write_text(lines(texts(90, 5)))
+    results = pools.run(2, train_small, argv=[*parts, "--stop_at", "0", "--resume", str(tmp_path / "parts" / "checkpoints" / "step_00000016")])
+    assert [code for code, _ in results] == [0, 0] and "other data than the checkpoint's, read from its beginning: --dataset" in results[0][1], results
+    results = pools.run(2, train_small, argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12", "--stop_at", "5"])
+    assert [code for code, _ in results] == [0, 0], results
+    (tmp_path / "2.jsonl").write_text(lines(texts(90, 6)))
+    results = pools.run(2, train_small, argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12"])
+    assert all("files are others than the saved run read: 2.jsonl has changed; bring the old files back" in str(code) for code, _ in results), results
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_peers_that_read_other_data_are_caught_within_ten_steps(pools: Any, tmp_path: Path, layout: str) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(texts(400, 1)))
+    fields = {layout[:2]: 2}
+    argv = ["--dataset", str(tmp_path / "a.jsonl"), "--steps", "12"]
+    assert [code for code, _ in pools.run(2, train_small, argv=["--out", str(tmp_path / "equal"), *argv], **fields)] == [0, 0]
+    results = pools.run(2, train_small, argv=["--out", str(tmp_path / "other"), *argv], fault="off by one", **fields)
+    assert [code for code, _ in results] == ["ranks 0 and 1 share data-parallel rank 0, but were given other tokens up to step 10"] * 2, results
+    assert len(metrics(tmp_path / "other")) == 10
+
+
+def test_uneven_shards_never_hang(pools: Any, tmp_path: Path) -> None:
+    """Three shards of 3, 40 and 11 documents on two, three and four ranks: 30 steps over many epochs, each rank as many as the others."""
+    for number, count in enumerate((3, 40, 11)):
+        (tmp_path / f"{number}.jsonl").write_text(lines(texts(count, number)))
+    tokens = []
+    for world in (2, 3, 4):
+        pools.run(world, nothing)
+        argv = ["--out", str(tmp_path / str(world)), "--dataset", str(tmp_path / "*.jsonl"), "--steps", "30"]
+        results = pools.run(world, train_small, timeout=60 * contention(), argv=argv, global_batch=12)
+        assert [code for code, _ in results] == [0] * world, results
+        tokens.append([line["tokens"] for line in metrics(tmp_path / str(world))])
+    assert tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 30
