@@ -334,6 +334,19 @@ def test_ten_thousand_row_groups_start_at_once(tmp_path, monkeypatch):
     assert seconds < 20 and len(set(opened)) <= 2
 
 
+def test_tokens_are_kept_where_there_is_room(corpora, monkeypatch, tmp_path, caplog):
+    """Not by themselves where they would fill the disk; in a folder that is named, always."""
+    monkeypatch.setattr(chunks.datasets_config, "HF_DATASETS_CACHE", tmp_path / "auto")
+    recipe = recipe_for(corpora["lines"])
+    with monkeypatch.context() as full:
+        full.setattr(chunks, "TIMES_FREE", 1 << 50)
+        reference, _ = take(recipe, 3)
+        assert not list((tmp_path / "auto").rglob("*.arrow")) and "tokens are not kept" in caplog.text
+        assert (take(dataclasses.replace(recipe, token_cache=str(tmp_path / "named")), 3)[0] == reference).all()
+        assert list((tmp_path / "named").rglob("*.arrow"))
+    assert (take(recipe, 3)[0] == reference).all() and list((tmp_path / "auto").rglob("*.arrow"))
+
+
 def test_builtin_resumes_on_fewer_ranks():
     recipe = recipe_for("builtin", seq_len=256)
     reference, _ = take(recipe, 20)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from .remote import Unreachable
 from .sources import UNREADABLE, Document, Source, Values, holds_tokens, not_utf8, unreadable
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # a chunk ends at whichever comes first
+TIMES_FREE = 10  # tokens are kept by themselves where the disk has so many times the bytes of the corpus free
 FORMAT = 2  # of the files
 TOLD = 5  # rows left out of which a run tells where they are; the others are counted
 LOG = logging.getLogger(__name__)
@@ -96,6 +98,9 @@ def open_cache(recipe: Recipe, source: Source, encoder: Encoder) -> Path | None:
     folder = base / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if recipe.token_cache == "auto" and source.size * TIMES_FREE > (free := shutil.disk_usage(folder).free) and not any(folder.iterdir()):
+            LOG.warning("tokens are not kept: %.1f GB of data, %.1f GB free in %s; --token_cache FOLDER keeps them", source.size / 1e9, free / 1e9, base)
+            return None
     except OSError as error:
         if recipe.token_cache != "auto":
             raise refuse(f"--token_cache {recipe.token_cache}", f"cannot be made: {error.strerror}", "name a folder you may write to, or off") from error
@@ -179,7 +184,7 @@ class Reader:
             if not isinstance(some, list):
                 if holds_tokens(some.type):
                     assert not documents
-                    return _ready(some, row + len(some), self.encoder, self.held_out)
+                    return _ready(some, row + len(some), self.encoder, self.held_out, self.source.place(part, group, row))
                 some = _as_python(some)
             for value in some:
                 place, new = self.source.place(part, group, row), []
@@ -245,7 +250,7 @@ def is_empty(content: Any) -> bool:
     return isinstance(content, str) and not content.strip()
 
 
-def _ready(lists: pa.Array, row: int, encoder: Encoder, held_out: bool) -> Chunk:
+def _ready(lists: pa.Array, row: int, encoder: Encoder, held_out: bool, place: str) -> Chunk:
     """A chunk of documents that are tokens already; they are taken as they are."""
     if encoder.task == "sft":
         raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
@@ -253,7 +258,7 @@ def _ready(lists: pa.Array, row: int, encoder: Encoder, held_out: bool) -> Chunk
     ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
     if len(ids) and (highest := int(ids.view(np.uint32).max())) >= encoder.vocabulary:  # negative ones are high
         rule = f"holds token {highest if highest < 1 << 31 else highest - (1 << 32)}, the tokenizer has 0 to {encoder.vocabulary - 1}"
-        raise refuse("--dataset", rule, "use the tokenizer (--tokenizer) that made these tokens")
+        raise refuse(f"{place} or after it", rule, "use the tokenizer (--tokenizer) that made these tokens")
     offsets = lists.offsets.to_numpy().astype(np.int64)
     starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
     kept = (lengths > 1) & (held_out_tokens(ids, starts, lengths) == held_out)

@@ -63,6 +63,7 @@ class Source:
     files: dict[str, str] = field(default_factory=dict)  # name -> digest, of local files
     local: bool = True
     ready: bool = False  # documents are tokens already
+    size: int = 0  # bytes of local files
 
     def place(self, part: int, group: int, row: int) -> str:
         """Names a row for a person; rows count from 1."""
@@ -127,14 +128,15 @@ def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tup
         raise refuse(f"--dataset {domain.dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
     if kind == "text":
         return _text_source(files, _pieces, recipe.task)
-    of_files = digests(files)
+    of_files, size = digests(files), sum(file.stat().st_size for file in files)
     mark = fingerprint(of_files, recipe.task, *wanted.columns)
     if kind == "lines":
-        return _lines_source([span for file in files for span in _spans(file, file.stat().st_size, partial(open, file, "rb"))], wanted, mark, files=of_files)
+        spans = [span for file in files for span in _spans(file, file.stat().st_size, partial(open, file, "rb"))]
+        return _lines_source(spans, wanted, mark, files=of_files, size=size)
     names = tuple(map(str, files))
     if kind == "arrow":
-        return _arrow_source(names, wanted, mark, files=of_files)
-    return _parquet_source(names, names.__getitem__, wanted, mark, files=of_files)
+        return _arrow_source(names, wanted, mark, files=of_files, size=size)
+    return _parquet_source(names, names.__getitem__, wanted, mark, files=of_files, size=size)
 
 
 def _no_table(domain: Domain, columns: tuple[str, ...]) -> Refusal:
@@ -250,7 +252,7 @@ def _text_source(files: list[Path], documents: Callable[[Any, str], list[Documen
         return documents(_decoded(value, place, errors), place)
 
     names = tuple(run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it" for run in runs)
-    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files)
+    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files, size=sum(sizes))
 
 
 def _decoded(value: bytes, place: str, errors: str = "strict") -> str:
