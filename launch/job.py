@@ -94,7 +94,7 @@ class Connection:
         self.open = True
         self.events = events
         self.listening = [threading.Thread(target=target, daemon=True) for target in (self._listen, self._keep_errors)]
-        for thread in self.listening:
+        for thread in reversed(self.listening):  # the first one joins the second
             thread.start()
 
     def _listen(self) -> None:

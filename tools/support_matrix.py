@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
     model = built.model
     if mesh.pp > 1:
         assert built.split is not None
-        model = pipeline.assemble(built.models, groups, pipeline_loss, "1f1b", built.split.num_stages)
+        model = pipeline.assemble(built.models, groups, partial(pipeline_loss, None), "1f1b", built.split.num_stages)
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model)
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
