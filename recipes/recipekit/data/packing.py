@@ -33,7 +33,7 @@ def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *ke
     """The documents of `lengths` (> 0) tokens that start at token `begin`, in as few rows of `seq_len` as best-fit decreasing needs.
 
     Rows, and documents of one length, are in an order drawn by `key`. Only a document longer than a row is cut: into whole
-    rows and a rest (best-fit packing: arXiv 2404.10830). A row that stays in part empty ends with tokens from `padding` on.
+    rows and a rest (best-fit packing: arXiv 2404.10830), and the rest once more where that saves a row. A row that stays in part empty ends with tokens from `padding` on.
     """
     whole = lengths // seq_len  # pieces that fill a row
     rest = lengths - whole * seq_len
