@@ -24,11 +24,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from recipekit.data import chunks, eval_rows, fingerprint, merge_states, open_stream, sources, stream
 from recipekit.data.chunks import is_held_out
-from recipekit.data.mixture import Domain
 from recipekit.data.packing import pack
 from recipekit.data.remote import Patience
 from recipekit.data.sources import PIECE, open_source
-from recipekit.recipe import Recipe
+from recipekit.mixture import Domain
+from recipekit.plan import make_plan
+from recipekit.recipe import Command, Recipe
 from recipekit.refusal import Refusal
 from recipekit.tokens import IGNORE, byte_tokenizer, encode_chats
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -422,6 +423,9 @@ def test_wrong_mixture_is_refused(dataset, says):
     with pytest.raises(Refusal) as refused:
         stream.domains_of(recipe_for(dataset))
     assert all(part in str(refused.value) for part in says), str(refused.value)
+    with pytest.raises(Refusal) as planned:  # before anything is started, with whatever else is wrong
+        make_plan(Command(recipe_for(dataset), "name", Path(), frozenset()))
+    assert set(refused.value.problems) <= set(planned.value.problems)
 
 
 # Chats ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 from . import ds_config
 from .architecture import is_local, model_config, shrink
 from .mesh import Mesh, fit_degrees, make_mesh
+from .mixture import domains_of
 from .recipe import Command, Recipe, check_recipe
 from .refusal import Problem, Refusal
 
@@ -52,6 +53,10 @@ def make_plan(command: Command) -> Plan:
         notes.append(f"warmup_steps: {recipe.warmup_steps} of the recipe lowered to {recipe.steps // 10} for {recipe.steps} steps")
         recipe = _with(recipe, {"warmup_steps": recipe.steps // 10})
     problems = check_recipe(recipe)
+    try:
+        domains_of(recipe)
+    except Refusal as refusal:
+        problems += refusal.problems
     try:
         config, path = ds_config.load(command.recipe.ds_config, command.folder)
     except Refusal as refusal:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from . import checkpoint, pipeline, schedule
 from .blueprint import describe
-from .data import domains_of, eval_rows, merge_states, roll
+from .data import eval_rows, merge_states, roll
 from .export import export, save_small_files
 from .groups import Groups
 from .mesh import Mesh
+from .mixture import domains_of
 from .model import build_model, check_weights, enabled, parameter_groups
 from .plan import Plan
 from .recipe import Recipe

@@ -1,7 +1,6 @@
 """The data of a run: one global stream, the same on any number of ranks."""
 
 from .evaluation import eval_rows
-from .mixture import domains_of
 from .stream import Stream, fingerprint, merge_states, open_stream, roll
 
-__all__ = ["Stream", "domains_of", "eval_rows", "fingerprint", "merge_states", "open_stream", "roll"]
+__all__ = ["Stream", "eval_rows", "fingerprint", "merge_states", "open_stream", "roll"]

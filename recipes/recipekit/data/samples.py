@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..mixture import domains_of
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
 from ..tokens import IGNORE, encode_chats, pad_id
 from .chunks import CHUNK_ROWS
-from .mixture import domains_of
 from .packing import permutation
 from .remote import Patience, Unreachable
 from .sources import UNREADABLE, Source, open_source, unreadable

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..mixture import Domain, domains_of, furthest_behind
 from ..recipe import Recipe
 from ..refusal import Problem, Refusal, refuse
 from ..tokens import check_tokenizer, pad_id
 from . import chunks, sources
 from .chunks import Encoder, Reader, open_cache
-from .mixture import Domain, domains_of, furthest_behind
 from .packing import Block, fill_rows, make_block, permutation
 from .remote import Patience
 from .sources import Source, open_source

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from ..recipe import Recipe
-from ..refusal import Problem, Refusal
+from .recipe import Recipe
+from .refusal import Problem, Refusal
 
 _DOMAIN = re.compile(r"\s*([A-Za-z][\w-]*)\s*=(.+)@([^@]+)", re.DOTALL)
 _FORM = 'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70; docs=docs@30"; 70|1000:50 is 70, and 50 from step 1000 on'
