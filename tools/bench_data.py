@@ -115,7 +115,7 @@ def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
     [reader] = corpus.readers(recipe)
     start = stream.start(corpus.domains, corpus.identity)
     domains = stream.Domains(corpus.domains, lambda number, place: stream.blocks(reader, recipe.seed, limit, join, place), SEQ_LEN, start)
-    for batches, _ in stream.steps(domains, stream.packed_batches(BATCH, SEQ_LEN), recipe, corpus.identity, range(rows)):
+    for batches, _ in stream.steps(domains, stream.packed_batches(rows, BATCH, SEQ_LEN), recipe, corpus.identity, range(rows)):
         yield sum(batch["input_ids"].numel() for batch in batches)
 
 

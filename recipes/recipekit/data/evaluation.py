@@ -11,7 +11,7 @@ from ..recipe import Recipe
 from ..refusal import refuse
 from ..tokens import IGNORE, pad_id
 from .chunks import Chunk, Reader
-from .packing import fill_rows
+from .packing import fill_positions, fill_rows
 from .stream import MicroBatch, open_corpus, packed
 
 LOG = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ def _held_out(reader: Reader, seq_len: int, count: int, pad: int) -> np.ndarray:
         return np.empty((3, 0, seq_len), dtype=np.int64)
     block = packed(seq_len, pad, held, "held out")
     out = np.empty((3, min(count, len(block.fill)), seq_len), dtype=np.int64)
-    fill_rows(out, block, 0)
+    fill_rows(out[0], out[1], block, 0)
+    fill_positions(out[2], block, 0)
     return out
 
 

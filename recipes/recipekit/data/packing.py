@@ -153,28 +153,43 @@ def make_block(ids: list[np.ndarray], labels: list[np.ndarray], begin: np.ndarra
     return Block(all_ids, all_labels, windows, pack(begin, lengths, padding, seq_len, *key))
 
 
-def fill_rows(out: np.ndarray, block: Block, row: int) -> None:
-    """Writes the block's rows from `row` on into `out`, (3, rows, seq_len) int64: ids; labels, the next token of the piece or IGNORE; positions.
+def whole_rows(block: Block, row: int, count: int) -> bool:
+    """Whether each of `count` rows from `row` on is one piece."""
+    first = block.packing.first
+    return int(first[row + count] - first[row]) == count
 
-    Positions begin anew with each piece; the padding at a row's end is a piece of its own without labels.
+
+def fill_rows(ids: np.ndarray, labels: np.ndarray, block: Block, row: int) -> None:
+    """Writes the block's rows from `row` on into (rows, seq_len) int64 each: ids; labels, the next token of the piece or IGNORE.
+
+    The padding at a row's end is a piece of its own without labels.
     """
-    ids, labels, positions = out
     count, seq_len = ids.shape
     starts, lengths, first, fill = block.packing
     pieces = slice(first[row], first[row + count])
     starts, lengths = starts[pieces], lengths[pieces]
-    ramp = np.arange(seq_len)
-    if len(starts) == count:  # each row is one piece
+    alone = whole_rows(block, row, count)
+    if alone:
         ids[...] = block.windows[starts]
-        positions[...] = ramp
-    else:
+    if not alone or block.labels is not None:
         spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
-        np.concatenate([block.ids[start:end] for start, end in spans], out=ids.reshape(-1))
-        np.concatenate([ramp[:size] for size in lengths.tolist()], out=positions.reshape(-1))
-    if block.labels is not None:
-        np.concatenate([block.labels[start:end] for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)], out=labels.reshape(-1))
-        return
+        if not alone:
+            np.concatenate([block.ids[start:end] for start, end in spans], out=ids.reshape(-1))
+        if block.labels is not None:
+            np.concatenate([block.labels[start:end] for start, end in spans], out=labels.reshape(-1))
+            return
     labels[:, :-1] = ids[:, 1:]
+    if alone:
+        labels[:, -1] = IGNORE
+        return
     labels.reshape(-1)[np.cumsum(lengths) - 1] = IGNORE
     for at in np.flatnonzero(fill[row : row + count] < seq_len).tolist():
         labels[at, fill[row + at] :] = IGNORE
+
+
+def fill_positions(positions: np.ndarray, block: Block, row: int) -> None:
+    """Writes the positions of the block's rows from `row` on into (rows, seq_len) int64; they begin anew with each piece."""
+    count, seq_len = positions.shape
+    first = block.packing.first
+    ramp = np.arange(seq_len)
+    np.concatenate([ramp[:size] for size in block.packing.lengths[first[row] : first[row + count]].tolist()], out=positions.reshape(-1))

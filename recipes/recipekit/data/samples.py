@@ -136,7 +136,7 @@ def open_samples(
     def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, SampleBlock]]:
         return blocks(readers[number], recipe.seed, BLOCK_SAMPLES, _shuffled, place)
 
-    made = steps(Domains(domains, open_blocks, 1, state), partial(_collated, collate), recipe, identity, lanes(recipe, dp, dp_rank))
+    made = steps(Domains(domains, open_blocks, 1, state), partial(_micro_batches, collate, recipe.micro_batch), recipe, identity, lanes(recipe, dp, dp_rank))
     return Stream(made, state, PREFETCH, patience.closed, files)
 
 
@@ -149,8 +149,12 @@ def _shuffled(held: Held, *key: object) -> SampleBlock:
     return SampleBlock([rows[number] for number in order], [places[number] for number in order], keys, np.ones(len(rows), dtype=np.int64))
 
 
-def _collated(collate: Collate, runs: list[Run]) -> MicroBatch:
+def _micro_batches(collate: Collate, micro_batch: int, runs: list[Run]) -> list[MicroBatch]:
     numbers = [(run.block, number) for run in runs for number in range(run.row, run.row + run.size)]
+    return [_collated(collate, numbers[first : first + micro_batch]) for first in range(0, len(numbers), micro_batch)]
+
+
+def _collated(collate: Collate, numbers: list[tuple[SampleBlock, int]]) -> MicroBatch:
     try:
         return collate([block.rows[number] for block, number in numbers], [block.keys[number] for block, number in numbers])
     except (ValueError, TypeError, KeyError, OSError) as error:

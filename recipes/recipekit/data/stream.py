@@ -26,7 +26,7 @@ from ..refusal import Problem, Refusal, refuse
 from ..tokens import check_tokenizer, pad_id
 from . import chunks, sources
 from .chunks import Encoder, Reader, open_cache
-from .packing import Block, fill_rows, make_block, permutation
+from .packing import Block, fill_positions, fill_rows, make_block, permutation, whole_rows
 from .remote import Patience
 from .sources import Source, open_source
 
@@ -209,35 +209,44 @@ class Run(NamedTuple):
     size: int
 
 
-def steps(domains: Domains, build: Callable[[list[Run]], MicroBatch], recipe: Recipe, identity: dict, owned: range) -> Iterator[tuple[list[MicroBatch], dict]]:
-    """What `Stream` yields, for the lanes `owned`; `build` makes a micro-batch of the rows in its slots, which count from 0."""
+def steps(
+    domains: Domains, build: Callable[[list[Run]], list[MicroBatch]], recipe: Recipe, identity: dict, owned: range
+) -> Iterator[tuple[list[MicroBatch], dict]]:
+    """What `Stream` yields, for the lanes `owned`; `build` makes the micro-batches of one step of rows whose slots count from the first of these."""
     pinned = torch.cuda.is_available()
     while True:
-        runs = domains.deal(recipe.global_batch)
-        batches = []
-        for lane in range(owned.start, owned.stop, recipe.micro_batch):
-            mine = []
-            for run in runs:
-                low, high = max(lane, run.slot), min(lane + recipe.micro_batch, run.slot + run.size)
-                if low < high:
-                    mine.append(Run(run.domain, run.block, run.row + low - run.slot, low - lane, high - low))
-            batch = build(mine)
-            if len(domains.domains) > 1:
-                batch["domain"] = torch.tensor([run.domain for run in mine for _ in range(run.size)])
-            batches.append({name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch)
+        mine = []
+        for run in domains.deal(recipe.global_batch):
+            low, high = max(owned.start, run.slot), min(owned.stop, run.slot + run.size)
+            if low < high:
+                mine.append(Run(run.domain, run.block, run.row + low - run.slot, low - owned.start, high - low))
+        batches = build(mine)
+        if len(domains.domains) > 1:
+            of_rows = torch.tensor([run.domain for run in mine for _ in range(run.size)])
+            for batch, part in zip(batches, of_rows.split(recipe.micro_batch), strict=True):
+                batch["domain"] = part
+        if pinned:
+            batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
         yield batches, {"identity": identity, "step": domains.step, "domains": domains.state()}
 
 
-def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], MicroBatch]:
-    """Makes micro-batches of packed rows."""
-    buffers: deque[np.ndarray] = deque()  # fresh memory costs more than what is written into it, so batches that are gone give theirs back
+def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:
+    """Makes the micro-batches of a step that has `rows` packed rows on this rank."""
+    buffers: deque[np.ndarray] = deque()  # fresh memory costs more than what is written into it, so steps that are gone give theirs back
+    whole = torch.arange(seq_len).repeat(micro_batch, 1)  # the positions of rows that are one piece
 
-    def build(runs: list[Run]) -> MicroBatch:
-        out = _buffer(buffers, (3, micro_batch, seq_len))
+    def build(runs: list[Run]) -> list[MicroBatch]:
+        out = _buffer(buffers, (3, rows, seq_len))
+        alone = all(whole_rows(run.block, run.row, run.size) for run in runs)
         for run in runs:
-            fill_rows(out[:, run.slot : run.slot + run.size], run.block, run.row)
-        ids, labels, positions = torch.from_numpy(out).unbind()
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+            ids, labels, positions = out[:, run.slot : run.slot + run.size]
+            fill_rows(ids, labels, run.block, run.row)
+            if not alone:
+                fill_positions(positions, run.block, run.row)
+        parts = [tensor.split(micro_batch) for tensor in torch.from_numpy(out)]
+        if alone:
+            parts[2] = (whole,) * (rows // micro_batch)
+        return [{"input_ids": ids, "labels": labels, "position_ids": positions} for ids, labels, positions in zip(*parts, strict=True)]
 
     return build
 
@@ -393,7 +402,7 @@ def open_stream(
     owned = lanes(recipe, dp, dp_rank)
     domains = Domains(corpus.domains, open_blocks, recipe.seq_len, state)
     prefetch = max(PREFETCH, limit // recipe.seq_len // recipe.global_batch)  # steps to take while a block is made
-    made = steps(domains, packed_batches(recipe.micro_batch, recipe.seq_len), recipe, corpus.identity, owned)
+    made = steps(domains, packed_batches(len(owned), recipe.micro_batch, recipe.seq_len), recipe, corpus.identity, owned)
     return Stream(made, state, prefetch, corpus.patience.closed, corpus.files)
 
 
