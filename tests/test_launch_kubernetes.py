@@ -11,7 +11,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from job import NANO, Job, metrics
+from job import NANO, Job, metrics, numbers
 from pool import ROOT
 from test_launch_words import expanded
 from two_hosts import two_hosts_or_skip
@@ -67,10 +67,14 @@ def test_a_manifest_that_cannot_be_is_refused(words: list[str], told: str) -> No
 
 
 def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> None:
-    """Each in a network namespace of its own; the name of the first pod gets its address when the second already waits for it."""
+    """With the numbers of one machine.
+
+    Each is in a network namespace of its own; the name of the first pod gets its address when the second already waits for it.
+    """
     with two_hosts_or_skip() as pods:
         ops("comm")
-        _, job = render("--gpus", "1", str(NANO), "--tiny", "--steps", "3", "--no-wandb", "--no-export", "--out", str(tmp_path / "run"))
+        flags = [str(NANO), "--tiny", "--steps", "3", "--no-wandb", "--no-export", "--out"]
+        _, job = render("--gpus", "1", *flags, str(tmp_path / "run"))
         command = [expanded(word) for word in container(job)["command"]]
         variables = {variable["name"]: expanded(variable["value"]) for variable in container(job)["env"]}
         variables |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -86,8 +90,12 @@ def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> 
                             table.write(f"{pods.addresses[0]} {variables['MASTER_ADDR']}\n")
             assert [pod.wait(240) for pod in started] == [0, 0], "\n".join(pod.output[-4000:] for pod in started)
             assert not pods.processes(0) and not pods.processes(1)
+            whole = Job(tmp_path / "one_machine", [sys.executable, "-m", "launch", "--gpus", "2", *flags, "run"], PYTHONPATH=variables["PYTHONPATH"])
+            started.append(whole)
+            assert whole.wait(240) == 0, whole.output[-4000:]
         finally:
             for pod in started:
                 pod.close()
-    assert len(metrics(tmp_path / "run")) == 3
     assert json.loads((tmp_path / "run" / "run.json").read_text())["mesh"]["world"] == 2
+    assert len(metrics(tmp_path / "run")) == 3
+    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(tmp_path / "one_machine" / "run"))

@@ -265,9 +265,9 @@ def loop(
         begun = time.perf_counter()
         batches, data_state = next(stream)
         broken = stream.error_ahead() if step < last else None  # found one step early, so that all ranks stop together
+        data_wait = time.perf_counter() - begun
         seen = roll(seen, batches)
         batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
-        data_wait = time.perf_counter() - begun
         lr = lr_at(recipe, step) if own_schedule else None
         with schedule.record(engine, on=step == drawn) as spans:
             result = train_step(engine, batches, lr, "bad data" if broken else stopper.requested, mesh, by_domain)

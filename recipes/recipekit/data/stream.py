@@ -385,8 +385,8 @@ def open_stream(
     """The stream of one data-parallel rank, from the start or from a state of any rank of any layout.
 
     A micro-batch is {"input_ids", "labels", "position_ids"}, each (micro_batch, seq_len) int64; labels[b, t] is the target
-    of position t or -100. A mixture adds "domain", (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened,
-    or `state` is of another stream; `files`, those of that stream, let it name the ones that are others now.
+    of position t or -100. Micro-batches may share their memory: copy one before writing to it. A mixture adds "domain",
+    (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened, or `state` is of another stream; `files`, those of that stream, let it name the ones that are others now.
     """
     check_batch(recipe, dp)
     corpus = open_corpus(recipe, tokenizer, say)
