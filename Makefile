@@ -1,4 +1,6 @@
 PYTHON := .venv/bin/python
+# The tests that start no ranks, side by side; those that do want both cores for themselves.
+FAST := $(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and not processes"
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
@@ -19,7 +21,8 @@ quickstart: setup
 	$(PYTHON) tools/quickstart.py
 
 test: setup
-	$(PYTHON) -m pytest -m "not slow and not gpu and not multi_gpu"
+	$(FAST)
+	$(PYTHON) -m pytest -m "not slow and not gpu and not multi_gpu and processes"
 
 test-slow: setup
 	$(PYTHON) -m pytest -m "slow and not gpu and not multi_gpu"
@@ -28,4 +31,4 @@ check: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pyright
-	$(PYTHON) -m pytest -q -m "not slow and not gpu and not multi_gpu and not processes"
+	$(FAST)

@@ -30,7 +30,7 @@ def cut_by_transformers(families: tuple[str, ...]) -> dict[str, dict[str, tuple[
     return found
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_cuts_are_those_that_transformers_makes(pools, tp):
     ranks = pools.run(tp, cut_by_transformers, families=FAMILIES)
     for family in FAMILIES:

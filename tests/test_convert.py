@@ -179,7 +179,7 @@ slow = pytest.mark.slow
 CASES = [  # what is trained, in which layout, and the layouts it goes on in: (world, JSON, degrees)
     pytest.param("bf16", {}, (2, "zero1", {}), [(4, "zero1", D3), (3, "zero3", {})], id="bf16 zero1, 3D, zero3"),
     pytest.param("bf16", {}, (2, "zero2", {}), [(1, "zero0", {}), (3, "zero1", {}), (2, "zero1", {"tp": 2})], id="bf16 zero2, the others", marks=slow),
-    pytest.param("fp32", UNTIED, (4, "zero1", D3), [(2, "zero3", {})], id="fp32 3D, zero3"),
+    pytest.param("fp32", UNTIED, (4, "zero1", D3), [(2, "zero3", {})], id="fp32 3D, zero3", marks=slow),
     pytest.param("fp32", UNTIED, (2, "zero1", PP2), [(2, "zero0", {"tp": 2}), (2, "zero2", {}), (4, "zero3", {"tp": 2})], id="fp32 pp2, tp2", marks=slow),
     pytest.param("bf16", MOE, (2, "zero3", {}), [(4, "zero1", D3), (1, "zero2", {})], id="experts", marks=slow),
     pytest.param("fp32", {}, (2, "zero1", DUALPIPEV), [(1, "zero3", {})], id="dualpipev, zero3", marks=slow),
@@ -284,6 +284,7 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, p
     assert [line["loss"] for line in metrics(tmp_path / "converted")] == [line["loss"] for line in metrics(tmp_path / "direct")]
 
 
+@slow
 def test_smollm2_through_3d_and_zero3_and_back(smollm2, tmp_path):
     """Real weights: saved by transformers in bf16, 100 MB a file -> pp2 x tp3 -> ZeRO-3 on 4 -> the same files."""
     from transformers import AutoModelForCausalLM

@@ -66,6 +66,7 @@ def test_the_zero_files_work_under_trainer_on_two_ranks(tmp_path: Path) -> None:
             assert (got[key] == value.to(got[key].dtype)).all(), (name, key)
 
 
+@pytest.mark.slow
 def test_the_zero_files_work_under_accelerate_on_two_ranks(tmp_path: Path) -> None:
     check(launch("accelerate", ZERO, 2, tmp_path, 240), ZERO, 2)
 

@@ -52,7 +52,7 @@ FLAGS = ("--steps", "100000", "--eval_every", "0", "--save_every", "0")  # runs 
 WAYS = [
     pytest.param("terminal", signal.SIGINT, 130, id="Ctrl-C in the terminal"),
     pytest.param("rank 1", signal.SIGTERM, 143, id="SIGTERM to rank 1"),
-    pytest.param("deepspeed", signal.SIGKILL, 143, id="SIGKILL of deepspeed"),
+    pytest.param("deepspeed", signal.SIGKILL, 143, id="SIGKILL of deepspeed", marks=slow),
     pytest.param("rank 0", signal.SIGTERM, 143, id="SIGTERM to rank 0", marks=slow),
     pytest.param("deepspeed", signal.SIGTERM, 143, id="SIGTERM to deepspeed", marks=slow),
     pytest.param("launcher", signal.SIGTERM, 143, id="SIGTERM to the launcher", marks=slow),
@@ -145,9 +145,9 @@ def a_file_for_out(folder: Path) -> list[str]:
 
 REFUSALS = [
     pytest.param(broken_json, 1, "did you mean gradient_clipping", id="unknown JSON key"),
-    pytest.param(lambda _: ["--tiny", "--stepz", "3"], 2, "did you mean --steps?", id="unknown flag"),
-    pytest.param(a_file_for_out, 1, "out = taken: cannot be written: Not a directory", id="out is a file"),
-    pytest.param(lambda _: ["--model", "no-such-org/no-such-model"], 1, "model = no-such-org/no-such-model", id="no such model"),
+    pytest.param(lambda _: ["--tiny", "--stepz", "3"], 2, "did you mean --steps?", id="unknown flag", marks=slow),
+    pytest.param(a_file_for_out, 1, "out = taken: cannot be written: Not a directory", id="out is a file", marks=slow),
+    pytest.param(lambda _: ["--model", "no-such-org/no-such-model"], 1, "model = no-such-org/no-such-model", id="no such model", marks=slow),
     pytest.param(lambda _: ["--tiny", "--tp", "3"], 1, "does not divide the 2 ranks", id="tp 3 of 2", marks=slow),
     pytest.param(lambda _: ["--tiny", "--dataset", "missing.txt"], 1, "missing.txt", id="no such data", marks=slow),
     pytest.param(lambda _: ["--tiny", "--steps", "three"], 2, "invalid int value", id="no number", marks=slow),

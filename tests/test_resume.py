@@ -94,9 +94,9 @@ def unbroken(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
 GPT2 = "openai-community/gpt2"  # its config has dropout 0.1
 LAYOUTS = [
     pytest.param({"ds_config": "zero0.json"}, id="zero0"),
-    pytest.param({"ds_config": "zero1.json"}, id="zero1"),
-    pytest.param({"ds_config": "zero2.json"}, id="zero2"),
-    pytest.param({"ds_config": "zero3.json"}, id="zero3"),
+    pytest.param({"ds_config": "zero1.json"}, id="zero1", marks=slow),
+    pytest.param({"ds_config": "zero2.json"}, id="zero2", marks=slow),
+    pytest.param({"ds_config": "zero3.json"}, id="zero3", marks=slow),
     pytest.param({"ds_config": "zero1.json", "tp": 2}, id="zero1 tp2"),
     pytest.param({"ds_config": "zero2.json", "model": GPT2}, id="zero2 dropout"),
     pytest.param({"ds_config": "zero3.json", "model": GPT2, "activation_checkpointing": True}, id="zero3 dropout, recomputed"),

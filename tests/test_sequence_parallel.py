@@ -39,7 +39,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "world", "file", "layout", "corpus"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+SLOW = ("sp2 zero1, packed rows", "sp2 dp2 zero2, packed rows")
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "file", "layout", "corpus"), [pytest.param(*case[1:], id=case[0], marks=pytest.mark.slow if case[0] in SLOW else ()) for case in CASES]
+)
 def test_parts_of_rows_train_like_plain_pytorch(pools, tmp_path, corpora, model, world, file, layout, corpus):
     recipe = recipe_for(model, **accumulating(world, **layout), dataset=corpora[corpus])
     codes = pools.run(world, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run"))

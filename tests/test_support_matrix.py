@@ -23,6 +23,7 @@ def written() -> dict[str, dict[str, str]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_written_marks_is_what_a_rerun_gives(ops, tmp_path):
     """A failed cell ends its group of processes, and the cells after it run all the same."""
     ops("comm")

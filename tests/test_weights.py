@@ -235,7 +235,8 @@ def test_smollm2_with_its_real_weights_learns_real_text(pools, tmp_path, smollm2
     assert untrained.eval_loss is not None and lines[-1]["eval_loss"] < untrained.eval_loss
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (3, 3)])
 def test_smollm2_in_stages_learns_as_in_one_process(pools, tmp_path, smollm2_folder, monkeypatch, pp, tp):
     """Five steps on real text have the losses of plain PyTorch, to 1e-4, and every rank reads what it keeps."""
     if not DOCUMENTATION.is_dir():
