@@ -41,11 +41,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiling(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+def ops_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ops") / "compiled.log"
+
+
+@pytest.fixture(scope="session")
+def compiling(ops_log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """DeepSpeed's ops, compiled one after the other in the background from the start of the session."""
     wanted = list(OPS.values()) if Path("/usr/include/libaio.h").exists() else [name for name in OPS.values() if name != "AsyncIOBuilder"]
-    (ROOT / ".cache").mkdir(exist_ok=True)
-    log = (ROOT / ".cache" / "ops.log").open("wb")
+    log = ops_log.open("wb")
     process = subprocess.Popen([sys.executable, "-c", BUILD, *wanted], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     yield process
     if process.poll() is None:
@@ -62,17 +66,16 @@ def compile_early(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def ops(compiling: subprocess.Popen[bytes]) -> Callable[[str], None]:
+def ops(compiling: subprocess.Popen[bytes], ops_log: Path) -> Callable[[str], None]:
     """`ops("cpu_adam")` waits until that op is compiled; fails with the compiler's output if it cannot be."""
 
     def wait(name: str) -> None:
         line = f"compiled {OPS[name]} in"
-        log = ROOT / ".cache" / "ops.log"
-        while line not in log.read_text():
-            if compiling.poll() is not None and line not in log.read_text():
+        while line not in ops_log.read_text():
+            if compiling.poll() is not None and line not in ops_log.read_text():
                 if name == "async_io" and not Path("/usr/include/libaio.h").exists():
                     pytest.skip("needs Debian's libaio-dev to compile async_io (tests/system_packages.sh)")
-                raise AssertionError(f"{name} was not compiled:\n{log.read_text()[-3000:]}")
+                raise AssertionError(f"{name} was not compiled:\n{ops_log.read_text()[-3000:]}")
             time.sleep(0.2)
 
     return wait
