@@ -214,7 +214,7 @@ def test_smollm2_with_its_real_weights_learns_real_text(pools, tmp_path, smollm2
         global_batch=2,
         steps=5,
         lr=2e-5,
-        eval_every=5,
+        eval_every=1,
         eval_rows=2,
         wandb=False,
         export=False,
@@ -226,13 +226,12 @@ def test_smollm2_with_its_real_weights_learns_real_text(pools, tmp_path, smollm2
     import dataclasses
 
     first = train_plain(dataclasses.replace(recipe, eval_every=0), plan.model_config, steps=1)
-    untrained = train_plain(recipe, plan.model_config, steps=0)
     assert pools.run(2, run_recipe, timeout=400, recipe=recipe) == [0, 0]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    print(f"step 1: {lines[0]['loss']:.6f}, plain PyTorch {first.losses[0]:.6f}; held out {untrained.eval_loss:.4f} -> {lines[-1]['eval_loss']:.4f}")
+    print(f"step 1: {lines[0]['loss']:.6f}, plain PyTorch {first.losses[0]:.6f}; held out {lines[0]['eval_loss']:.4f} -> {lines[-1]['eval_loss']:.4f}")
     assert lines[0]["loss"] == pytest.approx(first.losses[0], abs=1e-4)
     assert 2.0 < lines[0]["loss"] < 3.5
-    assert untrained.eval_loss is not None and lines[-1]["eval_loss"] < untrained.eval_loss
+    assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]
 
 
 @pytest.mark.slow
