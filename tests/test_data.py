@@ -24,10 +24,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from recipekit.data import chunks, eval_rows, fingerprint, merge_states, open_stream, sources, stream
 from recipekit.data.chunks import is_held_out
-from recipekit.data.packing import pack
+from recipekit.data.packing import pack, permutation
 from recipekit.data.remote import Patience
 from recipekit.data.sources import PIECE, open_source
-from recipekit.mixture import Domain
+from recipekit.mixture import Domain, furthest_behind
 from recipekit.plan import make_plan
 from recipekit.recipe import Command, Recipe
 from recipekit.refusal import Refusal
@@ -207,6 +207,37 @@ def test_rows_are_tiled_and_no_token_is_lost(lengths, seq_len, key):
         own = pieces[packing.first[row] : packing.first[row + 1]]
         assert sum(size for _, size in own) == seq_len and sum(size for start, size in own if start < total) == fill > 0
     assert packing.first[-1] == len(pieces)
+
+
+def rows_of(lengths: list[int], seq_len: int, *key: object) -> list[list[tuple[int, int]]]:
+    """The pieces of every row, (first token, tokens), without the padding."""
+    sizes = np.array(lengths)
+    packing = pack(np.cumsum(sizes) - sizes, sizes, sum(lengths), seq_len, *key)
+    pieces = list(zip(packing.starts.tolist(), packing.lengths.tolist(), strict=True))
+    return [[piece for piece in pieces[first:end] if piece[0] < sum(lengths)] for first, end in zip(packing.first[:-1], packing.first[1:], strict=True)]
+
+
+@pytest.mark.parametrize(
+    "lengths, rows",
+    [
+        ([60, 50, 41, 9, 8, 8, 8, 8, 8], 2),  # the 9 goes to the 50 and 41, the fullest row that has room, else a third row is needed
+        ([160, 170, 170], 5),  # of the rests 60, 70 and 70 one is cut once more
+        ([60, 70, 70], 3),  # whole documents are not
+    ],
+)
+def test_rows_that_documents_need(lengths, rows):
+    assert len(rows_of(lengths, 100, 0)) == rows
+
+
+def test_neighbours_and_order_of_documents_depend_on_the_key():
+    halves = [{frozenset(row) for row in rows_of([5] * 40, 10, key)} for key in (0, 1)]
+    wholes = [rows_of([10] * 40, 10, key) for key in (0, 1)]
+    assert halves[0] != halves[1] and wholes[0] != wholes[1]
+
+
+def test_orders_are_those_of_every_version():
+    """A run that goes on with a newer version reads what it would have read."""
+    assert permutation(8, 0, 1).tolist() == [6, 7, 5, 2, 3, 0, 4, 1]
 
 
 @pytest.mark.parametrize("kind", ["lines", "parquet", "arrow", "text"])
@@ -408,12 +439,38 @@ def test_shares_of_a_mixture_after_every_batch(corpora):
             assert [domain["tokens"] for domain in state["domains"].values()] == counted.tolist()
 
 
+def test_domain_of_every_row(corpora):
+    """`domain` says which corpus a row is of, on any ranks and in any micro-batches; one corpus has upper case letters only, one lower case."""
+    cases = [torch.tensor(BYTES(letters)["input_ids"]) for letters in ("abc", "ABC")]
+    for dp, micro_batch in ((1, 1), (2, 3), (3, 2)):
+        recipe = recipe_for(f"lower={corpora['lines']}@1; upper={corpora['other.jsonl']}@1", micro_batch=micro_batch)
+        for rank in range(dp):
+            with contextlib.closing(open_stream(recipe, BYTES, dp=dp, dp_rank=rank)) as own:
+                batches = [batch for _ in range(5) for batch in next(own)[0]]
+            for batch in batches:
+                for domain, letters in enumerate(cases):
+                    assert (batch["domain"][torch.isin(batch["input_ids"], letters).any(1)] == domain).all()
+            assert torch.cat([batch["domain"] for batch in batches]).unique().tolist() == [0, 1]
+
+
+def test_parts_of_a_mixture():
+    assert stream.domains_of(recipe_for("a=org/name:sub@1; b=x.jsonl@2|5:0.5")) == [
+        Domain("a", "org/name", "sub", ((1, 1.0),)),
+        Domain("b", "x.jsonl", "", ((1, 2.0), (5, 0.5))),
+    ]
+
+
+def test_next_row_is_of_the_first_domain_furthest_behind():
+    assert [furthest_behind(tokens, [1, 1, 0], 16) for tokens in ([0, 0, 0], [16, 0, 0], [16, 15, 0], [16, 16, 0])] == [0, 1, 1, 0]
+
+
 @pytest.mark.parametrize(
     "dataset, says",
     [
         ("a=x.jsonl@5; b=y.jsonl", ["'b=y.jsonl'", "is no part of a mixture"]),
         ("a=x.jsonl@five", ["is no part of a mixture", "@five"]),
         ("a=x.jsonl@5|3:1|2:4; b=y.jsonl@1", ["'a=x.jsonl@5|3:1|2:4'", "70|1000:50"]),
+        ("a=x.jsonl@5|3:1|3:4; b=y.jsonl@1", ["'a=x.jsonl@5|3:1|3:4'"]),
         ("a=x.jsonl@5; a=y.jsonl@1", ["a", "names two corpora"]),
         ("a=x.jsonl@0; b=y.jsonl@0", ["all weights of the mixture are 0"]),
         ("a=x.jsonl@1|9:0; b=y.jsonl@0", ["from step 9 on", "all weights of the mixture are 0"]),

@@ -157,3 +157,64 @@ def test_text_is_no_table(tmp_path):
     (tmp_path / "a.txt").write_text("words")
     with pytest.raises(Refusal, match="is text, and has no columns image, label"):
         take(recipe_for(tmp_path / "a.txt"), ("image", "label"), lambda rows, keys: {}, 1)
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def numbers_and_keys(rows: list[dict], keys: list[int]) -> dict[str, torch.Tensor]:
+    return {"number": torch.tensor([row["n"] for row in rows]), "key": torch.tensor(keys)}
+
+
+def test_every_sample_has_another_key_in_every_epoch(tmp_path):
+    path = write_rows(tmp_path / "numbers.jsonl", [{"n": n} for n in range(60)])
+    batches, _ = take(recipe_for(path), ("n",), numbers_and_keys, 10)  # two epochs
+    numbers, keys = (torch.cat([batch[name] for batch in batches]).tolist() for name in ("number", "key"))
+    assert sorted(numbers[:60]) == sorted(numbers[60:]) == list(range(60)) and len(set(keys)) == 120
+
+
+def test_samples_may_be_a_mixture(tmp_path):
+    """Each row is of the corpus that `domain` says, in the shares of the weights, on any ranks."""
+    for name, first in (("a", 0), ("b", 1000)):
+        write_rows(tmp_path / f"{name}.jsonl", [{"n": n} for n in range(first, first + 40)])
+    for dp, micro_batch in ((1, 1), (3, 2)):
+        recipe = recipe_for(f"a={tmp_path / 'a.jsonl'}@3; b={tmp_path / 'b.jsonl'}@1", micro_batch=micro_batch)
+        for batch in take(recipe, ("n",), numbers_and_keys, 5, dp)[0]:
+            assert torch.equal(batch["domain"], (batch["number"] >= 1000).long()) and batch["domain"].sum() == 3
+
+
+def test_the_row_that_cannot_be_used_is_named(tmp_path):
+    path = write_rows(tmp_path / "sizes.jsonl", [{"size": "many" if n == 30 else n} for n in range(60)])
+    with pytest.raises(Refusal, match=r"sizes.jsonl, row 31: cannot be used: could not convert string to float: 'many'"):
+        take(recipe_for(path, micro_batch=12), ("size",), partial(table, ("size",), {}, "size"), 5)
+
+
+def test_padding_of_a_pair_is_a_document_of_its_own():
+    batch = pairs(BYTES, 96, [{"prompt": "q", "chosen": "good", "rejected": "bad"}], [0])
+    for ids, labels, positions in zip(*batch.values(), strict=True):
+        size = int((ids != BYTES.pad_token_id).sum())
+        assert positions.tolist() == [*range(size), *range(96 - size)] and (labels[size:] == IGNORE).all()
+
+
+def test_colours_are_channels():
+    pixels = np.arange(2 * 4 * 3).reshape(2, 4, 3)
+    batch = images("image", "label", lambda image, draw: image, [{"image": pixels.tolist(), "label": 1}], [0])
+    assert torch.equal(batch["pixel_values"], torch.tensor(pixels).permute(2, 0, 1)[None] / 255)
+
+
+def test_augmentation_draws_every_shift_and_both_sides():
+    image = torch.arange(1.0, 31).reshape(1, 5, 6)
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(image[0].numpy(), 2), (5, 6)).reshape(-1, 5, 6)
+    wanted = {window[:, ::side].tobytes() for window in windows for side in (1, -1)}
+    assert len(wanted) == 50 and {shifted_and_mirrored(image, np.random.default_rng(key)).numpy().tobytes() for key in range(1000)} == wanted
+
+
+def test_columns_of_a_table():
+    """Columns keep their order, what is missing is 0, and a category's bucket is the same in every process."""
+    rows = [{"a": n, "b": None, "c": f"kind {n}", "d": None, "y": n / 2} for n in range(30)]
+    batch = table(("b", "a"), {"c": 4, "d": 4}, "y", rows, [0] * 30)
+    assert batch["numbers"].tolist() == [[0, n] for n in range(30)] and batch["labels"].tolist() == [n / 2 for n in range(30)]
+    assert set(batch["categories"][:, 0].tolist()) == {1, 2, 3} and not batch["categories"][:, 1].any()
+    assert table((), {"c": 1000}, "y", rows[:3], [0] * 3)["categories"].tolist() == [[887], [526], [763]]
