@@ -34,6 +34,7 @@ def test_the_page_names_what_was_missed() -> None:
     facts = {"date": "today", "machine": "this", "versions": {"Python": "3"}, "commit": "abc", "load_before": 0.1, "load_after": 0.2}
     page = bench_data.page(found | facts | {"rounds": 5, "rows": 8, "steps": 100, "pairs": 3})
     assert "- arrow: 0.67 x raw read" in page and "the target is 0.5: reached" in page and "- parquet: 0.10 x" in page and "0.6: **missed**" in page
+    assert "batches of 32; the target is 10: **missed** (the raw read itself is 1.5 x)" in page
     assert "| ready tokens | 0.100 | 0.100 | 0.20% | reached |" in page and "| text |" in page and "40.00% | **missed**" in page
     assert "A trial" not in page
 
