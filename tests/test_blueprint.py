@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recipekit import tensor_parallel
 from recipekit.architecture import tiny_config
-from recipekit.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, runs, split
+from recipekit.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, runs, stage_bounds
 from recipekit.mesh import Mesh
 from recipekit.model import draft, empty_model
 from recipekit.recipe import Recipe
@@ -66,7 +66,7 @@ def test_every_element_lies_in_exactly_one_place(sizes, dp, zero, sub_group_size
 def test_a_blueprint_survives_json():
     whole = draft(empty_model(Recipe(model="none", attention="eager"), tiny_config("qwen3_moe", 264)))
     assert Blueprint.from_json(json.loads(json.dumps(whole.to_json()))) == whole
-    layout = Layout(Mesh(dp=2, pp=2), 1, "BF16_Optimizer", "bfloat16", split(whole, 2))
+    layout = Layout(Mesh(dp=2, pp=2), 1, "BF16_Optimizer", "bfloat16", stage_bounds(whole, 2))
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 

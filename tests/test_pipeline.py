@@ -109,8 +109,8 @@ def test_the_largest_stage_is_as_small_as_it_can_be(costs, before, after, stages
 
 def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
     whole = empty_model(Recipe(model="none"), tiny_config("llama_tied"))
-    plan, split = draft(whole), pipeline.split(whole, 3)
-    assert blueprint.split(plan, 3) == split.bounds
+    plan = draft(whole)
+    split = pipeline.split(whole, plan, 3)
     layout = blueprint.Layout(Mesh(pp=3), 1, "BF16_Optimizer", "bfloat16", split.bounds)
     held = [[tensor.name for tensor in blueprint.held(plan, layout, stage)] for stage in range(3)]
     assert sorted({name for names in held for name in names}) == sorted(name for name, _ in whole.named_parameters())
@@ -126,25 +126,25 @@ def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
 def test_a_model_without_a_plan_is_refused_with_the_lines_that_help():
     model = empty_model(Recipe(model="none"), tiny_config("gpt2"))
     with pytest.raises(Refusal) as refusal:
-        pipeline.split(model, 2)
+        pipeline.split(model, draft(model), 2)
     text = str(refusal.value)
     assert "publishes no pipeline plan" in text
     lines = text[text.index("pp_plan={") + len("pp_plan=") : text.rindex("}") + 1]
     plan = eval(lines)  # what the user is told to write
     assert plan == {"transformer.wte": "first", "transformer.wpe": "first", "transformer.h": "split", "transformer.ln_f": "last", "lm_head": "last"}
-    assert pipeline.split(model, 2, plan).bounds == (0, 1, 4)  # the tiny model has more positions than a layer has weights
+    assert pipeline.split(model, draft(model, plan), 2, plan).bounds == (0, 1, 4)  # the tiny model has more positions than a layer has weights
 
 
 def test_more_stages_than_layers_are_refused():
     model = empty_model(Recipe(model="none"), tiny_config("llama"))
     with pytest.raises(Refusal, match="only 4 layers"):
-        pipeline.split(model, 5)
+        pipeline.split(model, draft(model), 5)
 
 
 def test_a_plan_that_does_not_fit_is_refused():
     model = empty_model(Recipe(model="none"), tiny_config("llama"))
     with pytest.raises(Refusal, match="must name modules of the model"):
-        pipeline.split(model, 2, {"model.layer": "split"})
+        pipeline.split(model, draft(model), 2, {"model.layer": "split"})
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,10 @@ class Chain:
 
     def saving(self) -> bool:
         """A checkpoint is being written: its staging folder is there."""
-        return any((self.run / "checkpoints" / ".staging").glob("step_*"))
+        try:
+            return any(name.startswith("step_") for name in os.listdir(self.run / "checkpoints" / ".staging"))
+        except FileNotFoundError:  # it comes and goes with each save
+            return False
 
 
 @dataclass

@@ -139,7 +139,7 @@ def balance(costs: list[int], before: int, after: int, num_stages: int) -> tuple
     return tuple(reversed(bounds))
 
 
-def split(blueprint: Blueprint, num_stages: int) -> tuple[int, ...]:
+def stage_bounds(blueprint: Blueprint, num_stages: int) -> tuple[int, ...]:
     """The bounds of the stages: the least possible largest number of parameters, every stage with at least one layer."""
     cost = dict.fromkeys(("first", "last", "ends", *map(str, range(blueprint.num_layers))), 0)
     for tensor in blueprint.tensors:

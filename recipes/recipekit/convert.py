@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from . import ds_files, foreign, manifest, safetensors_files
-from .blueprint import Blueprint, Layout, Stored, Tensor, default_optimizer, split
+from .blueprint import Blueprint, Layout, Stored, Tensor, default_optimizer, stage_bounds
 from .digest import digest
 from .ds_files import OpenedFile, Piece, Shard, originals
 from .mesh import Mesh
@@ -476,7 +476,7 @@ def target_layout(blueprint: Blueprint, was: Layout, *, dp: int | None, tp: int 
         problems.append(Problem("fp16", "its loss scaler is not carried from one ZeRO stage to another", "use the same --zero"))
     if problems:
         raise Refusal(problems)
-    bounds = split(blueprint, pp) if pp > 1 else ()
+    bounds = stage_bounds(blueprint, pp) if pp > 1 else ()
     same = zero == was.zero_stage
     return replace(
         was,

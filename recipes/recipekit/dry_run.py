@@ -4,7 +4,7 @@ import json
 from math import prod
 from typing import Any
 
-from .blueprint import Blueprint, Layout, describe, held, local_shape, split
+from .blueprint import Blueprint, Layout, describe, held, local_shape, stage_bounds
 from .mesh import Mesh
 from .model import draft, empty_model, enabled
 from .pipeline import plan_of
@@ -61,7 +61,7 @@ def count_parameters(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh) -
 def layout_of(recipe: Recipe, mesh: Mesh, blueprint: Blueprint) -> Layout:
     """The layout that a recipe asks for, as far as it is needed to count."""
     stages = mesh.pp * (2 if recipe.pipeline_schedule == "dualpipev" else 1)
-    return Layout(mesh, 0, "torch", "float32", split(blueprint, stages) if mesh.pp > 1 else (), recipe.pipeline_schedule)
+    return Layout(mesh, 0, "torch", "float32", stage_bounds(blueprint, stages) if mesh.pp > 1 else (), recipe.pipeline_schedule)
 
 
 def state_bytes(plan: Plan, parameters: int, trained: int, optimized: int) -> dict[str, dict[str, int]]:

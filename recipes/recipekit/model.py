@@ -69,7 +69,7 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
         split, models, absent = None, [whole], [[]]
     else:
         stages = stages_of(groups.coords["pp"], pp, recipe.pipeline_schedule)
-        split = pipeline.split(whole, pp * len(stages), recipe.pp_plan)
+        split = pipeline.split(whole, blueprint, pp * len(stages), recipe.pp_plan)
         models = [empty_model(recipe, model_config) for _ in stages]
         absent = [pipeline.cut(model, split, stage, dtype) for model, stage in zip(models, stages, strict=True)]
     cuts: dict[str, Cut] = {}

@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from .blueprint import balance, stages_of
+from .blueprint import Blueprint, stage_bounds, stages_of
 from .groups import Groups
 from .refusal import refuse
 
@@ -82,18 +82,15 @@ def _guess(model: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
     return plan | {name: "last" for name, module in modules.items() if module is head}
 
 
-def split(model: Any, num_stages: int, own: dict[str, str] | None = None) -> Split:
-    """The split into stages of the least possible largest number of parameters, every stage with at least one layer."""
+def split(model: Any, blueprint: Blueprint, num_stages: int, own: dict[str, str] | None = None) -> Split:
+    """The split into the stages of `stage_bounds`. Raises `Refusal` if the model has fewer layers, or no plan."""
     plan = plan_of(model, own)
-    modules = dict(model.named_modules())
     layers = next(name for name, place in plan.items() if place == "split")
     first, last = (tuple(name for name, where in plan.items() if where == place) for place in ("first", "last"))
-    costs = [sum(parameter.numel() for parameter in layer.parameters()) for layer in modules[layers].children()]
-    if num_stages > len(costs):
-        raise refuse(f"{num_stages} pipeline stages", f"{type(model).__name__} has only {len(costs)} layers", f"use --pp {len(costs)} or less")
-    around = [sum(parameter.numel() for name in names for parameter in modules[name].parameters()) for names in (first, last)]
+    if num_stages > (count := blueprint.num_layers):
+        raise refuse(f"{num_stages} pipeline stages", f"{type(model).__name__} has only {count} layers", f"use --pp {count} or less")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return Split(layers, first, last, balance(costs, around[0], around[1], num_stages), head is not None and head.weight is embedding.weight)
+    return Split(layers, first, last, stage_bounds(blueprint, num_stages), head is not None and head.weight is embedding.weight)
 
 
 class Away(nn.Module):
