@@ -1,13 +1,15 @@
 """Starts a job until it is done: after a crash from the newest complete checkpoint, but not for ever."""
 
 import os
-import subprocess
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 from . import run_folder
+from .hosts import scontrol
 from .job import Job, Outcome, Start, new_logs
+from .refused import Refused
 
 SAME_STEP = 3  # failures at one step after which another start would only fail again
 LONGEST_PAUSE = 60.0  # seconds
@@ -66,14 +68,19 @@ def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
 
 
 def requeue(reason: str, say: Any) -> None:
-    """Puts a preempted Slurm job back into the queue. Ctrl-C (SIGINT) is a person's wish, and stops it for good."""
+    """Puts a preempted Slurm job back into the queue. Ctrl-C (SIGINT) and `scancel` are a person's wish, and stop it for good."""
     if reason != "SIGTERM" or "SLURM_JOB_ID" not in os.environ:
         return
-    done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True, check=False)
-    say(
-        f"job {os.environ['SLURM_JOB_ID']} "
-        + ("is back in the queue" if done.returncode == 0 else f"could not be put back into the queue: {done.stderr.strip()}")
-    )
+    job = os.environ["SLURM_JOB_ID"]
+    try:
+        state = re.search(r"\bJobState=(\S+)", scontrol("show", "job", "--oneliner", job))
+        if state and state[1] != "RUNNING":  # Slurm 22.05 requeues a job that is being cancelled, too
+            say(f"job {job} is {state[1]}, so it is not put back into the queue")
+            return
+        scontrol("requeue", job)
+        say(f"job {job} is back in the queue")
+    except Refused as refused:
+        say(f"job {job} could not be put back into the queue: {'; '.join(refused.problems)}")
 
 
 def goodput(out: Path, began_at: int, wall: float, starts: int) -> str:
