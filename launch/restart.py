@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ LONGEST_PAUSE = 60.0  # seconds
 def run(job: Job, max_restarts: int, say: Any) -> int:
     """The exit code of the job, after at most `max_restarts` starts beyond the first. Raises `Refused` if the first cannot begin."""
     out = Path(job.folder) / run_folder.out_of(job.words)
+    logs_of_all = out.parent / f"{out.name}.logs"
+    since = first_start(logs_of_all)
     began, began_at = time.time(), run_folder.last_step(out)
     at_step: list[int] = []
-    starts = 0
+    starts, goes_on = 0, False
     while True:
         starts += 1
-        logs = new_logs(out.parent / f"{out.name}.logs")
+        if (words := run_folder.next_words(job.words, out, since)) != job.words and not goes_on:
+            say("this start continues the run: --resume auto")
+            job, goes_on = replace(job, words=words), True
+        logs = new_logs(logs_of_all)
         say(f"start {starts}: output of each rank in {shown(logs)}")
         outcome = judged(Start(job, logs, say).run(), out, began)
         step = run_folder.last_step(out)
@@ -52,6 +58,15 @@ def run(job: Job, max_restarts: int, say: Any) -> int:
     if starts > 1:
         say(goodput(out, began_at, time.time() - began, starts))
     return outcome.code
+
+
+def first_start(logs: Path) -> float:
+    """When this job began, by the clock of its run folder's disk (seconds since 1970); a Slurm job that was requeued began with its first start."""
+    note = logs / f".began_{os.environ.get('SLURM_JOB_ID', 'here')}"
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" or not note.exists():
+        logs.mkdir(parents=True, exist_ok=True)
+        note.touch()
+    return note.stat().st_mtime
 
 
 def judged(outcome: Outcome, out: Path, since: float) -> Outcome:

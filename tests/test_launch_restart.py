@@ -15,7 +15,7 @@ from pool import ROOT, environment
 
 sys.path.insert(0, str(ROOT))
 
-from launch import restart
+from launch import restart, run_folder
 from launch.job import Outcome
 
 # A rank without torch, in the place of a recipe: it leaves what a recipe leaves
@@ -117,6 +117,47 @@ def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, ste
     assert restart.judged(Outcome("done", 0), out, since=0).kind == kind
     assert restart.judged(Outcome("done", 0), out, since=time.time() + 60).kind == "done", "a start that wrote no run.json had nothing to do"
     assert restart.judged(Outcome("stopped", 143), out, since=0).kind == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "begun", "goes_on"),
+    [
+        ("never", True, True, True),
+        ("never", False, True, True),  # nothing to lose, and nothing more to put aside
+        ("never", True, False, False),  # the start ended before it put the old run aside
+        ("runs/other", True, True, True),
+        ("runs/other", False, True, False),  # it must still begin from there
+        ("runs/other", False, False, False),
+    ],
+)
+def test_a_typed_resume_is_for_the_first_start(tmp_path: Path, resume: str, saved: bool, begun: bool, goes_on: bool) -> None:
+    """The next start continues what this job has written; what an earlier job has left says nothing."""
+    out, words = folder(tmp_path / "run", 10, 7, "step_00000005"), ("recipes/x.py", "--resume", resume)
+    (out / "checkpoints" / "step_00000005").mkdir()
+    (out / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
+    (out / "run.json").write_text(json.dumps({"recipe": {"steps": 10, "stop_at": 0, "resume": resume}}))
+    since = time.time() - 60
+    for path, ours in ((out / "run.json", begun), (out / "checkpoints" / "step_00000005" / "manifest.json", begun and saved)):
+        os.utime(path, (since + (30 if ours else -30),) * 2)
+    assert run_folder.next_words(words, out, since) == (*words, *(("--resume", "auto") if goes_on else ()))
+
+
+def test_a_script_that_is_no_recipe_keeps_its_words(tmp_path: Path) -> None:
+    assert run_folder.next_words(("x.py", "--resume", "never"), tmp_path, since=1.0) == ("x.py", "--resume", "never")
+
+
+def test_a_requeued_slurm_job_began_with_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    first = restart.first_start(tmp_path)
+    time.sleep(0.05)
+    again = restart.first_start(tmp_path)
+    assert again > first, "another job 7, of another cluster or year"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    time.sleep(0.05)
+    assert restart.first_start(tmp_path) == again
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert restart.first_start(tmp_path) > again
 
 
 def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
