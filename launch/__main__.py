@@ -14,6 +14,7 @@ Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a chec
 import argparse
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     except Refused as refused:
         print(refused, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # in a pause before a restart
+    except KeyboardInterrupt:  # where nothing is started yet
         return 130
 
 
@@ -169,4 +170,5 @@ def say(text: Any) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a pod, which this is, would not even notice it
     sys.exit(main())

@@ -13,6 +13,9 @@ NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?|[0-9A-Fa-
 SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})", re.ASCII)
 
 
+ANSWER = 60.0  # seconds for scontrol
+
+
 @dataclass(frozen=True)
 class Host:
     """One machine of the job. `address` is how it is reached from the others, empty where it tells that itself."""
@@ -92,7 +95,7 @@ def scontrol(*words: str) -> str:
     """What scontrol prints. Raises `Refused`."""
     asked = f"scontrol {' '.join(words)}"
     try:
-        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True, timeout=60, env=os.environ | {"LC_ALL": "C"}).stdout
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True, timeout=ANSWER, env=os.environ | {"LC_ALL": "C"}).stdout
     except subprocess.TimeoutExpired as error:
         raise Refused(f"--where slurm: {asked} did not answer in {error.timeout:g} s; is slurmctld well? `scontrol ping` tells") from None
     except subprocess.CalledProcessError as error:

@@ -66,6 +66,18 @@ def test_a_manifest_that_cannot_be_is_refused(words: list[str], told: str) -> No
     assert (done.returncode, done.stdout) == (1, "") and told in done.stderr
 
 
+def test_a_pod_that_waits_for_the_first_one_ends_when_it_is_told(tmp_path: Path) -> None:
+    """The first process of a pod gets no signal for which it has no handler."""
+    place = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "nobody.invalid", "MASTER_PORT": "29500"}
+    pod = Job(tmp_path, [sys.executable, "-u", "-m", "launch", "--where", "k8s", "--nodes", "2", str(NANO)], PYTHONPATH=str(ROOT), **place)
+    try:
+        pod.wait_for(lambda: "waiting for the address" in pod.output, 60)
+        pod.process.terminate()
+        assert pod.wait(30) == 143, pod.output
+    finally:
+        pod.close()
+
+
 def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> None:
     """With the numbers of one machine.
 

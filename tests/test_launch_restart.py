@@ -2,12 +2,16 @@
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job import Job, contention
@@ -16,7 +20,10 @@ from pool import ROOT, environment
 sys.path.insert(0, str(ROOT))
 
 from launch import restart, run_folder
-from launch.job import Outcome
+from launch.hosts import Host
+from launch.job import Job as LaunchJob
+from launch.job import Outcome, Start, new_logs
+from launch.refused import Refused
 
 # A rank without torch, in the place of a recipe: it leaves what a recipe leaves
 FAILS = """
@@ -92,6 +99,95 @@ def test_a_stop_is_passed_on_and_is_no_crash(launch: Callable[..., Job], tmp_pat
     job.wait_gone(30)
     assert time.monotonic() - began < 10 * contention()
     assert "stopped by SIGTERM" in job.output and "restart" not in job.output
+
+
+def job(folder: Path) -> LaunchJob:
+    return LaunchJob((Host("localhost", 2),), "deepspeed", ("x.py",), sys.executable, str(folder), {})
+
+
+CRASH = "after 3 s rank 1 ended with 1"
+STOPPED = [
+    ("", {0: 0, 1: 0}, [], ("done", 0, "")),
+    ("SIGTERM", {0: 143, 1: 143}, [], ("stopped", 143, "SIGTERM")),
+    ("SIGTERM", {0: 0, 1: 0}, [], ("done", 0, "SIGTERM")),  # it came in the last step
+    ("SIGTERM", {0: 0}, [], ("stopped", 143, "SIGTERM")),
+    ("SIGTERM", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "SIGTERM")),  # while it saved
+    ("SIGINT", {0: 130, 1: 2}, [(2, 3.0, "rank 1 ended with 2", [], 2)], ("failed", 2, "SIGINT")),
+    ("", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "")),
+]
+
+
+@pytest.mark.parametrize(("told", "codes", "failures", "end"), STOPPED)
+def test_how_a_start_that_was_asked_to_stop_has_ended(tmp_path: Path, told: str, codes: dict[int, int], failures: list[Any], end: tuple[str, int, str]) -> None:
+    start = Start(job(tmp_path), tmp_path, print)
+    start.told, start.codes, start.failures = told, codes, failures
+    outcome = start.outcome()
+    assert (outcome.kind, outcome.code, outcome.reason) == end
+
+
+class Starts:
+    """In the place of `Start`: starts that end, one after the other, as they are told to."""
+
+    def __init__(self, ends: list[Outcome | Refused]):
+        self.ends, self.said = ends, list[str]()
+
+    def __call__(self, *_: Any) -> "Starts":
+        return self
+
+    def run(self) -> Outcome:
+        end = self.ends.pop(0)
+        if isinstance(end, Refused):
+            raise end
+        return end
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Exit code and what was said of a job whose starts end in these ways."""
+
+    def run(*ends: Outcome | Refused, max_restarts: int = 10) -> tuple[int, str]:
+        starts = Starts(list(ends))
+        monkeypatch.setattr(restart, "Start", starts)
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        code = restart.run(job(tmp_path), max_restarts, starts.said.append)
+        assert not starts.ends, "further starts"
+        return code, "\n".join(starts.said)
+
+    return run
+
+
+def test_a_host_that_is_away_at_a_restart_is_tried_again(run: Callable[..., tuple[int, str]]) -> None:
+    code, said = run(Outcome("failed", 1, CRASH), Refused("worker-2: cannot be reached"), Outcome("done", 0))
+    assert code == 0 and "worker-2: cannot be reached" in said and "restart 2 of 10 in 2 s" in said
+    with pytest.raises(Refused):
+        run(Refused("worker-2: cannot be reached"))
+
+
+def test_nothing_is_started_again_after_a_signal(run: Callable[..., tuple[int, str]]) -> None:
+    code, said = run(Outcome("failed", 1, CRASH, "SIGTERM"))
+    assert code == 1 and CRASH in said and "not started again: SIGTERM had asked for a stop" in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_the_pause_before_a_restart_stops_the_job(run: Callable[..., tuple[int, str]], number: int, code: int) -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    ended, said = run(Outcome("failed", 1, CRASH))
+    assert ended == code and f"stopped by {signal.Signals(number).name}; the newest complete checkpoint is none" in said
+
+
+def test_a_signal_between_two_starts_is_not_lost(tmp_path: Path) -> None:
+    """It came when the one had ended and the other not begun."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    asked.put("SIGTERM")
+    outcome = Start(job(tmp_path), tmp_path, print, asked).run()
+    assert (outcome.kind, outcome.reason) == ("stopped", "SIGTERM")
+
+
+def test_hosts_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
+    """The pods of a job share the disk."""
+    with ThreadPoolExecutor(8) as pods:
+        made = list(pods.map(new_logs, [tmp_path / "run.logs"] * 80))
+    assert len(set(made)) == 80 and all(logs.is_dir() for logs in made)
 
 
 def folder(out: Path, steps: int, done: int, latest: str) -> Path:

@@ -18,7 +18,7 @@ from words import BYTES, NASTY, QUICK, WORD, arbitrary_words
 
 sys.path.insert(0, str(ROOT))
 
-from launch import environment, spawn
+from launch import environment, hosts, spawn
 from launch.__main__ import main
 from launch.hosts import Host, read_hostfile
 from launch.job import Job as LaunchJob
@@ -177,6 +177,18 @@ def test_what_travels_and_what_is_a_secret() -> None:
     assert "GITHUB_TOKEN" in environment.secrets(variables, ["GITHUB_TOKEN"]) and "GITHUB_TOKEN" not in environment.needed(variables, ["GITHUB_TOKEN"])
 
 
+HIDDEN = ["HF_TOKEN_WRITE", "HUGGINGFACE_TOKEN_RW", "WANDB_KEY2", "WANDB_API_KEY_OLD", "HF_SECRETS", "MLFLOW_PASSWORD1", "HF_AUTH_BEARER"]
+SHOWN = ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "NCCL_KEYED", "TORCH_NCCL_BLOCKING_WAIT"]
+
+
+def test_what_looks_like_a_secret_is_none_to_be_shown() -> None:
+    variables = {name: "x" for name in [*HIDDEN, *SHOWN]}
+    variables |= {"MLFLOW_TRACKING_URI": "https://me:pass@mlflow.example", "HF_ENDPOINT": "https://hub.example:443/a@b", "WANDB_BASE_URL": "https://w.example"}
+    assert sorted(environment.needed(variables, [])) == sorted([*SHOWN, "HF_ENDPOINT", "WANDB_BASE_URL"])
+    assert "MLFLOW_TRACKING_URI" in environment.secrets(variables, ["MLFLOW_TRACKING_URI"])
+    assert "MLFLOW_TRACKING_URI" not in environment.needed(variables, ["MLFLOW_TRACKING_URI"])
+
+
 @pytest.mark.parametrize(
     ("words", "out"), [((), "runs/x"), (("--out", "a"), "a"), (("--out=a b",), "a b"), (("--out", "a", "--out", "b"), "b"), (("--out",), "runs/x")]
 )
@@ -202,6 +214,44 @@ def test_a_wrong_command_is_refused(words: list[str], code: int, told: str) -> N
     done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (code, "")
     assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def launch(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
+    """Exit code and everything that was printed."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    argv = [sys.executable, "-m", "launch", *words]
+    done = subprocess.run(argv, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stdout, done.stdout
+    return done.returncode, done.stdout
+
+
+CANNOT = [
+    (["--python", "/nowhere/python", "x.py"], {}, "/nowhere/python cannot be started: No such file or directory; "),
+    (["--python", "/tmp", "x.py"], {}, "/tmp cannot be started: Permission denied; "),
+    (["--hostfile", "hostfile", "--python", sys.executable, "x.py"], {"PATH": "/nowhere"}, "ssh cannot be started: No such file or directory; "),
+    (["x.py", "--out", "/proc/x/y"], {}, "/proc/x/y.logs cannot be made: No such file or directory; choose another run folder with --out"),
+    (["x.py"], {}, "runs/x.logs cannot be made: Not a directory; choose another run folder with --out"),
+    (["--once", "x.py"], {}, "runs/x.logs cannot be made: Not a directory; "),
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "told"), CANNOT, ids=[" ".join(words) for words, *_ in CANNOT])
+def test_what_cannot_be_started_is_refused(tmp_path: Path, words: list[str], variables: dict[str, str], told: str) -> None:
+    (tmp_path / "x.py").write_text("")
+    (tmp_path / "hostfile").write_text("worker-1 slots=1\n")
+    if "x.logs" in told:
+        (tmp_path / "runs").write_text("a file")
+    code, said = launch(tmp_path, *words, **variables)
+    assert code == 1 and "refused: 1 problem" in said and told in said, said
+
+
+def test_a_slurm_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hosts, "ANSWER", 0.5, raising=False)
+    with pytest.raises(Refused, match=r"scontrol show hostnames n\[1-2\] did not answer in 0.5 s"):
+        hosts.slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}, None)
 
 
 def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path) -> None:
