@@ -2,12 +2,12 @@
 
     python tools/doctor.py                                              # this machine, with one rank for each GPU (2 without any)
     python tools/doctor.py --recipe recipes/NAME.py --out runs/x --tp 2 # what this run needs; the recipe's own flags may follow
-    python -m launch --doctor recipes/NAME.py                           # all hosts of a run
+    python -m launch --hostfile HOSTS --doctor --recipe recipes/NAME.py # all hosts of a run
 
 Looks at versions, devices, shared memory, libaio and the compiled ops, the NVMe folder, logins, the master port, the
 clocks, the run folder, the room for checkpoints, and at the connections between all ranks: plain sockets first, then two
 seconds of all-reduce and point-to-point messages. A launcher starts it once for each rank, as it would a recipe; without
-one it starts the ranks of this machine itself. A rank that is missing, silent or slow is named, and never waited for.
+one it starts the ranks of this machine itself. A rank that is missing, silent or slow is named; every wait for it has an end.
 
 Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line.
 """
@@ -248,7 +248,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
                 meeting.tell(mark)
                 report = Report(slot, meeting, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "what its host is like"))
             return conduct(arguments, slot, subject, meeting, report, listener)
-        mark = meeting.hear(LOOK)
+        mark = meeting.hear(LOOK + 1.5 * arguments.patience)  # rank 0 may be waiting for others
         meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
         addresses = meeting.hear(2 * LOOK)
         meeting.gather(reach(to_reach(slot, addresses, meeting), CONNECT))
@@ -630,7 +630,7 @@ def start_ranks(first: int, count: int, place: dict[str, str], more: list[str]) 
     """Starts the ranks of this host, from rank `first` on; the exit code of that."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     ranks = [
-        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *more], env=os.environ | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)})
+        subprocess.Popen([sys.executable, __file__, *more, *sys.argv[1:]], env=os.environ | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)})
         for index in range(count)
     ]
     try:
