@@ -5,7 +5,8 @@
     python -m launch --where slurm --nodes 2 --gpus 8 recipes/NAME.py       on a login node: sbatch launch/slurm.sbatch
     python -m launch --where k8s --nodes 2 --gpus 8 --image IMAGE --dry-run recipes/NAME.py | kubectl apply -f -
     python -m launch --hostfile HOSTS --doctor [FLAGS OF tools/doctor.py]
-    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host, which knows RANK, WORLD_SIZE, MASTER_ADDR, ...
+    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host: RANK is the host's first rank, LOCAL_WORLD_SIZE the
+                                                                             ranks of the host, WORLD_SIZE those of all hosts; MASTER_ADDR, MASTER_PORT
 
 The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. recipes/README.md says more.
 Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a checkpoint.

@@ -1,5 +1,6 @@
 """What a recipe's run folder tells of the run, read from outside."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,28 @@ NONE = (FileNotFoundError, NotADirectoryError)  # the latter where `runs` is a f
 
 
 def out_of(words: tuple[str, ...]) -> Path:
-    """The run folder of a recipe's command line: its --out, or runs/<recipe>."""
+    """The run folder of a recipe's command line: its --out, the `out` that the recipe's file writes as plain text, or runs/<recipe>."""
     out = ""
     for index, word in enumerate(words):
         if word == "--out" and index + 1 < len(words):
             out = words[index + 1]
         elif word.startswith("--out="):
             out = word.removeprefix("--out=")
-    return Path(out or Path("runs") / Path(words[0]).stem)
+    return Path(out or _out_in(Path(words[0])) or Path("runs") / Path(words[0]).stem)
+
+
+def _out_in(recipe: Path) -> str:
+    """The `out` of `RECIPE = Recipe(...)`, read without running the file; empty if it gives none."""
+    try:
+        tree = ast.parse(recipe.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""  # the ranks tell what is wrong with it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Recipe":
+            for given in node.keywords:
+                if given.arg == "out" and isinstance(given.value, ast.Constant) and isinstance(given.value.value, str):
+                    return given.value.value
+    return ""
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from launch import environment, hosts, spawn
 from launch.__main__ import main
-from launch.hosts import Host, read_hostfile
+from launch.hosts import Host, devices, read_hostfile
 from launch.job import Job as LaunchJob
 from launch.kubernetes import scalar, unexpanded
 from launch.refused import Refused
@@ -31,7 +31,10 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
 
 
-DUMP = "import json, os, sys; json.dump(sys.argv[1:], open(f\"dump_{os.environ['RANK']}.json\", 'w'))"
+DUMP = """
+import json, os, sys
+json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES")], open(f"dump_{os.environ['RANK']}.json", "w"))
+"""
 
 
 @pytest.mark.parametrize("spawner", ["deepspeed", "torchrun"])
@@ -44,7 +47,9 @@ def test_words_reach_every_rank_as_typed(tmp_path: Path, ops: Callable[[str], No
     finally:
         job.close()
     for rank in (0, 1):
-        assert json.loads((tmp_path / f"dump_{rank}.json").read_text()) == words
+        got, visible = json.loads((tmp_path / f"dump_{rank}.json").read_text())
+        assert got == words
+        assert visible is not None and devices({"CUDA_VISIBLE_DEVICES": visible}) == 0, "the tests run with none, which is a wish for the CPU"
 
 
 @QUICK
@@ -194,6 +199,28 @@ def test_what_looks_like_a_secret_is_none_to_be_shown() -> None:
 )
 def test_the_run_folder_is_that_of_the_recipe(words: tuple[str, ...], out: str) -> None:
     assert out_of(("recipes/x.py", *words)) == Path(out)
+
+
+OUTS = [
+    ('RECIPE = Recipe(model="a", out="elsewhere/x")', (), "elsewhere/x"),
+    ('RECIPE = recipekit.Recipe(out="elsewhere/x")', ("--out", "typed"), "typed"),
+    ('RECIPE = Recipe(out="")', (), "runs/x"),
+    ("RECIPE = Recipe(", (), "runs/x"),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "out"), OUTS)
+def test_the_run_folder_may_stand_in_the_recipe(tmp_path: Path, text: str, words: tuple[str, ...], out: str) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert out_of((str(tmp_path / "x.py"), *words)) == Path(out)
+
+
+def test_the_run_folder_that_is_read_is_the_recipe_s_own(tmp_path: Path) -> None:
+    """launch reads the file, and does not run it."""
+    (tmp_path / "mine.py").write_text((ROOT / "recipes" / "llama_nano_zero2.py").read_text().replace("Recipe(\n", 'Recipe(\n    out="kept/here",\n', 1))
+    show = [sys.executable, "-c", "import mine; print(mine.RECIPE.out)"]
+    said = subprocess.run(show, cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out_of((str(tmp_path / "mine.py"),)) == Path(said.strip()) == Path("kept/here")
 
 
 NANO = "recipes/llama_nano_zero2.py"
