@@ -424,6 +424,12 @@ def test_a_wrong_command_line_exits_2(tmp_path: Path) -> None:
         assert code == 2, text
 
 
+def test_a_recipe_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text('open("prompts.txt")')
+    code, text = doctor(tmp_path, "--quick", "--recipe", "reads.py")
+    assert code == 1 and only_problem(text).startswith("--recipe reads.py: cannot be imported: FileNotFoundError"), text
+
+
 def test_a_recipe_that_cannot_run_is_told_with_the_rest(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", "--recipe", NANO, "--tp", "3", WANDB_MODE="online")
     assert code == 1 and "2 problems" in text and "does not divide the 2 ranks" in text and "WANDB_MODE = online" in text, text

@@ -15,7 +15,6 @@ Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import os
 import signal
@@ -36,8 +35,8 @@ from recipekit import ds_config, host_checks  # noqa: E402
 from recipekit.host_checks import Findings, Row, amount, existing  # noqa: E402
 from recipekit.meeting import Chair, Line, Member, echo, meet, reach  # noqa: E402
 from recipekit.plan import Plan, make_plan  # noqa: E402
-from recipekit.recipe import Command, Recipe, parse  # noqa: E402
-from recipekit.refusal import Problem, Refusal, refuse  # noqa: E402
+from recipekit.recipe import Command, parse, recipe_of  # noqa: E402
+from recipekit.refusal import Problem, Refusal  # noqa: E402
 from recipekit.stopping import start_launcher_watch  # noqa: E402
 
 LOOK = 180.0  # seconds in which a host has to answer what it is like
@@ -96,22 +95,6 @@ def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     if arguments.ranks and os.environ.get("WORLD_SIZE", str(arguments.ranks)) != str(arguments.ranks):
         parser.error(f"--ranks {arguments.ranks}: the launcher has started {os.environ['WORLD_SIZE']} ranks")
     return parser, arguments
-
-
-def recipe_of(path: Path) -> Recipe:
-    """The `RECIPE` of a recipe's file, which starts nothing when it is imported. Raises `Refusal` if there is none."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise refuse(f"--recipe {path}", "no such Python file on this host", "give a file of recipes/")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError) as error:
-        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
-    recipe = getattr(module, "RECIPE", None)
-    if not isinstance(recipe, Recipe):
-        raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", "give a file of recipes/")
-    return recipe
 
 
 def read_subject(arguments: argparse.Namespace, slot: Slot) -> Subject:

@@ -54,7 +54,8 @@ def make_plan(command: Command) -> Plan:
         recipe = _with(recipe, {"warmup_steps": recipe.steps // 10})
     problems = check_recipe(recipe)
     try:
-        domains_of(recipe)
+        if isinstance(recipe.dataset, str):  # else `check_recipe` has told
+            domains_of(recipe)
     except Refusal as refusal:
         problems += refusal.problems
     try:
