@@ -5,7 +5,8 @@
     python -m launch --where slurm --nodes 2 --gpus 8 recipes/NAME.py       on a login node: sbatch launch/slurm.sbatch
     python -m launch --where k8s --nodes 2 --gpus 8 --image IMAGE --dry-run recipes/NAME.py | kubectl apply -f -
     python -m launch --hostfile HOSTS --doctor [FLAGS OF tools/doctor.py]
-    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host, which knows RANK, WORLD_SIZE, MASTER_ADDR, ...
+    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host: RANK is the host's first rank, LOCAL_WORLD_SIZE the
+                                                                             ranks of the host, WORLD_SIZE those of all hosts; MASTER_ADDR, MASTER_PORT
 
 The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. recipes/README.md says more.
 Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a checkpoint.
@@ -14,6 +15,7 @@ Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a chec
 import argparse
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max_restarts", "--max-restarts", type=int, default=0, help="starts after a crash, from the newest complete checkpoint")
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="also pass this variable to every host (its value is not printed)")
     parser.add_argument("--ssh_config", "--ssh-config", default="", metavar="FILE", help="for ssh -F")
-    parser.add_argument("--python", default=sys.executable, metavar="PATH", help="interpreter on every host (default: this one)")
+    parser.add_argument("--python", default="", metavar="PATH", help="interpreter on every host (default: this one)")
     parser.add_argument("--master_addr", "--master-addr", default="", help="address of the first host, where the others cannot be told by it")
     parser.add_argument("--master_port", "--master-port", type=number, default=0, help="default: a free one of the first host")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would run, and start nothing; with --where k8s: the manifest")
@@ -58,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     except Refused as refused:
         print(refused, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # in a pause before a restart
+    except KeyboardInterrupt:  # where nothing is started yet
         return 130
 
 
@@ -85,6 +87,8 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     where = arguments.where or hosts.detect(variables, arguments.hostfile)
     if not Path(words[0]).is_file():
         raise Refused(f"{words[0]}: no such file; give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)")
+    if problems := misplaced(arguments, where, variables):
+        raise Refused(*problems)
     if arguments.hostfile and where != "hostfile":
         raise Refused(f"--hostfile {arguments.hostfile}: --where {where} knows its hosts itself; leave one of the two out")
     if where == "slurm" and "SLURM_JOB_ID" not in variables:
@@ -98,6 +102,36 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.once or arguments.doctor:
         return once(job)
     return restart.run(job, arguments.max_restarts, say)
+
+
+READ_BY = {
+    "ssh_config": ("hostfile",),
+    "sbatch": ("slurm",),
+    **dict.fromkeys(("image", "folder", "claim", "name"), ("k8s",)),
+    **dict.fromkeys(("python", "master_addr"), ("local", "hostfile", "slurm")),  # an image has its own, and the first pod its name
+}
+
+
+def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, str]) -> list[str]:
+    """Flags that were given and that this place would not read, and variables that cannot travel there."""
+    problems = [
+        f"--{flag}: is not read with --where {where}, only with {' and '.join(places)}; leave it out"
+        for flag, places in READ_BY.items()
+        if getattr(arguments, flag) and where not in places
+    ]
+    if arguments.max_restarts and (arguments.once or arguments.doctor):
+        problems.append(f"--max_restarts {arguments.max_restarts}: what runs once on each host is not started again; leave it out")
+    starts_there = (where == "slurm" and "SLURM_JOB_ID" not in variables) or (where == "k8s" and "JOB_COMPLETION_INDEX" not in variables)
+    for name in arguments.env:
+        if name not in variables:
+            problems.append(f"--env {name}: is not set; export it first")
+        elif starts_there and environment.is_secret(name, variables[name]):
+            way = "log in once on the cluster, its login files serve every node (hf auth login, wandb login)"
+            if where == "k8s":
+                way = f"put it into the job's Secret: kubectl create secret generic NAME-secrets --from-file={name}=FILE"
+            kept = "Slurm keeps what is exported in files" if where == "slurm" else "a manifest is kept and shown as it is"
+            problems.append(f"--env {name}: is a secret, and {kept}; leave it out, and {way}")
+    return problems
 
 
 def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, variables: dict[str, str]) -> Job:
@@ -117,13 +151,12 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
         if arguments.nodes not in (None, 1):
             raise Refused(f"--nodes {arguments.nodes}: this is one machine; name the others with --hostfile FILE, or use --where slurm or k8s")
         machines = [Host("localhost", arguments.gpus or hosts.devices(variables) or 1, "127.0.0.1")]
-    if wrong := [name for name in arguments.env if name not in variables]:
-        raise Refused(*(f"--env {name}: is not set; export it first" for name in wrong))
+    python = arguments.python or sys.executable
     return Job(
         hosts=tuple(machines),
         spawn="once" if arguments.once or arguments.doctor else arguments.spawn,
         words=words,
-        python=os.path.abspath(arguments.python) if os.sep in arguments.python else arguments.python,
+        python=os.path.abspath(python) if os.sep in python else python,
         folder=os.getcwd(),
         environment=environment.needed(variables, arguments.env) | environment.secrets(variables, arguments.env),
         where=where,
@@ -169,4 +202,5 @@ def say(text: Any) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a pod, which this is, would not even notice it
     sys.exit(main())

@@ -12,15 +12,15 @@ NEEDED = (
 OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES",)  # what a host has, every host knows itself
 # Secrets that recipes read. They travel on the same encrypted stdin as the rest, and their values are never printed or written.
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-SECRET = re.compile(
-    r"(^|_)(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASS|PASSPHRASE|CREDENTIALS?|AUTH|APIKEY|KEY|ACCESS_KEY_ID)$|(^|_)(SECRET|PASSWORD|API_KEY|APIKEY|PRIVATE_KEY)(_|$)"
-)
+SECRET = re.compile(r"(^|_)(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASS|PASSPHRASE|CREDENTIALS?|AUTH|APIKEYS?|KEYS?)\d*(_|$)")
+PASSWORD = re.compile(r"://[^/]*:[^/]*@")  # in an address
 PLACE = re.compile(r"_(PATH|FILE|DIR|HOME)$")  # the name of a file that holds a secret is none
 
 
-def is_secret(name: str) -> bool:
-    """By the name alone; what is not known to be harmless but ends like a secret counts as one."""
-    return name in SECRETS or (bool(SECRET.search(name.upper())) and not PLACE.search(name.upper()))
+def is_secret(name: str, value: str) -> bool:
+    """By the name, or an address with a password; what is not known to be harmless but is called like a secret counts as one."""
+    called = bool(SECRET.search(name.upper())) and not PLACE.search(name.upper())
+    return name in SECRETS or called or bool(PASSWORD.search(value))
 
 
 def needed(variables: dict[str, str], more: list[str]) -> dict[str, str]:
@@ -28,10 +28,10 @@ def needed(variables: dict[str, str], more: list[str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(variables.items())
-        if name not in OF_ONE_HOST and not is_secret(name) and (name in more or any(fnmatch.fnmatchcase(name, pattern) for pattern in NEEDED))
+        if name not in OF_ONE_HOST and not is_secret(name, value) and (name in more or any(fnmatch.fnmatchcase(name, pattern) for pattern in NEEDED))
     }
 
 
 def secrets(variables: dict[str, str], more: list[str]) -> dict[str, str]:
     """The secrets that are set and that recipes read, and those the user named."""
-    return {name: value for name, value in sorted(variables.items()) if name in SECRETS or (name in more and is_secret(name))}
+    return {name: value for name, value in sorted(variables.items()) if name in SECRETS or (name in more and is_secret(name, value))}

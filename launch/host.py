@@ -128,6 +128,8 @@ class Agent:
         meeting = spawn.Meeting(tuple(self.spec["slots"]), self.spec["node"], master_addr, master_port)
         slots = meeting.slots[meeting.node]
         visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()][:slots]
+        if "CUDA_VISIBLE_DEVICES" in os.environ and not devices(dict(os.environ)):
+            visible = ["-1"] * slots  # the wish for a CPU
         visible = visible if len(visible) == slots else [str(index) for index in range(slots)]
         words = spawn.command(self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"])
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes a child of this process

@@ -13,6 +13,9 @@ NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?|[0-9A-Fa-
 SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})", re.ASCII)
 
 
+ANSWER = 60.0  # seconds for scontrol
+
+
 @dataclass(frozen=True)
 class Host:
     """One machine of the job. `address` is how it is reached from the others, empty where it tells that itself."""
@@ -77,21 +80,25 @@ def devices(variables: dict[str, str]) -> int:
 
 def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:
     """The nodes of the allocation this process runs in, with the addresses that Slurm itself uses. Raises `Refused`."""
-    names = _scontrol("show", "hostnames", variables.get("SLURM_JOB_NODELIST", "")).split()
+    names = scontrol("show", "hostnames", variables.get("SLURM_JOB_NODELIST", "")).split()
     if strange := [name for name in names if not NAME.fullmatch(name)]:
         raise Refused(f"SLURM_JOB_NODELIST: {strange[0]!r} is no host name; start the job with sbatch")
     found = {}
-    for line in _scontrol("show", "node", "--oneliner", ",".join(names)).splitlines():
+    for line in scontrol("show", "node", "--oneliner", ",".join(names)).splitlines():
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
         found[words.get("NodeName", "")] = words.get("NodeAddr", "")
     slots = gpus or int(variables.get("SLURM_GPUS_ON_NODE") or 0) or devices(variables) or 1
     return [Host(name, slots, found.get(name) or name) for name in names]
 
 
-def _scontrol(*words: str) -> str:
+def scontrol(*words: str) -> str:
+    """What scontrol prints. Raises `Refused`."""
+    asked = f"scontrol {' '.join(words)}"
     try:
-        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True, timeout=60, env=os.environ | {"LC_ALL": "C"}).stdout
-    except FileNotFoundError:
-        raise Refused("--where slurm: scontrol is not on PATH; start the job on a machine of the cluster") from None
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True, timeout=ANSWER, env=os.environ | {"LC_ALL": "C"}).stdout
+    except subprocess.TimeoutExpired as error:
+        raise Refused(f"--where slurm: {asked} did not answer in {error.timeout:g} s; is slurmctld well? `scontrol ping` tells") from None
     except subprocess.CalledProcessError as error:
-        raise Refused(f"--where slurm: scontrol {' '.join(words)} failed: {error.stderr.strip()}; start the job with sbatch") from None
+        raise Refused(f"--where slurm: {asked} failed: {error.stderr.strip()}; start the job with sbatch") from None
+    except OSError as error:
+        raise Refused(f"--where slurm: scontrol cannot be started: {error.strerror}; start the job on a machine of the cluster") from None

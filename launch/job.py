@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from .refused import Refused
 HELLO = 120.0  # seconds in which every host must have answered
 SETTLE = 2.0  # seconds that ranks may still print why they fail, once one has failed
 SETTLE_STOP = 60.0  # the same when a rank ended because it was asked to: the others are on their way out too
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_CODES = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
 LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused")
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -79,17 +81,31 @@ class Outcome:
     kind: str
     code: int
     text: str = ""
-    reason: str = ""  # of a stop: the signal
+    reason: str = ""  # the signal that asked for a stop, however the start ended
+
+
+@contextlib.contextmanager
+def signals_to(handler: Any) -> Iterator[None]:
+    """Signals that ask for a stop go to `handler`, as of signal.signal."""
+    before = {number: signal.signal(number, handler) for number in STOPS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class Connection:
-    """A host's agent: its lines arrive in `events`, as (node, message); a message None is the end."""
+    """A host's agent: its lines arrive in `events`, as (node, message); a message None is the end. Raises `Refused` if it cannot be started."""
 
     def __init__(self, node: int, argv: list[str], events: "queue.SimpleQueue[tuple[int, Any]]"):
         self.node = node
-        self.process = subprocess.Popen(
-            argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True, errors="replace"
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+        try:
+            self.process = subprocess.Popen(argv, cwd=REPOSITORY, start_new_session=True, **pipes)
+        except OSError as error:
+            fix = {"ssh": "install the OpenSSH client", "srun": "start the job on a machine of the cluster"}.get(argv[0], "give an interpreter with --python")
+            raise Refused(f"{argv[0]} cannot be started: {error.strerror}; {fix}") from None
         self.errors: list[str] = []
         self.open = True
         self.events = events
@@ -132,10 +148,11 @@ class Connection:
 
 
 class Start:
-    """One start, event by event."""
+    """One start, event by event. `asked` holds the signals that came before it."""
 
-    def __init__(self, job: Job, logs: Path, say: Any):
+    def __init__(self, job: Job, logs: Path, say: Any, asked: "queue.SimpleQueue[str] | None" = None):
         self.job, self.logs, self.say = job, logs, say
+        self.asked = asked or queue.SimpleQueue()
         self.events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # may be used inside a signal handler
         self.nodes = [job.node] if job.node is not None else list(range(len(job.hosts)))
         self.connections: dict[int, Connection] = {}
@@ -149,30 +166,30 @@ class Start:
 
     def run(self) -> Outcome:
         """From the first connection until no process is left on any host. Raises `Refused` when a host cannot start its part."""
-        before = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-        try:
-            for node in self.nodes:
-                connection = Connection(node, self.job.connection(self.job.hosts[node]), self.events)
-                self.connections[node] = connection
-                connection.send(spec=self.job.specification(node, self.logs))
-            hellos = self.greet()
-            if self.told:
-                return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
-            first = hellos.get(0, {})
-            address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
-            if len(self.job.hosts) > 1 and self.job.where == "hostfile" and address.startswith("127."):
-                raise Refused(f"{self.job.hosts[0].name}: was reached at {address}, where no other host finds it; give its address with --master_addr")
-            port = self.job.master_port or first["port"]
-            self.began = time.monotonic()
-            for connection in self.connections.values():
-                connection.send(start={"master_addr": address, "master_port": port})
-            self.follow()
-            return self.outcome()
-        finally:
-            for connection in self.connections.values():
-                connection.close()
-            for number, old in before.items():
-                signal.signal(number, old)
+        with signals_to(self.on_signal):
+            while not self.asked.empty():
+                self.events.put((-1, self.asked.get()))
+            try:
+                for node in self.nodes:
+                    connection = Connection(node, self.job.connection(self.job.hosts[node]), self.events)
+                    self.connections[node] = connection
+                    connection.send(spec=self.job.specification(node, self.logs))
+                hellos = self.greet()
+                if self.told:
+                    return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
+                first = hellos.get(0, {})
+                address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
+                if len(self.job.hosts) > 1 and self.job.where == "hostfile" and address.startswith("127."):
+                    raise Refused(f"{self.job.hosts[0].name}: was reached at {address}, where no other host finds it; give its address with --master_addr")
+                port = self.job.master_port or first["port"]
+                self.began = time.monotonic()
+                for connection in self.connections.values():
+                    connection.send(start={"master_addr": address, "master_port": port})
+                self.follow()
+                return self.outcome()
+            finally:
+                for connection in self.connections.values():
+                    connection.close()
 
     def on_signal(self, number: int, _: Any) -> None:
         self.events.put((-1, signal.Signals(number).name))
@@ -302,18 +319,18 @@ class Start:
 
     def outcome(self) -> Outcome:
         if not self.failures:
+            ranks = sum(self.job.hosts[node].slots for node in self.nodes) if self.job.spawn != "once" else len(self.nodes)
+            if len(self.codes) == ranks and all(code == 0 for code in self.codes.values()):
+                return Outcome("done", 0, "", self.told)  # a stop that came in the last step stopped nothing
             if self.told:
                 return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
-            ranks = sum(self.job.hosts[node].slots for node in self.nodes) if self.job.spawn != "once" else len(self.nodes)
-            if len(self.codes) < ranks:
-                return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen; see {self.logs}")
-            return Outcome("done", 0)
+            return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen; see {self.logs}")
         _, seconds, what, tail, code = min(self.failures, key=lambda failure: failure[:2])
         if code in STOP_CODES:
             return Outcome("stopped", code, what.partition(";")[0], STOP_CODES[code])
         text = "\n".join([f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}", *("    " + line for line in tail)])
         told_why = code == 2 or any(line.startswith("refused") for line in tail)
-        return Outcome("refused" if told_why and not self.told else "failed", code, text)
+        return Outcome("refused" if told_why and not self.told else "failed", code, text, self.told)
 
 
 def how(code: int | None) -> str:
@@ -331,8 +348,18 @@ def how(code: int | None) -> str:
 
 
 def new_logs(parent: Path) -> Path:
-    """A folder of its own for the output of the next start."""
-    taken = [int(path.name.removeprefix("start_")) for path in parent.glob("start_*") if path.name.removeprefix("start_").isdigit()]
-    logs = parent / f"start_{max(taken, default=0) + 1:03d}"
-    os.makedirs(logs)
-    return logs
+    """A folder of its own for the output of the next start. Raises `Refused` if none can be made."""
+    while True:
+        taken = [int(path.name.removeprefix("start_")) for path in parent.glob("start_*") if path.name.removeprefix("start_").isdigit()]
+        logs = parent / f"start_{max(taken, default=0) + 1:03d}"
+        try:
+            os.makedirs(logs)
+            return logs
+        except FileExistsError:
+            continue  # another host of the job was first
+        except OSError as error:
+            raise cannot_make(parent, error) from None
+
+
+def cannot_make(folder: Path, error: OSError) -> Refused:
+    return Refused(f"{folder} cannot be made: {error.strerror}; choose another run folder with --out, or start from another folder")

@@ -14,6 +14,7 @@ from .hosts import Host, devices
 from .refused import Refused
 
 TEMPLATE = Path(__file__).with_name("k8s.yaml")
+FOLDER = "/opt/recipes"
 PORT = 29500
 WAIT = 600.0  # seconds in which the first pod must have an address
 
@@ -21,8 +22,8 @@ WAIT = 600.0  # seconds in which the first pod must have an address
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sbatch", action="append", default=[], metavar="FLAG", help="--where slurm: a flag for sbatch, as --sbatch=--partition=NAME")
     parser.add_argument("--image", default="", help="--where k8s: container image, with this repository in --folder")
-    parser.add_argument("--folder", default="/opt/recipes", help="--where k8s: the repository in the image (default: %(default)s)")
-    parser.add_argument("--claim", default="runs", help="--where k8s: PersistentVolumeClaim for FOLDER/runs, shared by all pods (default: %(default)s)")
+    parser.add_argument("--folder", default="", help=f"--where k8s: the repository in the image (default: {FOLDER})")
+    parser.add_argument("--claim", default="", help="--where k8s: PersistentVolumeClaim for FOLDER/runs, shared by all pods (default: runs)")
     parser.add_argument("--name", default="", help="--where k8s: name of the Job (default: the recipe's)")
 
 
@@ -32,7 +33,7 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
     if arguments.dry_run:
         print(text, end="")
         return 0
-    print("launch: kubectl apply -f - <<END\n" + text + "END", flush=True)
+    print("launch: kubectl apply -f - <<'END'\n" + text + "END", flush=True)
     try:
         return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
     except FileNotFoundError:
@@ -42,7 +43,7 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
 def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> str:
     """The Service and the Indexed Job as YAML. Raises `Refused`."""
     name = arguments.name or re.sub(r"[^a-z0-9]+", "-", Path(words[0]).stem.lower()).strip("-")
-    nodes, problems = arguments.nodes or 1, []
+    folder, nodes, problems = arguments.folder or FOLDER, arguments.nodes or 1, []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
         problems.append(f"--name {name}: is no Kubernetes name; use up to 52 lower-case letters, digits and hyphens, the first a letter")
     if not arguments.image:
@@ -54,20 +55,20 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
     own = ["--where", "k8s", "--nodes", str(nodes), "--gpus", str(arguments.gpus), "--spawn", arguments.spawn, "--max_restarts", str(arguments.max_restarts)]
     rest = ["--doctor", *words[1:]] if arguments.doctor else ["--once", *words] if arguments.once else list(words)
     of_here = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR")  # the image has its own
-    passed = {key: value for key, value in environment.needed(variables, arguments.env).items() if not key.startswith(of_here)}
+    passed = {key: value for key, value in environment.needed(variables, arguments.env).items() if key in arguments.env or not key.startswith(of_here)}
     passed |= {"MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(arguments.master_port or PORT)}
     fields = {
         "name": name,
         "nodes": nodes,
         "backoff": nodes * (arguments.max_restarts + 1),
         "image": arguments.image,
-        "folder": arguments.folder,
+        "folder": folder,
         "command": [unexpanded(word) for word in ["python", "-m", "launch", *own, *rest]],
         "env": [{"name": key, "value": unexpanded(value)} for key, value in passed.items()],
         "secret": f"{name}-secrets",
         "resources": {"limits": {"nvidia.com/gpu": arguments.gpus}},
-        "runs": posixpath.join(arguments.folder, "runs"),
-        "claim": arguments.claim,
+        "runs": posixpath.join(folder, "runs"),
+        "claim": arguments.claim or "runs",
     }
     return re.sub(r"\{(\w+)\}", lambda field: scalar(fields[field[1]]), TEMPLATE.read_text())
 
@@ -85,12 +86,18 @@ def scalar(value: object) -> str:
     return "".join(character if "\x20" <= character <= "\x7e" else f"\\U{ord(character):08x}" for character in text)
 
 
+def number(name: str, value: str) -> int:
+    if not value.isascii() or not value.isdigit():
+        raise Refused(f"--where k8s: {name} = {value!r} is no number, as the manifest sets it; render it with --dry-run")
+    return int(value)
+
+
 def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list[Host], int, str, int]:
     """The hosts of the Job this pod belongs to, its own place, and where the ranks meet. Waits until the first pod has an address."""
     nodes = arguments.nodes or 1
     try:
-        index, address, port = int(variables["JOB_COMPLETION_INDEX"]), variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
+        address, index, port = variables["MASTER_ADDR"], *(number(name, variables[name]) for name in ("JOB_COMPLETION_INDEX", "MASTER_PORT"))
+    except KeyError as error:
         raise Refused(f"--where k8s: {error.args[0]} is not set as the manifest sets it; render it with --dry-run") from None
     if not 0 <= index < nodes:
         raise Refused(f"JOB_COMPLETION_INDEX = {index}: --nodes is {nodes}; completions and parallelism of the Job must equal it")

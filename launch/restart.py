@@ -1,13 +1,19 @@
 """Starts a job until it is done: after a crash from the newest complete checkpoint, but not for ever."""
 
+import contextlib
 import os
-import subprocess
+import queue
+import re
+import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import run_folder
-from .job import Job, Outcome, Start, new_logs
+from .hosts import scontrol
+from .job import Job, Outcome, Start, cannot_make, new_logs, signals_to
+from .refused import Refused
 
 SAME_STEP = 3  # failures at one step after which another start would only fail again
 LONGEST_PAUSE = 60.0  # seconds
@@ -15,41 +21,81 @@ LONGEST_PAUSE = 60.0  # seconds
 
 def run(job: Job, max_restarts: int, say: Any) -> int:
     """The exit code of the job, after at most `max_restarts` starts beyond the first. Raises `Refused` if the first cannot begin."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # signals that come while no start is running; may be used inside a signal handler
+    with signals_to(lambda number, _: asked.put(signal.Signals(number).name)):
+        return _run(job, max_restarts, say, asked)
+
+
+def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]") -> int:
     out = Path(job.folder) / run_folder.out_of(job.words)
+    logs_of_all = out.parent / f"{out.name}.logs"
+    since = first_start(logs_of_all)
     began, began_at = time.time(), run_folder.last_step(out)
-    at_step: list[int] = []
-    starts = 0
+    failures: list[int] = []  # the step of each
+    failed_at: list[int] = []  # the same, of starts that had begun
+    starts, goes_on = 0, False
     while True:
         starts += 1
-        logs = new_logs(out.parent / f"{out.name}.logs")
-        say(f"start {starts}: output of each rank in {shown(logs)}")
-        outcome = judged(Start(job, logs, say).run(), out, began)
-        step = run_folder.last_step(out)
+        if (words := run_folder.next_words(job.words, out, since)) != job.words and not goes_on:
+            say("this start continues the run: --resume auto")
+            job, goes_on = replace(job, words=words), True
+        try:
+            logs = new_logs(logs_of_all)
+            say(f"start {starts}: output of each rank in {shown(logs)}")
+            outcome = judged(Start(job, logs, say, asked).run(), out, began)
+        except Refused as refused:  # it could be started before: a host is away for a moment
+            if starts == 1:
+                raise
+            outcome = Outcome("away", 1, str(refused))
         if outcome.kind == "done":
             break
         if outcome.text:
             say(outcome.text)
-        if outcome.kind == "stopped":
-            say(f"stopped by {outcome.reason}; the newest complete checkpoint is {run_folder.newest_checkpoint(out) or 'none'}")
-            requeue(outcome.reason, say)
-            break
         if outcome.kind == "refused":
             break
-        at_step.append(step)
-        if len(at_step) >= SAME_STEP and len(set(at_step[-SAME_STEP:])) == 1:
+        if outcome.reason:
+            stopped(outcome, out, say)
+            break
+        step = run_folder.last_step(out)
+        failures.append(step)
+        failed_at += [step] if outcome.kind == "failed" else []
+        if len(failed_at) >= SAME_STEP and len(set(failed_at[-SAME_STEP:])) == 1:
             say(f"not started again: {SAME_STEP} starts in a row have failed at step {step + 1}")
             break
         if starts > max_restarts:
             if max_restarts:
                 say(f"not started again: --max_restarts {max_restarts} are used up")
             break
-        same = next((number for number, other in enumerate(reversed(at_step)) if other != step), len(at_step))  # failures at this step
+        same = next((number for number, other in enumerate(reversed(failures)) if other != step), len(failures))  # failures at this step
         pause = min(LONGEST_PAUSE, 2.0 ** (same - 1))
         say(f"restart {starts} of {max_restarts} in {pause:g} s, from {run_folder.newest_checkpoint(out) or 'the beginning: no checkpoint is complete yet'}")
-        time.sleep(pause)
+        with contextlib.suppress(queue.Empty):
+            name = asked.get(timeout=pause)
+            outcome = Outcome("stopped", 128 + signal.Signals[name], "", name)
+            stopped(outcome, out, say)
+            break
     if starts > 1:
         say(goodput(out, began_at, time.time() - began, starts))
     return outcome.code
+
+
+def stopped(outcome: Outcome, out: Path, say: Any) -> None:
+    """Tells how a job ends that was asked to stop, which is never started again here."""
+    what = f"stopped by {outcome.reason}" if outcome.kind == "stopped" else f"not started again: {outcome.reason} had asked for a stop"
+    say(f"{what}; the newest complete checkpoint is {run_folder.newest_checkpoint(out) or 'none'}")
+    requeue(outcome.reason, say)
+
+
+def first_start(logs: Path) -> float:
+    """When this job began, by the clock of its run folder's disk (seconds since 1970); a Slurm job that was requeued began with its first start."""
+    note = logs / f".began_{os.environ.get('SLURM_JOB_ID', 'here')}"
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" or not note.exists():
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            note.touch()
+        except OSError as error:
+            raise cannot_make(logs, error) from None
+    return note.stat().st_mtime
 
 
 def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
@@ -59,21 +105,26 @@ def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
     if outcome.kind != "done" or goal is None:
         return outcome
     if step < goal:
-        return Outcome("failed", 1, f"all ranks ended with 0, but the run in {shown(out)} is at step {step} of {goal}")
+        return replace(outcome, kind="failed", code=1, text=f"all ranks ended with 0, but the run in {shown(out)} is at step {step} of {goal}")
     if run_folder.newest_checkpoint(out) < f"step_{goal:08d}":
-        return Outcome("failed", 1, f"all ranks ended with 0, but the run in {shown(out)} has no complete checkpoint of step {goal}")
+        return replace(outcome, kind="failed", code=1, text=f"all ranks ended with 0, but the run in {shown(out)} has no complete checkpoint of step {goal}")
     return outcome
 
 
 def requeue(reason: str, say: Any) -> None:
-    """Puts a preempted Slurm job back into the queue. Ctrl-C (SIGINT) is a person's wish, and stops it for good."""
+    """Puts a preempted Slurm job back into the queue. Ctrl-C (SIGINT) and `scancel` are a person's wish, and stop it for good."""
     if reason != "SIGTERM" or "SLURM_JOB_ID" not in os.environ:
         return
-    done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True, check=False)
-    say(
-        f"job {os.environ['SLURM_JOB_ID']} "
-        + ("is back in the queue" if done.returncode == 0 else f"could not be put back into the queue: {done.stderr.strip()}")
-    )
+    job = os.environ["SLURM_JOB_ID"]
+    try:
+        state = re.search(r"\bJobState=(\S+)", scontrol("show", "job", "--oneliner", job))
+        if state and state[1] != "RUNNING":  # Slurm 22.05 requeues a job that is being cancelled, too
+            say(f"job {job} is {state[1]}, so it is not put back into the queue")
+            return
+        scontrol("requeue", job)
+        say(f"job {job} is back in the queue")
+    except Refused as refused:
+        say(f"job {job} could not be put back into the queue: {'; '.join(refused.problems)}")
 
 
 def goodput(out: Path, began_at: int, wall: float, starts: int) -> str:

@@ -1,26 +1,43 @@
 """What a recipe's run folder tells of the run, read from outside."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
 
+NONE = (FileNotFoundError, NotADirectoryError)  # the latter where `runs` is a file
+
 
 def out_of(words: tuple[str, ...]) -> Path:
-    """The run folder of a recipe's command line: its --out, or runs/<recipe>."""
+    """The run folder of a recipe's command line: its --out, the `out` that the recipe's file writes as plain text, or runs/<recipe>."""
     out = ""
     for index, word in enumerate(words):
         if word == "--out" and index + 1 < len(words):
             out = words[index + 1]
         elif word.startswith("--out="):
             out = word.removeprefix("--out=")
-    return Path(out or Path("runs") / Path(words[0]).stem)
+    return Path(out or _out_in(Path(words[0])) or Path("runs") / Path(words[0]).stem)
+
+
+def _out_in(recipe: Path) -> str:
+    """The `out` of `RECIPE = Recipe(...)`, read without running the file; empty if it gives none."""
+    try:
+        tree = ast.parse(recipe.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""  # the ranks tell what is wrong with it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Recipe":
+            for given in node.keywords:
+                if given.arg == "out" and isinstance(given.value, ast.Constant) and isinstance(given.value.value, str):
+                    return given.value.value
+    return ""
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl."""
     try:
         text = (out / "metrics.jsonl").read_text()
-    except FileNotFoundError:
+    except NONE:
         return []
     lines = []
     for line in text.splitlines(keepends=True):
@@ -35,12 +52,27 @@ def last_step(out: Path) -> int:
     return lines[-1]["step"] if lines else 0
 
 
+def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ...]:
+    """The command line of a job's next start, which continues what the job has written since `since` (seconds since 1970).
+
+    A typed `--resume never` would begin anew again, and `--resume PATH` would go back to PATH. The latter is kept until there is a checkpoint.
+    """
+    try:
+        began_anew = json.loads((out / "run.json").read_text())["recipe"]["resume"] == "never"
+    except (*NONE, ValueError, KeyError):
+        began_anew = False
+    saved = _changed(out / "checkpoints" / newest_checkpoint(out) / "manifest.json") if newest_checkpoint(out) else 0.0
+    if saved >= since or (began_anew and written(out) >= since):
+        return (*words, "--resume", "auto")
+    return words
+
+
 def goal(out: Path) -> int | None:
     """The step at which the run in `out` is to end; None if no run was begun there."""
     try:
         recipe = json.loads((out / "run.json").read_text())["recipe"]
         return recipe["stop_at"] or recipe["steps"]
-    except (FileNotFoundError, ValueError, KeyError):
+    except (*NONE, ValueError, KeyError):
         return None
 
 
@@ -48,13 +80,17 @@ def newest_checkpoint(out: Path) -> str:
     """The name of the step folder that `latest` points to; empty without any."""
     try:
         return (out / "checkpoints" / "latest").read_text().strip()
-    except FileNotFoundError:
+    except NONE:
         return ""
 
 
 def written(out: Path) -> float:
     """When run.json was written last (seconds since 1970); 0 without any."""
+    return _changed(out / "run.json")
+
+
+def _changed(path: Path) -> float:
     try:
-        return (out / "run.json").stat().st_mtime
-    except FileNotFoundError:
+        return path.stat().st_mtime
+    except NONE:
         return 0.0

@@ -5,7 +5,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-SPAWNERS = ("deepspeed", "torchrun", "once")  # once: no ranks, the script itself, once on each host
 RANK = Path(__file__).resolve().with_name("rank.py")
 
 

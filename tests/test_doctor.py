@@ -133,6 +133,19 @@ def test_two_healthy_hosts(tmp_path: Path) -> None:
     assert listing(tmp_path) == set()
 
 
+def test_a_rank_waits_for_the_others_as_long_as_rank_0_does(tmp_path: Path) -> None:
+    """The third never comes, and the second's own time for an answer is shorter than --patience."""
+    code = f"import sys; sys.argv = sys.argv[2:]; sys.path.insert(0, {str(DOCTOR.parent)!r}); import doctor; doctor.LOOK = 4.0; doctor.main()"
+    codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "8"), {1: [sys.executable, "-c", code]}, {2}, {}).wait()
+    assert codes == [1, 1] and "stopped answering" not in text and "did not come within 8 s" in only_problem(text), text
+
+
+def test_flags_of_the_recipe_may_follow_two_hyphens(tmp_path: Path) -> None:
+    words = [sys.executable, str(DOCTOR), "--quick", "--ranks", "1", "--recipe", str(NANO), "--out", "run", "--", "--tiny"]
+    done = subprocess.run(words, cwd=tmp_path, env=quiet(), capture_output=True, text=True, timeout=HARD, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_out_is_not_the_same_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     other = in_mounts(f"mount -t tmpfs tmpfs {tmp_path / 'run'}")
@@ -409,6 +422,12 @@ def test_a_wrong_command_line_exits_2(tmp_path: Path) -> None:
     for words in (("--world", "0"), ("--tiny",), ("--recipe", NANO, "--stepz", "3")):
         code, text = doctor(tmp_path, "--quick", *words)
         assert code == 2, text
+
+
+def test_a_recipe_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text('open("prompts.txt")')
+    code, text = doctor(tmp_path, "--quick", "--recipe", "reads.py")
+    assert code == 1 and only_problem(text).startswith("--recipe reads.py: cannot be imported: FileNotFoundError"), text
 
 
 def test_a_recipe_that_cannot_run_is_told_with_the_rest(tmp_path: Path) -> None:

@@ -66,6 +66,43 @@ def test_a_manifest_that_cannot_be_is_refused(words: list[str], told: str) -> No
     assert (done.returncode, done.stdout) == (1, "") and told in done.stderr
 
 
+@pytest.mark.parametrize("name", ["MASTER_PORT", "JOB_COMPLETION_INDEX"])
+def test_a_number_that_is_none_is_named(tmp_path: Path, name: str) -> None:
+    place = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", name: "x"}
+    words = [sys.executable, "-m", "launch", "--where", "k8s", "--nodes", "2", str(NANO)]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | place, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1 and f"{name} = 'x' is no number" in done.stderr
+
+
+def test_a_variable_that_was_asked_for_is_in_the_manifest() -> None:
+    """An image has its own PYTHONPATH, unless the user wants this one."""
+    named = lambda *words: {variable["name"] for variable in container(render("--gpus", "8", *words, str(NANO))[1])["env"]}  # noqa: E731
+    assert "PYTHONUNBUFFERED" in named("--env", "PYTHONUNBUFFERED") and "PYTHONUNBUFFERED" not in named()
+
+
+def test_what_is_applied_is_printed_as_a_shell_takes_it(tmp_path: Path) -> None:
+    """Without --dry-run: what is printed, given to a shell, gives kubectl the same manifest."""
+    (tmp_path / "kubectl").write_text(f'#!/bin/sh\ncat > "{tmp_path}/$N"\n')
+    (tmp_path / "kubectl").chmod(0o755)
+    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "N": "applied"}
+    words = [sys.executable, "-m", "launch", "--where", "k8s", "--gpus", "8", "--image", "x", str(NANO), "$(id)", "`id`"]
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=60)
+    subprocess.run(["sh", "-c", done.stdout.removeprefix("launch: ")], env=variables | {"N": "typed"}, check=True, timeout=60)
+    assert (tmp_path / "typed").read_text() == (tmp_path / "applied").read_text() != ""
+
+
+def test_a_pod_that_waits_for_the_first_one_ends_when_it_is_told(tmp_path: Path) -> None:
+    """The first process of a pod gets no signal for which it has no handler."""
+    place = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "nobody.invalid", "MASTER_PORT": "29500"}
+    pod = Job(tmp_path, [sys.executable, "-u", "-m", "launch", "--where", "k8s", "--nodes", "2", str(NANO)], PYTHONPATH=str(ROOT), **place)
+    try:
+        pod.wait_for(lambda: "waiting for the address" in pod.output, 60)
+        pod.process.terminate()
+        assert pod.wait(30) == 143, pod.output
+    finally:
+        pod.close()
+
+
 def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> None:
     """With the numbers of one machine.
 

@@ -2,12 +2,16 @@
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job import Job, contention
@@ -15,8 +19,11 @@ from pool import ROOT, environment
 
 sys.path.insert(0, str(ROOT))
 
-from launch import restart
-from launch.job import Outcome
+from launch import restart, run_folder
+from launch.hosts import Host
+from launch.job import Job as LaunchJob
+from launch.job import Outcome, Start, new_logs
+from launch.refused import Refused
 
 # A rank without torch, in the place of a recipe: it leaves what a recipe leaves
 FAILS = """
@@ -94,6 +101,95 @@ def test_a_stop_is_passed_on_and_is_no_crash(launch: Callable[..., Job], tmp_pat
     assert "stopped by SIGTERM" in job.output and "restart" not in job.output
 
 
+def job(folder: Path) -> LaunchJob:
+    return LaunchJob((Host("localhost", 2),), "deepspeed", ("x.py",), sys.executable, str(folder), {})
+
+
+CRASH = "after 3 s rank 1 ended with 1"
+STOPPED = [
+    ("", {0: 0, 1: 0}, [], ("done", 0, "")),
+    ("SIGTERM", {0: 143, 1: 143}, [], ("stopped", 143, "SIGTERM")),
+    ("SIGTERM", {0: 0, 1: 0}, [], ("done", 0, "SIGTERM")),  # it came in the last step
+    ("SIGTERM", {0: 0}, [], ("stopped", 143, "SIGTERM")),
+    ("SIGTERM", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "SIGTERM")),  # while it saved
+    ("SIGINT", {0: 130, 1: 2}, [(2, 3.0, "rank 1 ended with 2", [], 2)], ("failed", 2, "SIGINT")),
+    ("", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "")),
+]
+
+
+@pytest.mark.parametrize(("told", "codes", "failures", "end"), STOPPED)
+def test_how_a_start_that_was_asked_to_stop_has_ended(tmp_path: Path, told: str, codes: dict[int, int], failures: list[Any], end: tuple[str, int, str]) -> None:
+    start = Start(job(tmp_path), tmp_path, print)
+    start.told, start.codes, start.failures = told, codes, failures
+    outcome = start.outcome()
+    assert (outcome.kind, outcome.code, outcome.reason) == end
+
+
+class Starts:
+    """In the place of `Start`: starts that end, one after the other, as they are told to."""
+
+    def __init__(self, ends: list[Outcome | Refused]):
+        self.ends, self.said = ends, list[str]()
+
+    def __call__(self, *_: Any) -> "Starts":
+        return self
+
+    def run(self) -> Outcome:
+        end = self.ends.pop(0)
+        if isinstance(end, Refused):
+            raise end
+        return end
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Exit code and what was said of a job whose starts end in these ways."""
+
+    def run(*ends: Outcome | Refused, max_restarts: int = 10) -> tuple[int, str]:
+        starts = Starts(list(ends))
+        monkeypatch.setattr(restart, "Start", starts)
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        code = restart.run(job(tmp_path), max_restarts, starts.said.append)
+        assert not starts.ends, "further starts"
+        return code, "\n".join(starts.said)
+
+    return run
+
+
+def test_a_host_that_is_away_at_a_restart_is_tried_again(run: Callable[..., tuple[int, str]]) -> None:
+    code, said = run(Outcome("failed", 1, CRASH), Refused("worker-2: cannot be reached"), Outcome("done", 0))
+    assert code == 0 and "worker-2: cannot be reached" in said and "restart 2 of 10 in 2 s" in said
+    with pytest.raises(Refused):
+        run(Refused("worker-2: cannot be reached"))
+
+
+def test_nothing_is_started_again_after_a_signal(run: Callable[..., tuple[int, str]]) -> None:
+    code, said = run(Outcome("failed", 1, CRASH, "SIGTERM"))
+    assert code == 1 and CRASH in said and "not started again: SIGTERM had asked for a stop" in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_the_pause_before_a_restart_stops_the_job(run: Callable[..., tuple[int, str]], number: int, code: int) -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    ended, said = run(Outcome("failed", 1, CRASH))
+    assert ended == code and f"stopped by {signal.Signals(number).name}; the newest complete checkpoint is none" in said
+
+
+def test_a_signal_between_two_starts_is_not_lost(tmp_path: Path) -> None:
+    """It came when the one had ended and the other not begun."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    asked.put("SIGTERM")
+    outcome = Start(job(tmp_path), tmp_path, print, asked).run()
+    assert (outcome.kind, outcome.reason) == ("stopped", "SIGTERM")
+
+
+def test_hosts_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
+    """The pods of a job share the disk."""
+    with ThreadPoolExecutor(8) as pods:
+        made = list(pods.map(new_logs, [tmp_path / "run.logs"] * 80))
+    assert len(set(made)) == 80 and all(logs.is_dir() for logs in made)
+
+
 def folder(out: Path, steps: int, done: int, latest: str) -> Path:
     (out / "checkpoints").mkdir(parents=True)
     (out / "run.json").write_text(json.dumps({"recipe": {"steps": steps, "stop_at": 0}}))
@@ -117,6 +213,47 @@ def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, ste
     assert restart.judged(Outcome("done", 0), out, since=0).kind == kind
     assert restart.judged(Outcome("done", 0), out, since=time.time() + 60).kind == "done", "a start that wrote no run.json had nothing to do"
     assert restart.judged(Outcome("stopped", 143), out, since=0).kind == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "begun", "goes_on"),
+    [
+        ("never", True, True, True),
+        ("never", False, True, True),  # nothing to lose, and nothing more to put aside
+        ("never", True, False, False),  # the start ended before it put the old run aside
+        ("runs/other", True, True, True),
+        ("runs/other", False, True, False),  # it must still begin from there
+        ("runs/other", False, False, False),
+    ],
+)
+def test_a_typed_resume_is_for_the_first_start(tmp_path: Path, resume: str, saved: bool, begun: bool, goes_on: bool) -> None:
+    """The next start continues what this job has written; what an earlier job has left says nothing."""
+    out, words = folder(tmp_path / "run", 10, 7, "step_00000005"), ("recipes/x.py", "--resume", resume)
+    (out / "checkpoints" / "step_00000005").mkdir()
+    (out / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
+    (out / "run.json").write_text(json.dumps({"recipe": {"steps": 10, "stop_at": 0, "resume": resume}}))
+    since = time.time() - 60
+    for path, ours in ((out / "run.json", begun), (out / "checkpoints" / "step_00000005" / "manifest.json", begun and saved)):
+        os.utime(path, (since + (30 if ours else -30),) * 2)
+    assert run_folder.next_words(words, out, since) == (*words, *(("--resume", "auto") if goes_on else ()))
+
+
+def test_a_script_that_is_no_recipe_keeps_its_words(tmp_path: Path) -> None:
+    assert run_folder.next_words(("x.py", "--resume", "never"), tmp_path, since=1.0) == ("x.py", "--resume", "never")
+
+
+def test_a_requeued_slurm_job_began_with_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    first = restart.first_start(tmp_path)
+    time.sleep(0.05)
+    again = restart.first_start(tmp_path)
+    assert again > first, "another job 7, of another cluster or year"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    time.sleep(0.05)
+    assert restart.first_start(tmp_path) == again
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert restart.first_start(tmp_path) > again
 
 
 def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def slurm() -> Iterator[Slurm]:
         yield made
 
 
-def submit(slurm: Slurm, output: Path, *words: str) -> str:
+def submit(slurm: Slurm, output: Path, *words: str, nodes: int = 2) -> str:
     """The number of the job."""
-    command = ["sbatch", "--parsable", "--nodes=2", f"--output={output}", "launch/slurm.sbatch", *words]
+    command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={output}", "launch/slurm.sbatch", *words]
     answer = slurm.run(*command, folder=ROOT, **SECRETS)
     assert answer.strip().isdigit(), answer
     return answer.strip()
@@ -91,6 +91,27 @@ def test_words_reach_the_script_on_both_nodes_as_typed(slurm: Slurm, tmp_path: P
         got, variables = json.loads((tmp_path / f"dump_{rank}").read_text())
         assert got == words
         assert variables["WORLD_SIZE"] == "4" and not variables.keys() & SECRETS.keys()
+
+
+STOPS = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+
+
+def test_a_cancelled_job_stays_cancelled(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm would put it back into the queue: `scontrol requeue` takes a job that is being cancelled."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    ready, output = tmp_path / "ready", tmp_path / "job.log"
+    job = submit(slurm, output, "--gpus", "1", "--spawn", "torchrun", str(tmp_path / "stops.py"), str(ready), nodes=1)
+    tell = lambda: f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"  # noqa: E731
+    wait_for(ready.exists, 120, tell)
+    slurm.run("scancel", job)
+    wait_for(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), 60, tell)
+    assert slurm.job(job)["JobState"] == "CANCELLED" and slurm.job(job)["Restarts"] == "0", tell()
+    assert "stopped by SIGTERM" in output.read_text() and "not put back into the queue" in output.read_text(), tell()
 
 
 def test_a_login_node_submits_names_and_no_values(tmp_path: Path) -> None:

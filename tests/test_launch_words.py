@@ -18,9 +18,9 @@ from words import BYTES, NASTY, QUICK, WORD, arbitrary_words
 
 sys.path.insert(0, str(ROOT))
 
-from launch import environment, spawn
+from launch import environment, hosts, spawn
 from launch.__main__ import main
-from launch.hosts import Host, read_hostfile
+from launch.hosts import Host, devices, read_hostfile
 from launch.job import Job as LaunchJob
 from launch.kubernetes import scalar, unexpanded
 from launch.refused import Refused
@@ -31,7 +31,10 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
 
 
-DUMP = "import json, os, sys; json.dump(sys.argv[1:], open(f\"dump_{os.environ['RANK']}.json\", 'w'))"
+DUMP = """
+import json, os, sys
+json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES")], open(f"dump_{os.environ['RANK']}.json", "w"))
+"""
 
 
 @pytest.mark.parametrize("spawner", ["deepspeed", "torchrun"])
@@ -44,7 +47,9 @@ def test_words_reach_every_rank_as_typed(tmp_path: Path, ops: Callable[[str], No
     finally:
         job.close()
     for rank in (0, 1):
-        assert json.loads((tmp_path / f"dump_{rank}.json").read_text()) == words
+        got, visible = json.loads((tmp_path / f"dump_{rank}.json").read_text())
+        assert got == words
+        assert visible is not None and devices({"CUDA_VISIBLE_DEVICES": visible}) == 0, "the tests run with none, which is a wish for the CPU"
 
 
 @QUICK
@@ -177,6 +182,18 @@ def test_what_travels_and_what_is_a_secret() -> None:
     assert "GITHUB_TOKEN" in environment.secrets(variables, ["GITHUB_TOKEN"]) and "GITHUB_TOKEN" not in environment.needed(variables, ["GITHUB_TOKEN"])
 
 
+HIDDEN = ["HF_TOKEN_WRITE", "HUGGINGFACE_TOKEN_RW", "WANDB_KEY2", "WANDB_API_KEY_OLD", "HF_SECRETS", "MLFLOW_PASSWORD1", "HF_AUTH_BEARER"]
+SHOWN = ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "NCCL_KEYED", "TORCH_NCCL_BLOCKING_WAIT"]
+
+
+def test_what_looks_like_a_secret_is_none_to_be_shown() -> None:
+    variables = {name: "x" for name in [*HIDDEN, *SHOWN]}
+    variables |= {"MLFLOW_TRACKING_URI": "https://me:pass@mlflow.example", "HF_ENDPOINT": "https://hub.example:443/a@b", "WANDB_BASE_URL": "https://w.example"}
+    assert sorted(environment.needed(variables, [])) == sorted([*SHOWN, "HF_ENDPOINT", "WANDB_BASE_URL"])
+    assert "MLFLOW_TRACKING_URI" in environment.secrets(variables, ["MLFLOW_TRACKING_URI"])
+    assert "MLFLOW_TRACKING_URI" not in environment.needed(variables, ["MLFLOW_TRACKING_URI"])
+
+
 @pytest.mark.parametrize(
     ("words", "out"), [((), "runs/x"), (("--out", "a"), "a"), (("--out=a b",), "a b"), (("--out", "a", "--out", "b"), "b"), (("--out",), "runs/x")]
 )
@@ -184,6 +201,30 @@ def test_the_run_folder_is_that_of_the_recipe(words: tuple[str, ...], out: str) 
     assert out_of(("recipes/x.py", *words)) == Path(out)
 
 
+OUTS = [
+    ('RECIPE = Recipe(model="a", out="elsewhere/x")', (), "elsewhere/x"),
+    ('RECIPE = recipekit.Recipe(out="elsewhere/x")', ("--out", "typed"), "typed"),
+    ('RECIPE = Recipe(out="")', (), "runs/x"),
+    ("RECIPE = Recipe(", (), "runs/x"),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "out"), OUTS)
+def test_the_run_folder_may_stand_in_the_recipe(tmp_path: Path, text: str, words: tuple[str, ...], out: str) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert out_of((str(tmp_path / "x.py"), *words)) == Path(out)
+
+
+def test_the_run_folder_that_is_read_is_the_recipe_s_own(tmp_path: Path) -> None:
+    """launch reads the file, and does not run it."""
+    (tmp_path / "mine.py").write_text((ROOT / "recipes" / "llama_nano_zero2.py").read_text().replace("Recipe(\n", 'Recipe(\n    out="kept/here",\n', 1))
+    show = [sys.executable, "-c", "import mine; print(mine.RECIPE.out)"]
+    said = subprocess.run(show, cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out_of((str(tmp_path / "mine.py"),)) == Path(said.strip()) == Path("kept/here")
+
+
+NANO = "recipes/llama_nano_zero2.py"
+SLURM, K8S = ["--where", "slurm"], ["--where", "k8s", "--gpus", "8", "--image", "x"]
 USAGE = [
     ([], 2, "the recipe is missing"),
     (["--gpus", "none", "x.py"], 2, "is not a number"),
@@ -194,14 +235,61 @@ USAGE = [
     (["--where", "hostfile", "recipes/llama_nano_zero2.py"], 1, "give --hostfile FILE"),
     (["--where", "k8s", "recipes/llama_nano_zero2.py"], 1, "which image"),
     (["--env", "NOT_SET_ANYWHERE", "recipes/llama_nano_zero2.py"], 1, "export it first"),
+    ([*SLURM, "--env", "NOT_SET_ANYWHERE", NANO], 1, "--env NOT_SET_ANYWHERE: is not set; export it first"),
+    ([*SLURM, "--env", "MY_TOKEN", NANO], 1, "--env MY_TOKEN: is a secret, and Slurm keeps what is exported in files; leave it out, and log in once"),
+    ([*K8S, "--env", "NOT_SET_ANYWHERE", NANO], 1, "export it first"),
+    ([*K8S, "--env", "MY_TOKEN", NANO], 1, "kubectl create secret generic NAME-secrets --from-file=MY_TOKEN=FILE"),
+    ([*K8S, "--python", "/usr/bin/python3", NANO], 1, "--python: is not read with --where k8s, only with local and hostfile and slurm"),
+    ([*K8S, "--master_addr", "10.0.0.1", NANO], 1, "--master_addr: is not read with --where k8s"),
+    (["--image", "x", "--sbatch=--time=1", NANO], 1, "--image: is not read with --where local, only with k8s"),
+    (["--max_restarts", "2", "--once", NANO], 1, "--max_restarts 2: what runs once"),
 ]
 
 
 @pytest.mark.parametrize(("words", "code", "told"), USAGE, ids=[" ".join(words) for words, *_ in USAGE])
 def test_a_wrong_command_is_refused(words: list[str], code: int, told: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    variables = os.environ | {"MY_TOKEN": "fake"}
+    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (code, "")
     assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def launch(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
+    """Exit code and everything that was printed."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    argv = [sys.executable, "-m", "launch", *words]
+    done = subprocess.run(argv, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stdout, done.stdout
+    return done.returncode, done.stdout
+
+
+CANNOT = [
+    (["--python", "/nowhere/python", "x.py"], {}, "/nowhere/python cannot be started: No such file or directory; "),
+    (["--python", "/tmp", "x.py"], {}, "/tmp cannot be started: Permission denied; "),
+    (["--hostfile", "hostfile", "--python", sys.executable, "x.py"], {"PATH": "/nowhere"}, "ssh cannot be started: No such file or directory; "),
+    (["x.py", "--out", "/proc/x/y"], {}, "/proc/x/y.logs cannot be made: No such file or directory; choose another run folder with --out"),
+    (["x.py"], {}, "runs/x.logs cannot be made: Not a directory; choose another run folder with --out"),
+    (["--once", "x.py"], {}, "runs/x.logs cannot be made: Not a directory; "),
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "told"), CANNOT, ids=[" ".join(words) for words, *_ in CANNOT])
+def test_what_cannot_be_started_is_refused(tmp_path: Path, words: list[str], variables: dict[str, str], told: str) -> None:
+    (tmp_path / "x.py").write_text("")
+    (tmp_path / "hostfile").write_text("worker-1 slots=1\n")
+    if "x.logs" in told:
+        (tmp_path / "runs").write_text("a file")
+    code, said = launch(tmp_path, *words, **variables)
+    assert code == 1 and "refused: 1 problem" in said and told in said, said
+
+
+def test_a_slurm_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hosts, "ANSWER", 0.5, raising=False)
+    with pytest.raises(Refused, match=r"scontrol show hostnames n\[1-2\] did not answer in 0.5 s"):
+        hosts.slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}, None)
 
 
 def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path) -> None:

@@ -33,9 +33,28 @@ def test_problems_of_the_json_and_the_recipe_are_told_together(tmp_path: Path) -
 def test_a_recipe_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("RECIPE = (")
     (tmp_path / "empty.py").write_text("")
-    for name, says in (("absent.py", "no such file"), ("broken.py", "cannot be imported: SyntaxError"), ("empty.py", "sets no RECIPE")):
+    (tmp_path / "reads.py").write_text('open("prompts.txt")')
+    (tmp_path / "looks.py").write_text('import os\nos.environ["NO_SUCH_NAME"]')
+    for name, says in (
+        ("absent.py", "no such file"),
+        ("broken.py", "cannot be imported: SyntaxError"),
+        ("empty.py", "sets no RECIPE"),
+        ("reads.py", "cannot be imported: FileNotFoundError: [Errno 2] No such file or directory: 'prompts.txt'"),
+        ("looks.py", "cannot be imported: KeyError: 'NO_SUCH_NAME'"),
+    ):
         code, text = lint("--recipe", name, cwd=tmp_path)
         assert code == 1 and says in text
+
+
+def test_a_mixture_that_is_written_wrong_is_a_problem(tmp_path: Path) -> None:
+    """As at a start."""
+    nano = (ROOT / "recipes" / "llama_nano_zero2.py").read_text()
+    (tmp_path / "mixed.py").write_text(nano.replace('dataset="builtin"', 'dataset="a=builtin@x; b"'))
+    code, text = lint("--recipe", "mixed.py", cwd=tmp_path)
+    assert code == 1 and "2 problems" in text and "'a=builtin@x': is no part of a mixture" in text and "'b': is no part" in text, text
+    (tmp_path / "mixed.py").write_text("from recipekit import Recipe\nRECIPE = Recipe(model='a/b', dataset=5)")
+    code, text = lint("--recipe", "mixed.py", cwd=tmp_path)
+    assert code == 1 and "dataset = 5: must be of type str" in text, text
 
 
 def test_a_json_of_anyone_is_told_what_deepspeed_would_do(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """recipekit/meeting.py over real sockets: nobody is waited for longer than said, and whoever is missing is named."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -100,6 +101,27 @@ def test_other_programs_on_the_ports_do_no_harm() -> None:
         for end in (*strangers, *met.values()):
             end.close()
         assert silent.fileno() > 0
+
+
+def test_a_rank_that_greeted_while_rank_0_was_busy_is_not_lost() -> None:
+    """Two silent strangers hold rank 0 up for 4 s; the members, who wait for 2 s, have hung up and greet again when it hears their first greeting."""
+    port = free_port()
+    met: dict[int, Any] = {}
+    threads = [threading.Thread(target=lambda rank=rank: met.update({rank: meet(rank, 3, "127.0.0.1", port, 30)})) for rank in (0, 1, 2)]
+    threads[0].start()
+    strangers: list[socket.socket] = []
+    while len(strangers) < 2:
+        with contextlib.suppress(OSError):
+            strangers.append(socket.create_connection(("127.0.0.1", port + 1)))
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert met.keys() == {0, 1, 2} and met[0].lost == {}
+    met[0].tell("hello")
+    assert [met[rank].hear(5) for rank in (1, 2)] == ["hello", "hello"] and met[0].lost == {}
+    for end in (*strangers, *met.values()):
+        end.close()
 
 
 def test_a_member_without_a_chair_says_where_it_looked() -> None:

@@ -373,6 +373,18 @@ def test_a_path_that_is_no_run_is_refused(half: Path, tmp_path: Path, monkeypatc
         planned(monkeypatch, other, "--resume", half)
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_from_the_other(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what a restart after an early crash types; a run that has a checkpoint is one to be kept."""
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "new" / "run.json").write_text(json.dumps({"recipe": {"resume": str(half)}}))
+    assert planned(monkeypatch, tmp_path / "new", "--resume", half).resume_from == half
+    with pytest.raises(Refusal, match="already holds a run"):
+        planned(monkeypatch, tmp_path / "new", "--resume", half / "checkpoints" / "step_00000002")
+    (tmp_path / "new" / "checkpoints" / "step_00000001").mkdir()
+    with pytest.raises(Refusal, match="already holds a run"):
+        planned(monkeypatch, tmp_path / "new", "--resume", half)
+
+
 def test_a_torn_run_json_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "run.json").write_text((run / "run.json").read_text()[:100])
     with pytest.raises(Refusal, match=r"run\.json"):

@@ -2,12 +2,12 @@
 
     python tools/doctor.py                                              # this machine, with one rank for each GPU (2 without any)
     python tools/doctor.py --recipe recipes/NAME.py --out runs/x --tp 2 # what this run needs; the recipe's own flags may follow
-    python -m launch --doctor recipes/NAME.py                           # all hosts of a run
+    python -m launch --hostfile HOSTS --doctor --recipe recipes/NAME.py # all hosts of a run
 
 Looks at versions, devices, shared memory, libaio and the compiled ops, the NVMe folder, logins, the master port, the
 clocks, the run folder, the room for checkpoints, and at the connections between all ranks: plain sockets first, then two
 seconds of all-reduce and point-to-point messages. A launcher starts it once for each rank, as it would a recipe; without
-one it starts the ranks of this machine itself. A rank that is missing, silent or slow is named, and never waited for.
+one it starts the ranks of this machine itself. A rank that is missing, silent or slow is named; every wait for it has an end.
 
 Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line.
 """
@@ -15,7 +15,6 @@ Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import os
 import signal
@@ -36,8 +35,8 @@ from recipekit import ds_config, host_checks  # noqa: E402
 from recipekit.host_checks import Findings, Row, amount, existing  # noqa: E402
 from recipekit.meeting import Chair, Line, Member, echo, meet, reach  # noqa: E402
 from recipekit.plan import Plan, make_plan  # noqa: E402
-from recipekit.recipe import Command, Recipe, parse  # noqa: E402
-from recipekit.refusal import Problem, Refusal, refuse  # noqa: E402
+from recipekit.recipe import Command, parse, recipe_of  # noqa: E402
+from recipekit.refusal import Problem, Refusal  # noqa: E402
 from recipekit.stopping import start_launcher_watch  # noqa: E402
 
 LOOK = 180.0  # seconds in which a host has to answer what it is like
@@ -96,22 +95,6 @@ def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     if arguments.ranks and os.environ.get("WORLD_SIZE", str(arguments.ranks)) != str(arguments.ranks):
         parser.error(f"--ranks {arguments.ranks}: the launcher has started {os.environ['WORLD_SIZE']} ranks")
     return parser, arguments
-
-
-def recipe_of(path: Path) -> Recipe:
-    """The `RECIPE` of a recipe's file, which starts nothing when it is imported. Raises `Refusal` if there is none."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise refuse(f"--recipe {path}", "no such Python file on this host", "give a file of recipes/")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError) as error:
-        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
-    recipe = getattr(module, "RECIPE", None)
-    if not isinstance(recipe, Recipe):
-        raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", "give a file of recipes/")
-    return recipe
 
 
 def read_subject(arguments: argparse.Namespace, slot: Slot) -> Subject:
@@ -248,7 +231,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
                 meeting.tell(mark)
                 report = Report(slot, meeting, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "what its host is like"))
             return conduct(arguments, slot, subject, meeting, report, listener)
-        mark = meeting.hear(LOOK)
+        mark = meeting.hear(LOOK + 1.5 * arguments.patience)  # rank 0 may be waiting for others
         meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
         addresses = meeting.hear(2 * LOOK)
         meeting.gather(reach(to_reach(slot, addresses, meeting), CONNECT))
@@ -630,7 +613,7 @@ def start_ranks(first: int, count: int, place: dict[str, str], more: list[str]) 
     """Starts the ranks of this host, from rank `first` on; the exit code of that."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     ranks = [
-        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *more], env=os.environ | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)})
+        subprocess.Popen([sys.executable, __file__, *more, *sys.argv[1:]], env=os.environ | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)})
         for index in range(count)
     ]
     try:

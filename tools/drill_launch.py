@@ -67,9 +67,9 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in metrics(run)]
 
 
-def start(folder: Path, run: str, steps: int, *flags: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, run: str, steps: int, *flags: str, resume: str = "auto") -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "launch", "--gpus", "2", *flags, str(RECIPE), "--tiny", "--steps", str(steps), "--out", run]
-    words += ["--save_every", "2", "--eval_every", "0", "--no-wandb", "--no-export"]
+    words += ["--save_every", "2", "--eval_every", "0", "--no-wandb", "--no-export", "--resume", resume]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
     with (folder / f"{run}.log").open("wb") as log:
@@ -116,7 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="drill_launch_"))
     steps, chance, tally = STEPS_A_KILL * arguments.kills + 2, random.Random(arguments.seed), Counter[str]()
     began = time.monotonic()
-    job = start(folder, "run", steps, "--max_restarts", str(arguments.kills + 10))
+    # --resume never is for the first start only
+    job = start(folder, "run", steps, "--max_restarts", str(arguments.kills + 10), resume="never")
     early, before, before_step = False, set[int](), 0
     problems = []
     try:
@@ -136,6 +137,8 @@ def main(argv: list[str] | None = None) -> int:
         job.wait()
     if job.returncode:
         problems.append(f"it ended with {job.returncode}")
+    if aside := [path.name for path in folder.glob("run.*") if path.is_dir() and path.name != "run.logs"]:
+        problems.append(f"a restart began anew ({', '.join(aside)})")
     print("the unbroken run", flush=True)
     whole = start(folder, "unbroken", steps)
     if whole.wait() or numbers(folder / "unbroken") != numbers(folder / "run") or len(numbers(folder / "run")) != steps:

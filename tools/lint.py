@@ -10,7 +10,6 @@ Prints every problem with its fix and what DeepSpeed alone would do: fail, ignor
 """
 
 import argparse
-import importlib.util
 import sys
 from dataclasses import replace
 from itertools import groupby
@@ -26,29 +25,12 @@ from recipekit import ds_config, ds_rules  # noqa: E402
 from recipekit.architecture import model_config  # noqa: E402
 from recipekit.ds_schema import schema  # noqa: E402
 from recipekit.mesh import make_mesh  # noqa: E402
-from recipekit.recipe import Recipe, check_recipe  # noqa: E402
-from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal, refuse  # noqa: E402
+from recipekit.mixture import domains_of  # noqa: E402
+from recipekit.recipe import check_recipe, recipe_of  # noqa: E402
+from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal  # noqa: E402
 
 README = ROOT / "ds_configs" / "README.md"
 BEGIN, END = "<!-- written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
-
-
-def recipe_of(path: Path) -> Recipe:
-    """The `RECIPE` of a recipe's file, which starts nothing when it is imported. Raises `Refusal` if there is none."""
-    if not path.is_file():
-        raise refuse(f"--recipe {path}", "no such file", f"one of {', '.join(str(file) for file in sorted((ROOT / 'recipes').glob('*.py')))}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise refuse(f"--recipe {path}", "is no Python file", "give a file of recipes/")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError) as error:
-        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
-    recipe = getattr(module, "RECIPE", None)
-    if not isinstance(recipe, Recipe):
-        raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", "give a file of recipes/")
-    return recipe
 
 
 def read(name: str, folder: Path) -> tuple[dict[str, Any], Path | None, list[Problem]]:
@@ -89,6 +71,8 @@ def lint(
             recipe = recipe_of(path)
             problems += check_recipe(recipe)
             shape = model_config(recipe)
+            if isinstance(recipe.dataset, str):
+                domains_of(recipe)
         except Refusal as refusal:
             problems += refusal.problems
     try:

@@ -69,17 +69,41 @@ def check_versions(requirements: Path) -> Findings:
     yield Row("packages", f"{matching} of {len(pins)} as {requirements.name} pins them")
 
 
-def gpus() -> list[tuple[str, int, int, str]]:
-    """(name, bytes, bytes in use, driver) of each NVIDIA GPU. Raises OSError if nvidia-smi is there and does not answer."""
+class Gpu(NamedTuple):
+    """An NVIDIA GPU; `number` as nvidia-smi counts."""
+
+    number: int
+    uuid: str
+    name: str
+    total: int  # bytes
+    used: int  # bytes
+    driver: str
+
+
+def gpus() -> list[Gpu]:
+    """The NVIDIA GPUs that a rank started here may use, in the order of its local ranks: those of CUDA_VISIBLE_DEVICES where it is set.
+
+    Raises OSError if nvidia-smi is there and does not answer.
+    """
     if not (program := shutil.which("nvidia-smi")):
         return []
-    query = [program, "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
+    query = [program, "--query-gpu=index,uuid,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
         fields = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
-        return [(name, int(total) << 20, int(used) << 20, driver) for name, total, used, driver in fields]
+        found = [Gpu(int(number), uuid, name, int(total) << 20, int(used) << 20, driver) for number, uuid, name, total, used, driver in fields]
     except (subprocess.SubprocessError, ValueError) as error:
         raise OSError(" ".join(str(error).split())) from None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or "MIG-" in visible:  # parts of GPUs, which this query does not list
+        return found
+    chosen = []
+    for word in map(str.strip, visible.split(",")):
+        match = [gpu for gpu in found if word == str(gpu.number) or (word.startswith("GPU-") and gpu.uuid.startswith(word))]
+        if len(match) != 1:
+            break  # as CUDA does: what follows a device that is none is not seen
+        chosen += match
+    return chosen
 
 
 def check_devices(local_world: int) -> Findings:
@@ -90,15 +114,15 @@ def check_devices(local_world: int) -> Findings:
     except OSError as error:
         found = []
         yield Problem("nvidia-smi", f"does not answer as it should ({error})", "look at dmesg and the driver; a GPU may have fallen off the bus")
-    kinds = ", ".join(sorted({f"{name} {amount(total)}" for name, total, _, _ in found}))
-    yield Row("devices", f"{len(found)} x {kinds}, driver {found[0][3]}, {cores} CPU cores" if found else f"{cores} CPU cores, no NVIDIA GPU")
+    kinds = ", ".join(sorted({f"{gpu.name} {amount(gpu.total)}" for gpu in found}))
+    yield Row("devices", f"{len(found)} x {kinds}, driver {found[0].driver}, {cores} CPU cores" if found else f"{cores} CPU cores, no NVIDIA GPU")
     if found and local_world > len(found):
-        yield Problem(f"{local_world} ranks", f"this host has {len(found)} GPUs", f"start {len(found)} ranks or fewer on it")
-    for number, (name, total, used, _) in enumerate(found[:local_world]):
-        if used > total // 10:
-            yield Problem(
-                f"GPU {number} ({name})", f"another process holds {amount(used)} of {amount(total)}", "end it (nvidia-smi shows it), or leave this GPU out"
-            )
+        chosen = " that CUDA_VISIBLE_DEVICES names" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        yield Problem(f"{local_world} ranks", f"this host has {len(found)} GPUs{chosen}", f"start {len(found)} ranks or fewer on it")
+    for gpu in found[:local_world]:
+        if gpu.used > gpu.total // 10:
+            held = f"another process holds {amount(gpu.used)} of {amount(gpu.total)}"
+            yield Problem(f"GPU {gpu.number} ({gpu.name})", held, "end it (nvidia-smi shows it), or leave this GPU out")
     needed, who = (NCCL_BUFFERS, "NCCL takes") if found else (CPU_BUFFERS * local_world, f"DeepSpeed's CPU collectives of {local_world} ranks take")
     yield from check_shared_memory(Path("/dev/shm"), needed, who)
 

@@ -169,6 +169,7 @@ def _chair(world: int, port: int, key: str, patience: float) -> Chair:
                 if greeting["key"] != key or greeting["rank"] in lines:
                     raise ValueError("not of this job")
                 line.send({"id": id})
+                line.read(5 * ANSWER)  # fails at once if that rank has hung up meanwhile, to greet again
                 lines[greeting["rank"]] = line
             except (OSError, ValueError, KeyError, TypeError):
                 line.connection.close()
@@ -189,7 +190,9 @@ def _member(rank: int, address: str, port: int, key: str, patience: float) -> Me
                 continue
             try:
                 line.send({"key": key, "rank": rank})
-                return Member(line, line.read(ANSWER)["id"])
+                id = line.read(ANSWER)["id"]
+                line.send("here")
+                return Member(line, id)
             except (OSError, ValueError, KeyError, TypeError):  # another program, or another job
                 line.connection.close()
         time.sleep(0.1)

@@ -54,7 +54,8 @@ def make_plan(command: Command) -> Plan:
         recipe = _with(recipe, {"warmup_steps": recipe.steps // 10})
     problems = check_recipe(recipe)
     try:
-        domains_of(recipe)
+        if isinstance(recipe.dataset, str):  # else `check_recipe` has told
+            domains_of(recipe)
     except Refusal as refusal:
         problems += refusal.problems
     try:
@@ -171,7 +172,8 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None) 
                     )
                 ]
             )
-        if chosen.resolve() not in (out.resolve(), *out.resolve().glob("checkpoints/step_*")) and (out / "run.json").exists():
+        inside = chosen.resolve() in (out.resolve(), *out.resolve().glob("checkpoints/step_*"))
+        if not inside and (out / "run.json").exists() and not _same_beginning(recipe, out):
             raise Refusal([Problem(f"out = {out}", f"already holds a run, which is not {recipe.resume}", "choose a new folder with --out NEW")])
         before = _saved_identity(chosen if (chosen / "checkpoints").is_dir() else chosen.parent.parent)
         if before and before.get("model_config") != identity(recipe, architecture)["model_config"]:
@@ -190,6 +192,15 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None) 
         ways = f"start a new run with --out NEW, accept the differences with --resume {out}, or put the old run aside with --resume never"
         raise Refusal([dataclasses.replace(problem, fix=ways) if index == len(differences) - 1 else problem for index, problem in enumerate(differences)])
     return out
+
+
+def _same_beginning(recipe: Recipe, out: Path) -> bool:
+    """True if this very command began the run in `out`, which ended before its first checkpoint: nothing is lost by beginning again."""
+    try:
+        resume = json.loads((out / "run.json").read_text())["recipe"]["resume"]
+    except (ValueError, KeyError):
+        return False
+    return resume == recipe.resume and not any(out.glob("checkpoints/step_*"))
 
 
 def _saved_identity(run: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import math
 import os
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .refusal import Problem, Refusal
+from .refusal import Problem, Refusal, refuse
 
 
 def _say(help: str, default: Any, **more: Any) -> Any:
@@ -96,6 +97,24 @@ class Command:
     world: int = 1
     rank: int = 0
     local_rank: int = 0
+
+
+def recipe_of(path: Path) -> Recipe:
+    """The `RECIPE` of a recipe's file, which starts nothing when it is imported. Raises `Refusal` if there is none."""
+    if not path.is_file():
+        raise refuse(f"--recipe {path}", "no such file on this host", "give a file of recipes/")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise refuse(f"--recipe {path}", "is no Python file", "give a file of recipes/")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError, LookupError, OSError) as error:
+        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
+    recipe = getattr(module, "RECIPE", None)
+    if not isinstance(recipe, Recipe):
+        raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", "give a file of recipes/")
+    return recipe
 
 
 def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
