@@ -174,7 +174,9 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None) 
         if chosen.resolve() not in (out.resolve(), *out.resolve().glob("checkpoints/step_*")) and (out / "run.json").exists():
             raise Refusal([Problem(f"out = {out}", f"already holds a run, which is not {recipe.resume}", "choose a new folder with --out NEW")])
         before = _saved_identity(chosen if (chosen / "checkpoints").is_dir() else chosen.parent.parent)
-        if before and before.get("model_config") != identity(recipe, architecture)["model_config"]:
+        now = identity(recipe, architecture)
+        same = "model_config" if "model_config" in now else "model"
+        if before and before.get(same) != now[same]:
             rule = f"the checkpoint in {chosen} is of another model, {before.get('model')}"
             raise Refusal([Problem(f"model = {recipe.model}", rule, f"use --model {before.get('model')}, or start anew with --out NEW")])
         return chosen
@@ -203,6 +205,11 @@ def _saved_identity(run: Path) -> dict[str, Any] | None:
 
 
 def identity(recipe: Recipe, architecture: dict[str, Any] | None) -> dict[str, Any]:
-    """What a run is made of, as it is kept in run.json and compared on resume."""
-    text = json.dumps(architecture, sort_keys=True)
-    return {name: getattr(recipe, name) for name in IDENTITY} | {"model_config": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    """What a run is made of, as it is kept in run.json and compared on resume; with `model_config`, a hash, for a model in a folder.
+
+    A hub id stands for itself: its config.json is the one we ship (or none) at the first start, and the hub's own once that has downloaded it.
+    """
+    found = {name: getattr(recipe, name) for name in IDENTITY}
+    if Path(recipe.model).is_dir():
+        found["model_config"] = hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()[:16]
+    return found
