@@ -139,6 +139,29 @@ def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> 
     assert all("files are others than the saved run read: 2.jsonl has changed; bring the old files back" in str(code) for code, _ in results), results
 
 
+def train_apart(argv: list[str], datasets: list[str], **fields: Any) -> tuple[int | str, str]:
+    """`train_small` with a dataset of its own for each rank, as where hosts hold different copies."""
+    import torch.distributed as dist
+
+    return train_small([*argv, "--dataset", datasets[dist.get_rank()]], **fields)
+
+
+def test_ranks_that_hold_different_data_are_refused_before_the_first_step(pools: Any, tmp_path: Path) -> None:
+    for host in ("one", "two"):
+        (tmp_path / host).mkdir()
+        for name in ("same", "other"):
+            (tmp_path / host / f"{name}.jsonl").write_text(lines(texts(100, 1 if name == "same" else len(host) + ord(host[0]))))
+    argv, out = ["--steps", "4"], tmp_path / "run"
+    results = pools.run(2, train_apart, argv=[*argv, "--out", str(out)], datasets=[str(tmp_path / host) for host in ("one", "two")])
+    said = results[0][0]
+    assert isinstance(said, str) and results[1][0] == said, results
+    assert "the data of rank 1 on " in said and "differ from those of rank 0 on " in said and said.count("other.jsonl has changed") == 1, said
+    assert "same.jsonl" not in said and said.count("\n") == 0 and not (out / "metrics.jsonl").exists(), said
+    copies = [str(tmp_path / "one" / "same.jsonl"), str(tmp_path / "two" / "same.jsonl")]
+    results = pools.run(2, train_apart, argv=[*argv, "--out", str(tmp_path / "equal")], datasets=copies)
+    assert [code for code, _ in results] == [0, 0], results
+
+
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_peers_that_read_other_data_are_caught_within_ten_steps(pools: Any, tmp_path: Path, layout: str) -> None:
     (tmp_path / "a.jsonl").write_text(lines(texts(400, 1)))

@@ -27,6 +27,7 @@ from deepspeed.utils import logger
 from . import checkpoint, expert_parallel
 from .blueprint import Layout
 from .data import Stream, open_stream
+from .data.stream import NAMED_FILES, changed_files
 from .ds_config import check_device
 from .mesh import Mesh
 from .model import Built, empty_model, enabled
@@ -155,6 +156,26 @@ def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict | None, say:
         stream = open_stream(plan.recipe, tokenizer, **layout)
         say(f"other data than the checkpoint's, read from its beginning: {'; '.join(problem.where for problem in refusal.problems)}")
         return stream
+
+
+def check_same_data(stream: Stream) -> None:
+    """Proves that all ranks read the same data, before the first step (a collective). Raises `Refusal`, on all ranks, that names each host that holds others."""
+    own = (platform.node(), stream.state["identity"])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    (first_host, first), rank = everyone[0], dist.get_rank()
+    if all(identity == first for _, identity in everyone):
+        return
+    files: list[Any] = [stream.files]
+    dist.broadcast_object_list(files)
+    refusal = None
+    if own[1] != first and everyone.index(own) == rank:  # the first rank of its host tells
+        changed = changed_files(files[0], stream.files)
+        named = ", ".join(changed[:NAMED_FILES]) + (f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else "")
+        keys = ", ".join(key for key in first if own[1].get(key) != first[key])
+        rule = f"differ from those of rank 0 on {first_host} in {keys}{f': {named}' if named else ''}"
+        refusal = refuse(f"the data of rank {rank} on {own[0]}", rule, "give every host the same files, or a folder that all share")
+    raise Refusal(shared_problems(refusal))
 
 
 def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:

@@ -24,6 +24,7 @@ from .refusal import Refusal, refuse
 from .sequence_parallel import MicroBatch, own_part
 from .setup import (
     check_peers,
+    check_same_data,
     export_dtype,
     find_checkpoint,
     ideal_step_seconds,
@@ -213,6 +214,7 @@ def main(plan: Plan) -> int:
 
     dp_rank = groups.coords["dp"]
     stream = open_data(plan, tokenizer, dp_rank, state["data"], say)
+    check_same_data(stream)
     if problems := shared_problems(stream.error_ahead()):
         raise Refusal(problems)
     held_out = eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say) if recipe.eval_every else []
