@@ -162,6 +162,15 @@ def test_ranks_that_hold_different_data_are_refused_before_the_first_step(pools:
     assert [code for code, _ in results] == [0, 0], results
 
 
+def test_data_that_one_rank_cannot_open_end_all_ranks_before_a_model_is_built(pools: Any, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("")
+    (tmp_path / "text.txt").write_text("text")
+    copies = [str(tmp_path / "chats.jsonl"), str(tmp_path / "text.txt")]
+    results = pools.run(2, train_apart, argv=["--out", str(tmp_path / "run"), "--task", "sft"], datasets=copies)
+    assert all("text.txt: task sft needs chats, these are text files" in str(code) for code, _ in results), results
+    assert "built in" not in results[0][1] and not (tmp_path / "run").exists(), results
+
+
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_peers_that_read_other_data_are_caught_within_ten_steps(pools: Any, tmp_path: Path, layout: str) -> None:
     (tmp_path / "a.jsonl").write_text(lines(texts(400, 1)))

@@ -391,7 +391,7 @@ def test_a_model_folder_that_holds_another_model_now_is_refused(tmp_path: Path, 
     out, folder = tmp_path / "run", tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    recipe = dataclasses.replace(BASE, model=str(folder), out=str(out))
+    recipe = dataclasses.replace(BASE, model=str(folder), out=str(out), tokenizer="bytes")
     first = make_plan(parse(recipe, Path("resume.py"), []))
     (out / "checkpoints").mkdir(parents=True)
     (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config)}))

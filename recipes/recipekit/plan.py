@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from . import ds_config
-from .architecture import is_local, model_config, shrink
+from .architecture import is_local, local_tokenizer, model_config, shrink
+from .data_files import kind_of, local_files
 from .mesh import Mesh, fit_degrees, make_mesh
 from .mixture import domains_of
 from .recipe import Command, Recipe, check_recipe
@@ -53,10 +54,6 @@ def make_plan(command: Command) -> Plan:
         notes.append(f"warmup_steps: {recipe.warmup_steps} of the recipe lowered to {recipe.steps // 10} for {recipe.steps} steps")
         recipe = _with(recipe, {"warmup_steps": recipe.steps // 10})
     problems = check_recipe(recipe)
-    try:
-        domains_of(recipe)
-    except Refusal as refusal:
-        problems += refusal.problems
     try:
         config, path = ds_config.load(command.recipe.ds_config, command.folder)
     except Refusal as refusal:
@@ -111,6 +108,7 @@ def make_plan(command: Command) -> Plan:
         recipe = _with(recipe, {"pipeline_schedule": "1f1b"})
     if command.tiny:
         recipe = _tiny(recipe, mesh, frozenset(fixed))
+    problems += _check_inputs(recipe, model_known=architecture is not None)
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
     needed = recipe.init == "pretrained" or (architecture is None and not command.tiny)
@@ -135,6 +133,28 @@ def make_plan(command: Command) -> Plan:
         if (offload := resolved["zero_optimization"].get(block, {})).get("device") == "nvme":
             offload["nvme_path"] = str((out / Path(offload["nvme_path"]).expanduser()).resolve())  # an absolute path stays
     return Plan(command, recipe, mesh, resolved, path, architecture, out, resume_from, tuple(notes))
+
+
+def _check_inputs(recipe: Recipe, model_known: bool) -> list[Problem]:
+    """What is wrong with the names of data and tokenizer, as far as this machine can tell: nothing is opened, nor the hub asked."""
+    problems = []
+    try:
+        domains = domains_of(recipe)
+    except Refusal as refusal:
+        domains = []
+        problems += refusal.problems
+    for domain in domains:
+        try:
+            if domain.dataset != "builtin" and (files := local_files(domain.dataset)) is not None:
+                kind_of(files, domain.dataset)
+        except Refusal as refusal:
+            problems += refusal.problems
+    try:
+        if recipe.tokenizer or model_known:  # else the model is told of already, or is not here
+            local_tokenizer(recipe)
+    except Refusal as refusal:
+        problems += refusal.problems
+    return problems
 
 
 def _tiny(recipe: Recipe, mesh: Mesh, fixed: frozenset[str]) -> Recipe:

@@ -27,7 +27,7 @@ from deepspeed.utils import logger
 from . import checkpoint, expert_parallel
 from .blueprint import Layout
 from .data import Stream, open_stream
-from .data.stream import NAMED_FILES, changed_files
+from .data.stream import NAMED_FILES, changed_files, open_corpus
 from .ds_config import check_device
 from .mesh import Mesh
 from .model import Built, empty_model, enabled
@@ -143,6 +143,17 @@ def find_checkpoint(plan: Plan, say: Any) -> Path | None:
         if found[0] is None and (found[1] or plan.recipe.resume != "auto"):
             raise refuse(f"resume from {plan.resume_from}", "holds no complete checkpoint", "give another folder, or --resume never to start anew")
     return found[0]
+
+
+def check_data(recipe: Recipe, tokenizer: Any, say: Any) -> None:
+    """Opens the data once, before anything large is made (a collective). Raises `Refusal`, on all ranks, with what any of them cannot open."""
+    refusal = None
+    try:
+        open_corpus(recipe, tokenizer, say)
+    except Refusal as error:
+        refusal = error
+    if problems := shared_problems(refusal):
+        raise Refusal(problems)
 
 
 def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict | None, say: Any) -> Stream:

@@ -23,6 +23,7 @@ from .recipe import Recipe
 from .refusal import Refusal, refuse
 from .sequence_parallel import MicroBatch, own_part
 from .setup import (
+    check_data,
     check_peers,
     check_same_data,
     export_dtype,
@@ -178,6 +179,8 @@ def main(plan: Plan) -> int:
     if len(tokenizer) > (vocabulary := model_config.get("vocab_size", len(tokenizer))):
         rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {recipe.model}"
         raise refuse(f"tokenizer = {recipe.tokenizer or recipe.model}", rule, "leave --tokenizer out to take the model's own")
+    if source is None:
+        check_data(recipe, tokenizer, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
     model = built.model
     domains = [domain.name for domain in domains_of(recipe)]
