@@ -3,6 +3,9 @@
 import contextlib
 import itertools
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +54,19 @@ def train_small(argv: list[str], fault: str = "", **fields: Any) -> tuple[int | 
                 raise OSError(5, "Input/output error")
 
             patch.setattr(sources, "_raw_lines", failing)
+        if fault == "stall":
+            read, latest = sources._raw_lines, Path(argv[argv.index("--out") + 1]) / "checkpoints" / "latest"
+
+            def stalling(span: Any) -> Iterator[bytes]:
+                """After 150 rows nothing comes until a checkpoint is there; meanwhile the rank is told to stop."""
+                yield from itertools.islice(read(span), 150)
+                time.sleep(3)
+                os.kill(os.getpid(), signal.SIGTERM)
+                began = time.monotonic()
+                while not latest.exists() and time.monotonic() - began < 60:
+                    time.sleep(0.1)
+
+            patch.setattr(sources, "_raw_lines", stalling)
         if fault == "off by one" and dist.get_rank() == 1:
             patch.setattr(loop, "open_data", lambda *given: OffByOne(setup.open_data(*given)))
         try:
@@ -95,6 +111,16 @@ def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(pools: Any, tmp_pat
     assert 3 < last < 25 and checkpoints(tmp_path / "run") == [last] and len(metrics(tmp_path / "run")) == last
     says = "a.jsonl, row 151: is not JSON" if fault == "row" else "a.jsonl, row 151: cannot be read: [Errno 5] Input/output error"
     assert f"step {last + 1} cannot be made: {tmp_path}/{says}" in results[0][1], results[0][1]
+
+
+def test_a_stop_while_data_are_waited_for_leaves_a_checkpoint(pools: Any, tmp_path: Path) -> None:
+    """The data stay away for longer than a rank that was told to stop may live."""
+    (tmp_path / "a.jsonl").write_text(lines(texts(200, 1)))
+    argv = ["--out", str(tmp_path / "run"), "--dataset", str(tmp_path / "a.jsonl"), "--token_cache", "off", "--grace", "15"]
+    results = pools.run(2, train_small, argv=argv, fault="stall")
+    assert [code for code, _ in results] == [143, 143], results
+    last = len(metrics(tmp_path / "run"))
+    assert 3 < last < 25 and checkpoints(tmp_path / "run") == [last] and f"stopped by SIGTERM after step {last}" in results[0][1], results
 
 
 def test_a_launched_run_stops_with_exit_code_1(tmp_path: Path, ops: Callable[[str], None]) -> None:

@@ -58,8 +58,8 @@ def start(plan: Plan) -> torch.device:
     if problems := check_device(plan.ds_config, device.type):
         raise Refusal(problems)
     prepare_ops(plan)
-    # DeepSpeed 0.19 lowered its own default to 10 minutes, which a large save on a slow disk outlasts
-    deepspeed.init_distributed(timeout=timedelta(minutes=30), verbose=False)
+    # DeepSpeed 0.19 lowered its own default to 10 minutes, which a large save on a slow disk outlasts; and all wait while rank 0 asks a server
+    deepspeed.init_distributed(timeout=timedelta(minutes=30, seconds=plan.recipe.retry_s), verbose=False)
     unlink_shared_memory()
     torch.manual_seed(plan.recipe.seed)
     if device.type == "cuda":

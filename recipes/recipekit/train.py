@@ -269,7 +269,8 @@ def loop(
     for step in range(state["step"] + 1, last + 1):
         begun = time.perf_counter()
         batches, data_state = next(stream)
-        broken = stream.error_ahead() if step < last else None  # found one step early, so that all ranks stop together
+        # found one step early, so that all ranks stop together; a rank that is told to stop waits for no more data, and saves after this step
+        broken = stream.error_ahead(lambda: stopper.requested) if step < last else None
         data_wait = time.perf_counter() - begun
         seen = roll(seen, batches)
         batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
