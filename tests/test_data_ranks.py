@@ -67,6 +67,8 @@ def train_small(argv: list[str], fault: str = "", **fields: Any) -> tuple[int | 
                     time.sleep(0.1)
 
             patch.setattr(sources, "_raw_lines", stalling)
+        if fault == "signal" and dist.get_rank() == 1:
+            patch.setattr(loop, "open_data", lambda *given: ToldToStop(setup.open_data(*given)))
         if fault == "off by one" and dist.get_rank() == 1:
             patch.setattr(loop, "open_data", lambda *given: OffByOne(setup.open_data(*given)))
         try:
@@ -91,6 +93,25 @@ class OffByOne:
         return next(self.inner)
 
 
+class ToldToStop:
+    """A stream whose rank gets SIGTERM just when an error is seen ahead."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __next__(self) -> Any:
+        return next(self.inner)
+
+    def error_ahead(self, *given: Any) -> Any:
+        if error := self.inner.error_ahead(*given):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # the thread that listens has heard it
+        return error
+
+
 def nothing() -> None:
     """Until every rank has imported everything."""
 
@@ -100,16 +121,16 @@ def stopped_at(printed: str) -> int:
     return int(line.removeprefix("stopped by bad data after step ").partition(";")[0])
 
 
-@pytest.mark.parametrize("fault", ["row", "disk"])
+@pytest.mark.parametrize("fault", ["row", "disk", "signal"])
 def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(pools: Any, tmp_path: Path, fault: str) -> None:
-    """A bad row that every rank meets, and a disk that fails on the host of one rank only."""
-    (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + ("nonsense\n" if fault == "row" else "") + lines(texts(50, 2)))
+    """A bad row that every rank meets; a disk that fails on the host of one rank only; the row, and one rank is told to stop meanwhile."""
+    (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + ("nonsense\n" if fault != "disk" else "") + lines(texts(50, 2)))
     argv = ["--out", str(tmp_path / "run"), "--dataset", str(tmp_path / "a.jsonl"), "--token_cache", "off"]
     results = pools.run(2, train_small, argv=argv, fault=fault)
     assert [code for code, _ in results] == [1, 1], results
     last = stopped_at(results[0][1])
     assert 3 < last < 25 and checkpoints(tmp_path / "run") == [last] and len(metrics(tmp_path / "run")) == last
-    says = "a.jsonl, row 151: is not JSON" if fault == "row" else "a.jsonl, row 151: cannot be read: [Errno 5] Input/output error"
+    says = "a.jsonl, row 151: is not JSON" if fault != "disk" else "a.jsonl, row 151: cannot be read: [Errno 5] Input/output error"
     assert f"step {last + 1} cannot be made: {tmp_path}/{says}" in results[0][1], results[0][1]
 
 

@@ -326,10 +326,10 @@ def loop(
             stopper.boundary()
         if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             stopper.request(result["stop"])  # on the ranks that were not told themselves
-            tracker.say(f"stopped by {stopper.requested} after step {step}; the checkpoint of it is complete")
-            for problem in shared_problems(broken) if stopper.requested == "bad data" else []:
+            tracker.say(f"stopped by {result['stop']} after step {step}; the checkpoint of it is complete")
+            for problem in shared_problems(broken) if result["stop"] == "bad data" else []:  # not `requested`: a rank keeps its own first reason
                 tracker.say(f"step {step + 1} cannot be made: {problem}")
-            return stopper.exit_code
+            return REASONS[result["stop"]]
     return 0
 
 
