@@ -3,6 +3,9 @@
 import contextlib
 import itertools
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +54,21 @@ def train_small(argv: list[str], fault: str = "", **fields: Any) -> tuple[int | 
                 raise OSError(5, "Input/output error")
 
             patch.setattr(sources, "_raw_lines", failing)
+        if fault == "stall":
+            read, latest = sources._raw_lines, Path(argv[argv.index("--out") + 1]) / "checkpoints" / "latest"
+
+            def stalling(span: Any) -> Iterator[bytes]:
+                """After 150 rows nothing comes until a checkpoint is there; meanwhile the rank is told to stop."""
+                yield from itertools.islice(read(span), 150)
+                time.sleep(3)
+                os.kill(os.getpid(), signal.SIGTERM)
+                began = time.monotonic()
+                while not latest.exists() and time.monotonic() - began < 60:
+                    time.sleep(0.1)
+
+            patch.setattr(sources, "_raw_lines", stalling)
+        if fault == "signal" and dist.get_rank() == 1:
+            patch.setattr(loop, "open_data", lambda *given: ToldToStop(setup.open_data(*given)))
         if fault == "off by one" and dist.get_rank() == 1:
             patch.setattr(loop, "open_data", lambda *given: OffByOne(setup.open_data(*given)))
         try:
@@ -75,6 +93,25 @@ class OffByOne:
         return next(self.inner)
 
 
+class ToldToStop:
+    """A stream whose rank gets SIGTERM just when an error is seen ahead."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __next__(self) -> Any:
+        return next(self.inner)
+
+    def error_ahead(self, *given: Any) -> Any:
+        if error := self.inner.error_ahead(*given):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # the thread that listens has heard it
+        return error
+
+
 def nothing() -> None:
     """Until every rank has imported everything."""
 
@@ -84,17 +121,27 @@ def stopped_at(printed: str) -> int:
     return int(line.removeprefix("stopped by bad data after step ").partition(";")[0])
 
 
-@pytest.mark.parametrize("fault", ["row", "disk"])
+@pytest.mark.parametrize("fault", ["row", "disk", "signal"])
 def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(pools: Any, tmp_path: Path, fault: str) -> None:
-    """A bad row that every rank meets, and a disk that fails on the host of one rank only."""
-    (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + ("nonsense\n" if fault == "row" else "") + lines(texts(50, 2)))
+    """A bad row that every rank meets; a disk that fails on the host of one rank only; the row, and one rank is told to stop meanwhile."""
+    (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + ("nonsense\n" if fault != "disk" else "") + lines(texts(50, 2)))
     argv = ["--out", str(tmp_path / "run"), "--dataset", str(tmp_path / "a.jsonl"), "--token_cache", "off"]
     results = pools.run(2, train_small, argv=argv, fault=fault)
     assert [code for code, _ in results] == [1, 1], results
     last = stopped_at(results[0][1])
     assert 3 < last < 25 and checkpoints(tmp_path / "run") == [last] and len(metrics(tmp_path / "run")) == last
-    says = "a.jsonl, row 151: is not JSON" if fault == "row" else "a.jsonl, row 151: cannot be read: [Errno 5] Input/output error"
+    says = "a.jsonl, row 151: is not JSON" if fault != "disk" else "a.jsonl, row 151: cannot be read: [Errno 5] Input/output error"
     assert f"step {last + 1} cannot be made: {tmp_path}/{says}" in results[0][1], results[0][1]
+
+
+def test_a_stop_while_data_are_waited_for_leaves_a_checkpoint(pools: Any, tmp_path: Path) -> None:
+    """The data stay away for longer than a rank that was told to stop may live."""
+    (tmp_path / "a.jsonl").write_text(lines(texts(200, 1)))
+    argv = ["--out", str(tmp_path / "run"), "--dataset", str(tmp_path / "a.jsonl"), "--token_cache", "off", "--grace", "15"]
+    results = pools.run(2, train_small, argv=argv, fault="stall")
+    assert [code for code, _ in results] == [143, 143], results
+    last = len(metrics(tmp_path / "run"))
+    assert 3 < last < 25 and checkpoints(tmp_path / "run") == [last] and f"stopped by SIGTERM after step {last}" in results[0][1], results
 
 
 def test_a_launched_run_stops_with_exit_code_1(tmp_path: Path, ops: Callable[[str], None]) -> None:
@@ -137,6 +184,38 @@ def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> 
     (tmp_path / "2.jsonl").write_text(lines(texts(90, 6)))
     results = pools.run(2, train_small, argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12"])
     assert all("files are others than the saved run read: 2.jsonl has changed; bring the old files back" in str(code) for code, _ in results), results
+
+
+def train_apart(argv: list[str], datasets: list[str], **fields: Any) -> tuple[int | str, str]:
+    """`train_small` with a dataset of its own for each rank, as where hosts hold different copies."""
+    import torch.distributed as dist
+
+    return train_small([*argv, "--dataset", datasets[dist.get_rank()]], **fields)
+
+
+def test_ranks_that_hold_different_data_are_refused_before_the_first_step(pools: Any, tmp_path: Path) -> None:
+    for host in ("one", "two"):
+        (tmp_path / host).mkdir()
+        for name in ("same", "other"):
+            (tmp_path / host / f"{name}.jsonl").write_text(lines(texts(100, 1 if name == "same" else len(host) + ord(host[0]))))
+    argv, out = ["--steps", "4"], tmp_path / "run"
+    results = pools.run(2, train_apart, argv=[*argv, "--out", str(out)], datasets=[str(tmp_path / host) for host in ("one", "two")])
+    said = results[0][0]
+    assert isinstance(said, str) and results[1][0] == said, results
+    assert "the data of rank 1 on " in said and "differ from those of rank 0 on " in said and said.count("other.jsonl has changed") == 1, said
+    assert "same.jsonl" not in said and said.count("\n") == 0 and not (out / "metrics.jsonl").exists(), said
+    copies = [str(tmp_path / "one" / "same.jsonl"), str(tmp_path / "two" / "same.jsonl")]
+    results = pools.run(2, train_apart, argv=[*argv, "--out", str(tmp_path / "equal")], datasets=copies)
+    assert [code for code, _ in results] == [0, 0], results
+
+
+def test_data_that_one_rank_cannot_open_end_all_ranks_before_a_model_is_built(pools: Any, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("")
+    (tmp_path / "text.txt").write_text("text")
+    copies = [str(tmp_path / "chats.jsonl"), str(tmp_path / "text.txt")]
+    results = pools.run(2, train_apart, argv=["--out", str(tmp_path / "run"), "--task", "sft"], datasets=copies)
+    assert all("text.txt: task sft needs chats, these are text files" in str(code) for code, _ in results), results
+    assert "built in" not in results[0][1] and not (tmp_path / "run").exists(), results
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])

@@ -158,6 +158,31 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
     assert lowered == ([] if world >= 4 else [f"--tiny lowered tp 4 -> {world} to fit {world} rank{'s' if world > 1 else ''}"])
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--dataset", "{tmp}/missing.jsonl", ["--dataset {tmp}/missing.jsonl: there is no such file"]),
+        ("--dataset", "{tmp}/tables", ["--dataset {tmp}/tables: "]),
+        ("--dataset", "{tmp}/tables/a.csv", ["the ending does not say what is in it"]),
+        ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
+        ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["holds files of several kinds"]),
+        ("--dataset", "a=x; b=y", ["is no part of a mixture"]),
+        ("--tokenizer", "{tmp}/tok", ["--tokenizer {tmp}/tok: there is no such folder"]),
+        ("--tokenizer", "{tmp}/tables", ["--tokenizer {tmp}/tables: the folder holds no tokenizer"]),
+    ],
+)
+def test_data_and_tokenizer_that_are_not_there_are_refused_when_the_run_is_planned(tmp_path, flag, value, said):
+    for name in ("good/a.txt", "good/b.jsonl", "tables/a.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text\n")
+    with pytest.raises(Refusal) as refusal:
+        make_plan(parse(RECIPE, FILE, ["--dry_run", "--world", "4", flag, value.format(tmp=tmp_path)]))
+    assert all(part.format(tmp=tmp_path) in str(refusal.value) for part in said), refusal.value
+    (tmp_path / "tables" / "tokenizer.json").write_text("{}")
+    good = ["--dataset", f"a={tmp_path}/good/*.txt@70; b=builtin@20; c=some/hub_id@10", "--tokenizer", str(tmp_path / "tables")]
+    assert make_plan(parse(RECIPE, FILE, ["--dry_run", "--world", "4", *good])).recipe.tokenizer == str(tmp_path / "tables")
+
+
 def test_every_impossible_number_is_named_at_once():
     recipe = Recipe(seq_len=0, steps=5, warmup_steps=5, stop_at=6, lr=0.0, min_lr=-1.0, beta1=1.0, merge=True)
     named = {problem.where.split(" = ")[0] for problem in check_recipe(recipe)}

@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from job import metrics
+from pool import environment
 from recipekit.architecture import SHIPPED
 from recipekit.mesh import Mesh
 from recipekit.model import empty_model
@@ -96,3 +99,19 @@ def test_metrics_hold_the_utilization_where_the_peak_is_known(pools: Any, tmp_pa
         ideal = ideal_step_seconds(recipe, config, Mesh(dp=2), platform.machine())
     assert ideal is not None and [line["mfu"] for line in metrics(tmp_path / "known")] == [ideal / line["step_s"] for line in metrics(tmp_path / "known")]
     assert not any("mfu" in line for line in metrics(tmp_path / "unknown"))
+
+
+def test_collectives_outwait_the_patience_with_a_server() -> None:
+    """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a collective."""
+    argv = ["--tiny", "--retry_s", "7200"]
+    code = (
+        "import sys, torch; from pathlib import Path; from recipekit.recipe import Recipe, parse; from recipekit.plan import make_plan\n"
+        "from recipekit.run import _single_process_defaults; _single_process_defaults()\n"
+        "from recipekit.setup import start\n"
+        "start(make_plan(parse(Recipe(model='meta-llama/Llama-3.2-1B'), Path('x.py'), sys.argv[1:])))\n"
+        "print(torch.distributed.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds())\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) >= 7200 + 600

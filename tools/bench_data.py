@@ -204,7 +204,7 @@ def throughput(files: dict[str, list[Path]], rounds: int, seconds: float = SECON
 def tokenising(seconds: float = SECONDS) -> dict[str, float]:
     """Tokens and bytes a second of one core: the built-in text, through each tokenizer that is on this machine."""
     from recipekit.data.chunks import Encoder
-    from recipekit.data.files import standard_library
+    from recipekit.data_files import standard_library
     from recipekit.tokens import byte_tokenizer
     from transformers import AutoTokenizer
 

@@ -290,6 +290,30 @@ def is_local(recipe: Recipe) -> bool:
     return Path(recipe.model).is_dir() or any(_hub_cache(recipe.model).glob("snapshots/*/config.json"))
 
 
+def local_tokenizer(recipe: Recipe) -> Path | None:
+    """The folder, or the .gguf file, that holds the tokenizer; None where it is made in code or comes from the hub.
+
+    Raises `Refusal` for a folder that does not exist or holds none.
+    """
+    flag, name = ("--tokenizer", recipe.tokenizer) if recipe.tokenizer else ("--model", recipe.model)
+    folder = Path(name).expanduser()
+    if name == "bytes":
+        return None
+    if not folder.exists() and not is_hub_id(name):
+        raise refuse(f"{flag} {name}", "there is no such folder, and it is not a hub id (ORG/NAME)", "check the path")
+    if not folder.is_dir():
+        return None
+    if any(file for pattern in ("tokenizer*", "*.model", "vocab.*") for file in folder.glob(pattern)):
+        return folder
+    if gguf := sorted(folder.glob("*.gguf")):
+        return gguf[0]
+    raise refuse(f"{flag} {folder}", "the folder holds no tokenizer (tokenizer.json, ...)", "use --tokenizer with a hub id, a folder, or bytes")
+
+
+def is_hub_id(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and " " not in name
+
+
 def _hub_cache(model: str) -> Path:
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / ("models--" + model.replace("/", "--"))

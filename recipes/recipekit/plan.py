@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from . import ds_config
-from .architecture import is_local, model_config, shrink
+from .architecture import is_local, local_tokenizer, model_config, shrink
+from .data_files import kind_of, local_files
 from .mesh import Mesh, fit_degrees, make_mesh
 from .mixture import domains_of
 from .recipe import Command, Recipe, check_recipe
@@ -53,11 +54,6 @@ def make_plan(command: Command) -> Plan:
         notes.append(f"warmup_steps: {recipe.warmup_steps} of the recipe lowered to {recipe.steps // 10} for {recipe.steps} steps")
         recipe = _with(recipe, {"warmup_steps": recipe.steps // 10})
     problems = check_recipe(recipe)
-    try:
-        if isinstance(recipe.dataset, str):  # else `check_recipe` has told
-            domains_of(recipe)
-    except Refusal as refusal:
-        problems += refusal.problems
     try:
         config, path = ds_config.load(command.recipe.ds_config, command.folder)
     except Refusal as refusal:
@@ -112,6 +108,7 @@ def make_plan(command: Command) -> Plan:
         recipe = _with(recipe, {"pipeline_schedule": "1f1b"})
     if command.tiny:
         recipe = _tiny(recipe, mesh, frozenset(fixed))
+    problems += _check_inputs(recipe, model_known=architecture is not None)
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
     needed = recipe.init == "pretrained" or (architecture is None and not command.tiny)
@@ -136,6 +133,28 @@ def make_plan(command: Command) -> Plan:
         if (offload := resolved["zero_optimization"].get(block, {})).get("device") == "nvme":
             offload["nvme_path"] = str((out / Path(offload["nvme_path"]).expanduser()).resolve())  # an absolute path stays
     return Plan(command, recipe, mesh, resolved, path, architecture, out, resume_from, tuple(notes))
+
+
+def _check_inputs(recipe: Recipe, model_known: bool) -> list[Problem]:
+    """What is wrong with the names of data and tokenizer, as far as this machine can tell: nothing is opened, nor the hub asked."""
+    problems = []
+    try:
+        domains = domains_of(recipe) if isinstance(recipe.dataset, str) else []  # of which `check_recipe` has told
+    except Refusal as refusal:
+        domains = []
+        problems += refusal.problems
+    for domain in domains:
+        try:
+            if domain.dataset != "builtin" and (files := local_files(domain.dataset)) is not None:
+                kind_of(files, domain.dataset)
+        except Refusal as refusal:
+            problems += refusal.problems
+    try:
+        if recipe.tokenizer or model_known:  # else the model is told of already, or is not here
+            local_tokenizer(recipe)
+    except Refusal as refusal:
+        problems += refusal.problems
+    return problems
 
 
 def _tiny(recipe: Recipe, mesh: Mesh, fixed: frozenset[str]) -> Recipe:
@@ -176,7 +195,9 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None) 
         if not inside and (out / "run.json").exists() and not _same_beginning(recipe, out):
             raise Refusal([Problem(f"out = {out}", f"already holds a run, which is not {recipe.resume}", "choose a new folder with --out NEW")])
         before = _saved_identity(chosen if (chosen / "checkpoints").is_dir() else chosen.parent.parent)
-        if before and before.get("model_config") != identity(recipe, architecture)["model_config"]:
+        now = identity(recipe, architecture)
+        same = "model_config" if "model_config" in now else "model"
+        if before and before.get(same) != now[same]:
             rule = f"the checkpoint in {chosen} is of another model, {before.get('model')}"
             raise Refusal([Problem(f"model = {recipe.model}", rule, f"use --model {before.get('model')}, or start anew with --out NEW")])
         return chosen
@@ -214,6 +235,11 @@ def _saved_identity(run: Path) -> dict[str, Any] | None:
 
 
 def identity(recipe: Recipe, architecture: dict[str, Any] | None) -> dict[str, Any]:
-    """What a run is made of, as it is kept in run.json and compared on resume."""
-    text = json.dumps(architecture, sort_keys=True)
-    return {name: getattr(recipe, name) for name in IDENTITY} | {"model_config": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    """What a run is made of, as it is kept in run.json and compared on resume; with `model_config`, a hash, for a model in a folder.
+
+    A hub id stands for itself: its config.json is the one we ship (or none) at the first start, and the hub's own once that has downloaded it.
+    """
+    found = {name: getattr(recipe, name) for name in IDENTITY}
+    if Path(recipe.model).is_dir():
+        found["model_config"] = hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()[:16]
+    return found

@@ -27,6 +27,7 @@ from deepspeed.utils import logger
 from . import checkpoint, expert_parallel
 from .blueprint import Layout
 from .data import Stream, open_stream
+from .data.stream import NAMED_FILES, changed_files, open_corpus
 from .ds_config import check_device
 from .mesh import Mesh
 from .model import Built, empty_model, enabled
@@ -57,8 +58,8 @@ def start(plan: Plan) -> torch.device:
     if problems := check_device(plan.ds_config, device.type):
         raise Refusal(problems)
     prepare_ops(plan)
-    # DeepSpeed 0.19 lowered its own default to 10 minutes, which a large save on a slow disk outlasts
-    deepspeed.init_distributed(timeout=timedelta(minutes=30), verbose=False)
+    # DeepSpeed 0.19 lowered its own default to 10 minutes, which a large save on a slow disk outlasts; and all wait while rank 0 asks a server
+    deepspeed.init_distributed(timeout=timedelta(minutes=30, seconds=plan.recipe.retry_s), verbose=False)
     unlink_shared_memory()
     torch.manual_seed(plan.recipe.seed)
     if device.type == "cuda":
@@ -144,6 +145,17 @@ def find_checkpoint(plan: Plan, say: Any) -> Path | None:
     return found[0]
 
 
+def check_data(recipe: Recipe, tokenizer: Any, say: Any) -> None:
+    """Opens the data once, before anything large is made (a collective). Raises `Refusal`, on all ranks, with what any of them cannot open."""
+    refusal = None
+    try:
+        open_corpus(recipe, tokenizer, say)
+    except Refusal as error:
+        refusal = error
+    if problems := shared_problems(refusal):
+        raise Refusal(problems)
+
+
 def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict | None, say: Any) -> Stream:
     """The training data from `state` on; from its beginning if it is other data, which `--resume PATH` accepts."""
     layout = {"dp": plan.mesh.dp, "dp_rank": dp_rank, "say": say}
@@ -155,6 +167,26 @@ def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict | None, say:
         stream = open_stream(plan.recipe, tokenizer, **layout)
         say(f"other data than the checkpoint's, read from its beginning: {'; '.join(problem.where for problem in refusal.problems)}")
         return stream
+
+
+def check_same_data(stream: Stream) -> None:
+    """Proves that all ranks read the same data, before the first step (a collective). Raises `Refusal`, on all ranks, that names each host that holds others."""
+    own = (platform.node(), stream.state["identity"])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    (first_host, first), rank = everyone[0], dist.get_rank()
+    if all(identity == first for _, identity in everyone):
+        return
+    files: list[Any] = [stream.files]
+    dist.broadcast_object_list(files)
+    refusal = None
+    if own[1] != first and everyone.index(own) == rank:  # the first rank of its host tells
+        changed = changed_files(files[0], stream.files)
+        named = ", ".join(changed[:NAMED_FILES]) + (f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else "")
+        keys = ", ".join(key for key in first if own[1].get(key) != first[key])
+        rule = f"differ from those of rank 0 on {first_host} in {keys}{f': {named}' if named else ''}"
+        refusal = refuse(f"the data of rank {rank} on {own[0]}", rule, "give every host the same files, or a folder that all share")
+    raise Refusal(shared_problems(refusal))
 
 
 def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from .architecture import is_hub_id, local_tokenizer
 from .recipe import Recipe
 from .refusal import Refusal, refuse
 
@@ -32,15 +33,9 @@ def load_tokenizer(recipe: Recipe, tiny: bool = False) -> Any:
     if tiny or recipe.tokenizer == "bytes":
         return byte_tokenizer()
     flag, name = ("--tokenizer", recipe.tokenizer) if recipe.tokenizer else ("--model", recipe.model)
-    folder = Path(name).expanduser()
     options = {}
-    if folder.is_dir():
-        name = str(folder)
-        own = [file for pattern in ("tokenizer*", "*.model", "vocab.*") for file in folder.glob(pattern)]
-        if not own and (gguf := sorted(folder.glob("*.gguf"))):
-            options["gguf_file"] = gguf[0].name
-        elif not own:
-            raise refuse(f"{flag} {name}", "the folder holds no tokenizer (tokenizer.json, ...)", "use --tokenizer with a hub id, a folder, or bytes")
+    if (found := local_tokenizer(recipe)) is not None:
+        name, options = (str(found.parent), {"gguf_file": found.name}) if found.is_file() else (str(found), {})
     try:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError) as error:
@@ -55,7 +50,7 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
         chain.append(cause)
     text = " ".join(f"{error}".split("\n")[:2]).strip()
     names = {type(link).__name__ for link in chain}
-    if Path(name).expanduser().exists() or not _is_hub_id(name):
+    if Path(name).expanduser().exists() or not is_hub_id(name):
         exists = Path(name).expanduser().exists()
         return refuse(where, text if exists else "there is no such folder, and it is not a hub id (ORG/NAME)", "check the path")
     if any(isinstance(link, GatedRepoError) for link in chain) or "gated" in text:
@@ -66,10 +61,6 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
         fix = f"go online (and leave HF_HUB_OFFLINE unset), or give a local folder; if {page} asks for it, `hf auth login`"
         return refuse(where, "is not in the local cache, and the hub cannot be reached", fix)
     return refuse(where, text, f"see {page}")
-
-
-def _is_hub_id(name: str) -> bool:
-    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and " " not in name
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

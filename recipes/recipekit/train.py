@@ -23,7 +23,9 @@ from .recipe import Recipe
 from .refusal import Refusal, refuse
 from .sequence_parallel import MicroBatch, own_part
 from .setup import (
+    check_data,
     check_peers,
+    check_same_data,
     export_dtype,
     find_checkpoint,
     ideal_step_seconds,
@@ -177,6 +179,8 @@ def main(plan: Plan) -> int:
     if len(tokenizer) > (vocabulary := model_config.get("vocab_size", len(tokenizer))):
         rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {recipe.model}"
         raise refuse(f"tokenizer = {recipe.tokenizer or recipe.model}", rule, "leave --tokenizer out to take the model's own")
+    if source is None:
+        check_data(recipe, tokenizer, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
     model = built.model
     domains = [domain.name for domain in domains_of(recipe)]
@@ -213,6 +217,7 @@ def main(plan: Plan) -> int:
 
     dp_rank = groups.coords["dp"]
     stream = open_data(plan, tokenizer, dp_rank, state["data"], say)
+    check_same_data(stream)
     if problems := shared_problems(stream.error_ahead()):
         raise Refusal(problems)
     held_out = eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say) if recipe.eval_every else []
@@ -264,7 +269,8 @@ def loop(
     for step in range(state["step"] + 1, last + 1):
         begun = time.perf_counter()
         batches, data_state = next(stream)
-        broken = stream.error_ahead() if step < last else None  # found one step early, so that all ranks stop together
+        # found one step early, so that all ranks stop together; a rank that is told to stop waits for no more data, and saves after this step
+        broken = stream.error_ahead(lambda: stopper.requested) if step < last else None
         data_wait = time.perf_counter() - begun
         seen = roll(seen, batches)
         batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
@@ -320,10 +326,10 @@ def loop(
             stopper.boundary()
         if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             stopper.request(result["stop"])  # on the ranks that were not told themselves
-            tracker.say(f"stopped by {stopper.requested} after step {step}; the checkpoint of it is complete")
-            for problem in shared_problems(broken) if stopper.requested == "bad data" else []:
+            tracker.say(f"stopped by {result['stop']} after step {step}; the checkpoint of it is complete")
+            for problem in shared_problems(broken) if result["stop"] == "bad data" else []:  # not `requested`: a rank keeps its own first reason
                 tracker.say(f"step {step + 1} cannot be made: {problem}")
-            return stopper.exit_code
+            return REASONS[result["stop"]]
     return 0
 
 

@@ -26,11 +26,11 @@ from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.parquet.parquet import Parquet
 
+from ..data_files import KINDS, digests, fingerprint, kind_of, local_files, standard_library, suffix
 from ..mixture import Domain
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
 from ..tokens import hub_refusal
-from .files import KINDS, digests, fingerprint, kind_of, local_files, standard_library, suffix
 from .remote import Patience, RemoteFile, Unreachable, from_rank_0, look_up, shown
 
 READ_ROWS = 64  # rows of text taken at a time

@@ -295,9 +295,9 @@ class Stream:
     def __iter__(self) -> "Stream":
         return self
 
-    def error_ahead(self) -> BaseException | None:
-        """What the next `next` will raise, or None; waits until that is known."""
-        while self._ahead is None:
+    def error_ahead(self, leave: Callable[[], object] = lambda: False) -> BaseException | None:
+        """What the next `next` will raise, or None; waits until that is known, or `leave()` is true."""
+        while self._ahead is None and not leave():
             alive = self._thread.is_alive()  # asked first: what it put last is found below
             try:
                 self._ahead = RuntimeError("the stream is closed") if self._closed.is_set() else self._queue.get(timeout=1)

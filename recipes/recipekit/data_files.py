@@ -6,7 +6,7 @@ import sysconfig
 from glob import glob
 from pathlib import Path
 
-from ..refusal import Problem, Refusal, refuse
+from .refusal import Problem, Refusal, refuse
 
 KINDS = {
     ".txt": "text", ".md": "text", ".rst": "text", ".py": "text", ".yaml": "text",
