@@ -348,6 +348,19 @@ def test_tokens_are_kept_where_there_is_room(corpora, monkeypatch, tmp_path, cap
     assert (take(recipe, 3)[0] == reference).all() and list((tmp_path / "auto").rglob("*.arrow"))
 
 
+def test_a_tokenizer_with_another_end_token_is_another(corpora, tmp_path):
+    """Its documents end with its own, though another's are kept; and it does not go on with the other's stream."""
+    other = byte_tokenizer()
+    other.eos_token = "<|im_end|>"
+    recipe = recipe_for(corpora["lines"], token_cache=str(tmp_path))
+    _, state = take(recipe, 1)
+    with contextlib.closing(open_stream(recipe, other, dp=1, dp_rank=0)) as own:
+        ids = np.concatenate([batch["input_ids"].numpy() for batch in next(own)[0]])
+    assert (ids == other.eos_token_id).any() and not (ids == END).any()
+    with pytest.raises(Refusal, match="^tokenizer = "):
+        open_stream(recipe, other, dp=1, dp_rank=0, state=state)
+
+
 def test_builtin_resumes_on_fewer_ranks():
     recipe = recipe_for("builtin", seq_len=256)
     reference, _ = take(recipe, 20)

@@ -66,7 +66,9 @@ class Encoder:
     @functools.cached_property
     def identity(self) -> str:
         """A hash that differs for tokenizers that differ."""
-        probe = [self.tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(self.tokenizer), self.tokenizer.chat_template if self.task == "sft" else None]
+        tokenizer = self.tokenizer
+        own = tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
+        probe = [*own, tokenizer.chat_template if self.task == "sft" else None]
         return hashlib.blake2b(repr(probe).encode(), digest_size=8).hexdigest()
 
 
