@@ -5,7 +5,9 @@ import dataclasses
 import gc
 import gzip
 import hashlib
+import itertools
 import json
+import os
 import random
 import shutil
 import sysconfig
@@ -348,6 +350,41 @@ def test_tokens_are_kept_where_there_is_room(corpora, monkeypatch, tmp_path, cap
     assert (take(recipe, 3)[0] == reference).all() and list((tmp_path / "auto").rglob("*.arrow"))
 
 
+@pytest.mark.parametrize("kind", ["lines.gz", "parquet"])
+def test_a_group_is_opened_once_by_each_of_the_ranks_that_share_its_tokens(corpora, tmp_path, monkeypatch, kind):
+    """Whichever rank makes a chunk, the others read on behind it from where they are."""
+    if kind == "lines.gz":
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(file.read_bytes() for file in sorted(Path(corpora["lines"]).iterdir()))))
+    recipe = recipe_for(str(tmp_path / "a.jsonl.gz") if kind == "lines.gz" else corpora[kind], token_cache=str(tmp_path / "kept"))
+    [alone] = stream.open_corpus(recipe, BYTES).readers(dataclasses.replace(recipe, token_cache="off"))
+    reference = list(alone.chunks(0, 0, 0))
+    opened: list[int] = []
+    read = alone.source.read
+    counted = dataclasses.replace(alone.source, read=lambda *at: opened.append(at[2]) or read(*at))
+    cache = chunks.open_cache(recipe, counted, alone.encoder)
+    ranks = [dataclasses.replace(alone, source=counted, cache=cache, told=[]).chunks(0, 0, 0) for _ in range(3)]
+    for number in range(len(reference)):
+        for rank in range(3):  # each goes first in its turn
+            chunk = next(ranks[(number + rank) % 3])
+            assert (chunk.ids == reference[number].ids).all() and chunk.row == reference[number].row and chunk.last == reference[number].last
+    assert len(reference) >= 6 and len(opened) <= 3 and opened[0] == 0
+
+
+@pytest.mark.parametrize("what", ["lock", "chunk"])
+def test_a_folder_that_cannot_keep_tokens_does_not_end_the_run(corpora, tmp_path, caplog, what):
+    recipe = recipe_for(corpora["lines"], token_cache=str(tmp_path))
+    reference, _ = take(dataclasses.replace(recipe, token_cache="off"), 20)
+    [reader] = stream.open_corpus(recipe, BYTES).readers(recipe)
+    assert reader.cache
+    if what == "lock":
+        (reader.cache / "lock").mkdir()
+    else:
+        for part, row in itertools.product(range(len(reader.source.parts)), range(100)):
+            (reader.cache / f"{part}_0_{row}.{os.getpid()}").mkdir()
+    assert (take(recipe, 20)[0] == reference).all()
+    assert caplog.text.count("tokens are not kept") == 1 and not list(reader.cache.rglob("*.arrow"))
+
+
 def test_a_tokenizer_with_another_end_token_is_another(corpora, tmp_path):
     """Its documents end with its own, though another's are kept; and it does not go on with the other's stream."""
     other = byte_tokenizer()
@@ -357,7 +394,7 @@ def test_a_tokenizer_with_another_end_token_is_another(corpora, tmp_path):
     with contextlib.closing(open_stream(recipe, other, dp=1, dp_rank=0)) as own:
         ids = np.concatenate([batch["input_ids"].numpy() for batch in next(own)[0]])
     assert (ids == other.eos_token_id).any() and not (ids == END).any()
-    with pytest.raises(Refusal, match="^tokenizer = "):
+    with pytest.raises(Refusal, match=r"^tokenizer = "):
         open_stream(recipe, other, dp=1, dp_rank=0, state=state)
 
 

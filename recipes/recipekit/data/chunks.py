@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +112,25 @@ def open_cache(recipe: Recipe, source: Source, encoder: Encoder) -> Path | None:
     return folder
 
 
+class Rows:
+    """The values of a group, read on from where they were left, past those of chunks that another process has made."""
+
+    def __init__(self, source: Source, part: int, group: int):
+        self._open = partial(source.read, part, group)
+        self._values: Iterator[Values] | None = None
+        self._end = 0  # the row after the last value read
+
+    def at(self, row: int) -> Values | None:
+        """Some values from `row` on, which is behind all that were given; None at the end of the group."""
+        if self._values is None:
+            self._values, self._end = self._open(row), row
+        for some in self._values:
+            self._end += len(some)
+            if self._end > row:
+                return some[len(some) - (self._end - row) :]
+        return None
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads chunks of one corpus."""
@@ -123,6 +143,7 @@ class Reader:
     say: Callable[[str], None] = LOG.warning
     told: list[str] = field(default_factory=list)  # what was said of rows left out
     closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
+    not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
 
     def groups(self, part: int) -> int | Chunk:
         """How many groups a part has; a chunk without documents that counts it, if it cannot be read and is to be skipped."""
@@ -135,36 +156,49 @@ class Reader:
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk]:
         """The chunks of a group from `row` on. Raises `Refusal` for what cannot be read, if it is not to be skipped."""
-        values: Iterator[Values] | None = None
+        rows = Rows(self.source, part, group)
         while True:
             if self.closed.is_set():
                 raise RuntimeError("the stream is closed")
-            chunk, values = self._chunk(part, group, row, values)
+            chunk = self._chunk(part, group, row, rows)
             self.tell(chunk.told, chunk.bad)
             yield chunk
             row = chunk.row
             if chunk.last:
                 return
 
-    def _chunk(self, part: int, group: int, row: int, values: Iterator[Values] | None) -> tuple[Chunk, Iterator[Values] | None]:
+    def _chunk(self, part: int, group: int, row: int, rows: "Rows") -> Chunk:
         if self.cache is None:
-            values = values or self.source.read(part, group, row)
-            return self._encoded(part, group, row, values), values
+            return self._encoded(part, group, row, rows)
         file = self.cache / f"{part}_{group}_{row}.arrow"
         if (chunk := _load(file)) and self._welcome(chunk):
-            return chunk, None
-        with _turn(self.cache):  # of all processes of this host one makes the tokens, and the others read them
+            return chunk
+        if self.not_kept.is_set():
+            return self._encoded(part, group, row, rows)
+        with contextlib.ExitStack() as turn:  # of all processes of this host one makes the tokens, and the others read them
+            with self._keeping():
+                turn.enter_context(_turn(self.cache))
             if (chunk := _load(file)) and self._welcome(chunk):
-                return chunk, None
-            values = values or self.source.read(part, group, row)
-            chunk = self._encoded(part, group, row, values)
-            _store(file, chunk)
-        return chunk, values
+                return chunk
+            chunk = self._encoded(part, group, row, rows)
+            with self._keeping():
+                if not self.not_kept.is_set():
+                    _store(file, chunk)
+        return chunk
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Tokens can be made again, so a folder of somebody else, a full disk or one without locks must not end the run: it is told once."""
+        try:
+            yield
+        except OSError as error:
+            LOG.warning("tokens are not kept: %s", error)
+            self.not_kept.set()
 
     def _welcome(self, chunk: Chunk) -> bool:
         return self.skip or not chunk.bad  # what was skipped once is read again to be refused
 
-    def _encoded(self, part: int, group: int, row: int, values: Iterator[Values]) -> Chunk:
+    def _encoded(self, part: int, group: int, row: int, rows: "Rows") -> Chunk:
         begin, characters, last = row, 0, False
         problems: list[Refusal] = []
         documents: list[Document] = []
@@ -175,7 +209,7 @@ class Reader:
 
         while row - begin < CHUNK_ROWS and characters < CHUNK_CHARACTERS:
             try:
-                some = next(values, None)
+                some = rows.at(row)
             except UNREADABLE as error:
                 skip(error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error))
                 last = True
@@ -301,11 +335,12 @@ def _store(file: Path, chunk: Chunk) -> None:
         columns["labels"] = pa.ListArray.from_arrays(offsets, chunk.labels)
     facts = {"row": chunk.row, "last": chunk.last, "bad": chunk.bad, "barren": chunk.barren, "told": chunk.told}
     table = pa.table(columns).replace_schema_metadata({"chunk": json.dumps(facts)})
-    partial = file.with_suffix(f".{os.getpid()}")
+    made = file.with_suffix(f".{os.getpid()}")
     try:
-        with pa.OSFile(str(partial), "wb") as stream, pa.ipc.new_file(stream, table.schema) as writer:
+        with pa.OSFile(str(made), "wb") as stream, pa.ipc.new_file(stream, table.schema) as writer:
             writer.write_table(table)
-        os.replace(partial, file)
-    except OSError as error:  # a full disk must not end the run: tokens can be made again
-        LOG.warning("tokens are not kept: %s", error)
-        partial.unlink(missing_ok=True)
+        made.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            made.unlink()
+        raise
