@@ -458,6 +458,19 @@ def test_shares_of_a_mixture_after_every_batch(corpora):
             assert [domain["tokens"] for domain in state["domains"].values()] == counted.tolist()
 
 
+def test_shares_after_a_resume_with_other_weights(corpora):
+    """They are kept from there on; what was given before is no debt."""
+    recipe = recipe_for(f"small={corpora['lines']}@50; large={corpora['other.jsonl']}@50", global_batch=8)
+    _, state = take(recipe, 50)
+    counted = np.zeros(2)
+    changed = dataclasses.replace(recipe, dataset=recipe.dataset.replace("@50", "@70", 1).replace("@50", "@30"))
+    with contextlib.closing(open_stream(changed, BYTES, dp=1, dp_rank=0, state=state)) as own:
+        for step in range(51, 60):
+            for batch in next(own)[0]:
+                counted[int(batch["domain"])] += int((batch["input_ids"] != PAD).sum())
+            assert (np.abs(counted - np.array([0.7, 0.3]) * counted.sum()) <= SEQ_LEN).all(), (step, counted)
+
+
 @pytest.mark.parametrize(
     "dataset, says",
     [

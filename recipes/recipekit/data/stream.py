@@ -151,6 +151,7 @@ class Domains:
     def __init__(self, domains: list[Domain], open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]], row_tokens: int, state: dict):
         self.domains = domains
         self.step = state["step"]
+        self.weights = [state["domains"][domain.name]["weight"] for domain in domains]  # in force when the tokens were given
         self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
         self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
@@ -161,10 +162,10 @@ class Domains:
         self.row_tokens = row_tokens
 
     def state(self) -> dict[str, dict]:
-        """For each domain: the place of its block, the rows used of that, the tokens given since the weights last changed, the broken rows left out."""
+        """For each domain: the place of its block, the rows used of that, its weight, the tokens given since the weights last changed, the broken rows left out."""
         return {
-            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "tokens": tokens, "bad": bad}
-            for domain, place, used, tokens, bad in zip(self.domains, self.before, self.used, self.tokens, self.bad, strict=True)
+            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
+            for domain, place, used, weight, tokens, bad in zip(self.domains, self.before, self.used, self.weights, self.tokens, self.bad, strict=True)
         }
 
     def ready(self, number: int) -> Any:
@@ -182,9 +183,9 @@ class Domains:
     def deal(self, count: int) -> list["Run"]:
         """The rows of the next global batch."""
         self.step += 1
-        if any(first == self.step for domain in self.domains for first, _ in domain.weights):
-            self.tokens = [0] * len(self.domains)
         weights = [domain.weight(self.step) for domain in self.domains]
+        if weights != self.weights:  # as the mixture says, or since it was resumed with others
+            self.weights, self.tokens = weights, [0] * len(self.domains)
         runs: list[Run] = []
         dealt = 0
         while dealt < count:
@@ -416,7 +417,8 @@ def check_batch(recipe: Recipe, dp: int) -> None:
 
 def start(domains: list[Domain], identity: dict) -> dict:
     """The state before the first step."""
-    return {"identity": identity, "step": 0, "domains": {domain.name: {"place": {}, "used": 0, "tokens": 0, "bad": 0} for domain in domains}}
+    empty = {"place": {}, "used": 0, "tokens": 0, "bad": 0}
+    return {"identity": identity, "step": 0, "domains": {domain.name: empty | {"weight": domain.weight(1)} for domain in domains}}
 
 
 def lanes(recipe: Recipe, dp: int, dp_rank: int) -> range:
