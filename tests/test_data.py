@@ -385,6 +385,14 @@ def test_a_folder_that_cannot_keep_tokens_does_not_end_the_run(corpora, tmp_path
     assert caplog.text.count("tokens are not kept") == 1 and not list(reader.cache.rglob("*.arrow"))
 
 
+def test_kept_tokens_of_a_file_that_changed_in_its_middle_are_not_used(tmp_path):
+    (tmp_path / "a.txt").write_text("a small file, which is read together with the next\n")
+    for letter in "bc":  # the same size and ends
+        (tmp_path / "b.txt").write_text("x" * 80_000 + letter * 40_000 + "x" * 80_000)
+        batches, _ = take(recipe_for(str(tmp_path), seq_len=256), 60)
+        assert (batches[:, 0] == BYTES(letter)["input_ids"][0]).sum() > 1000
+
+
 def test_a_tokenizer_with_another_end_token_is_another(corpora, tmp_path):
     """Its documents end with its own, though another's are kept; and it does not go on with the other's stream."""
     other = byte_tokenizer()
@@ -673,6 +681,22 @@ def test_odd_files_are_read(tmp_path):
     (tmp_path / "half.jsonl").write_text(r'{"text": "a\ud83d b\uD83D\uDE00"}')
     assert texts_of(str(tmp_path / "half.jsonl")) == ["a? b\U0001f600"]
     assert len(texts_of(str(odd))) == len(pieces) + 1
+
+
+def test_a_text_file_that_fits_a_row_is_not_cut(tmp_path):
+    """However long rows are; its kept tokens are others than those of a file that was cut."""
+    text = "".join(f"line {number}\n" for number in range(110_000))
+    (tmp_path / "long.txt").write_text(text)
+    folders = set()
+    for seq_len, longest in ((16, PIECE), (4096, PIECE), (len(text) // 8 - 10_000, len(text) - 80_000), (len(text) // 8 + 1, len(text))):
+        recipe = recipe_for(str(tmp_path), seq_len=seq_len)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "PART_BYTES", 1 << 20)
+            pieces = texts_of(str(tmp_path), seq_len=seq_len)
+            source = open_source(recipe, Domain("", str(tmp_path)), PATIENCE)
+        assert "".join(pieces) == text and longest - 20 < max(map(len, pieces)) <= longest
+        folders.add(chunks.open_cache(recipe, source, stream.Encoder(BYTES, "pretrain", seq_len)))
+    assert len(folders) == 3
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,8 @@ def open_cache(recipe: Recipe, source: Source, encoder: Encoder) -> Path | None:
     if source.ready or recipe.token_cache == "off" or (recipe.token_cache == "auto" and not source.local):
         return None
     base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if recipe.token_cache == "auto" else Path(recipe.token_cache).expanduser()
-    times = [str(Path(name).stat().st_mtime_ns) for name in source.parts if Path(name).is_file()]  # a file may change in its middle
-    limits = (CHUNK_ROWS, CHUNK_CHARACTERS, encoder.seq_len if encoder.task == "sft" else 0, FORMAT)
-    key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, times)).encode(), digest_size=12).hexdigest()
+    limits = (CHUNK_ROWS, CHUNK_CHARACTERS, encoder.seq_len if encoder.task == "sft" else 0, source.piece, FORMAT)
+    key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, source.times)).encode(), digest_size=12).hexdigest()
     folder = base / key
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,7 @@ TOKEN_ROWS = 1024  # rows of ready tokens
 PART_BYTES = 1 << 20  # text files are cut, at line ends, into parts of this size
 TEXT_PARTS = 256  # many small text files are read in about so many parts
 PIECE = 32 * 1024  # characters; a longer text file is cut, at a line end, into documents of at most this length
+TOKEN_LENGTH = 8  # parts and documents are of so many bytes and characters for each token of a row at least, so that what fits a row stays whole
 BUFFER, REMOTE_BUFFER = 1 << 18, 4 << 20  # bytes of a Parquet column read at a time: a large row group needs no more than its first rows do
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
 
@@ -64,6 +65,8 @@ class Source:
     local: bool = True
     ready: bool = False  # documents are tokens already
     size: int = 0  # bytes of local files
+    times: tuple[int, ...] = ()  # when local files were written: one may change in its middle, which its digest does not cover
+    piece: int = 0  # characters at which text is cut
 
     def place(self, part: int, group: int, row: int) -> str:
         """Names a row for a person; rows count from 1."""
@@ -115,7 +118,7 @@ def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tup
         files = standard_library(*(("test", "tests", "idle_test") if sft else ()))  # tests have few docstrings
         # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
         warnings.filterwarnings("ignore", module="builtin_corpus")
-        return _text_source(files, _docstring_chats if sft else _pieces, "builtin", recipe.task, whole=sft, errors="replace")
+        return _text_source(files, recipe.seq_len, _docstring_chats if sft else None, "builtin", recipe.task, whole=sft, errors="replace")
     if domain.dataset.startswith(("http://", "https://")):
         return _address_source(recipe, domain, wanted, patience)
     files = local_files(domain.dataset)
@@ -127,16 +130,17 @@ def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tup
     if kind == "text" and sft:
         raise refuse(f"--dataset {domain.dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
     if kind == "text":
-        return _text_source(files, _pieces, recipe.task)
-    of_files, size = digests(files), sum(file.stat().st_size for file in files)
+        return _text_source(files, recipe.seq_len, None, recipe.task)
+    of_files, stats = digests(files), [file.stat() for file in files]
     mark = fingerprint(of_files, recipe.task, *wanted.columns)
+    more = {"files": of_files, "size": sum(stat.st_size for stat in stats), "times": tuple(stat.st_mtime_ns for stat in stats)}
     if kind == "lines":
-        spans = [span for file in files for span in _spans(file, file.stat().st_size, partial(open, file, "rb"))]
-        return _lines_source(spans, wanted, mark, files=of_files, size=size)
+        spans = [span for file, stat in zip(files, stats, strict=True) for span in _spans(file, stat.st_size, partial(open, file, "rb"))]
+        return _lines_source(spans, wanted, mark, **more)
     names = tuple(map(str, files))
     if kind == "arrow":
-        return _arrow_source(names, wanted, mark, files=of_files, size=size)
-    return _parquet_source(names, names.__getitem__, wanted, mark, files=of_files, size=size)
+        return _arrow_source(names, wanted, mark, **more)
+    return _parquet_source(names, names.__getitem__, wanted, mark, **more)
 
 
 def _no_table(domain: Domain, columns: tuple[str, ...]) -> Refusal:
@@ -179,11 +183,12 @@ class Span:
         return f"{self.file}, from byte {self.start}" if self.start else str(self.file)
 
 
-def _spans(file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO]) -> list[Span]:
-    """Runs of PART_BYTES. Unlike datasets' text builder, which resumes by reading a file from its start, they are reached at once."""
+def _spans(file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO], least: int = 0) -> list[Span]:
+    """Runs of PART_BYTES, or of `least` if that is more. Unlike datasets' text builder, which resumes by reading a file from its start, they are reached at once."""
     if file.name.endswith(".gz"):
         return [Span(file, opened, 0, 1 << 62 if size else 0)]
-    return [Span(file, opened, start, min(start + PART_BYTES, size)) for start in range(0, max(1, size), PART_BYTES)]
+    length = max(PART_BYTES, least)
+    return [Span(file, opened, start, min(start + length, size)) for start in range(0, max(1, size), length)]
 
 
 def _raw_lines(span: Span) -> Iterator[bytes]:
@@ -228,16 +233,19 @@ def _lines(span: Span, row: int) -> Iterator[list[bytes]]:
         yield lines
 
 
-def _text_source(files: list[Path], documents: Callable[[Any, str], list[Document]], *more: str, whole: bool = False, errors: str = "strict") -> Source:
-    """Text files; each span of bytes is a row. `whole`: a file is never cut into spans."""
-    of_files = digests(files)
-    sizes = [file.stat().st_size for file in files]
+def _text_source(
+    files: list[Path], seq_len: int, documents: Callable[[Any, str], list[Document]] | None, *more: str, whole: bool = False, errors: str = "strict"
+) -> Source:
+    """Text files; each span of bytes is a row, of which `documents` makes documents, else it is cut. `whole`: a file is never cut into spans."""
+    of_files, stats = digests(files), [file.stat() for file in files]
+    sizes, piece = [stat.st_size for stat in stats], max(PIECE, TOKEN_LENGTH * seq_len)
+    documents = documents or partial(_pieces, piece)
     target = min(PART_BYTES, sum(sizes) // TEXT_PARTS)
     runs: list[list[Span]] = [[]]
     held = 0
     for file, size in zip(files, sizes, strict=True):
         opened = partial(open, file, "rb")
-        for span in [Span(file, opened, 0, 1 << 62)] if whole else _spans(file, size, opened):
+        for span in [Span(file, opened, 0, 1 << 62)] if whole else _spans(file, size, opened, TOKEN_LENGTH * seq_len):
             if runs[-1] and held >= target:
                 runs.append([])
                 held = 0
@@ -252,7 +260,8 @@ def _text_source(files: list[Path], documents: Callable[[Any, str], list[Documen
         return documents(_decoded(value, place, errors), place)
 
     names = tuple(run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it" for run in runs)
-    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files, size=sum(sizes))
+    times = tuple(stat.st_mtime_ns for stat in stats)
+    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files, size=sum(sizes), times=times, piece=piece)
 
 
 def _decoded(value: bytes, place: str, errors: str = "strict") -> str:
@@ -267,13 +276,13 @@ def not_utf8(place: str, error: UnicodeDecodeError) -> Refusal:
     return refuse(place, rule, "convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)")
 
 
-def _pieces(text: str, place: str) -> list[Document]:
+def _pieces(most: int, text: str, place: str) -> list[Document]:
     pieces, start = [], 0
     while start < len(text):
-        end = start + PIECE
+        end = start + most
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-            end = end if end > start else start + PIECE
+            end = end if end > start else start + most
         pieces.append((text[start:end], place))
         start = end
     return pieces

@@ -362,7 +362,7 @@ def open_corpus(recipe: Recipe, tokenizer: Any, say: Callable[[str], None] = LOG
         "seed": recipe.seed,
         "global_batch": recipe.global_batch,
         "seq_len": recipe.seq_len,
-        "blocks": [block_tokens(recipe.seq_len), chunks.CHUNK_ROWS, chunks.CHUNK_CHARACTERS, sources.PIECE, sources.PART_BYTES],
+        "blocks": [block_tokens(recipe.seq_len), chunks.CHUNK_ROWS, chunks.CHUNK_CHARACTERS, sources.PIECE, sources.PART_BYTES, sources.TOKEN_LENGTH],
     }
     return Corpus(domains, opened, encoder, identity, patience)
 
