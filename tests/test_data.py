@@ -825,6 +825,13 @@ def test_missing_subset_is_refused_with_the_choice(tmp_path, corpora):
     assert len(sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository"), "second"), WANTED, PATIENCE).parts) == 1
 
 
+def test_a_data_set_with_a_script_is_refused(tmp_path):
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").write_text("")
+    with pytest.raises(Refusal, match=r"--dataset .*scripted: Dataset scripts are no longer supported"):
+        sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "scripted")), WANTED, PATIENCE)
+
+
 def test_two_threads_may_parse_at_once() -> None:
     """The training stream and the evaluation read `builtin` at the same time; a garbage collection amid `ast.parse` changes threads."""
     from recipekit.data.sources import _docstring_chats

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -219,7 +220,7 @@ class Reader:
             if not isinstance(some, list):
                 if holds_tokens(some.type):
                     assert not documents
-                    return _ready(some, row + len(some), self.encoder, self.held_out, self.source.place(part, group, row))
+                    return self._ready(some, part, group, row)
                 some = _as_python(some)
             for value in some:
                 place, new = self.source.place(part, group, row), []
@@ -248,6 +249,26 @@ class Reader:
         lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
         told = [str(problem) for problem in problems[:TOLD]]
         return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told)
+
+    def _ready(self, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
+        """A chunk of documents that are tokens already; they are taken as they are."""
+        if self.encoder.task == "sft":
+            raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
+        end, vocabulary = row + len(lists), self.encoder.vocabulary
+        told: list[str] = []
+        if wrong := _wrong_tokens(lists, vocabulary):
+            for number, token in wrong:
+                rule = f"holds token {'null' if token is None else token}, the tokenizer has 0 to {vocabulary - 1}"
+                problem = refuse(self.source.place(part, group, row + number), rule, "use the tokenizer (--tokenizer) that made these tokens, or mend the row")
+                self.refuse_unless_skipped(problem)
+                told.append(str(problem))
+            lists = lists.take(pa.array(np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])))
+        lists = lists.drop_null()
+        ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
+        kept = (lengths > 1) & (held_out_tokens(ids, starts, lengths) == self.held_out)
+        return Chunk(ids, None, starts[kept], lengths[kept], end, False, len(wrong), int((lengths < 2).sum()), told[:TOLD])
 
     def refuse_unless_skipped(self, problem: Refusal) -> None:
         if not self.skip or isinstance(problem, Unreachable):
@@ -285,19 +306,16 @@ def is_empty(content: Any) -> bool:
     return isinstance(content, str) and not content.strip()
 
 
-def _ready(lists: pa.Array, row: int, encoder: Encoder, held_out: bool, place: str) -> Chunk:
-    """A chunk of documents that are tokens already; they are taken as they are."""
-    if encoder.task == "sft":
-        raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
-    lists = lists.drop_null()
-    ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
-    if len(ids) and (highest := int(ids.view(np.uint32).max())) >= encoder.vocabulary:  # negative ones are high
-        rule = f"holds token {highest if highest < 1 << 31 else highest - (1 << 32)}, the tokenizer has 0 to {encoder.vocabulary - 1}"
-        raise refuse(f"{place} or after it", rule, "use the tokenizer (--tokenizer) that made these tokens")
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-    kept = (lengths > 1) & (held_out_tokens(ids, starts, lengths) == held_out)
-    return Chunk(ids, None, starts[kept], lengths[kept], row, False, 0, int((lengths < 2).sum()), [])
+def _wrong_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | None]]:
+    """(row, the first wrong token) of each document that holds what is no token of the vocabulary. Where there is none, one pass finds that."""
+    flat = lists.flatten()
+    if not flat.null_count:
+        values = flat.to_numpy()
+        values = values if values.itemsize >= 4 else values.astype(np.int32)
+        if not len(values) or int(values.view(f"u{values.itemsize}").max()) < vocabulary:  # negative ones are high
+            return []
+    wrong = ((row, token) for row, ids in enumerate(lists.to_pylist()) for token in ids or () if token is None or not 0 <= token < vocabulary)
+    return [next(tokens) for _, tokens in itertools.groupby(wrong, lambda found: found[0])]
 
 
 # The files of tokens ----------------------------------------------------------------------------------------------

@@ -294,10 +294,11 @@ def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document]:
     text = _decoded(line, place)
     try:
         row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise refuse(place, f"is not JSON: {error}", "write one JSON object per line") from error
-    if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
-        row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+        if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:  # ValueError of its own for a number of more than 4300 digits
+        what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
+        raise refuse(place, f"{what}: {error}", "write one JSON object per line") from error
     if not isinstance(row, dict):
         raise refuse(place, f"is not a JSON object but a {type(row).__name__}", "write one JSON object per line")
     wanted.check(list(row), place)
@@ -391,7 +392,7 @@ def _hub_source(recipe: Recipe, domain: Domain, wanted: Wanted, patience: Patien
             if isinstance(builder, Parquet) and files and all(file.startswith("hf://datasets/") for file in files):
                 return builder.hash or "", [address_of(file) for file in files], None
             return builder.hash or "", [], patience(f"--dataset {domain.dataset}", lambda: builder.as_streaming_dataset(split=recipe.split))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: datasets 5.2 for a data set that has a script
             raise error if isinstance(error, Refusal) else hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
 
     commit, urls, dataset = from_rank_0(resolve)
