@@ -13,7 +13,7 @@ import shutil
 import sysconfig
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from recipekit.data import chunks, eval_rows, fingerprint, merge_states, open_stream, sources, stream
+from recipekit.data import chunks, eval_rows, merge_states, open_stream, sources, stream
 from recipekit.data.chunks import is_held_out
 from recipekit.data.packing import pack
 from recipekit.data.remote import Patience
@@ -741,12 +741,14 @@ def test_bad_columns_and_broken_files_are_named(tmp_path, corpora):
         ("gone.jsonl", {}, ["there is no such file"]),
         ("{folder}", {}, ["several kinds: lines, text"]),
         ("{folder}/c.bin", {}, ["the ending does not say"]),
+        ("{folder}/tables", {}, ["tables: holds no file of a known kind: .txt, ", ".parquet", "convert its files"]),
         ("{folder}/a.txt", {"task": "sft"}, ["task sft needs chats"]),
         ("org/name", {}, ["--dataset org/name", "hub cannot be reached", "https://huggingface.co/datasets/org/name"]),
     ],
 )
 def test_missing_corpus_is_refused_at_once(tmp_path, dataset, fields, says):
-    for name in ("a.txt", "b.jsonl", "c.bin"):
+    (tmp_path / "tables").mkdir()
+    for name in ("a.txt", "b.jsonl", "c.bin", "tables/d.csv"):
         (tmp_path / name).write_text("x")
     with pytest.raises(Refusal) as refused:
         open_stream(recipe_for(dataset.format(folder=tmp_path), **fields), BYTES, dp=1, dp_rank=0)
@@ -754,6 +756,9 @@ def test_missing_corpus_is_refused_at_once(tmp_path, dataset, fields, says):
 
 
 def test_fingerprint_follows_the_content(corpora, tmp_path):
+    def fingerprint(recipe: Recipe) -> str:
+        return open_source(recipe, Domain("", recipe.dataset), PATIENCE).fingerprint
+
     shutil.copytree(corpora["lines"], tmp_path / "copy")
     before = fingerprint(recipe_for(corpora["lines"]))
     assert fingerprint(recipe_for(str(tmp_path / "copy"))) == before == fingerprint(recipe_for(str(tmp_path / "copy"), seed=3, seq_len=99))
@@ -768,6 +773,16 @@ def test_fingerprint_follows_the_content(corpora, tmp_path):
 
 
 # The thread -------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_kept_takes_no_memory_of_the_others():
+    buffers: deque[np.ndarray] = deque()
+    kept = stream._buffer(buffers, (2,))
+    for _ in range(300):
+        held = [stream._buffer(buffers, (2,)) for _ in range(3)]
+        assert len({id(buffer) for buffer in [kept, *held]}) == 4
+        del held
+    assert len(buffers) == 4
 
 
 def test_close_leaves_no_thread(corpora):

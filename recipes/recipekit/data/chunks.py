@@ -151,7 +151,7 @@ class Reader:
             return self.source.groups(part)
         except Refusal as problem:
             self.refuse_unless_skipped(problem)
-            self.tell([str(problem)], 1)
+            tell([str(problem)], self.told, self.say)
             return _no_documents(problem)
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk]:
@@ -161,7 +161,7 @@ class Reader:
             if self.closed.is_set():
                 raise RuntimeError("the stream is closed")
             chunk = self._chunk(part, group, row, rows)
-            self.tell(chunk.told, chunk.bad)
+            tell(chunk.told, self.told, self.say)
             yield chunk
             row = chunk.row
             if chunk.last:
@@ -274,13 +274,14 @@ class Reader:
         if not self.skip or isinstance(problem, Unreachable):
             raise problem
 
-    def tell(self, problems: list[str], count: int) -> None:
-        """Says what was left out, up to `TOLD` times in all."""
-        for problem in problems:
-            if len(self.told) < TOLD and problem not in self.told:
-                self.told.append(problem)
-                last = ", the last one that is told; the metric bad_rows counts on" if len(self.told) == TOLD else ""
-                self.say(f"skipped (--bad_rows skip): {problem.partition('; ')[0]}{last}")
+
+def tell(problems: list[str], told: list[str], say: Callable[[str], None]) -> None:
+    """Says what was left out, up to `TOLD` times in all; `told` keeps what was said."""
+    for problem in problems:
+        if len(told) < TOLD and problem not in told:
+            told.append(problem)
+            last = ", the last one that is told; the metric bad_rows counts on" if len(told) == TOLD else ""
+            say(f"skipped (--bad_rows skip): {problem.partition('; ')[0]}{last}")
 
 
 def _no_documents(problem: Refusal) -> Chunk:

@@ -253,11 +253,12 @@ def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[
 
 
 def _buffer(buffers: deque[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """The oldest of `buffers` if no batch refers to it any more, else a new one."""
-    if buffers and sys.getrefcount(buffers[0]) == 2:  # the deque, and the call
+    """The oldest of `buffers` to which no batch refers any more, else a new one."""
+    for _ in range(len(buffers)):  # one turn: a batch that somebody keeps must not stand before the others
         buffers.rotate(-1)
-    else:
-        buffers.append(np.empty(shape, dtype=np.int64))
+        if sys.getrefcount(buffers[-1]) == 2:  # the deque, and the call
+            return buffers[-1]
+    buffers.append(np.empty(shape, dtype=np.int64))
     return buffers[-1]
 
 
@@ -365,12 +366,6 @@ def open_corpus(recipe: Recipe, tokenizer: Any, say: Callable[[str], None] = LOG
         "blocks": [block_tokens(recipe.seq_len), chunks.CHUNK_ROWS, chunks.CHUNK_CHARACTERS, sources.PIECE, sources.PART_BYTES, sources.TOKEN_LENGTH],
     }
     return Corpus(domains, opened, encoder, identity, patience)
-
-
-def fingerprint(recipe: Recipe) -> str:
-    """Names the content that the recipe reads: equal for equal copies of local files; of a hub data set its commit."""
-    patience = Patience(recipe.retry_s, LOG.warning)
-    return "; ".join(f"{domain.name}={open_source(recipe, domain, patience).fingerprint}".removeprefix("=") for domain in domains_of(recipe))
 
 
 def open_stream(
