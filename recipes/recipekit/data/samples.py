@@ -122,7 +122,9 @@ def open_samples(
     """
     check_batch(recipe, dp)
     domains, patience, told = domains_of(recipe), Patience(recipe.retry_s, say), list[str]()
-    readers = [SampleReader(open_source(recipe, domain, patience, columns), recipe.bad_rows == "skip", say, told) for domain in domains]
+    before = state["identity"]["corpus"] if state else {}
+    opened = [open_source(recipe, domain, patience, columns, before.get(domain.name, "")) for domain in domains]
+    readers = [SampleReader(source, recipe.bad_rows == "skip", say, told) for source in opened]
     identity = {
         "corpus": {domain.name: reader.source.fingerprint for domain, reader in zip(domains, readers, strict=True)},
         "seed": recipe.seed,

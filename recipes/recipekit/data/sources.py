@@ -104,10 +104,11 @@ class Wanted:
         return not self.as_rows and self.columns[0] in schema.names and holds_tokens(schema.field(self.columns[0]).type)
 
 
-def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tuple[str, ...] = ()) -> Source:
+def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tuple[str, ...] = (), before: str = "") -> Source:
     """The corpus of a domain; a collective where it is remote. Raises `Refusal` if it does not exist or cannot be reached.
 
-    With `columns` a document is a row of a table or of JSON lines: a dictionary of these.
+    With `columns` a document is a row of a table or of JSON lines: a dictionary of these. `before` is the fingerprint of the
+    same corpus in an earlier job: a data set of the hub is opened at the commit that it names.
     """
     sft = recipe.task == "sft"
     one = recipe.messages_field if sft else recipe.text_field
@@ -123,7 +124,7 @@ def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tup
         return _address_source(recipe, domain, wanted, patience)
     files = local_files(domain.dataset)
     if files is None:
-        return _hub_source(recipe, domain, wanted, patience)
+        return _hub_source(recipe, domain, wanted, patience, before)
     kind = kind_of(files, domain.dataset)
     if kind == "text" and columns:
         raise _no_table(domain, columns)
@@ -380,14 +381,16 @@ def _cut(tables: Iterator[Any], wanted: Wanted, row: int, validate: bool = False
             yield values.slice(first, size)
 
 
-def _hub_source(recipe: Recipe, domain: Domain, wanted: Wanted, patience: Patience) -> Source:
+def _hub_source(recipe: Recipe, domain: Domain, wanted: Wanted, patience: Patience, before: str = "") -> Source:
     """A data set of the hub, of which rank 0 asks which files it has."""
     subset = domain.subset or recipe.subset
+    name = f"{domain.dataset}/{subset}/{recipe.split}@"
+    revision = before.removeprefix(name).partition(" ")[0] if before.startswith(name) else None
 
     def resolve() -> tuple[str, list[str], Any]:
         """(hash of the commit and subset, addresses of its Parquet files, or else the data set)."""
         try:
-            builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, subset or None))
+            builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, subset or None, revision=revision))
             files = (builder.config.data_files or {}).get(recipe.split, [])
             if isinstance(builder, Parquet) and files and all(file.startswith("hf://datasets/") for file in files):
                 return builder.hash or "", [address_of(file) for file in files], None
@@ -396,7 +399,7 @@ def _hub_source(recipe: Recipe, domain: Domain, wanted: Wanted, patience: Patien
             raise error if isinstance(error, Refusal) else hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
 
     commit, urls, dataset = from_rank_0(resolve)
-    mark = f"{domain.dataset}/{subset}/{recipe.split}@{commit} {recipe.task} {' '.join(wanted.columns)}"
+    mark = f"{name}{commit} {recipe.task} {' '.join(wanted.columns)}"
     if urls:
         found = functools.lru_cache(maxsize=16)(lambda part: look_up(urls[part], patience, pinned=True))
         return _parquet_source(tuple(map(shown, urls)), lambda part: found(part).open(patience), wanted, mark, local=False)

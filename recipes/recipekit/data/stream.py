@@ -40,6 +40,10 @@ LOG = logging.getLogger(__name__)
 MicroBatch = dict[str, torch.Tensor]
 
 
+class OtherData(Refusal):
+    """A state is of another stream than the one that is opened."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A document of an endless corpus: positions in the orders drawn for the epoch, then the row, then the document of that chunk."""
@@ -346,15 +350,18 @@ class Corpus:
         return [Reader(source, self.encoder, skip, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
 
 
-def open_corpus(recipe: Recipe, tokenizer: Any, say: Callable[[str], None] = LOG.warning) -> Corpus:
+def open_corpus(recipe: Recipe, tokenizer: Any, say: Callable[[str], None] = LOG.warning, state: dict | None = None) -> Corpus:
     """The corpora of the recipe; a collective where one is remote. `say` is told of rows left out and of servers waited for.
+
+    With the `state` of a stream a data set of the hub is read as it was then, whatever has been committed since.
 
     Raises `Refusal` if one does not exist or cannot be reached, or the tokenizer does not fit.
     """
     check_tokenizer(tokenizer, recipe.task)
     domains = domains_of(recipe)
     patience = Patience(recipe.retry_s, say)
-    opened = [open_source(recipe, domain, patience) for domain in domains]
+    before = state["identity"]["corpus"] if state else {}
+    opened = [open_source(recipe, domain, patience, before=before.get(domain.name, "")) for domain in domains]
     encoder = Encoder(tokenizer, recipe.task, recipe.seq_len)
     identity = {
         "corpus": {domain.name: source.fingerprint for domain, source in zip(domains, opened, strict=True)},
@@ -385,7 +392,7 @@ def open_stream(
     (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened, or `state` is of another stream; `files`, those of that stream, let it name the ones that are others now.
     """
     check_batch(recipe, dp)
-    corpus = open_corpus(recipe, tokenizer, say)
+    corpus = open_corpus(recipe, tokenizer, say, state)
     if state is not None:
         check_identity(state["identity"], corpus.identity, changed_files(files or {}, corpus.files))
     readers, join = corpus.readers(recipe), partial(packed, recipe.seq_len, pad_id(tokenizer))
@@ -423,7 +430,7 @@ def lanes(recipe: Recipe, dp: int, dp_rank: int) -> range:
 
 
 def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
-    """Raises `Refusal` if two streams differ in what their order depends on; `changed` says which files do."""
+    """Raises `OtherData` if two streams differ in what their order depends on; `changed` says which files do."""
     fix = "go on with the value of the saved run, or start a new one with --out NEW"
     problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
     if changed and saved.get("corpus") != now.get("corpus"):
@@ -434,7 +441,7 @@ def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
             for problem in problems
         ]
     if problems:
-        raise Refusal(problems)
+        raise OtherData(problems)
 
 
 def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
