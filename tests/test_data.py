@@ -5,13 +5,15 @@ import dataclasses
 import gc
 import gzip
 import hashlib
+import itertools
 import json
+import os
 import random
 import shutil
 import sysconfig
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from recipekit.data import chunks, eval_rows, fingerprint, merge_states, open_stream, sources, stream
+from recipekit.data import chunks, eval_rows, merge_states, open_stream, sources, stream
 from recipekit.data.chunks import is_held_out
 from recipekit.data.packing import pack, permutation
 from recipekit.data.remote import Patience
@@ -379,6 +381,62 @@ def test_tokens_are_kept_where_there_is_room(corpora, monkeypatch, tmp_path, cap
     assert (take(recipe, 3)[0] == reference).all() and list((tmp_path / "auto").rglob("*.arrow"))
 
 
+@pytest.mark.parametrize("kind", ["lines.gz", "parquet"])
+def test_a_group_is_opened_once_by_each_of_the_ranks_that_share_its_tokens(corpora, tmp_path, monkeypatch, kind):
+    """Whichever rank makes a chunk, the others read on behind it from where they are."""
+    if kind == "lines.gz":
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(file.read_bytes() for file in sorted(Path(corpora["lines"]).iterdir()))))
+    recipe = recipe_for(str(tmp_path / "a.jsonl.gz") if kind == "lines.gz" else corpora[kind], token_cache=str(tmp_path / "kept"))
+    [alone] = stream.open_corpus(recipe, BYTES).readers(dataclasses.replace(recipe, token_cache="off"))
+    reference = list(alone.chunks(0, 0, 0))
+    opened: list[int] = []
+    read = alone.source.read
+    counted = dataclasses.replace(alone.source, read=lambda *at: opened.append(at[2]) or read(*at))
+    cache = chunks.open_cache(recipe, counted, alone.encoder)
+    ranks = [dataclasses.replace(alone, source=counted, cache=cache, told=[]).chunks(0, 0, 0) for _ in range(3)]
+    for number in range(len(reference)):
+        for rank in range(3):  # each goes first in its turn
+            chunk = next(ranks[(number + rank) % 3])
+            assert (chunk.ids == reference[number].ids).all() and chunk.row == reference[number].row and chunk.last == reference[number].last
+    assert len(reference) >= 6 and len(opened) <= 3 and opened[0] == 0
+
+
+@pytest.mark.parametrize("what", ["lock", "chunk"])
+def test_a_folder_that_cannot_keep_tokens_does_not_end_the_run(corpora, tmp_path, caplog, what):
+    recipe = recipe_for(corpora["lines"], token_cache=str(tmp_path))
+    reference, _ = take(dataclasses.replace(recipe, token_cache="off"), 20)
+    [reader] = stream.open_corpus(recipe, BYTES).readers(recipe)
+    assert reader.cache
+    if what == "lock":
+        (reader.cache / "lock").mkdir()
+    else:
+        for part, row in itertools.product(range(len(reader.source.parts)), range(100)):
+            (reader.cache / f"{part}_0_{row}.{os.getpid()}").mkdir()
+    assert (take(recipe, 20)[0] == reference).all()
+    assert caplog.text.count("tokens are not kept") == 1 and not list(reader.cache.rglob("*.arrow"))
+
+
+def test_kept_tokens_of_a_file_that_changed_in_its_middle_are_not_used(tmp_path):
+    (tmp_path / "a.txt").write_text("a small file, which is read together with the next\n")
+    for letter in "bc":  # the same size and ends
+        (tmp_path / "b.txt").write_text("x" * 80_000 + letter * 40_000 + "x" * 80_000)
+        batches, _ = take(recipe_for(str(tmp_path), seq_len=256), 60)
+        assert (batches[:, 0] == BYTES(letter)["input_ids"][0]).sum() > 1000
+
+
+def test_a_tokenizer_with_another_end_token_is_another(corpora, tmp_path):
+    """Its documents end with its own, though another's are kept; and it does not go on with the other's stream."""
+    other = byte_tokenizer()
+    other.eos_token = "<|im_end|>"
+    recipe = recipe_for(corpora["lines"], token_cache=str(tmp_path))
+    _, state = take(recipe, 1)
+    with contextlib.closing(open_stream(recipe, other, dp=1, dp_rank=0)) as own:
+        ids = np.concatenate([batch["input_ids"].numpy() for batch in next(own)[0]])
+    assert (ids == other.eos_token_id).any() and not (ids == END).any()
+    with pytest.raises(Refusal, match=r"^tokenizer = "):
+        open_stream(recipe, other, dp=1, dp_rank=0, state=state)
+
+
 def test_builtin_resumes_on_fewer_ranks():
     recipe = recipe_for("builtin", seq_len=256)
     reference, _ = take(recipe, 20)
@@ -462,6 +520,19 @@ def test_parts_of_a_mixture():
 
 def test_next_row_is_of_the_first_domain_furthest_behind():
     assert [furthest_behind(tokens, [1, 1, 0], 16) for tokens in ([0, 0, 0], [16, 0, 0], [16, 15, 0], [16, 16, 0])] == [0, 1, 1, 0]
+
+
+def test_shares_after_a_resume_with_other_weights(corpora):
+    """They are kept from there on; what was given before is no debt."""
+    recipe = recipe_for(f"small={corpora['lines']}@50; large={corpora['other.jsonl']}@50", global_batch=8)
+    _, state = take(recipe, 50)
+    counted = np.zeros(2)
+    changed = dataclasses.replace(recipe, dataset=recipe.dataset.replace("@50", "@70", 1).replace("@50", "@30"))
+    with contextlib.closing(open_stream(changed, BYTES, dp=1, dp_rank=0, state=state)) as own:
+        for step in range(51, 60):
+            for batch in next(own)[0]:
+                counted[int(batch["domain"])] += int((batch["input_ids"] != PAD).sum())
+            assert (np.abs(counted - np.array([0.7, 0.3]) * counted.sum()) <= SEQ_LEN).all(), (step, counted)
 
 
 @pytest.mark.parametrize(
@@ -669,6 +740,22 @@ def test_odd_files_are_read(tmp_path):
     assert len(texts_of(str(odd))) == len(pieces) + 1
 
 
+def test_a_text_file_that_fits_a_row_is_not_cut(tmp_path):
+    """However long rows are; its kept tokens are others than those of a file that was cut."""
+    text = "".join(f"line {number}\n" for number in range(110_000))
+    (tmp_path / "long.txt").write_text(text)
+    folders = set()
+    for seq_len, longest in ((16, PIECE), (4096, PIECE), (len(text) // 8 - 10_000, len(text) - 80_000), (len(text) // 8 + 1, len(text))):
+        recipe = recipe_for(str(tmp_path), seq_len=seq_len)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "PART_BYTES", 1 << 20)
+            pieces = texts_of(str(tmp_path), seq_len=seq_len)
+            source = open_source(recipe, Domain("", str(tmp_path)), PATIENCE)
+        assert "".join(pieces) == text and longest - 20 < max(map(len, pieces)) <= longest
+        folders.add(chunks.open_cache(recipe, source, stream.Encoder(BYTES, "pretrain", seq_len)))
+    assert len(folders) == 3
+
+
 @pytest.mark.parametrize(
     "name, content, says",
     [
@@ -711,12 +798,14 @@ def test_bad_columns_and_broken_files_are_named(tmp_path, corpora):
         ("gone.jsonl", {}, ["there is no such file"]),
         ("{folder}", {}, ["several kinds: lines, text"]),
         ("{folder}/c.bin", {}, ["the ending does not say"]),
+        ("{folder}/tables", {}, ["tables: holds no file of a known kind: .txt, ", ".parquet", "convert its files"]),
         ("{folder}/a.txt", {"task": "sft"}, ["task sft needs chats"]),
         ("org/name", {}, ["--dataset org/name", "hub cannot be reached", "https://huggingface.co/datasets/org/name"]),
     ],
 )
 def test_missing_corpus_is_refused_at_once(tmp_path, dataset, fields, says):
-    for name in ("a.txt", "b.jsonl", "c.bin"):
+    (tmp_path / "tables").mkdir()
+    for name in ("a.txt", "b.jsonl", "c.bin", "tables/d.csv"):
         (tmp_path / name).write_text("x")
     with pytest.raises(Refusal) as refused:
         open_stream(recipe_for(dataset.format(folder=tmp_path), **fields), BYTES, dp=1, dp_rank=0)
@@ -724,6 +813,9 @@ def test_missing_corpus_is_refused_at_once(tmp_path, dataset, fields, says):
 
 
 def test_fingerprint_follows_the_content(corpora, tmp_path):
+    def fingerprint(recipe: Recipe) -> str:
+        return open_source(recipe, Domain("", recipe.dataset), PATIENCE).fingerprint
+
     shutil.copytree(corpora["lines"], tmp_path / "copy")
     before = fingerprint(recipe_for(corpora["lines"]))
     assert fingerprint(recipe_for(str(tmp_path / "copy"))) == before == fingerprint(recipe_for(str(tmp_path / "copy"), seed=3, seq_len=99))
@@ -738,6 +830,16 @@ def test_fingerprint_follows_the_content(corpora, tmp_path):
 
 
 # The thread -------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_kept_takes_no_memory_of_the_others():
+    buffers: deque[np.ndarray] = deque()
+    kept = stream._buffer(buffers, (2,))
+    for _ in range(300):
+        held = [stream._buffer(buffers, (2,)) for _ in range(3)]
+        assert len({id(buffer) for buffer in [kept, *held]}) == 4
+        del held
+    assert len(buffers) == 4
 
 
 def test_close_leaves_no_thread(corpora):
@@ -793,6 +895,13 @@ def test_missing_subset_is_refused_with_the_choice(tmp_path, corpora):
     with pytest.raises(Refusal, match=r"'first', 'second'"):
         sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository")), WANTED, PATIENCE)
     assert len(sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "repository"), "second"), WANTED, PATIENCE).parts) == 1
+
+
+def test_a_data_set_with_a_script_is_refused(tmp_path):
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").write_text("")
+    with pytest.raises(Refusal, match=r"--dataset .*scripted: Dataset scripts are no longer supported"):
+        sources._hub_source(recipe_for(""), Domain("", str(tmp_path / "scripted")), WANTED, PATIENCE)
 
 
 def test_two_threads_may_parse_at_once() -> None:

@@ -142,6 +142,18 @@ def number_for_text(folder: Path) -> tuple[list[str], int, str]:
     return [], 20, r"a\.parquet, row \d+: holds int '\d+' where text \(--text_field\) should be"
 
 
+def number_of_5000_digits(folder: Path) -> tuple[list[str], int, str]:
+    own = texts(60, 1)
+    (folder / "a.jsonl").write_bytes(lines(own[:30]) + b'{"text": "x", "number": ' + b"7" * 5000 + b"}\n" + lines(own[30:]))
+    return own, 1, r"a\.jsonl, row 31: cannot be read as JSON: Exceeds the limit \(4300 digits\)"
+
+
+def deep_json(folder: Path) -> tuple[list[str], int, str]:
+    own = texts(60, 1)
+    (folder / "a.jsonl").write_bytes(lines(own[:30]) + b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n" + lines(own[30:]))
+    return own, 1, r"a\.jsonl, row 31: cannot be read as JSON: maximum recursion depth exceeded"
+
+
 def cut_arrow(folder: Path) -> tuple[list[str], int, str]:
     own = texts(60, 1)
     with pa.OSFile(str(folder / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer:
@@ -159,6 +171,7 @@ def no_arrow(folder: Path) -> tuple[list[str], int, str]:
 FAULTS = [
     *(not_an_object, not_json, missing_column, not_utf8_line, empty_file, empty_gzip_file, corrupt_gzip, cut_gzip),
     *(no_parquet, cut_parquet, corrupt_page, not_utf8_in_parquet, missing_parquet_column, number_for_text, cut_arrow, no_arrow),
+    *(number_of_5000_digits, deep_json),
 ]
 
 
@@ -229,6 +242,36 @@ def test_a_fault_is_left_out_counted_and_told(fault, tmp_path):
     for dp, cache, at in ((2, "off", 7), (3, "auto", 23), (1, "auto", 41)):
         again, after = take(dataclasses.replace(recipe, token_cache=cache), 60 - at, dp, states[at - 1])
         assert (again == ids[at:]).all() and after == states[at:]
+
+
+@pytest.mark.parametrize(
+    "kind, wrong, says",
+    [
+        (pa.int32(), 300, "300"),
+        (pa.int32(), -1, "-1"),
+        (pa.int8(), -1, "-1"),
+        (pa.uint16(), 40_000, "40000"),
+        (pa.int64(), (1 << 32) + 2, "4294967298"),  # 2, if its upper half is lost
+        (pa.int64(), -(1 << 32) + 2, "-4294967294"),
+        (pa.uint32(), 1 << 31, "2147483648"),
+        (pa.int32(), None, "null"),
+    ],
+)
+def test_what_is_no_token_is_named_or_left_out(tmp_path, kind, wrong, says):
+    """The row that holds it, and no other; a row that is null is none at all."""
+    own = texts(60, 1)
+    ids: list = [list(text.encode())[:20] for text in own]
+    broken = [*ids[:34], None, [*ids[34][:5], wrong, *ids[34][5:], wrong], *ids[35:], [], [wrong]]
+    parquet(tmp_path / "a.parquet", pa.array(broken, pa.list_(kind)), "ids")
+    recipe = recipe_for(tmp_path, text_field="ids")
+    rule = rf"holds token {says}, the tokenizer has 0 to {len(BYTES) - 1}; use the tokenizer \(--tokenizer\) that made"
+    with pytest.raises(Refusal, match=rf"a\.parquet, row group (1, row 6|2, row 3): {rule}"):
+        take(recipe, 60)
+    said: list[str] = []
+    rows, states = take(dataclasses.replace(recipe, bad_rows="skip", seq_len=20), 60, say=said.append)
+    seen = {tuple(row) for row in rows.reshape(-1, 20)}
+    assert seen <= {tuple(row) for row in ids[:34] + ids[35:]} and len(seen) > 50
+    assert {state["domains"][""]["bad"] for state in states} >= {2} and len(said) == 2 and all(f"holds token {says}" in line for line in said)
 
 
 def test_only_the_first_faults_are_told_and_kept_tokens_tell_them_too(tmp_path):

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pool import environment, free_port
-from recipekit.data import eval_rows, open_stream, remote
+from recipekit.data import eval_rows, open_stream, remote, sources
 from recipekit.data.remote import Patience, look_up, shown
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
@@ -372,6 +372,22 @@ def test_a_data_set_of_the_hub_is_looked_up_by_one_rank(content, tmp_path):
     hashes = [line for output in outputs for text in output for line in text.splitlines() if line.startswith("rows:")]
     assert len(hashes) == 3 and len(set(hashes)) == 1, outputs
     assert any("asking again" in line for line in outputs[0][0].splitlines()), outputs[0]
+
+
+def test_a_resume_reads_the_commit_that_the_run_began_with(monkeypatch):
+    """Whatever has been committed since; another data set, split or subset is another."""
+    asked = []
+
+    def stop(path, name=None, *, revision=None):
+        asked.append(revision)
+        raise FileNotFoundError("far enough")
+
+    monkeypatch.setattr(sources.datasets, "load_dataset_builder", stop)
+    state = {"identity": {"corpus": {"": f"org/name/small/train@{COMMIT} pretrain text"}}}
+    for dataset, subset in (("org/name", "small"), ("org/name", "large"), ("org/names", "small")):
+        with pytest.raises(Refusal, match="far enough"):
+            open_stream(recipe_for(dataset, subset=subset), BYTES, dp=1, dp_rank=0, state=state)
+    assert asked == [COMMIT, None, None]
 
 
 def test_a_hub_that_stays_away_is_refused_on_every_rank(content, tmp_path):

@@ -1,5 +1,6 @@
 """Pairs, images and tables: real samples, in an order and with an augmentation that do not depend on the ranks."""
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from recipekit.data import samples
+from recipekit.data import chunks, samples
 from recipekit.data.samples import images, open_samples, pairs, shifted_and_mirrored, table
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
@@ -151,6 +152,15 @@ def test_rows_of_a_table(tmp_path):
     assert categories.min() >= 0 and (categories.max(0).values < torch.tensor([32, 256])).all() and len(categories[:, 1].unique()) > 10
     with pytest.raises(Refusal, match="has no column 'colour', only"):
         take(recipe, ("size", "colour"), collate, 1)
+
+
+def test_only_the_first_broken_samples_are_told(tmp_path):
+    (tmp_path / "a.jsonl").write_text("nonsense\n" * 20 + '{"x": 1}\n' * 30)
+    said: list[str] = []
+    recipe = recipe_for(tmp_path / "a.jsonl", bad_rows="skip")
+    with contextlib.closing(open_samples(recipe, ("x",), lambda rows, keys: {}, dp=1, dp_rank=0, say=said.append)) as own:
+        next(own)
+    assert len(said) == chunks.TOLD and "a.jsonl, row 5: is not JSON" in said[-1] and "bad_rows counts on" in said[-1]
 
 
 def test_text_is_no_table(tmp_path):

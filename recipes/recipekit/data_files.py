@@ -34,7 +34,9 @@ def local_files(dataset: str) -> list[Path] | None:
         is_path = len(parts) > 1 or part.startswith((".", "/", "~")) or part.count("/") > 1 or any(c in part for c in "*?[") or suffix(path) in KINDS
         if not found and not is_path and not path.exists():
             return None
-        if not found:
+        if not found and path.is_dir():
+            problems.append(Problem(f"--dataset {part}", f"holds no file of a known kind: {', '.join(KINDS)}", "convert its files to one of these"))
+        elif not found:
             problems.append(Problem(f"--dataset {part}", "there is no such file", "check the path; a hub id is ORG/NAME"))
         files.update(found)
     if problems:

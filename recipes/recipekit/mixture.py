@@ -67,7 +67,7 @@ def _weights(text: str) -> tuple[tuple[int, float], ...] | None:
 def furthest_behind(tokens: list[int], weights: list[float], row: int) -> int:
     """The domain whose tokens, once a row of `row` tokens is dealt, are furthest below its share of all; the first of equals.
 
-    Greedy by the largest error, the rule of Megatron-LM's blended data sets: after any row every domain is within one row of its share.
+    Greedy by the largest error, the rule of Megatron-LM's blended data sets: after any row every domain is within about one row of its share.
     """
     total, of_all = sum(tokens) + row, sum(weights)
     behind = [weight / of_all * total - have if weight else float("-inf") for have, weight in zip(tokens, weights, strict=True)]

@@ -26,7 +26,7 @@ from deepspeed.utils import logger
 
 from . import checkpoint, expert_parallel
 from .blueprint import Layout
-from .data import Stream, open_stream
+from .data import OtherData, Stream, open_stream
 from .data.stream import NAMED_FILES, changed_files, open_corpus
 from .ds_config import check_device
 from .mesh import Mesh
@@ -161,8 +161,8 @@ def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict | None, say:
     layout = {"dp": plan.mesh.dp, "dp_rank": dp_rank, "say": say}
     try:
         return open_stream(plan.recipe, tokenizer, state=state, files=files_of_run(plan.resume_from), **layout)
-    except Refusal as refusal:
-        if state is None or plan.recipe.resume == "auto":
+    except OtherData as refusal:
+        if plan.recipe.resume == "auto":
             raise
         stream = open_stream(plan.recipe, tokenizer, **layout)
         say(f"other data than the checkpoint's, read from its beginning: {'; '.join(problem.where for problem in refusal.problems)}")

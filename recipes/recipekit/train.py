@@ -220,7 +220,7 @@ def main(plan: Plan) -> int:
     check_same_data(stream)
     if problems := shared_problems(stream.error_ahead()):
         raise Refusal(problems)
-    held_out = eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, say=say) if recipe.eval_every else []
+    held_out = eval_rows(recipe, tokenizer, dp=mesh.dp, dp_rank=dp_rank, state=stream.state, say=say) if recipe.eval_every else []
     held_out = [own_part(batch, mesh.sp, groups.coords["sp"]) for batch in held_out]
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage
         held_out += [held_out[-1] | {"labels": torch.full_like(held_out[-1]["labels"], -100)}] * max(0, 2 * mesh.pp - len(held_out))

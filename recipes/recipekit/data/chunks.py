@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +68,9 @@ class Encoder:
     @functools.cached_property
     def identity(self) -> str:
         """A hash that differs for tokenizers that differ."""
-        probe = [self.tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(self.tokenizer), self.tokenizer.chat_template if self.task == "sft" else None]
+        tokenizer = self.tokenizer
+        own = tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
+        probe = [*own, tokenizer.chat_template if self.task == "sft" else None]
         return hashlib.blake2b(repr(probe).encode(), digest_size=8).hexdigest()
 
 
@@ -92,9 +96,8 @@ def open_cache(recipe: Recipe, source: Source, encoder: Encoder) -> Path | None:
     if source.ready or recipe.token_cache == "off" or (recipe.token_cache == "auto" and not source.local):
         return None
     base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if recipe.token_cache == "auto" else Path(recipe.token_cache).expanduser()
-    times = [str(Path(name).stat().st_mtime_ns) for name in source.parts if Path(name).is_file()]  # a file may change in its middle
-    limits = (CHUNK_ROWS, CHUNK_CHARACTERS, encoder.seq_len if encoder.task == "sft" else 0, FORMAT)
-    key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, times)).encode(), digest_size=12).hexdigest()
+    limits = (CHUNK_ROWS, CHUNK_CHARACTERS, encoder.seq_len if encoder.task == "sft" else 0, source.piece, FORMAT)
+    key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, source.times)).encode(), digest_size=12).hexdigest()
     folder = base / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,6 +112,25 @@ def open_cache(recipe: Recipe, source: Source, encoder: Encoder) -> Path | None:
     return folder
 
 
+class Rows:
+    """The values of a group, read on from where they were left, past those of chunks that another process has made."""
+
+    def __init__(self, source: Source, part: int, group: int):
+        self._open = partial(source.read, part, group)
+        self._values: Iterator[Values] | None = None
+        self._end = 0  # the row after the last value read
+
+    def at(self, row: int) -> Values | None:
+        """Some values from `row` on, which is behind all that were given; None at the end of the group."""
+        if self._values is None:
+            self._values, self._end = self._open(row), row
+        for some in self._values:
+            self._end += len(some)
+            if self._end > row:
+                return some[len(some) - (self._end - row) :]
+        return None
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads chunks of one corpus."""
@@ -121,6 +143,7 @@ class Reader:
     say: Callable[[str], None] = LOG.warning
     told: list[str] = field(default_factory=list)  # what was said of rows left out
     closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
+    not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
 
     def groups(self, part: int) -> int | Chunk:
         """How many groups a part has; a chunk without documents that counts it, if it cannot be read and is to be skipped."""
@@ -128,41 +151,54 @@ class Reader:
             return self.source.groups(part)
         except Refusal as problem:
             self.refuse_unless_skipped(problem)
-            self.tell([str(problem)], 1)
+            tell([str(problem)], self.told, self.say)
             return _no_documents(problem)
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk]:
         """The chunks of a group from `row` on. Raises `Refusal` for what cannot be read, if it is not to be skipped."""
-        values: Iterator[Values] | None = None
+        rows = Rows(self.source, part, group)
         while True:
             if self.closed.is_set():
                 raise RuntimeError("the stream is closed")
-            chunk, values = self._chunk(part, group, row, values)
-            self.tell(chunk.told, chunk.bad)
+            chunk = self._chunk(part, group, row, rows)
+            tell(chunk.told, self.told, self.say)
             yield chunk
             row = chunk.row
             if chunk.last:
                 return
 
-    def _chunk(self, part: int, group: int, row: int, values: Iterator[Values] | None) -> tuple[Chunk, Iterator[Values] | None]:
+    def _chunk(self, part: int, group: int, row: int, rows: "Rows") -> Chunk:
         if self.cache is None:
-            values = values or self.source.read(part, group, row)
-            return self._encoded(part, group, row, values), values
+            return self._encoded(part, group, row, rows)
         file = self.cache / f"{part}_{group}_{row}.arrow"
         if (chunk := _load(file)) and self._welcome(chunk):
-            return chunk, None
-        with _turn(self.cache):  # of all processes of this host one makes the tokens, and the others read them
+            return chunk
+        if self.not_kept.is_set():
+            return self._encoded(part, group, row, rows)
+        with contextlib.ExitStack() as turn:  # of all processes of this host one makes the tokens, and the others read them
+            with self._keeping():
+                turn.enter_context(_turn(self.cache))
             if (chunk := _load(file)) and self._welcome(chunk):
-                return chunk, None
-            values = values or self.source.read(part, group, row)
-            chunk = self._encoded(part, group, row, values)
-            _store(file, chunk)
-        return chunk, values
+                return chunk
+            chunk = self._encoded(part, group, row, rows)
+            with self._keeping():
+                if not self.not_kept.is_set():
+                    _store(file, chunk)
+        return chunk
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Tokens can be made again, so a folder of somebody else, a full disk or one without locks must not end the run: it is told once."""
+        try:
+            yield
+        except OSError as error:
+            LOG.warning("tokens are not kept: %s", error)
+            self.not_kept.set()
 
     def _welcome(self, chunk: Chunk) -> bool:
         return self.skip or not chunk.bad  # what was skipped once is read again to be refused
 
-    def _encoded(self, part: int, group: int, row: int, values: Iterator[Values]) -> Chunk:
+    def _encoded(self, part: int, group: int, row: int, rows: "Rows") -> Chunk:
         begin, characters, last = row, 0, False
         problems: list[Refusal] = []
         documents: list[Document] = []
@@ -173,7 +209,7 @@ class Reader:
 
         while row - begin < CHUNK_ROWS and characters < CHUNK_CHARACTERS:
             try:
-                some = next(values, None)
+                some = rows.at(row)
             except UNREADABLE as error:
                 skip(error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error))
                 last = True
@@ -184,7 +220,7 @@ class Reader:
             if not isinstance(some, list):
                 if holds_tokens(some.type):
                     assert not documents
-                    return _ready(some, row + len(some), self.encoder, self.held_out, self.source.place(part, group, row))
+                    return self._ready(some, part, group, row)
                 some = _as_python(some)
             for value in some:
                 place, new = self.source.place(part, group, row), []
@@ -214,17 +250,38 @@ class Reader:
         told = [str(problem) for problem in problems[:TOLD]]
         return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told)
 
+    def _ready(self, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
+        """A chunk of documents that are tokens already; they are taken as they are."""
+        if self.encoder.task == "sft":
+            raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
+        end, vocabulary = row + len(lists), self.encoder.vocabulary
+        told: list[str] = []
+        if wrong := _wrong_tokens(lists, vocabulary):
+            for number, token in wrong:
+                rule = f"holds token {'null' if token is None else token}, the tokenizer has 0 to {vocabulary - 1}"
+                problem = refuse(self.source.place(part, group, row + number), rule, "use the tokenizer (--tokenizer) that made these tokens, or mend the row")
+                self.refuse_unless_skipped(problem)
+                told.append(str(problem))
+            lists = lists.take(pa.array(np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])))
+        lists = lists.drop_null()
+        ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
+        kept = (lengths > 1) & (held_out_tokens(ids, starts, lengths) == self.held_out)
+        return Chunk(ids, None, starts[kept], lengths[kept], end, False, len(wrong), int((lengths < 2).sum()), told[:TOLD])
+
     def refuse_unless_skipped(self, problem: Refusal) -> None:
         if not self.skip or isinstance(problem, Unreachable):
             raise problem
 
-    def tell(self, problems: list[str], count: int) -> None:
-        """Says what was left out, up to `TOLD` times in all."""
-        for problem in problems:
-            if len(self.told) < TOLD and problem not in self.told:
-                self.told.append(problem)
-                last = ", the last one that is told; the metric bad_rows counts on" if len(self.told) == TOLD else ""
-                self.say(f"skipped (--bad_rows skip): {problem.partition('; ')[0]}{last}")
+
+def tell(problems: list[str], told: list[str], say: Callable[[str], None]) -> None:
+    """Says what was left out, up to `TOLD` times in all; `told` keeps what was said."""
+    for problem in problems:
+        if len(told) < TOLD and problem not in told:
+            told.append(problem)
+            last = ", the last one that is told; the metric bad_rows counts on" if len(told) == TOLD else ""
+            say(f"skipped (--bad_rows skip): {problem.partition('; ')[0]}{last}")
 
 
 def _no_documents(problem: Refusal) -> Chunk:
@@ -250,19 +307,16 @@ def is_empty(content: Any) -> bool:
     return isinstance(content, str) and not content.strip()
 
 
-def _ready(lists: pa.Array, row: int, encoder: Encoder, held_out: bool, place: str) -> Chunk:
-    """A chunk of documents that are tokens already; they are taken as they are."""
-    if encoder.task == "sft":
-        raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
-    lists = lists.drop_null()
-    ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
-    if len(ids) and (highest := int(ids.view(np.uint32).max())) >= encoder.vocabulary:  # negative ones are high
-        rule = f"holds token {highest if highest < 1 << 31 else highest - (1 << 32)}, the tokenizer has 0 to {encoder.vocabulary - 1}"
-        raise refuse(f"{place} or after it", rule, "use the tokenizer (--tokenizer) that made these tokens")
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-    kept = (lengths > 1) & (held_out_tokens(ids, starts, lengths) == held_out)
-    return Chunk(ids, None, starts[kept], lengths[kept], row, False, 0, int((lengths < 2).sum()), [])
+def _wrong_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | None]]:
+    """(row, the first wrong token) of each document that holds what is no token of the vocabulary. Where there is none, one pass finds that."""
+    flat = lists.flatten()
+    if not flat.null_count:
+        values = flat.to_numpy()
+        values = values if values.itemsize >= 4 else values.astype(np.int32)
+        if not len(values) or int(values.view(f"u{values.itemsize}").max()) < vocabulary:  # negative ones are high
+            return []
+    wrong = ((row, token) for row, ids in enumerate(lists.to_pylist()) for token in ids or () if token is None or not 0 <= token < vocabulary)
+    return [next(tokens) for _, tokens in itertools.groupby(wrong, lambda found: found[0])]
 
 
 # The files of tokens ----------------------------------------------------------------------------------------------
@@ -299,11 +353,12 @@ def _store(file: Path, chunk: Chunk) -> None:
         columns["labels"] = pa.ListArray.from_arrays(offsets, chunk.labels)
     facts = {"row": chunk.row, "last": chunk.last, "bad": chunk.bad, "barren": chunk.barren, "told": chunk.told}
     table = pa.table(columns).replace_schema_metadata({"chunk": json.dumps(facts)})
-    partial = file.with_suffix(f".{os.getpid()}")
+    made = file.with_suffix(f".{os.getpid()}")
     try:
-        with pa.OSFile(str(partial), "wb") as stream, pa.ipc.new_file(stream, table.schema) as writer:
+        with pa.OSFile(str(made), "wb") as stream, pa.ipc.new_file(stream, table.schema) as writer:
             writer.write_table(table)
-        os.replace(partial, file)
-    except OSError as error:  # a full disk must not end the run: tokens can be made again
-        LOG.warning("tokens are not kept: %s", error)
-        partial.unlink(missing_ok=True)
+        made.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            made.unlink()
+        raise

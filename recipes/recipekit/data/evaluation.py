@@ -17,13 +17,16 @@ from .stream import MicroBatch, open_corpus, packed
 LOG = logging.getLogger(__name__)
 
 
-def eval_rows(recipe: Recipe, tokenizer: Any, *, dp: int, dp_rank: int, say: Callable[[str], None] = LOG.warning) -> list[MicroBatch]:
+def eval_rows(
+    recipe: Recipe, tokenizer: Any, *, dp: int, dp_rank: int, state: dict | None = None, say: Callable[[str], None] = LOG.warning
+) -> list[MicroBatch]:
     """The micro-batches of this rank of the evaluation: `recipe.eval_rows` rows of held-out documents, fewer if there are fewer.
 
     All ranks together hold the same rows on every layout; rows whose labels are all -100 make their numbers equal. A
-    mixture is evaluated in the shares that its training begins with. Raises `Refusal` if no document is held out.
+    mixture is evaluated in the shares that its training begins with; a data set of the hub is read as the stream with `state`
+    reads it. Raises `Refusal` if no document is held out.
     """
-    corpus = open_corpus(recipe, tokenizer, say)
+    corpus = open_corpus(recipe, tokenizer, say, state)
     weights = [domain.weight(1) for domain in corpus.domains]
     wanted = [round(recipe.eval_rows * weight / sum(weights)) for weight in weights]
     found = [_held_out(reader, recipe.seq_len, count, pad_id(tokenizer)) for reader, count in zip(corpus.readers(recipe, held_out=True), wanted, strict=True)]

@@ -20,7 +20,7 @@ from ..mixture import domains_of
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
 from ..tokens import IGNORE, encode_chats, pad_id
-from .chunks import CHUNK_ROWS
+from .chunks import CHUNK_ROWS, tell
 from .packing import permutation
 from .remote import Patience, Unreachable
 from .sources import UNREADABLE, Source, open_source, unreadable
@@ -61,6 +61,7 @@ class SampleReader:
     source: Source
     skip: bool
     say: Callable[[str], None]
+    told: list[str]  # what was said of rows left out
 
     def groups(self, part: int) -> int | SampleChunk:
         """How many groups a part has; a chunk that counts it, if it cannot be read and is to be skipped."""
@@ -102,7 +103,7 @@ class SampleReader:
     def left_out(self, problem: Refusal) -> None:
         if not self.skip or isinstance(problem, Unreachable):
             raise problem
-        self.say(f"skipped (--bad_rows skip): {problem}")
+        tell([str(problem)], self.told, self.say)
 
 
 def open_samples(
@@ -120,8 +121,10 @@ def open_samples(
     A row that `collate` cannot take raises `Refusal` from `next`.
     """
     check_batch(recipe, dp)
-    domains, patience = domains_of(recipe), Patience(recipe.retry_s, say)
-    readers = [SampleReader(open_source(recipe, domain, patience, columns), recipe.bad_rows == "skip", say) for domain in domains]
+    domains, patience, told = domains_of(recipe), Patience(recipe.retry_s, say), list[str]()
+    before = state["identity"]["corpus"] if state else {}
+    opened = [open_source(recipe, domain, patience, columns, before.get(domain.name, "")) for domain in domains]
+    readers = [SampleReader(source, recipe.bad_rows == "skip", say, told) for source in opened]
     identity = {
         "corpus": {domain.name: reader.source.fingerprint for domain, reader in zip(domains, readers, strict=True)},
         "seed": recipe.seed,

@@ -38,6 +38,7 @@ TOKEN_ROWS = 1024  # rows of ready tokens
 PART_BYTES = 1 << 20  # text files are cut, at line ends, into parts of this size
 TEXT_PARTS = 256  # many small text files are read in about so many parts
 PIECE = 32 * 1024  # characters; a longer text file is cut, at a line end, into documents of at most this length
+TOKEN_LENGTH = 8  # parts and documents are of so many bytes and characters for each token of a row at least, so that what fits a row stays whole
 BUFFER, REMOTE_BUFFER = 1 << 18, 4 << 20  # bytes of a Parquet column read at a time: a large row group needs no more than its first rows do
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
 
@@ -64,6 +65,8 @@ class Source:
     local: bool = True
     ready: bool = False  # documents are tokens already
     size: int = 0  # bytes of local files
+    times: tuple[int, ...] = ()  # when local files were written: one may change in its middle, which its digest does not cover
+    piece: int = 0  # characters at which text is cut
 
     def place(self, part: int, group: int, row: int) -> str:
         """Names a row for a person; rows count from 1."""
@@ -101,10 +104,11 @@ class Wanted:
         return not self.as_rows and self.columns[0] in schema.names and holds_tokens(schema.field(self.columns[0]).type)
 
 
-def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tuple[str, ...] = ()) -> Source:
+def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tuple[str, ...] = (), before: str = "") -> Source:
     """The corpus of a domain; a collective where it is remote. Raises `Refusal` if it does not exist or cannot be reached.
 
-    With `columns` a document is a row of a table or of JSON lines: a dictionary of these.
+    With `columns` a document is a row of a table or of JSON lines: a dictionary of these. `before` is the fingerprint of the
+    same corpus in an earlier job: a data set of the hub is opened at the commit that it names.
     """
     sft = recipe.task == "sft"
     one = recipe.messages_field if sft else recipe.text_field
@@ -115,28 +119,29 @@ def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tup
         files = standard_library(*(("test", "tests", "idle_test") if sft else ()))  # tests have few docstrings
         # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
         warnings.filterwarnings("ignore", module="builtin_corpus")
-        return _text_source(files, _docstring_chats if sft else _pieces, "builtin", recipe.task, whole=sft, errors="replace")
+        return _text_source(files, recipe.seq_len, _docstring_chats if sft else None, "builtin", recipe.task, whole=sft, errors="replace")
     if domain.dataset.startswith(("http://", "https://")):
         return _address_source(recipe, domain, wanted, patience)
     files = local_files(domain.dataset)
     if files is None:
-        return _hub_source(recipe, domain, wanted, patience)
+        return _hub_source(recipe, domain, wanted, patience, before)
     kind = kind_of(files, domain.dataset)
     if kind == "text" and columns:
         raise _no_table(domain, columns)
     if kind == "text" and sft:
         raise refuse(f"--dataset {domain.dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
     if kind == "text":
-        return _text_source(files, _pieces, recipe.task)
-    of_files, size = digests(files), sum(file.stat().st_size for file in files)
+        return _text_source(files, recipe.seq_len, None, recipe.task)
+    of_files, stats = digests(files), [file.stat() for file in files]
     mark = fingerprint(of_files, recipe.task, *wanted.columns)
+    more = {"files": of_files, "size": sum(stat.st_size for stat in stats), "times": tuple(stat.st_mtime_ns for stat in stats)}
     if kind == "lines":
-        spans = [span for file in files for span in _spans(file, file.stat().st_size, partial(open, file, "rb"))]
-        return _lines_source(spans, wanted, mark, files=of_files, size=size)
+        spans = [span for file, stat in zip(files, stats, strict=True) for span in _spans(file, stat.st_size, partial(open, file, "rb"))]
+        return _lines_source(spans, wanted, mark, **more)
     names = tuple(map(str, files))
     if kind == "arrow":
-        return _arrow_source(names, wanted, mark, files=of_files, size=size)
-    return _parquet_source(names, names.__getitem__, wanted, mark, files=of_files, size=size)
+        return _arrow_source(names, wanted, mark, **more)
+    return _parquet_source(names, names.__getitem__, wanted, mark, **more)
 
 
 def _no_table(domain: Domain, columns: tuple[str, ...]) -> Refusal:
@@ -179,11 +184,12 @@ class Span:
         return f"{self.file}, from byte {self.start}" if self.start else str(self.file)
 
 
-def _spans(file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO]) -> list[Span]:
-    """Runs of PART_BYTES. Unlike datasets' text builder, which resumes by reading a file from its start, they are reached at once."""
+def _spans(file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO], least: int = 0) -> list[Span]:
+    """Runs of PART_BYTES, or of `least` if that is more. Unlike datasets' text builder, which resumes by reading a file from its start, they are reached at once."""
     if file.name.endswith(".gz"):
         return [Span(file, opened, 0, 1 << 62 if size else 0)]
-    return [Span(file, opened, start, min(start + PART_BYTES, size)) for start in range(0, max(1, size), PART_BYTES)]
+    length = max(PART_BYTES, least)
+    return [Span(file, opened, start, min(start + length, size)) for start in range(0, max(1, size), length)]
 
 
 def _raw_lines(span: Span) -> Iterator[bytes]:
@@ -228,16 +234,19 @@ def _lines(span: Span, row: int) -> Iterator[list[bytes]]:
         yield lines
 
 
-def _text_source(files: list[Path], documents: Callable[[Any, str], list[Document]], *more: str, whole: bool = False, errors: str = "strict") -> Source:
-    """Text files; each span of bytes is a row. `whole`: a file is never cut into spans."""
-    of_files = digests(files)
-    sizes = [file.stat().st_size for file in files]
+def _text_source(
+    files: list[Path], seq_len: int, documents: Callable[[Any, str], list[Document]] | None, *more: str, whole: bool = False, errors: str = "strict"
+) -> Source:
+    """Text files; each span of bytes is a row, of which `documents` makes documents, else it is cut. `whole`: a file is never cut into spans."""
+    of_files, stats = digests(files), [file.stat() for file in files]
+    sizes, piece = [stat.st_size for stat in stats], max(PIECE, TOKEN_LENGTH * seq_len)
+    documents = documents or partial(_pieces, piece)
     target = min(PART_BYTES, sum(sizes) // TEXT_PARTS)
     runs: list[list[Span]] = [[]]
     held = 0
     for file, size in zip(files, sizes, strict=True):
         opened = partial(open, file, "rb")
-        for span in [Span(file, opened, 0, 1 << 62)] if whole else _spans(file, size, opened):
+        for span in [Span(file, opened, 0, 1 << 62)] if whole else _spans(file, size, opened, TOKEN_LENGTH * seq_len):
             if runs[-1] and held >= target:
                 runs.append([])
                 held = 0
@@ -252,7 +261,8 @@ def _text_source(files: list[Path], documents: Callable[[Any, str], list[Documen
         return documents(_decoded(value, place, errors), place)
 
     names = tuple(run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it" for run in runs)
-    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files, size=sum(sizes))
+    times = tuple(stat.st_mtime_ns for stat in stats)
+    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files, size=sum(sizes), times=times, piece=piece)
 
 
 def _decoded(value: bytes, place: str, errors: str = "strict") -> str:
@@ -267,13 +277,13 @@ def not_utf8(place: str, error: UnicodeDecodeError) -> Refusal:
     return refuse(place, rule, "convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)")
 
 
-def _pieces(text: str, place: str) -> list[Document]:
+def _pieces(most: int, text: str, place: str) -> list[Document]:
     pieces, start = [], 0
     while start < len(text):
-        end = start + PIECE
+        end = start + most
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-            end = end if end > start else start + PIECE
+            end = end if end > start else start + most
         pieces.append((text[start:end], place))
         start = end
     return pieces
@@ -285,10 +295,11 @@ def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document]:
     text = _decoded(line, place)
     try:
         row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise refuse(place, f"is not JSON: {error}", "write one JSON object per line") from error
-    if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
-        row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+        if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:  # ValueError of its own for a number of more than 4300 digits
+        what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
+        raise refuse(place, f"{what}: {error}", "write one JSON object per line") from error
     if not isinstance(row, dict):
         raise refuse(place, f"is not a JSON object but a {type(row).__name__}", "write one JSON object per line")
     wanted.check(list(row), place)
@@ -370,23 +381,25 @@ def _cut(tables: Iterator[Any], wanted: Wanted, row: int, validate: bool = False
             yield values.slice(first, size)
 
 
-def _hub_source(recipe: Recipe, domain: Domain, wanted: Wanted, patience: Patience) -> Source:
+def _hub_source(recipe: Recipe, domain: Domain, wanted: Wanted, patience: Patience, before: str = "") -> Source:
     """A data set of the hub, of which rank 0 asks which files it has."""
     subset = domain.subset or recipe.subset
+    name = f"{domain.dataset}/{subset}/{recipe.split}@"
+    revision = before.removeprefix(name).partition(" ")[0] if before.startswith(name) else None
 
     def resolve() -> tuple[str, list[str], Any]:
         """(hash of the commit and subset, addresses of its Parquet files, or else the data set)."""
         try:
-            builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, subset or None))
+            builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, subset or None, revision=revision))
             files = (builder.config.data_files or {}).get(recipe.split, [])
             if isinstance(builder, Parquet) and files and all(file.startswith("hf://datasets/") for file in files):
                 return builder.hash or "", [address_of(file) for file in files], None
             return builder.hash or "", [], patience(f"--dataset {domain.dataset}", lambda: builder.as_streaming_dataset(split=recipe.split))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: datasets 5.2 for a data set that has a script
             raise error if isinstance(error, Refusal) else hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
 
     commit, urls, dataset = from_rank_0(resolve)
-    mark = f"{domain.dataset}/{subset}/{recipe.split}@{commit} {recipe.task} {' '.join(wanted.columns)}"
+    mark = f"{name}{commit} {recipe.task} {' '.join(wanted.columns)}"
     if urls:
         found = functools.lru_cache(maxsize=16)(lambda part: look_up(urls[part], patience, pinned=True))
         return _parquet_source(tuple(map(shown, urls)), lambda part: found(part).open(patience), wanted, mark, local=False)

@@ -40,6 +40,10 @@ LOG = logging.getLogger(__name__)
 MicroBatch = dict[str, torch.Tensor]
 
 
+class OtherData(Refusal):
+    """A state is of another stream than the one that is opened."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A document of an endless corpus: positions in the orders drawn for the epoch, then the row, then the document of that chunk."""
@@ -151,6 +155,7 @@ class Domains:
     def __init__(self, domains: list[Domain], open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]], row_tokens: int, state: dict):
         self.domains = domains
         self.step = state["step"]
+        self.weights = [state["domains"][domain.name]["weight"] for domain in domains]  # in force when the tokens were given
         self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
         self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
@@ -161,10 +166,10 @@ class Domains:
         self.row_tokens = row_tokens
 
     def state(self) -> dict[str, dict]:
-        """For each domain: the place of its block, the rows used of that, the tokens given since the weights last changed, the broken rows left out."""
+        """For each domain: the place of its block, the rows used of that, its weight, the tokens given since the weights last changed, the broken rows left out."""
         return {
-            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "tokens": tokens, "bad": bad}
-            for domain, place, used, tokens, bad in zip(self.domains, self.before, self.used, self.tokens, self.bad, strict=True)
+            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
+            for domain, place, used, weight, tokens, bad in zip(self.domains, self.before, self.used, self.weights, self.tokens, self.bad, strict=True)
         }
 
     def ready(self, number: int) -> Any:
@@ -182,9 +187,9 @@ class Domains:
     def deal(self, count: int) -> list["Run"]:
         """The rows of the next global batch."""
         self.step += 1
-        if any(first == self.step for domain in self.domains for first, _ in domain.weights):
-            self.tokens = [0] * len(self.domains)
         weights = [domain.weight(self.step) for domain in self.domains]
+        if weights != self.weights:  # as the mixture says, or since it was resumed with others
+            self.weights, self.tokens = weights, [0] * len(self.domains)
         runs: list[Run] = []
         dealt = 0
         while dealt < count:
@@ -252,11 +257,12 @@ def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[
 
 
 def _buffer(buffers: deque[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """The oldest of `buffers` if no batch refers to it any more, else a new one."""
-    if buffers and sys.getrefcount(buffers[0]) == 2:  # the deque, and the call
+    """The oldest of `buffers` to which no batch refers any more, else a new one."""
+    for _ in range(len(buffers)):  # one turn: a batch that somebody keeps must not stand before the others
         buffers.rotate(-1)
-    else:
-        buffers.append(np.empty(shape, dtype=np.int64))
+        if sys.getrefcount(buffers[-1]) == 2:  # the deque, and the call
+            return buffers[-1]
+    buffers.append(np.empty(shape, dtype=np.int64))
     return buffers[-1]
 
 
@@ -344,15 +350,18 @@ class Corpus:
         return [Reader(source, self.encoder, skip, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
 
 
-def open_corpus(recipe: Recipe, tokenizer: Any, say: Callable[[str], None] = LOG.warning) -> Corpus:
+def open_corpus(recipe: Recipe, tokenizer: Any, say: Callable[[str], None] = LOG.warning, state: dict | None = None) -> Corpus:
     """The corpora of the recipe; a collective where one is remote. `say` is told of rows left out and of servers waited for.
+
+    With the `state` of a stream a data set of the hub is read as it was then, whatever has been committed since.
 
     Raises `Refusal` if one does not exist or cannot be reached, or the tokenizer does not fit.
     """
     check_tokenizer(tokenizer, recipe.task)
     domains = domains_of(recipe)
     patience = Patience(recipe.retry_s, say)
-    opened = [open_source(recipe, domain, patience) for domain in domains]
+    before = state["identity"]["corpus"] if state else {}
+    opened = [open_source(recipe, domain, patience, before=before.get(domain.name, "")) for domain in domains]
     encoder = Encoder(tokenizer, recipe.task, recipe.seq_len)
     identity = {
         "corpus": {domain.name: source.fingerprint for domain, source in zip(domains, opened, strict=True)},
@@ -361,15 +370,9 @@ def open_corpus(recipe: Recipe, tokenizer: Any, say: Callable[[str], None] = LOG
         "seed": recipe.seed,
         "global_batch": recipe.global_batch,
         "seq_len": recipe.seq_len,
-        "blocks": [block_tokens(recipe.seq_len), chunks.CHUNK_ROWS, chunks.CHUNK_CHARACTERS, sources.PIECE, sources.PART_BYTES],
+        "blocks": [block_tokens(recipe.seq_len), chunks.CHUNK_ROWS, chunks.CHUNK_CHARACTERS, sources.PIECE, sources.PART_BYTES, sources.TOKEN_LENGTH],
     }
     return Corpus(domains, opened, encoder, identity, patience)
-
-
-def fingerprint(recipe: Recipe) -> str:
-    """Names the content that the recipe reads: equal for equal copies of local files; of a hub data set its commit."""
-    patience = Patience(recipe.retry_s, LOG.warning)
-    return "; ".join(f"{domain.name}={open_source(recipe, domain, patience).fingerprint}".removeprefix("=") for domain in domains_of(recipe))
 
 
 def open_stream(
@@ -389,7 +392,7 @@ def open_stream(
     (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened, or `state` is of another stream; `files`, those of that stream, let it name the ones that are others now.
     """
     check_batch(recipe, dp)
-    corpus = open_corpus(recipe, tokenizer, say)
+    corpus = open_corpus(recipe, tokenizer, say, state)
     if state is not None:
         check_identity(state["identity"], corpus.identity, changed_files(files or {}, corpus.files))
     readers, join = corpus.readers(recipe), partial(packed, recipe.seq_len, pad_id(tokenizer))
@@ -416,7 +419,8 @@ def check_batch(recipe: Recipe, dp: int) -> None:
 
 def start(domains: list[Domain], identity: dict) -> dict:
     """The state before the first step."""
-    return {"identity": identity, "step": 0, "domains": {domain.name: {"place": {}, "used": 0, "tokens": 0, "bad": 0} for domain in domains}}
+    empty = {"place": {}, "used": 0, "tokens": 0, "bad": 0}
+    return {"identity": identity, "step": 0, "domains": {domain.name: empty | {"weight": domain.weight(1)} for domain in domains}}
 
 
 def lanes(recipe: Recipe, dp: int, dp_rank: int) -> range:
@@ -426,7 +430,7 @@ def lanes(recipe: Recipe, dp: int, dp_rank: int) -> range:
 
 
 def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
-    """Raises `Refusal` if two streams differ in what their order depends on; `changed` says which files do."""
+    """Raises `OtherData` if two streams differ in what their order depends on; `changed` says which files do."""
     fix = "go on with the value of the saved run, or start a new one with --out NEW"
     problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
     if changed and saved.get("corpus") != now.get("corpus"):
@@ -437,7 +441,7 @@ def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
             for problem in problems
         ]
     if problems:
-        raise Refusal(problems)
+        raise OtherData(problems)
 
 
 def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
