@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ def test_metrics_hold_the_utilization_where_the_peak_is_known(pools: Any, tmp_pa
     assert not any("mfu" in line for line in metrics(tmp_path / "unknown"))
 
 
-def test_collectives_outwait_the_patience_with_a_server() -> None:
+def test_collectives_outwait_the_patience_with_a_server(ops: Callable[[str], None]) -> None:
     """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a collective."""
+    ops("comm")
     argv = ["--tiny", "--retry_s", "7200"]
     code = (
         "import sys, torch; from pathlib import Path; from recipekit.recipe import Recipe, parse; from recipekit.plan import make_plan\n"

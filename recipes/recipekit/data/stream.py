@@ -166,7 +166,7 @@ class Domains:
         self.row_tokens = row_tokens
 
     def state(self) -> dict[str, dict]:
-        """For each domain: the place of its block, the rows used of that, its weight, the tokens given since the weights last changed, the broken rows left out."""
+        """For each domain: the place of its block, the rows used of that, its weight, the tokens given since the weights changed, the broken rows left out."""
         return {
             domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
             for domain, place, used, weight, tokens, bad in zip(self.domains, self.before, self.used, self.weights, self.tokens, self.bad, strict=True)
@@ -389,7 +389,8 @@ def open_stream(
 
     A micro-batch is {"input_ids", "labels", "position_ids"}, each (micro_batch, seq_len) int64; labels[b, t] is the target
     of position t or -100. Micro-batches may share their memory: copy one before writing to it. A mixture adds "domain",
-    (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened, or `state` is of another stream; `files`, those of that stream, let it name the ones that are others now.
+    (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened, `OtherData` if `state` is of another stream;
+    `files`, those of that stream, let it name the ones that are others now.
     """
     check_batch(recipe, dp)
     corpus = open_corpus(recipe, tokenizer, say, state)
