@@ -27,7 +27,7 @@ from deepspeed.utils import logger
 from . import checkpoint, expert_parallel
 from .blueprint import Layout
 from .data import OtherData, Stream, open_stream
-from .data.stream import NAMED_FILES, changed_files, open_corpus
+from .data.stream import changed_files, first_of, open_corpus
 from .ds_config import check_device
 from .mesh import Mesh
 from .model import Built, empty_model, enabled
@@ -182,9 +182,8 @@ def check_same_data(stream: Stream) -> None:
     refusal = None
     if own[1] != first and everyone.index(own) == rank:  # the first rank of its host tells
         changed = changed_files(files[0], stream.files)
-        named = ", ".join(changed[:NAMED_FILES]) + (f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else "")
         keys = ", ".join(key for key in first if own[1].get(key) != first[key])
-        rule = f"differ from those of rank 0 on {first_host} in {keys}{f': {named}' if named else ''}"
+        rule = f"differ from those of rank 0 on {first_host} in {keys}{f': {first_of(changed)}' if changed else ''}"
         refusal = refuse(f"the data of rank {rank} on {own[0]}", rule, "give every host the same files, or a folder that all share")
     raise Refusal(shared_problems(refusal))
 

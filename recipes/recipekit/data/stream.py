@@ -435,14 +435,18 @@ def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
     fix = "go on with the value of the saved run, or start a new one with --out NEW"
     problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
     if changed and saved.get("corpus") != now.get("corpus"):
-        named = ", ".join(changed[:NAMED_FILES]) + (f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else "")
         fix = "bring the old files back, or start a new run with --out NEW"
         problems = [
-            Problem("--dataset", f"files are others than the saved run read: {named}", fix) if problem.where.startswith("corpus = ") else problem
+            Problem("--dataset", f"files are others than the saved run read: {first_of(changed)}", fix) if problem.where.startswith("corpus = ") else problem
             for problem in problems
         ]
     if problems:
         raise OtherData(problems)
+
+
+def first_of(changed: list[str]) -> str:
+    """The first few of `changed_files`, for a message."""
+    return ", ".join(changed[:NAMED_FILES]) + (f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else "")
 
 
 def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
