@@ -1,4 +1,4 @@
-"""Warm pools of real gloo workers: importing torch and deepspeed costs seconds, so it is paid once per world size.
+"""Warm pools of real gloo workers, forked from one process that has imported torch, deepspeed and the loop: seconds, paid once per session.
 
 A case is a module-level function `case(**arguments)`; every rank of the pool runs it, and `Pool.run` returns what each
 returned. A case that raises or outlives its time limit ends the pool: the stacks of all ranks are in the error, and the
@@ -6,11 +6,11 @@ next case gets a new pool.
 """
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +21,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "recipekit.train",
+        "recipekit.pipeline",
+        "deepspeed.runtime.zero.stage3",
+        "deepspeed.runtime.zero.muon.original_muon",  # imported by the first step, and with it torch's compiler: two seconds
+        "transformers.models.llama.modeling_llama",
+        "matplotlib.figure",
+    ]
+)
+LINEAR: Any = None  # torch.nn.functional.linear as it was, in a worker
 MOST_WORKERS = 10  # alive at a time: each holds up to 0.9 GB, and real weights need 5 GB a rank of the 24 GB
 MOST_CASES = 20  # of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep their names
 
@@ -61,9 +73,9 @@ class Pool:
             self.processes = []
             for rank in range(world):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                with (self.folder / f"rank{rank}.log").open("w") as log:
-                    command = [sys.executable, __file__, address, str(self.folder / f"stacks{rank}")]
-                    self.processes.append(subprocess.Popen(command, env=environment() | own, stdout=log, stderr=subprocess.STDOUT))
+                files = [str(self.folder / name) for name in (f"rank{rank}.log", f"stacks{rank}")]
+                self.processes.append(FORKS.Process(target=_worker, args=(address, environment() | own, *files), daemon=True))
+                self.processes[-1].start()
             connections = [listener.accept() for _ in range(world)]
         self.connections: dict[int, Connection] = {connection.recv(): connection for connection in connections}
 
@@ -83,7 +95,7 @@ class Pool:
                         continue
                     ok, value = pickle.loads(self.connections[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, f"the process ended with {self.processes[rank].poll()}\n{self._log(rank)}"
+                    ok, value = False, f"the process ended with {self.processes[rank].exitcode}\n{self._log(rank)}"
                 waiting.remove(rank)
                 if ok:
                     results[rank] = value
@@ -100,19 +112,19 @@ class Pool:
 
     @property
     def alive(self) -> bool:
-        return all(process.poll() is None for process in self.processes)
+        return all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
         for connection in self.connections.values():
             connection.close()
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.join()
 
     def _stacks(self) -> str:
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR1)
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return "\n".join(f"--- rank {rank}\n{(self.folder / f'stacks{rank}').read_text()}" for rank in range(self.world))
 
@@ -141,7 +153,12 @@ class Pools:
             pool.close()
 
 
-def _worker(address: str, stacks: str) -> None:
+def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
+    os.environ.clear()
+    os.environ.update(own)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR1, open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for the process's life)
     connection = Client(address, "AF_UNIX")
     connection.send(int(os.environ["RANK"]))
@@ -151,6 +168,8 @@ def _worker(address: str, stacks: str) -> None:
     import torch
     from recipekit.setup import load_op, unlink_shared_memory
 
+    global LINEAR
+    LINEAR = torch.nn.functional.linear
     torch.set_num_threads(1)
     load_op("ShareMemCommBuilder", "shared-memory communication", print)
     deepspeed.init_distributed("gloo", verbose=False)
@@ -183,10 +202,3 @@ def _forget() -> None:
     partition_parameters.Init.apply_param_persistence = False
     partition_parameters.Init.num_persisted_parameters = partition_parameters.Init.num_persisted_elements = 0
     gc.collect()
-
-
-if __name__ == "__main__":
-    import torch.nn.functional
-
-    LINEAR = torch.nn.functional.linear
-    _worker(*sys.argv[1:])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers.distributed import tensor_parallel as styles
 
 from .refusal import refuse
@@ -60,6 +60,8 @@ def apply(model: Any, tp_mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, Cu
         styles.apply_tensor_parallelism(model, tp_mesh, plan)
     finally:
         styles.ReplicatedWithGradAllReduce.install_forward = original
+    known: Any = styles
+    shared = _Shared(tp_mesh.get_group())
     cuts: dict[str, Cut] = {}
     whole: list[tuple[nn.Module, str]] = []
     for name, module in model.named_modules():
@@ -76,8 +78,10 @@ def apply(model: Any, tp_mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, Cu
             module._parameters[key] = local
             own[key] = cuts[f"{name}.{key}"] = cut
         # a module without a style of its own, such as an attention with a sink for each head, uses its shard beside local activations
-        if own and styles._get_parameter_plan(name, plan, is_weight=False) is not None:
+        style = styles._get_parameter_plan(name, plan, is_weight=False) if own else None
+        if style is not None:
             _present_as_dtensors(module, own, tp_mesh)
+            _use_shards(module, known.ALL_PARALLEL_STYLES[style], shared)
     for module, key in whole:
         _complete_gradient(module, key, tp_mesh)
     return cuts
@@ -131,6 +135,79 @@ def local_runs(cut: Cut, tp_mesh: DeviceMesh) -> tuple[int, list[tuple[int, int]
 def join(local: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
     """The whole tensor on every rank of the tensor group (a collective)."""
     return DTensor.from_local(local, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride).full_tensor()
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """x itself; its gradient is the sum over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of x over the group, in its place; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _Shared:
+    """What the projections that follow each other read, so that the gradients of q, k and v, or of gate and up, are summed in one all-reduce."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.latest: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self.latest is None or self.latest[0] is not x or self.latest[1] != x._version:
+            self.latest = x, x._version, _SumOfGradients.apply(x, self.group)
+        return self.latest[2]
+
+
+def _use_shards(module: nn.Module, style: Any, shared: _Shared) -> None:
+    """Lets a linear layer of one of the two usual styles work on its plain shards, without DTensors.
+
+    What is computed is the same. A DTensor costs the CPU time at each operation, and every column-wise layer an all-reduce
+    of its own in the backward pass (tools/bench_tensor_parallel.md).
+    """
+    if type(module) is not nn.Linear:
+        return
+    presented: Any = module.forward
+    layouts = type(style), getattr(style, "input_layouts", None), getattr(style, "output_layouts", None), getattr(style, "use_local_output", None)
+
+    def colwise(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            return presented(x)
+        return nn.functional.linear(shared.read(x), module.weight, module.bias)
+
+    def rowwise(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            return presented(x)
+        shared.latest = None
+        total = _Sum.apply(nn.functional.linear(x, module.weight), shared.group)
+        return total if module.bias is None else total + module.bias
+
+    if layouts == (styles.ColwiseParallel, Replicate(), Shard(-1), True):
+        module.forward = colwise  # type: ignore[method-assign]
+    elif layouts == (styles.RowwiseParallel, Shard(-1), Replicate(), True):
+        module.forward = rowwise  # type: ignore[method-assign]
 
 
 def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: DeviceMesh) -> None:

@@ -116,10 +116,7 @@ def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tup
     if columns and domain.dataset == "builtin":
         raise _no_table(domain, columns)
     if domain.dataset == "builtin":
-        files = standard_library(*(("test", "tests", "idle_test") if sft else ()))  # tests have few docstrings
-        # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
-        warnings.filterwarnings("ignore", module="builtin_corpus")
-        return _text_source(files, recipe.seq_len, _docstring_chats if sft else None, "builtin", recipe.task, whole=sft, errors="replace")
+        return _builtin_source(recipe.seq_len, sft)
     if domain.dataset.startswith(("http://", "https://")):
         return _address_source(recipe, domain, wanted, patience)
     files = local_files(domain.dataset)
@@ -142,6 +139,14 @@ def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tup
     if kind == "arrow":
         return _arrow_source(names, wanted, mark, **more)
     return _parquet_source(names, names.__getitem__, wanted, mark, **more)
+
+
+@functools.cache  # a run opens its data three times, and the interpreter's own files stay what they are
+def _builtin_source(seq_len: int, sft: bool) -> Source:
+    files = standard_library(*(("test", "tests", "idle_test") if sft else ()))  # tests have few docstrings
+    # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
+    warnings.filterwarnings("ignore", module="builtin_corpus")
+    return _text_source(files, seq_len, _docstring_chats if sft else None, "builtin", "sft" if sft else "pretrain", whole=sft, errors="replace")
 
 
 def _no_table(domain: Domain, columns: tuple[str, ...]) -> Refusal:
