@@ -45,6 +45,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, flags
 }
 MARK = "CHECKPOINT_DRILL"  # an environment variable that every process of a job inherits
 STEPS_A_LIFE = 6  # of the schedule, for each kill: room for lives that make more than one step
+SPARE_STEPS = 20  # ranks whose launcher was killed notice it after some more steps; a short chain would reach its end before its last kill
 START = 180.0  # seconds within which a life must make a step, on a machine that others load too
 GONE = 60.0  # seconds within which every process must have ended
 TARGETS = ("rank", "rank", "rank", "rank", "launch.py", "deepspeed")
@@ -72,7 +73,7 @@ class Chain:
 
     @property
     def steps(self) -> int:
-        return STEPS_A_LIFE * self.kills + 2
+        return STEPS_A_LIFE * self.kills + SPARE_STEPS
 
     def done(self) -> int:
         return len(metrics(self.run))
