@@ -1,5 +1,5 @@
 PYTHON := .venv/bin/python
-# The tests that start no ranks, side by side; those that do want both cores for themselves.
+# The tests that start no ranks. Those that do come after them: they wait for compiled ops.
 FAST := $(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and not processes"
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -22,7 +22,7 @@ quickstart: setup
 
 test: setup
 	$(FAST)
-	$(PYTHON) -m pytest -m "not slow and not gpu and not multi_gpu and processes"
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and processes"
 
 test-slow: setup
 	$(PYTHON) -m pytest -m "slow and not gpu and not multi_gpu"

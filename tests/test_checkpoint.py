@@ -331,7 +331,14 @@ def train_with(recipe: Any, argv: list[str], rank: int, failing: str = "", free:
 
 
 @pytest.mark.parametrize(
-    ("rank", "flag", "step"), [(1, "", 2), (0, "", 2), (1, "--save_in_background", 2), (0, "--save_in_background", 2), (1, "--save_in_background", 3)]
+    ("rank", "flag", "step"),
+    [
+        (1, "", 2),
+        pytest.param(0, "", 2, marks=slow),
+        pytest.param(1, "--save_in_background", 2, marks=slow),
+        pytest.param(0, "--save_in_background", 2, marks=slow),
+        (1, "--save_in_background", 3),
+    ],
 )
 def test_a_write_that_fails_on_one_rank_is_told_by_all_and_harms_no_older_checkpoint(pools: Any, tmp_path: Path, rank: int, flag: str, step: int) -> None:
     """In the background: told by the next save, or at the end."""

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from recipekit.data import eval_rows
 from recipekit.plan import make_plan
@@ -92,6 +93,7 @@ def test_the_export_of_every_strategy_is_what_the_engine_evaluated(pools, tmp_pa
         assert abs(loss - lines[-1]["eval_loss"]) < 2e-3 * loss, f"{file} tp{tp}"
 
 
+@pytest.mark.slow
 def test_a_model_published_in_fp32_is_exported_from_the_master_weights(pools, tmp_path):
     from safetensors.torch import load_file
 

@@ -211,6 +211,7 @@ def test_a_copied_recipe_uses_what_was_changed_in_it(launch: Callable[..., Job],
     assert 0 < sum(float(moment.double().square().sum()) for moment in clipped) < 0.25**2, "a mean of clipped gradients is no longer than the limit"
 
 
+@slow
 def test_accelerate_launch_starts_a_recipe(launch: Callable[..., Job], tmp_path: Path) -> None:
     """On a CPU it counts one process; what it sets for its own library must not confuse a recipe."""
     accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1", "--num_machines", "1"]

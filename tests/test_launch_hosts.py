@@ -103,7 +103,8 @@ def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(start: Callable
     assert not hosts.processes(0) and not hosts.processes(1)
 
 
-@pytest.mark.parametrize("spawn", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("spawn", ["torchrun", "deepspeed"])
 def test_a_killed_remote_rank_ends_both_hosts(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, spawn: str) -> None:
     """Until then the losses are those of one machine."""
     run = tmp_path / "run"

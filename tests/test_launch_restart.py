@@ -271,6 +271,7 @@ def drill(*flags: str, limit: float) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_two_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
     ops("comm")
     said = drill("--kills", "2", "--seed", "1", limit=600)

@@ -41,6 +41,7 @@ def wait_for(true: Callable[[], object], seconds: float, tell: Callable[[], obje
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_job_trains_stops_and_goes_on_as_one_run(slurm: Slurm, ops: Callable[[str], None], tmp_path: Path) -> None:
     """A preemption (SIGTERM), the requeue, and a stop for good (SIGINT); the steps are those of one machine that nobody disturbed."""
     ops("comm")

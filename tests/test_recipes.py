@@ -219,7 +219,7 @@ def test_recipe_trains_tiny(name, tmp_path, pools, ops):
     check_tiny(tmp_path / "run")
 
 
-STARTED = ("llama_nano_zero2", "llama3_1_8b_zero1_pp4")  # by their commands in `make test`, the others in `make test-slow`
+STARTED = ("llama_nano_zero2",)  # by their commands in `make test`, the others in `make test-slow`
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in STARTED else pytest.mark.slow) for name in FILES])
@@ -234,6 +234,7 @@ def test_recipe_trains_tiny_by_its_command(name, tmp_path, ops):
     check_tiny(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_lora_starts_from_published_weights_and_exports_adapter_or_merged_model(tmp_path, ops):
     """What peft reads from the adapter is what --merge wrote as a whole model."""
     import torch

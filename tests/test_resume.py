@@ -204,7 +204,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_begin
     assert checkpoints(run) == [6]
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [pytest.param(1, marks=slow), 2])
 def test_pruning_after_a_step_back_never_leaves_only_damaged_checkpoints(go: Callable[..., str], run: Path, keep: int) -> None:
     flip_a_bit(run / "checkpoints" / "step_00000004")
     go(run, "--stop_at", 3, "--save_every", 1, "--keep", keep)

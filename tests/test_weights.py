@@ -201,6 +201,7 @@ def run_recipe(recipe: Recipe) -> int:
     return main(make_plan(parse(recipe, Path("weights.py"), [])))
 
 
+@pytest.mark.slow
 def test_smollm2_with_its_real_weights_learns_real_text(pools, tmp_path, smollm2_folder, monkeypatch):
     """ZeRO-3 on 2 ranks starts at the single-process loss on Python's documentation, about 2.7 and not 10.9, and 5 steps lower it."""
     if not DOCUMENTATION.is_dir():
