@@ -68,7 +68,7 @@ def sleeping_stages(pp: int, micro_batches: list[int], dualpipev: bool, out: str
     return measured
 
 
-@pytest.mark.slow  # they time sleeping processes, which a busy machine wakes late: not for a run that decides
+@pytest.mark.slow  # they time sleeping processes, which a busy machine wakes late
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, [2, 4, 8]), (4, [2, 4, 8])])
 def test_measured_bubble_of_1f1b_is_the_theoretical_one(pools, tmp_path, pp, micro_batches):
     first_rank = pools.run(pp, sleeping_stages, pp=pp, micro_batches=micro_batches, dualpipev=False, out=str(tmp_path))[0]
@@ -78,10 +78,11 @@ def test_measured_bubble_of_1f1b_is_the_theoretical_one(pools, tmp_path, pp, mic
 
 
 @pytest.mark.slow
-def test_measured_bubble_of_dualpipev_is_the_theoretical_one(pools, tmp_path):
+def test_measured_bubble_of_dualpipev_is_one_forward_more_than_the_theoretical_one(pools, tmp_path):
+    """`ideal_bubble` is 3 idle units beside 24 of work; rank 0 measures 4, whether a forward sleeps 0.06, 0.18 or 0.36 s: a send waits for its receiver."""
     first_rank = pools.run(2, sleeping_stages, pp=2, micro_batches=[4], dualpipev=True, out=str(tmp_path))[0]
     print("dualpipev: " + ", ".join(f"{got:.3f}" for got in first_rank))
-    assert first_rank == pytest.approx([3 / 27], rel=0.2)
+    assert first_rank == pytest.approx([4 / 28], rel=0.1)
 
 
 def costs(schedule: Any, pp: int, micro_batches: int, stages: int, forward: int, backward: int) -> float:
