@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -78,30 +79,58 @@ def test_measured_bubble_of_1f1b_is_the_theoretical_one(pools, tmp_path, pp, mic
 
 
 @pytest.mark.slow
-def test_measured_bubble_of_dualpipev_is_one_forward_more_than_the_theoretical_one(pools, tmp_path):
-    """`ideal_bubble` is 3 idle units beside 24 of work; rank 0 measures 4, whether a forward sleeps 0.06, 0.18 or 0.36 s: a send waits for its receiver."""
+def test_measured_bubble_of_dualpipev_is_the_theoretical_one(pools, tmp_path):
     first_rank = pools.run(2, sleeping_stages, pp=2, micro_batches=[4], dualpipev=True, out=str(tmp_path))[0]
     print("dualpipev: " + ", ".join(f"{got:.3f}" for got in first_rank))
-    assert first_rank == pytest.approx([4 / 28], rel=0.1)
+    assert first_rank == pytest.approx([4 / 28], rel=0.2)
 
 
-def costs(schedule: Any, pp: int, micro_batches: int, stages: int, forward: int, backward: int) -> float:
+def events_of(commands: list[Any], rank: int) -> list[tuple[Any, ...]]:
+    """What a rank does in order: ("forward" or "backward", phase, number), ("send" or "receive", message) and ("exchange",).
+
+    1F1B exchanges a message where it says so, DualPipeV what has come together since the last CommitP2P.
+    """
+    collects = any(type(command).__name__ == "CommitP2P" for command in commands)
+    seen: Counter[tuple[str, int]] = Counter()
+    events: list[tuple[Any, ...]] = []
+    for command in commands:
+        name, phase = type(command).__name__, getattr(command, "phase", 0)
+        number, kind = seen[name, phase], name[4:]
+        seen[name, phase] += 1
+        if name in ("ForwardPass", "BackwardPass"):
+            events.append((name[:-4].lower(), phase, number))
+        elif kind in ("Activation", "Grad"):
+            onward = 1 if (kind == "Activation") == (phase == 0) else -1
+            sender = rank if name.startswith("Send") else rank - onward
+            events.append(("send" if sender == rank else "receive", (sender, sender + onward, kind, phase, number)))
+            events += [] if collects else [("exchange",)]
+        elif name == "CommitP2P":
+            events.append(("exchange",))
+    return events
+
+
+def costs(schedule: Any, pp: int, micro_batches: int, forward: int, backward: int) -> float:
     """The bubble of the first rank by DeepSpeed's own order of instructions, if sending takes no time."""
-    orders = [[c for commands in schedule(micro_batches, pp, rank).steps() for c in commands if type(c).__name__ in ("ForwardPass", "BackwardPass")] for rank in range(pp)]  # fmt: skip
-    ended: dict[tuple[str, int, int], int] = {}
-    clock, spans, seen = [0] * pp, [[] for _ in range(pp)], [dict[tuple[str, int], int]() for _ in range(pp)]
+    orders = [events_of([command for commands in schedule(micro_batches, pp, rank).steps() for command in commands], rank) for rank in range(pp)]
+    seconds = {"forward": forward, "backward": backward}
+    clock, spans = [0] * pp, [[] for _ in range(pp)]
+    sending, receiving, sent = [[] for _ in range(pp)], [[] for _ in range(pp)], {}  # sent: message -> when
     while any(orders):
         for rank, order in enumerate(orders):
             while order:
-                kind, phase = type(order[0]).__name__[:7], getattr(order[0], "phase", 0)
-                micro_batch, stage = seen[rank].get((kind, phase), 0), rank if phase == 0 else stages - 1 - rank
-                before = ("Forward", stage - 1, micro_batch) if kind == "Forward" else ("Backwar", stage + 1, micro_batch)
-                if 0 <= before[1] < stages and before not in ended:
-                    break
-                start = max(clock[rank], ended.get(before, 0))
-                clock[rank] = ended[kind, stage, micro_batch] = start + (forward if kind == "Forward" else backward)
-                spans[rank].append(Span("forward" if kind == "Forward" else "backward", phase, micro_batch, start, clock[rank]))
-                seen[rank][kind, phase] = micro_batch + 1
+                kind, *what = order[0]
+                if kind in seconds:
+                    spans[rank].append(Span(kind, *what, clock[rank], clock[rank] + seconds[kind]))
+                    clock[rank] += seconds[kind]
+                elif kind != "exchange":
+                    (sending if kind == "send" else receiving)[rank] += what
+                else:
+                    sent |= dict.fromkeys(sending[rank], clock[rank])
+                    sending[rank].clear()
+                    if any(message not in sent for message in receiving[rank]):
+                        break
+                    clock[rank] = max([clock[rank], *map(sent.__getitem__, receiving[rank])])
+                    receiving[rank].clear()
                 order.pop(0)
     return bubble(spans[0])
 
@@ -112,9 +141,9 @@ def test_theory_is_what_deepspeeds_schedules_come_to(pp, more):
     from deepspeed.runtime.pipe.schedule import DualPipeVSchedule, TrainSchedule
 
     number = 2 * pp + more
-    assert costs(TrainSchedule, pp, number, pp, 1, 2) == pytest.approx(ideal_bubble("1f1b", pp, number))
-    assert costs(TrainSchedule, pp, number, pp, 1, 3) == pytest.approx(ideal_bubble("1f1b", pp, number))
-    assert costs(DualPipeVSchedule, pp, number, 2 * pp, 1, 2) == pytest.approx(ideal_bubble("dualpipev", pp, number))
+    assert costs(TrainSchedule, pp, number, 1, 2) == pytest.approx(ideal_bubble("1f1b", pp, number))
+    assert costs(TrainSchedule, pp, number, 1, 3) == pytest.approx(ideal_bubble("1f1b", pp, number))
+    assert costs(DualPipeVSchedule, pp, number, 1, 2) == pytest.approx(ideal_bubble("dualpipev", pp, number))
 
 
 def test_bubble_leaves_out_what_follows_the_last_backward():

@@ -82,9 +82,10 @@ def ideal_bubble(schedule: str, pp: int, micro_batches: int) -> float:
     """`bubble` of the first rank if all stages take the same time, a backward twice that of a forward, and sending none.
 
     1F1B: (pp - 1) / (m + pp - 1), whatever a backward takes. DeepSpeed's DualPipeV keeps the gradients of weights and of
-    activations together, so of its two half-sized stages a rank idles for 4 pp - 5 forwards beside 6 m of work.
+    activations together and sends what a rank has computed at its next CommitP2P only, after the forward or backward that
+    follows, so with its two half-sized stages the first rank idles for 5 pp - 6 forwards beside 6 m of work.
     """
-    idle = (4 * pp - 5) / 6 if schedule == "dualpipev" else pp - 1
+    idle = (5 * pp - 6) / 6 if schedule == "dualpipev" else pp - 1
     return idle / (micro_batches + idle)
 
 
@@ -98,7 +99,7 @@ def report(engine: Any, spans: list[Span], name: str, step: int, out: Path, say:
         return
     schedule, pp, micro_batches = "dualpipev" if isinstance(engine, DualPipeVEngine) else "1f1b", engine.num_stages, engine.micro_batches
     measured, ideal = bubble(ranks[0]), ideal_bubble(schedule, pp, micro_batches)
-    formula = "(4 pp - 5) / (6 m + 4 pp - 5)" if schedule == "dualpipev" else "(pp - 1) / (m + pp - 1)"
+    formula = "(5 pp - 6) / (6 m + 5 pp - 6)" if schedule == "dualpipev" else "(pp - 1) / (m + pp - 1)"
     say(
         f"pipeline bubble in step {step}: the first stage's rank waits {measured:.1%} of the time from its first forward to its last backward;"
         f" {schedule} with pp = {pp} and m = {micro_batches} allows {formula} = {ideal:.1%}; drawn in {out / 'schedule.png'}"
