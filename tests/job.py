@@ -58,11 +58,11 @@ class Job:
         )
         os.close(screen)
         self.log.touch()
-        threading.Thread(target=self._copy_screen, daemon=True).start()
+        threading.Thread(target=self._copy_screen, args=(self._keyboard,), daemon=True).start()
 
-    def _copy_screen(self) -> None:
+    def _copy_screen(self, keyboard: int) -> None:
         with self.log.open("wb", buffering=0) as output, contextlib.suppress(OSError):  # a terminal ends with an error
-            while shown := os.read(self._keyboard, 4096):
+            while shown := os.read(keyboard, 4096):
                 output.write(shown)
 
     def press_ctrl_c(self) -> None:
