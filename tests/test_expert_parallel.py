@@ -1,11 +1,11 @@
 """Expert parallelism: a model whose experts lie on several ranks trains, is saved and exported like the whole one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recipekit import ds_config
-from recipekit.architecture import shrink
+from recipekit import architecture, ds_config
 from recipekit.expert_parallel import check
 from recipekit.mesh import make_mesh
 from recipekit.model import build_model, empty_model, parameter_groups
@@ -33,9 +33,7 @@ def test_whole_experts_train_like_plain_pytorch_under_zero3(pools, tmp_path):
 
 
 def config_of(family: str) -> dict[str, Any]:
-    import transformers
-
-    return tiny_config(family) if family == "moe" else shrink(transformers.AutoConfig.for_model(family).to_dict(), 264) | {"dtype": "float32"}
+    return tiny_config(family) if family == "moe" else architecture.tiny_config(family, 264) | {"dtype": "float32"}
 
 
 def train_starved(family: str, stage: int, ep: int) -> list[float]:
@@ -60,6 +58,8 @@ def train_starved(family: str, stage: int, ep: int) -> list[float]:
             scores, chosen, _ = output
             chosen = favourites.repeat(len(chosen), 1)
             return scores, chosen, torch.bincount(chosen.flatten(), minlength=4).to(output[2].dtype)
+        if isinstance(output, torch.Tensor):  # DBRX gives logits
+            return output + 100.0 * torch.zeros(4).index_fill(0, favourites, 1.0)
         *before, chosen = output
         return *before, favourites.repeat(len(chosen), 1)
 
@@ -76,14 +76,45 @@ def train_starved(family: str, stage: int, ep: int) -> list[float]:
     return losses
 
 
-STARVED = [("moe", 3, 1), ("olmoe", 3, 1), ("moe", 3, 2), ("moe", 2, 2), ("moe", 1, 2)]
+STARVED = [("moe", 3, 1), ("olmoe", 3, 1), ("dbrx", 3, 1), ("moe", 3, 2), ("moe", 2, 2), ("moe", 1, 2)]
 
 
 @pytest.mark.parametrize(("family", "stage", "ep"), STARVED)
 def test_an_expert_without_tokens_on_a_rank_does_not_hang_the_others(pools, family, stage, ep):
-    """OLMoE's block is none of DeepSpeed's default ZeRO-3 leaf modules: one fused tensor of all experts needs no leaf."""
+    """OLMoE's block is none of DeepSpeed's default ZeRO-3 leaf modules: one fused tensor of all experts needs no leaf. DBRX's experts do."""
     for losses in pools.run(2, train_starved, timeout=60, family=family, stage=stage, ep=ep):
         assert losses[1] < losses[0]
+
+
+def export_untrained(family: str, out: str) -> list[str]:
+    """Exports a model with divided experts and drawn weights and buffers; returns the names of what is not what it was before."""
+    import deepspeed
+    from recipekit.export import export
+    from recipekit.groups import Groups
+    from recipekit.tokens import byte_tokenizer
+    from safetensors.torch import load_file
+
+    groups = Groups(make_mesh(2, ep=2), "cpu")
+    config = ds(1, 2) | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    built = build_model(Recipe(model="none", init="random", ep=2), config_of(family), groups, config, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    saved = built.model.state_dict()
+    for name, buffer in built.model.named_buffers():
+        if name in saved:
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    expected = {name: value.clone() for name, value in saved.items()}
+    trained: Any = parameter_groups(built.model)
+    engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=config, dist_init_required=False)[0]
+    export(engine, built, groups, byte_tokenizer(), Path(out), torch.float32, merge=False)
+    engine.destroy()
+    found = load_file(Path(out) / "model.safetensors")
+    return sorted({name for name in expected if name not in found or not torch.equal(found[name], expected[name])} ^ (found.keys() - expected.keys()))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_what_autoep_renames_is_exported_under_its_own_name(pools, tmp_path, family):
+    """AutoEP (0.19.8) calls Qwen2-MoE's shared_expert shared_experts, and moves DeepSeek-V3's e_score_correction_bias."""
+    assert pools.run(2, export_untrained, family=family, out=str(tmp_path / "hf")) == [[], []]
 
 
 MOE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 261, "intermediate_size": 128, "num_experts": 6}
@@ -113,7 +144,9 @@ def test_the_resolved_json_carries_the_block():
     assert "expert_parallel" not in ds_config.resolve(strategy("zero2"), recipe, make_mesh(4), MOE)[0]
 
 
-def test_experts_that_cannot_be_given_back_are_refused():
-    for config, says in ((tiny_config("llama"), "no experts"), (config_of("gpt_oss"), "not laid out")):
+def test_experts_that_autoep_cannot_take_apart_are_refused():
+    """It would stop with a traceback (OLMoE fits several of its presets), or warn and leave the experts whole (LFM2-MoE)."""
+    refused = {"gpt_oss": "not laid out", "olmoe": "several of its presets fit.* it knows deepseek_v2, deepseek_v3, ", "lfm2_moe": "finds no experts"}
+    for config, says in ((tiny_config("llama"), "no experts"), *((config_of(family), says) for family, says in refused.items())):
         with pytest.raises(Refusal, match=says):
             check(empty_model(Recipe(model="none", attention="eager"), config), 2)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from recipekit import model as model_module
 from recipekit.architecture import SHIPPED, shrink
+from recipekit.architecture import tiny_config as tiny_of
 from recipekit.mesh import make_mesh
 from recipekit.plan import BYTE_VOCAB
 from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
 
 CONFIGS = {
     "llama": "meta-llama--Llama-3.1-8B",
@@ -83,3 +85,10 @@ def test_random_init_has_the_models_own_distribution(kind):
             assert abs(a.std() / b.std() - 1) < 0.2 and abs(a.mean()) < 0.2 * b.std() + 1e-3, name
     for (name, a), (other, b) in zip(mine.named_buffers(), theirs.named_buffers(), strict=True):
         assert name == other and torch.equal(a, b), name
+
+
+def test_a_parameter_that_only_the_constructor_draws_is_refused():
+    """OpenAI-GPT's Conv1D (transformers 5.22.2): its values would depend on the order in which modules are made."""
+    config = tiny_of("openai-gpt", BYTE_VOCAB)
+    with pytest.raises(Refusal, match=r"--init random: OpenAIGPTLMHeadModel has no initialiser for transformer\.h\.0\.attn\.c_attn\.weight; give pretrained"):
+        model_module.build_model(Recipe(model="none", init="random", attention="eager"), config, None, ds_config(0), torch.device("cpu"))

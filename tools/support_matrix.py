@@ -30,11 +30,16 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, ZeRO 
     "tp2": (2, 1, {"tp": 2}),
     "pp2": (2, 1, {"pp": 2}),
     "pp2 x tp2": (4, 1, {"pp": 2, "tp": 2}),
+    "ep2": (2, 1, {"ep": 2}),  # of types with experts
 }
 STEPS, ROWS, SEQ_LEN, VOCABULARY = 3, 4, 64, 264
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
-WHY = {"gemma3n": "Gemma3nTextMLP._gaussian_topk takes mean and deviation over the dimension that is cut"}  # beginning of a type -> found by hand
+WHY = {  # (beginning of a type, part of a layout) -> found by hand
+    ("gemma3n", "tp"): "Gemma3nTextMLP._gaussian_topk takes mean and deviation over the dimension that is cut",
+    ("reformer", ""): "LSHSelfAttention draws its hashes anew in every forward",
+}
 ROUNDED = 1e-6  # relative, of a gradient in fp64: the loss and some norms are computed in fp32 whatever the weights are
+ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}  # said by a refusal -> its mark
 CELL_S = 60.0  # seconds a cell may take
 CONFIG: dict[str, Any] = {
     "train_batch_size": ROWS,
@@ -98,14 +103,15 @@ def rows() -> list[dict[str, Any]]:
 
 
 def spread(model: Any) -> None:
-    """Moves parameters that start as a constant (norms, gates, biases) off it: at zeros and ones a wrong layout can go unseen, and top-k meets ties."""
+    """Moves parameters and saved buffers that start as a constant (norms, gates, biases) off it: at zeros and ones a wrong layout can go unseen, and top-k meets ties."""
     import torch
 
     generator = torch.Generator().manual_seed(2)
+    kept = [buffer for name, buffer in model.named_buffers() if name in model.state_dict() and buffer.is_floating_point()]
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.numel() > 1 and parameter.min() == parameter.max():
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        for tensor in [*model.parameters(), *kept]:
+            if tensor.numel() > 1 and tensor.min() == tensor.max():
+                tensor += 0.02 * torch.randn(tensor.shape, generator=generator)
 
 
 def save(model: Any, folder: Path) -> None:
@@ -119,7 +125,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
-    """Starts from random weights, which it saves in `folder`. Returns losses, norms and weights of STEPS steps of plain PyTorch, and the leak, how far a document's logits follow another document of its row."""
+    """Starts from random weights, which it saves in `folder`. Returns losses, norms and weights of STEPS steps of plain PyTorch, whether the model has experts, and the leak, how far a document's logits follow another document of its row."""
     import torch
     from recipekit.model import build_model, parameter_groups
     from recipekit.train import token_loss
@@ -146,7 +152,14 @@ def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG["gradient_clipping"]).item())
         optimizer.step()
     idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    return {"leak": leak, "idle": idle, "losses": losses, "norms": norms, "weights": {name: parameter.detach() for name, parameter in model.named_parameters()}}
+    return {
+        "leak": leak,
+        "experts": any(".experts." in name for name, _ in model.named_parameters()),
+        "idle": idle,
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: parameter.detach() for name, parameter in model.named_parameters()},
+    }
 
 
 def leak_of(model: Any, batch: dict[str, Any]) -> float:
@@ -169,7 +182,8 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
     """Reads the weights in `folder` and trains one cell on this group of ranks (a collective); returns this rank's largest deviations."""
     import deepspeed
     import torch
-    from recipekit import pipeline, tensor_parallel
+    from recipekit import pipeline
+    from recipekit.export import whole_parameters
     from recipekit.groups import Groups
     from recipekit.mesh import make_mesh
     from recipekit.model import build_model, parameter_groups
@@ -182,6 +196,8 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
     groups = Groups(mesh, "cpu")
     accumulation = ROWS // mesh.dp
     config = CONFIG | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "zero_optimization": {"stage": stage}}
+    if mesh.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
     built = build_model(recipe, tiny_model_config(model_type), groups, config, torch.device("cpu"))
     model = built.model
     if mesh.pp > 1:
@@ -195,14 +211,8 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
     mine = rows()[dp_rank * accumulation : (dp_rank + 1) * accumulation]
     results = [train_step(engine, mine, None, None, mesh) for _ in range(STEPS)]
     worst_weight, where = 0.0, ""
-    for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            name = built.names[id(parameter)]
-            expected = reference["weights"][name]
-            if name in built.cuts:
-                assert groups.tp_mesh is not None
-                expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh)
-            difference = (parameter.detach() - expected).abs().max().item() if parameter.numel() else 0.0
+    for name, value in whole_parameters(model, built, groups, torch.float32):
+        difference = (value - reference["weights"][name]).abs().max().item() if value.numel() else 0.0
         if difference > worst_weight:
             worst_weight, where = difference, name
     worst = {
@@ -255,6 +265,7 @@ def serve(folder: Path) -> None:
     import deepspeed
     import torch
     import torch.distributed as dist
+    from recipekit.refusal import Refusal
     from recipekit.setup import load_op, quiet, unlink_shared_memory
 
     torch.set_num_threads(1)
@@ -268,7 +279,7 @@ def serve(folder: Path) -> None:
         try:
             answer = {"ok": True} | train_cell(cell["type"], cell["layout"], cell["weights"], torch.load(cell["reference"], weights_only=True))
         except BaseException as error:
-            answer = {"ok": False, "reason": reason_of(error)}
+            answer = {"ok": False, "reason": reason_of(error), "refused": isinstance(error, Refusal)}
         _forget(linear)
         written = folder / f"{cell['number']}_{dist.get_rank()}.json"
         written.with_suffix(".tmp").write_text(json.dumps(answer))
@@ -294,10 +305,14 @@ def reason_of(error: BaseException) -> str:
     """One line: the error, and the module of the model (or, without one, of the recipes) in which it was raised."""
     import traceback
 
+    from recipekit.refusal import Refusal
+
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{Path(frame.filename).stem}.{frame.name}" for frame in frames if "/models/" in frame.filename]
     places = places or [f"{Path(frame.filename).stem}.{frame.name}" for frame in frames if "recipekit" in frame.filename]
     said = str(error).strip().splitlines()
+    if isinstance(error, Refusal):
+        return f"refused: {error.problems[0].where}: {error.problems[0].rule}"
     if isinstance(error, Differs):
         return said[0]
     told = said[0] if said else frames[-1].line
@@ -321,7 +336,7 @@ class Group:
             self.ranks.append(subprocess.Popen(command, env=os.environ | own | place, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True))
 
     def run(self, number: int, model_type: str, layout: str, reference: Path) -> dict[str, Any]:
-        """The joined answer of all ranks: the first failure, or the largest deviations. Ends the group if it failed."""
+        """The joined answer of all ranks: the first failure, or the largest deviations. Ends the group if it failed otherwise than by a refusal of all."""
         self.cells += 1
         line = (
             json.dumps({"number": number, "type": model_type, "layout": layout, "reference": str(reference), "weights": str(reference.parent / "weights")})
@@ -343,8 +358,10 @@ class Group:
         answers = [json.loads(file.read_text()) for file in files if file.exists()]
         failed = [answer for answer in answers if not answer["ok"]]
         if failed or len(answers) < self.world:
-            self.close()
-            return failed[0] if failed else {"ok": False, "reason": f"no answer within {CELL_S:.0f} s" if self.alive else "a process died"}
+            reason = failed[0]["reason"] if failed else f"no answer within {CELL_S:.0f} s" if self.alive else "a process died"
+            if sum(answer["refused"] for answer in failed) < self.world:  # every rank refuses before its first collective
+                self.close()
+            return {"ok": False, "reason": reason}
         return {"ok": True} | {key: max(answer[key] for answer in answers) for key in ("loss", "grad_norm", "weight")}
 
     @property
@@ -381,17 +398,19 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
         try:
             for index, model_type in enumerate(types, 1):
                 wanted = [layout for layout in layouts if layout not in done.get(model_type, {})]
-                if not wanted or not done.get(model_type, {}).get("reference", {"ok": True})["ok"]:
+                known = done.get(model_type, {}).get("reference", {})
+                if not wanted or not known.get("ok", True) or (wanted == ["ep2"] and not known.get("experts", True)):
                     continue
                 reference = folder / "reference.pt"
                 try:
                     plain = train_plain(model_type, folder / "weights")
                     torch.save(plain, reference)
-                    record(model_type, "reference", {"ok": True, "leak": plain["leak"]})
+                    record(model_type, "reference", {"ok": True, "leak": plain["leak"], "experts": plain["experts"]})
                 except Exception as error:  # whatever a family raises is the reason in its row
                     record(model_type, "reference", {"ok": False, "reason": reason_of(error)})
                     say(f"{index}/{len(types)} {model_type}: reference: {reason_of(error)}")
                     continue
+                wanted = [layout for layout in wanted if layout != "ep2" or plain["experts"]]
                 for layout in wanted:
                     number += 1
                     world = LAYOUTS[layout][0]
@@ -400,7 +419,7 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                     if world not in groups:
                         groups[world] = Group(world, folder)
                     record(model_type, layout, groups[world].run(number, model_type, layout, reference))
-                marks = ", ".join(f"{layout} {done[model_type][layout].get('reason', 'ok')}" for layout in layouts)
+                marks = ", ".join(f"{layout} {done[model_type][layout].get('reason', 'ok')}" for layout in wanted)
                 say(f"{index}/{len(types)} {model_type}: {marks} [{time.monotonic() - began:.0f} s]")
         finally:
             for group in groups.values():
@@ -433,6 +452,8 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
         f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}, {time.strftime('%Y-%m-%d')}.",
         "No family has code of its own: stages and cuts come from the plans that the model publishes. Packed rows: whether a document's logits depend on",
         "another document of its row in transformers itself; where they leak, give each row one document, or know that they do.",
+        "no plan: the family publishes none for that degree; a recipe can give its own for pp (gpt2_xl_zero1_pp4.py). no preset: DeepSpeed's AutoEP has",
+        "none for its experts. no experts: there is nothing to divide.",
         "",
     ]
     for layout in LAYOUTS:
@@ -447,20 +468,30 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
         for name in sorted(names):
             leak = done[name]["reference"].get("leak")
             isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"  # below it is rounding
-            lines.append(f"| {name} | " + " | ".join(_mark(done[name].get(layout)) for layout in LAYOUTS) + f" | {isolated} |")
+            lines.append(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in LAYOUTS) + f" | {isolated} |")
     lines += ["", "## Why a cell fails", ""]
     for name in sorted(done):
         for layout, result in done[name].items():
-            if not result["ok"]:
-                why = next((f"; {why}" for start, why in WHY.items() if name.startswith(start) and "tp" in layout and "differs" in result["reason"]), "")
+            if not result["ok"] and not _absent(result):
+                why = next(
+                    (f"; {why}" for (start, part), why in WHY.items() if name.startswith(start) and part in layout and "differs" in result["reason"]), ""
+                )
                 lines.append(f"- {name}, {layout}: {result['reason']}{why}")
     return "\n".join(lines) + "\n"
 
 
-def _mark(result: dict[str, Any] | None) -> str:
+def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
+    result = row.get(layout)
     if result is None:
-        return "not run"
-    return f"✓ {max(result['loss'], result['grad_norm'], result['weight']):.0e}" if result["ok"] else "✗"
+        return "no experts" if layout == "ep2" and not row["reference"].get("experts", True) else "not run"
+    if result["ok"]:
+        return f"✓ {max(result['loss'], result['grad_norm'], result['weight']):.0e}"
+    return _absent(result) or "✗"
+
+
+def _absent(result: dict[str, Any]) -> str:
+    """The mark of what a family does not have, "" for another failure."""
+    return next((mark for said, mark in ABSENT.items() if said in result["reason"]), "")
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def export(engine: Any, built: Built, groups: Groups, tokenizer: Any, folder: Pa
         parameters = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
         for name in [name for model in models for name in model.state_dict() if name not in parameters]:
             if (buffer := next((buffers[name] for model in models if name in (buffers := dict(model.named_buffers()))), None)) is not None:
-                shard[name] = buffer.cpu()
+                shard[expert_parallel.own_name(models[0], name)] = buffer.cpu()
         files.append(_write(shard, staging, groups.coords["pp"], len(files)))
     everyone: list[Any] = [None] * groups.mesh.world
     dist.all_gather_object(everyone, (files, total))

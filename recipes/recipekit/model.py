@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -94,11 +95,30 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
             raise refuse("tp > 1", "peft's adapters do not know tensor-parallel shards", "use --tp 1; ZeRO-3 divides the frozen weights too")
     for model in models:
         model.train()
+        for module in leaf_modules(model):
+            set_z3_leaf_module(module, True)
     if recipe.adapt is not None:
         blueprint = draft(models[0])
     elif weights is not None:
         blueprint = with_files(blueprint, weights)
     return Built(models, cuts, by_id, weights, split, blueprint)
+
+
+def leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose experts lie in a module of their own, or in a list of such: ZeRO-3 must gather such a block as one.
+
+    Else a rank on which an expert gets no tokens gathers less than its peers, and all wait for ever; or, DBRX, the weights
+    that every expert reads are gone after the first.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts":
+            own = [child for child in module.children() if any(True for _ in child.parameters())]
+            if own and isinstance(module, nn.ModuleList):
+                found.append(model.get_submodule(name.rpartition(".")[0]))
+            elif len(own) == 1:
+                found.append(module)
+    return found
 
 
 def draft(model: Any, own_plan: dict[str, str] | None = None) -> Blueprint:
@@ -300,7 +320,11 @@ def draw(model: Any, part: nn.Module, deep: bool, prefix: str, cuts: dict[str, C
         for key in [key for holder, key in meta if holder is module]:
             full = f"{name}.{key}" if name else key
             drawn = module._parameters[key].detach()  # type: ignore[union-attr]
-            values[full] = drawn if not drawn.isnan().any() else model.made[full].float()  # no initialiser set it, so the constructor did
+            if drawn.isnan().any():  # no initialiser set it, so the constructor did
+                if full not in model.made:
+                    raise refuse("--init random", f"{type(model).__name__} has no initialiser for {full}", "give pretrained weights with --model")
+                drawn = model.made[full].float()
+            values[full] = drawn
             module._parameters[key] = meta[module, key]
     return values
 
