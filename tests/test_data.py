@@ -26,7 +26,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from recipekit.data import chunks, eval_rows, merge_states, open_stream, sources, stream
 from recipekit.data.chunks import is_held_out
-from recipekit.data.packing import pack, permutation
+from recipekit.data.packing import fill_rows, fill_whole_rows, make_block, pack, permutation
 from recipekit.data.remote import Patience
 from recipekit.data.sources import PIECE, open_source
 from recipekit.mixture import Domain, furthest_behind
@@ -261,6 +261,27 @@ def test_every_token_once_per_epoch_and_no_short_document_cut(corpora, kind, seq
         check_pieces(pieces_of(np.stack(rows)), trained, seq_len)
     first, second = (np.stack(rows) for rows in epochs[:2])
     assert len(first) != len(second) or (first != second).any()
+
+
+def test_rows_of_one_piece_are_taken_from_the_parts_where_they_lie():
+    """Documents of whole rows in several parts, with gaps between them where others are held out."""
+    seq_len, draw = 8, np.random.default_rng(0)
+    parts = [draw.integers(0, 100, size, dtype=np.int32) for size in (40, 8, 100)]
+    begin, lengths = np.array([0, 19, 40, 51, 100]), np.array([16, 16, 8, 24, 48])
+    block = make_block(parts, [], begin, lengths, seq_len, 0, "key")
+    assert block.ids is None
+    joined, rows = np.concatenate(parts), np.empty((14, seq_len + 1), np.int64)
+    fill_whole_rows(rows[:5], block, 0)
+    fill_whole_rows(rows[5:], block, 5)
+    assert (rows[:, -1] == IGNORE).all()
+    expected = [joined[start : start + seq_len].tolist() for start, size in zip(begin, lengths, strict=True) for start in range(start, start + size, seq_len)]
+    assert rows[:, :-1].tolist() == [joined[start : start + seq_len].tolist() for start in block.packing.starts]
+    assert sorted(rows[:, :-1].tolist()) == sorted(expected)
+    ids, labels = np.empty((2, 14, seq_len), np.int64)
+    fill_rows(ids, labels, block, 0)
+    assert (ids == rows[:, :-1]).all() and (labels == rows[:, 1:]).all()
+    general = make_block(parts, [np.append(part[1:], IGNORE) for part in parts], begin, lengths, seq_len, 0, "key")
+    assert general.ids is not None and (general.packing.starts == block.packing.starts).all()
 
 
 def test_rows_are_full(tmp_path):

@@ -121,6 +121,7 @@ def pipeline_loss(by_domain: torch.Tensor | None, logits: torch.Tensor, target: 
 
 def pipeline_batches(batches: list[MicroBatch], weight: torch.Tensor) -> list[Any]:
     """(what the first stage takes, what the loss takes) of each micro-batch."""
+    batches = [{name: tensor.contiguous() for name, tensor in batch.items()} for batch in batches]
     domains = [(batch["domain"],) if "domain" in batch else () for batch in batches]
     return [((batch["input_ids"], batch["position_ids"]), (batch["labels"], weight, *domain)) for batch, domain in zip(batches, domains, strict=True)]
 
@@ -334,4 +335,4 @@ def loop(
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in batch.items()}

@@ -40,6 +40,10 @@ def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *ke
     number = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
     full_starts = np.repeat(begin, whole) + number * seq_len
     left = np.flatnonzero(rest)
+    if not len(left):  # each row is one piece; the general case below gives the same
+        order = permutation(len(full_starts), "rows", *key)
+        full = np.full(len(order), seq_len)
+        return Packing(full_starts[order], full, np.arange(len(order) + 1), full)
     left = left[permutation(len(left), "ties", *key)]
     left = left[np.argsort(-rest[left], kind="stable")]
     pieces = list(zip((begin + whole * seq_len)[left].tolist(), rest[left].tolist(), _best_fit(rest[left].tolist(), seq_len), strict=True))
@@ -134,9 +138,10 @@ def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list
 class Block(NamedTuple):
     """Documents, and the packed rows that they make."""
 
-    ids: np.ndarray  # (tokens + seq_len,) int32; the last seq_len are padding
-    labels: np.ndarray | None  # the same shape, the target of each token or IGNORE; None: every next token of a piece is one
-    windows: np.ndarray  # (tokens + 1, seq_len) int32, a view: the seq_len tokens from each token on
+    parts: list[np.ndarray]  # each (tokens,) int32
+    bases: np.ndarray  # (parts + 1,) int64: where the tokens of each part begin among all; the last are seq_len of padding, which no part holds
+    ids: np.ndarray | None  # (tokens + seq_len,) int32, all parts and the padding; None where every row is one piece
+    labels: np.ndarray | None  # like ids, the target of each token or IGNORE; None: every next token of a piece is one
     packing: Packing
 
     @property
@@ -146,17 +151,26 @@ class Block(NamedTuple):
 
 def make_block(ids: list[np.ndarray], labels: list[np.ndarray], begin: np.ndarray, lengths: np.ndarray, seq_len: int, pad: int, *key: object) -> Block:
     """The documents at `begin` in the joined `ids`, (tokens,) int32 each, packed as `key` draws; `labels` like them or none."""
-    padding = sum(map(len, ids))
+    bases = np.cumsum([0, *map(len, ids)])
+    packing = pack(begin, lengths, int(bases[-1]), seq_len, *key)
+    if not labels and (packing.lengths == seq_len).all() and (packing.fill == seq_len).all():
+        return Block(ids, bases, None, None, packing)
     all_ids = np.concatenate([*ids, np.full(seq_len, pad, np.int32)])
     all_labels = np.concatenate([*labels, np.full(seq_len, IGNORE, np.int32)]) if labels else None
-    windows = np.lib.stride_tricks.sliding_window_view(all_ids, seq_len)
-    return Block(all_ids, all_labels, windows, pack(begin, lengths, padding, seq_len, *key))
+    return Block(ids, bases, all_ids, all_labels, packing)
 
 
-def whole_rows(block: Block, row: int, count: int) -> bool:
-    """Whether each of `count` rows from `row` on is one piece."""
-    first = block.packing.first
-    return int(first[row + count] - first[row]) == count
+def fill_whole_rows(rows: np.ndarray, block: Block, row: int) -> None:
+    """Writes rows that are one piece each, from `row` on, into (rows, seq_len + 1) int64: the ids, then IGNORE. From 1 on these are the labels."""
+    count, seq_len = rows.shape[0], rows.shape[1] - 1
+    starts = block.packing.starts[row : row + count]
+    part_of = np.searchsorted(block.bases, starts, side="right") - 1
+    for number in range(part_of.min(), part_of.max() + 1):
+        part, mine = block.parts[number], np.flatnonzero(part_of == number)
+        if len(mine):
+            windows = np.ndarray((len(part) - seq_len + 1, seq_len), part.dtype, part, strides=2 * part.strides)  # the seq_len tokens from each on
+            rows[mine, :-1] = windows[starts[mine] - block.bases[number]]
+    rows[:, -1] = IGNORE
 
 
 def fill_rows(ids: np.ndarray, labels: np.ndarray, block: Block, row: int) -> None:
@@ -165,23 +179,20 @@ def fill_rows(ids: np.ndarray, labels: np.ndarray, block: Block, row: int) -> No
     The padding at a row's end is a piece of its own without labels.
     """
     count, seq_len = ids.shape
+    if block.ids is None:
+        whole = np.empty((count, seq_len + 1), np.int64)
+        fill_whole_rows(whole, block, row)
+        ids[...], labels[...] = whole[:, :-1], whole[:, 1:]
+        return
     starts, lengths, first, fill = block.packing
     pieces = slice(first[row], first[row + count])
     starts, lengths = starts[pieces], lengths[pieces]
-    alone = whole_rows(block, row, count)
-    if alone:
-        ids[...] = block.windows[starts]
-    if not alone or block.labels is not None:
-        spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
-        if not alone:
-            np.concatenate([block.ids[start:end] for start, end in spans], out=ids.reshape(-1))
-        if block.labels is not None:
-            np.concatenate([block.labels[start:end] for start, end in spans], out=labels.reshape(-1))
-            return
-    labels[:, :-1] = ids[:, 1:]
-    if alone:
-        labels[:, -1] = IGNORE
+    spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+    np.concatenate([block.ids[start:end] for start, end in spans], out=ids.reshape(-1))
+    if block.labels is not None:
+        np.concatenate([block.labels[start:end] for start, end in spans], out=labels.reshape(-1))
         return
+    labels[:, :-1] = ids[:, 1:]
     labels.reshape(-1)[np.cumsum(lengths) - 1] = IGNORE
     for at in np.flatnonzero(fill[row : row + count] < seq_len).tolist():
         labels[at, fill[row + at] :] = IGNORE

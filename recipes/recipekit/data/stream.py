@@ -26,7 +26,7 @@ from ..refusal import Problem, Refusal, refuse
 from ..tokens import check_tokenizer, pad_id
 from . import chunks, sources
 from .chunks import Encoder, Reader, open_cache
-from .packing import Block, fill_positions, fill_rows, make_block, permutation, whole_rows
+from .packing import Block, fill_positions, fill_rows, fill_whole_rows, make_block, permutation
 from .remote import Patience
 from .sources import Source, open_source
 
@@ -237,21 +237,27 @@ def steps(
 
 def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:
     """Makes the micro-batches of a step that has `rows` packed rows on this rank."""
-    buffers: deque[np.ndarray] = deque()  # fresh memory costs more than what is written into it, so steps that are gone give theirs back
+    buffers: dict[int, deque[np.ndarray]] = {
+        2: deque(),
+        3: deque(),
+    }  # fresh memory costs more than what is written into it, so steps that are gone give theirs back
     whole = torch.arange(seq_len).repeat(micro_batch, 1)  # the positions of rows that are one piece
 
     def build(runs: list[Run]) -> list[MicroBatch]:
-        out = _buffer(buffers, (3, rows, seq_len))
-        alone = all(whole_rows(run.block, run.row, run.size) for run in runs)
+        if all(run.block.ids is None for run in runs):
+            out = _buffer(buffers[2], (rows, seq_len + 1))
+            for run in runs:
+                fill_whole_rows(out[run.slot : run.slot + run.size], run.block, run.row)
+            parts = torch.from_numpy(out).view(-1, micro_batch, seq_len + 1)
+            both = zip(parts[..., :-1].unbind(), parts[..., 1:].unbind(), strict=True)
+            return [{"input_ids": ids, "labels": labels, "position_ids": whole} for ids, labels in both]
+        out = _buffer(buffers[3], (3, rows, seq_len))
         for run in runs:
             ids, labels, positions = out[:, run.slot : run.slot + run.size]
             fill_rows(ids, labels, run.block, run.row)
-            if not alone:
-                fill_positions(positions, run.block, run.row)
-        parts = [tensor.split(micro_batch) for tensor in torch.from_numpy(out)]
-        if alone:
-            parts[2] = (whole,) * (rows // micro_batch)
-        return [{"input_ids": ids, "labels": labels, "position_ids": positions} for ids, labels, positions in zip(*parts, strict=True)]
+            fill_positions(positions, run.block, run.row)
+        each = zip(*(part.unbind() for part in torch.from_numpy(out).view(3, -1, micro_batch, seq_len)), strict=True)
+        return [{"input_ids": ids, "labels": labels, "position_ids": positions} for ids, labels, positions in each]
 
     return build
 
@@ -388,7 +394,7 @@ def open_stream(
     """The stream of one data-parallel rank, from the start or from a state of any rank of any layout.
 
     A micro-batch is {"input_ids", "labels", "position_ids"}, each (micro_batch, seq_len) int64; labels[b, t] is the target
-    of position t or -100. Micro-batches may share their memory: copy one before writing to it. A mixture adds "domain",
+    of position t or -100. They may share their memory, and rows need not lie next to each other: copy one before writing to it. A mixture adds "domain",
     (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened, `OtherData` if `state` is of another stream;
     `files`, those of that stream, let it name the ones that are others now.
     """
