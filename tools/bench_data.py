@@ -339,7 +339,8 @@ Written by `python tools/bench_data.py` on {found["date"]}: {found["machine"]}; 
 
 {chr(10).join(verdicts)}
 
-Raw writes 8 bytes a token, ours 16: ids and labels, each int64; rows that are one piece, as all are here, share their positions. Grain's rows lie in memory, those of the others in files.
+Raw and ours write 8 bytes a token: the labels of rows that are one piece, as all are here, lie in the same memory as the ids, one token on, and such rows share
+their positions. Grain's rows lie in memory, those of the others in files.
 
 Tokenising, one core, in Mtok/s: {tokenised}.
 

@@ -11,6 +11,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ BLOCK_ROWS = 512  # a block, the range of packing and shuffle, has the tokens of
 BLOCK_TOKENS = 1 << 20, 1 << 22  # but at least and at most so many
 BARREN_DOCUMENTS = 10_000  # so many documents in a row without a target mean that there is none
 PREFETCH = 3  # steps prepared ahead, at least
+LULL = 0.005  # seconds that the thread sleeps while its steps wait to be taken
 NAMED_FILES = 5  # changed files that a refusal names
 LOG = logging.getLogger(__name__)
 
@@ -297,12 +299,25 @@ class Stream:
     def _read(self, steps: Iterator[tuple[list[MicroBatch], dict]]) -> None:
         try:
             for step in steps:
+                self._wait_for_room()
                 self._queue.put(step)
                 if self._closed.is_set():
                     return
         except BaseException as error:  # whatever it is, it belongs to the thread that calls next
             if not self._closed.is_set():
                 self._queue.put(error)
+
+    def _wait_for_room(self) -> None:
+        """Waits until a step has been taken and some time has gone by since.
+
+        Woken by the thread that takes a step, this one would want the interpreter at the very moment when that one goes on to train.
+        """
+        waited = False
+        while self._queue.full() and not self._closed.is_set():
+            time.sleep(LULL)
+            waited = True
+        if waited:
+            time.sleep(LULL)
 
     def __iter__(self) -> "Stream":
         return self
