@@ -23,6 +23,7 @@ from recipekit.dry_run import count_parameters, show, state_bytes
 from recipekit.mesh import make_mesh
 from recipekit.plan import Plan, make_plan
 from recipekit.recipe import parse
+from recipekit.refusal import Refusal
 
 FILES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py"))}
 every_recipe = pytest.mark.parametrize("name", FILES)
@@ -152,6 +153,12 @@ def test_dry_run(name, capsys):
         printed = capsys.readouterr().out
         assert f"ranks: {planned.mesh}" in printed or f"rank: {planned.mesh}" in printed
         assert "GiB" in printed and '"auto"' not in printed
+
+
+@pytest.mark.parametrize("argv", [["--tp", "2"], ["--pp", "2", "--deepspeed_config", "zero1.json"]])
+def test_a_dry_run_refuses_a_degree_without_a_plan(argv):
+    with pytest.raises(Refusal, match="with GPT2LMHeadModel: this model publishes no"):
+        show(plan("gpt2_124m_zero0", "--world", "4", *argv))
 
 
 def test_dry_run_as_a_user_starts_it(tmp_path):

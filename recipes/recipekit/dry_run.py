@@ -4,10 +4,10 @@ import json
 from math import prod
 from typing import Any
 
+from . import expert_parallel, pipeline, tensor_parallel
 from .blueprint import Blueprint, Layout, describe, held, local_shape, stage_bounds
 from .mesh import Mesh
 from .model import draft, empty_model, enabled
-from .pipeline import plan_of
 from .plan import Plan
 from .recipe import Recipe
 
@@ -28,15 +28,25 @@ def show(plan: Plan) -> None:
     if plan.model_config is None:
         print(f"memory   not known: {recipe.model} is neither shipped in recipes/recipekit/architectures/ nor on this machine")
         return
+    model = empty_model(recipe, plan.model_config)
+    refuse_degrees(model, recipe, mesh)
     if mesh.pp > 1:
-        model = empty_model(recipe, plan.model_config)
-        plan_of(model, recipe.pp_plan)  # refused if it has none
         blueprint = draft(model, recipe.pp_plan)
         print(f"stages   {describe(blueprint, layout_of(recipe, mesh, blueprint).bounds)}")
     for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, mesh)).items():
         listed = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
         print(f"memory   {place}, each rank: {sum(parts.values()) / 2**30:.2f} GiB = {listed}")
     print("         activations, buckets and the allocator's reserve come on top")
+
+
+def refuse_degrees(model: Any, recipe: Recipe, mesh: Mesh) -> None:
+    """Raises `Refusal` for a degree for which the model publishes no plan, or whose experts cannot be divided."""
+    if mesh.pp > 1:
+        pipeline.plan_of(model, recipe.pp_plan)
+    if mesh.tp > 1:
+        tensor_parallel.plan_of(model)
+    if mesh.ep > 1:
+        expert_parallel.check(model, mesh.ep)
 
 
 def count_parameters(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh) -> tuple[int, int, int]:

@@ -239,10 +239,8 @@ def steps(
 
 def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:
     """Makes the micro-batches of a step that has `rows` packed rows on this rank."""
-    buffers: dict[int, deque[np.ndarray]] = {
-        2: deque(),
-        3: deque(),
-    }  # fresh memory costs more than what is written into it, so steps that are gone give theirs back
+    # Fresh memory costs more than what is written into it, so steps that are gone give theirs back; by the number of dimensions.
+    buffers: dict[int, deque[np.ndarray]] = {2: deque(), 3: deque()}
     whole = torch.arange(seq_len).repeat(micro_batch, 1)  # the positions of rows that are one piece
 
     def build(runs: list[Run]) -> list[MicroBatch]:
