@@ -184,6 +184,8 @@ CASES = [  # what is trained, in which layout, and the layouts it goes on in: (w
     pytest.param("bf16", MOE, (2, "zero3", {}), [(4, "zero1", D3), (1, "zero2", {})], id="experts", marks=slow),
     pytest.param("fp32", {}, (2, "zero1", DUALPIPEV), [(1, "zero3", {})], id="dualpipev, zero3", marks=slow),
     pytest.param("bf16", {}, (2, "zero0", {}), [(2, "zero2_cpu", {}), (2, "zero1", DUALPIPEV)], id="zero0, CPU Adam, dualpipev", marks=slow),
+    pytest.param("bf16", {}, (2, "zero3_nvme", {}), [(1, "zero3_nvme", {}), (2, "zero1", {}), (3, "zero3_nvme", {})], id="swap files", marks=slow),
+    pytest.param("bf16", {}, (2, "zero1", {"tp": 2}), [(2, "zero3_nvme", {})], id="into swap files", marks=slow),
     pytest.param("lora", {}, (2, "zero1", {}), [(3, "zero3", {}), (2, "zero0", {})], id="lora zero1, zero3, zero0", marks=slow),
     pytest.param("lora", {}, (2, "zero3", {}), [(1, "zero2", {}), (3, "zero1", {})], id="lora zero3, zero2, zero1", marks=slow),
 ]
@@ -198,6 +200,8 @@ def test_deepspeed_loads_the_same_bits_in_another_layout(pools, ops, tmp_path, k
     parameters of ZeRO-1; tied weights under tensor parallelism become rank 0's shard.
     """
     ops("cpu_adam")
+    if "zero3_nvme" in (source[1], *(file for _, file, _ in targets)):
+        ops("async_io")
 
     def recipe(file: str, degrees: dict[str, Any]) -> Recipe:
         numbers = changes | degrees | {"ds_config": f"{file}.json" if kind != "fp32" else strategy(file), "eval_every": 0}

@@ -85,6 +85,9 @@ class Layout:
     sub_group_size: int = 1_000_000_000
     int_step: bool = False  # DeepSpeed's own Adams count their steps in a Python int
     swapped: bool = False  # the optimizer's states lie in swap files (NVMe)
+    swap_bytes: int = 1 << 20  # of the smallest flat tensor that does
+    swap_align: int = 1024  # bytes; the files' sizes are multiples of it
+    swap_first: int = 0  # DeepSpeed's number (ds_id) of the model's first parameter; the files are named after such numbers
 
     @property
     def partitions(self) -> int:

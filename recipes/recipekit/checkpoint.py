@@ -23,7 +23,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from . import convert, manifest
 from .blueprint import Blueprint, Layout
 from .digest import add
-from .ds_files import Stand, expected_bytes, read_pickle
+from .ds_files import MOMENTS, Stand, expected_bytes, read_pickle
 from .manifest import BLUEPRINT, MANIFEST, STATE
 from .refusal import Refusal, refuse
 
@@ -144,8 +144,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.written = threading.Event()  # this rank's part of a save in the background, or it failed
         self.error: str = ""
-        known = self.blueprint is not None and not self.layout.swapped
-        self.needed = expected_bytes(self.blueprint, self.layout) if known and self.blueprint else 0  # bytes of a checkpoint, 0: not known
+        self.needed = expected_bytes(self.blueprint, self.layout) if self.blueprint else 0  # bytes of a checkpoint, 0: not known
 
     def save(self, state: dict[str, Any]) -> None:
         """Saves the step state["step"] (a collective); returns when it is complete, or in the background when it is copied.
@@ -332,9 +331,8 @@ def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[dict
     was = Layout.from_json(state["layout"])
     if was == layout:
         return state, True
-    if saved is None or blueprint is None or was.swapped or layout.swapped:
-        why = "experts that DeepSpeed divided" if saved is None or blueprint is None else "optimizer states on NVMe"
-        rule = f"was written by another layout ({was}) than this one ({layout}), and {why} are not converted"
+    if saved is None or blueprint is None:
+        rule = f"was written by another layout ({was}) than this one ({layout}), and experts that DeepSpeed divided are not converted"
         raise refuse(f"resume from {step}", rule, "start with the same ranks, degrees and strategy, or begin a new run from its Hugging Face files")
     differ = _differences(Blueprint.from_json(saved), blueprint)
     if differ:
@@ -377,7 +375,10 @@ def load(engine: Any, step: Path, blueprint: Blueprint | None, layout: Layout, s
     before = [dict(group) for group in optimizer.param_groups]
     clipping = getattr(optimizer, "clip_grad", None)
     zero = layout.zero_stage > 0
-    engine.checkpoint_engine = Files(engine._get_zero_ckpt_name(str(source.parent), source.name) if zero else "")
+    own = engine._get_zero_ckpt_name(str(source.parent), source.name) if zero else ""
+    if layout.swapped:
+        _restore_swapped(optimizer, Path(own))
+    engine.checkpoint_engine = Files(own)
     with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
         path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     assert path is not None, f"DeepSpeed did not load {source}"
@@ -393,6 +394,26 @@ def load(engine: Any, step: Path, blueprint: Blueprint | None, layout: Layout, s
     if not same and dist.get_rank() == 0:
         shutil.rmtree(scratch)
     return state
+
+
+def _restore_swapped(optimizer: Any, file: Path) -> None:
+    """Makes ready what DeepSpeed does not restore with NVMe offload; to be called before its `load_checkpoint`.
+
+    0.19.8 (engine.py) copies the swap files back, makes the 16-bit weights of all masters anew, and reads nothing else: small
+    flat tensors, which are not swapped, stay as they began, step counts and learning rates are lost, and moments in swap files are not looked
+    for, since a new optimizer has none. Here it gets some, of one element as wide as the file, which are then read from there.
+    """
+    saved = read_pickle(file)["optimizer_state_dict"]
+    for group, numbers in zip(optimizer.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
+        group.update({key: value for key, value in numbers.items() if key != "params"})
+    states = saved["optimizer_state_dict"]["state"].values()
+    for number, (flat, master, state) in enumerate(zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], states, strict=True)):
+        optimizer.optimizer.state[flat]["step"] = state["step"]
+        for role in MOMENTS:
+            swapped = torch.empty(1).expand(int(optimizer.fp16_partitioned_groups_flat_numel[number]))
+            optimizer.optimizer.state[flat][role] = state[role].clone() if master.numel() else swapped
+        if master.numel():
+            flat.data.copy_(master)
 
 
 def _generators() -> dict[str, Any]:

@@ -52,7 +52,10 @@ class Files:
     def handle(self, file: str) -> int:
         with self._lock:
             if file not in self._handles:
-                self._handles[file] = os.open(self.folder / file, os.O_RDWR if self.writable else os.O_RDONLY)
+                try:
+                    self._handles[file] = os.open(self.folder / file, os.O_RDWR if self.writable else os.O_RDONLY)
+                except FileNotFoundError:
+                    raise refuse(str(self.folder / file), "is missing, which its layout says is there", "use another copy of the checkpoint") from None
             return self._handles[file]
 
     def close(self) -> None:
@@ -139,6 +142,8 @@ def open_checkpoint(step: Path, blueprint: Blueprint, layout: Layout, writable: 
     lock = threading.Lock()
 
     def offset_of(piece: Piece) -> int:
+        if not piece.keys:  # a file of nothing but elements
+            return 0
         with lock:
             if piece.file not in opened:
                 opened[piece.file] = OpenedFile(step / piece.file)
@@ -453,8 +458,6 @@ def open_step(path: Path) -> Step:
                 "was trained with expert parallelism, whose files only DeepSpeed takes apart",
                 "go on in the same layout: a run writes OUT/hf at its end",
             )
-        if layout.swapped:
-            raise refuse(str(step), "has its optimizer states in NVMe swap files", "go on in the same layout: a run writes OUT/hf at its end")
         return Step(step, state, Blueprint.from_json(saved), layout, manifest.read(step)["tensors"])
     raise refuse(str(path), f"holds no complete checkpoint ({'; '.join(found)})", "give a run folder, or a step folder of one")
 
@@ -485,6 +488,7 @@ def target_layout(blueprint: Blueprint, was: Layout, *, dp: int | None, tp: int 
         optimizer=was.optimizer if same else default_optimizer(zero, was.dtype),
         bounds=bounds,
         schedule="1f1b",
+        swapped=was.swapped and zero == 3,
     )
 
 
@@ -675,7 +679,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
         written = open_checkpoint(journal.folder, blueprint, layout, writable=True)
         stack.callback(written.close)
         run(copies(blueprint, read, written), read, effort, journal, complete)
-        everything = frozenset(path.name for path in journal.folder.glob("*.pt"))
+        everything = frozenset(str(path.relative_to(journal.folder)) for path in journal.folder.rglob("*") if path.suffix in (".pt", ".swp"))
         digests = partial_digests(blueprint, written, everything, effort.chunk)
     (journal.folder / "hf_files").mkdir(exist_ok=True)
     for path in folder.iterdir():
@@ -697,7 +701,7 @@ def verify(folder: Path, effort: Effort | None = None) -> list[str]:
     found = list(dict.fromkeys(fault for own in _share(lambda name: manifest.faults(folder, [name]), names, effort.workers) for fault in own))
     if found or not names:
         return found or manifest.faults(folder)
-    if json.loads((folder / manifest.BLUEPRINT).read_text()) is None or Layout.from_json(json.loads((folder / manifest.STATE).read_text())["layout"]).swapped:
+    if json.loads((folder / manifest.BLUEPRINT).read_text()) is None:
         return []
     step = open_step(folder)
     read = open_checkpoint(step.folder, step.blueprint, step.layout)

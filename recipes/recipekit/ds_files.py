@@ -124,6 +124,23 @@ def layer_file(stage: int, tp_rank: int) -> str:
     return f"layer_{stage:02d}-model_{tp_rank:02d}-model_states.pt"
 
 
+def swap_folder(layout: Layout, tp_rank: int, rank: int) -> str:
+    return f"offloaded_tensors/rank{rank * layout.mesh.tp + tp_rank:02d}"
+
+
+def swap_files(blueprint: Blueprint, layout: Layout, group: list[tuple[Tensor, int]], tp_rank: int, rank: int) -> dict[str, str]:
+    """Role -> the file of a swapped flat tensor: raw fp32, padded. DeepSpeed names it after its first and last parameter."""
+    numbers = {tensor.name: layout.swap_first + index for index, tensor in enumerate(tensor for tensor in blueprint.tensors if not tensor.buffer)}
+    own = f"{numbers[group[0][0].name]}_{numbers[group[-1][0].name]}.tensor.swp"
+    folder = swap_folder(layout, tp_rank, rank)
+    return {"master": f"{folder}/{own}"} | {role: f"{folder}/{role}-{own}" for role in MOMENTS}
+
+
+def is_swapped(layout: Layout, numel: int) -> bool:
+    """Whether a flat fp32 tensor of ZeRO-3 lies in a swap file (swap_tensor/optimizer_utils.py, `is_swappable_tensor`)."""
+    return layout.swapped and 4 * numel >= layout.swap_bytes
+
+
 def holders(layout: Layout) -> Iterator[tuple[int, int]]:
     """(pp rank, tp rank) of every model-parallel rank."""
     for pp_rank in range(layout.mesh.pp):
@@ -160,11 +177,15 @@ def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[S
                     if layout.optimizer != "torch":
                         add(tensor, "master", tp_rank, [Piece(file, ("optimizer", "fp32_groups", g, j), 0, 0, numel)])
                     number += 1
-        elif not layout.swapped:
+        else:
             tensors = flat_tensors(groups, layout)
-            for index, (group, _, extents) in enumerate(flat_groups(groups, layout)):
+            for index, (group, numel, extents) in enumerate(flat_groups(groups, layout)):
                 for (tensor, _), pieces in zip(tensors[index], extents, strict=True):
                     for role in ("master", *MOMENTS):
+                        if is_swapped(layout, numel):
+                            swapped = [(at, swap_files(blueprint, layout, tensors[index], tp_rank, at.rank)[role]) for at in pieces]
+                            add(tensor, role, tp_rank, [Piece(name, (), at.offset, at.start, at.stop) for at, name in swapped])
+                            continue
                         if layout.zero_stage == 3:
                             keys: Keys = ("optimizer_state_dict", "fp32_flat_groups", index)
                             keys = keys if role == "master" else ("optimizer_state_dict", "optimizer_state_dict", "state", index, role)
@@ -328,13 +349,20 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                 _write(folder / model_file(layout, pp_rank, tp_rank, rank), state | carried.engine, carried.step)
             for rank in range(layout.partitions) if zero else ():
                 indices = [([index for index, flat in enumerate(flats) if flat[0] == number]) for number in range(len(groups))]
-                sizes = [[flats[index][1] for index in own] for own in indices]
+                kept = [0 if is_swapped(layout, size) else size for _, size, _ in flats]  # elements that are not in swap files
+                sizes = [[kept[index] for index in own] for own in indices]
+                if layout.swapped:
+                    (folder / swap_folder(layout, tp_rank, rank)).mkdir(parents=True)
+                for index, (_, size, _) in enumerate(flats):
+                    for name in swap_files(blueprint, layout, tensors[index], tp_rank, rank).values() if is_swapped(layout, size) else ():
+                        with (folder / name).open("wb") as stream:
+                            stream.truncate(-(-4 * size // layout.swap_align) * layout.swap_align)
                 base = optimizer_state(list(zip(indices, sizes, strict=True)))
                 own = {"partition_count": [layout.partitions] * len(groups), "ds_version": version("deepspeed"), "clip_grad": carried.clipping}
                 scaler = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False, "overflow": False}
                 ends = [max(0, min(size, (rank + 1) * size - sum(numel for _, numel in group))) for (_, size, _), group in zip(flats, groups, strict=False)]
                 if layout.zero_stage == 3:
-                    masters = [torch.empty(size) for _, size, _ in flats]
+                    masters = [torch.empty(size) for size in kept]
                     parts = {
                         "zero_stage": ZeroStage(3),
                         "partition_count": layout.partitions,

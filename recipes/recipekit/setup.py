@@ -242,6 +242,12 @@ def layout_of(plan: Plan, engine: Any, built: Built) -> Layout:
     """How this job holds the model, as its checkpoints describe it."""
     zero, optimizer = plan.ds_config["zero_optimization"], engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    swap = (
+        {"swap_bytes": swapper.min_aio_bytes, "swap_align": swapper.aligned_bytes, "swap_first": min(p.ds_id for p in engine.module.parameters())}
+        if swapper
+        else {}
+    )
     return Layout(
         mesh=plan.mesh,
         zero_stage=zero["stage"],
@@ -251,7 +257,8 @@ def layout_of(plan: Plan, engine: Any, built: Built) -> Layout:
         schedule=plan.recipe.pipeline_schedule if built.split else "1f1b",
         sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
         int_step=type(inner).__module__.startswith("deepspeed"),
-        swapped=zero.get("offload_optimizer", {}).get("device") == "nvme",
+        swapped=swapper is not None,
+        **swap,
     )
 
 
