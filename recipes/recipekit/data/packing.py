@@ -138,7 +138,7 @@ def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list
 class Block(NamedTuple):
     """Documents, and the packed rows that they make."""
 
-    parts: list[np.ndarray]  # each (tokens,) int32
+    parts: list[np.ndarray]  # each (tokens,) int32; none where `ids` holds them joined
     bases: np.ndarray  # (parts + 1,) int64: where the tokens of each part begin among all; the last are seq_len of padding, which no part holds
     ids: np.ndarray | None  # (tokens + seq_len,) int32, all parts and the padding; None where every row is one piece
     labels: np.ndarray | None  # like ids, the target of each token or IGNORE; None: every next token of a piece is one
@@ -157,7 +157,7 @@ def make_block(ids: list[np.ndarray], labels: list[np.ndarray], begin: np.ndarra
         return Block(ids, bases, None, None, packing)
     all_ids = np.concatenate([*ids, np.full(seq_len, pad, np.int32)])
     all_labels = np.concatenate([*labels, np.full(seq_len, IGNORE, np.int32)]) if labels else None
-    return Block(ids, bases, all_ids, all_labels, packing)
+    return Block([], bases, all_ids, all_labels, packing)
 
 
 def fill_whole_rows(rows: np.ndarray, block: Block, row: int) -> None:
