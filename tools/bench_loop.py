@@ -190,6 +190,7 @@ def page(report: dict[str, Any]) -> str:
         f"the interval beside the bare loop, {low_bare:.4f} to {high_bare:.4f}, {'reaches' if high_bare >= TARGET else 'does NOT reach'} {TARGET}",
         f"the interval beside `Trainer`, from {low_trainer:.4f} on, {'lies' if low_trainer > 1 else 'does NOT lie'} above 1",
     ]
+    recorded = "no W&B, as in the other three" if report["wandb"] == "off" else f"W&B ({report['wandb']}; its own process works beside all four loops)"
     few = "" if report["pairs"] >= ENOUGH_PAIRS else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
     return f"""# The training loop beside three others
 
@@ -211,8 +212,8 @@ After {WARM_UP + 1} steps on the same rows the four losses were {", ".join(f"{lo
 What is in the time of a block:
 
 - ours: `recipekit.train.loop` as a recipe runs it: its own stream with the thread that tokenises and packs ahead, the copy to the device, the
-  learning rate of the step, the two all-reduces of the loss and the token count, the gradient norm, `metrics.jsonl`, the progress line, and W&B
-  ({report["wandb"]}; its own process works beside all four loops). A block ends when the threads it set to work are done. Not in it: start-up, evaluation, checkpoints;
+  learning rate of the step, the two all-reduces of the loss and the token count, the gradient norm, `metrics.jsonl`, the progress line, and
+  {recorded}. A block ends when the threads it set to work are done. Not in it: start-up, evaluation, checkpoints;
 - bare: forward, backward and step of micro-batches that lie on the device, and `.item()` of the loss on rank 0 each step; no data, no record;
 - `Trainer`: its own `train()`, with a log record of every step kept in memory, not printed, no saving, no report;
 - `accelerate`: `accumulate`, `accelerator.backward`, `DummyOptim`, a prepared `DataLoader`, `.item()` of the loss on rank 0 each step.

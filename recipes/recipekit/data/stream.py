@@ -35,7 +35,7 @@ BLOCK_ROWS = 512  # a block, the range of packing and shuffle, has the tokens of
 BLOCK_TOKENS = 1 << 20, 1 << 22  # but at least and at most so many
 BARREN_DOCUMENTS = 10_000  # so many documents in a row without a target mean that there is none
 PREFETCH = 3  # steps prepared ahead, at least
-LULL = 0.005  # seconds that the thread sleeps while its steps wait to be taken
+LULL = 0.005, 0.1  # seconds that the thread sleeps at first and at most while its steps wait to be taken: each waking costs the trainer
 NAMED_FILES = 5  # changed files that a refusal names
 LOG = logging.getLogger(__name__)
 
@@ -310,12 +310,12 @@ class Stream:
 
         Woken by the thread that takes a step, this one would want the interpreter at the very moment when that one goes on to train.
         """
-        waited = False
+        pause, longest = LULL
         while self._queue.full() and not self._closed.is_set():
-            time.sleep(LULL)
-            waited = True
-        if waited:
-            time.sleep(LULL)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        if pause > LULL[0]:
+            time.sleep(LULL[0])
 
     def __iter__(self) -> "Stream":
         return self
