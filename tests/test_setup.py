@@ -117,3 +117,21 @@ def test_collectives_outwait_the_patience_with_a_server(ops: Callable[[str], Non
     done = subprocess.run([sys.executable, "-c", code, *argv], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) >= 7200 + 600
+
+
+def questions_to_the_cpu() -> int:
+    import cpuinfo
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from recipekit.setup import load_op
+
+    load_op("CPUAdamBuilder", "CPU Adam", print)
+    for _ in range(2):
+        DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(8))])
+    return cpuinfo.get_cpu_info.cache_info().misses
+
+
+def test_py_cpuinfo_is_asked_once(pools: Any, ops: Callable[[str], None]) -> None:
+    """It takes a second, and the ranks of a host load an op one by one."""
+    ops("cpu_adam")
+    assert pools.run(2, questions_to_the_cpu) == [1, 1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -347,6 +349,11 @@ def load_op(name: str, title: str, say: Callable[[str], None]) -> None:
     torch 2.13 marks a compile with a plain file (FileBaton); a process that is killed meanwhile leaves it, and every later
     one waits for ever. The kernel drops our lock with its process, so whoever holds it may remove such a file.
     """
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        # It takes a second, and DeepSpeed 0.19.8 asks it twice for each of these ops and once for each CPU Adam.
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    if name != "ShareMemCommBuilder":
+        cpuinfo.get_cpu_info()  # now: below, the ranks of a host come one by one
     accelerator: Any = get_accelerator()
     builder = accelerator.create_op_builder(name)
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
