@@ -11,7 +11,7 @@ def main() -> None:
     changed = {Path(line) for line in log.stdout.split()}
     names = {path.stem for path in changed}
     # A change to what the loop is made of can slow or break any part.
-    everything = any(path.parts[:2] == ("recipes", "recipekit") or path.name.startswith("requirements") for path in changed)
+    everything = any(path.parts[:2] == ("recipes", "recipekit") or path.parts[0] == "launch" or path.name.startswith("requirements") for path in changed)
     for test in sorted((ROOT / "tests").glob("test_*.py")):
         slow = "pytest.mark.slow" in test.read_text()
         if slow and (everything or test.stem in names or test.stem.removeprefix("test_") in names):

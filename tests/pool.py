@@ -6,6 +6,7 @@ next case gets a new pool.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -174,6 +175,8 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
     load_op("ShareMemCommBuilder", "shared-memory communication", print)
     deepspeed.init_distributed("gloo", verbose=False)
     unlink_shared_memory()
+    gc.collect()
+    gc.freeze()  # what is imported stays, and need not be looked at after every case
     while True:
         try:
             module, name, arguments = pickle.loads(connection.recv_bytes())
@@ -191,8 +194,6 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
 
 def _forget() -> None:
     """Puts back what DeepSpeed keeps in module globals, so that one case does not change the next."""
-    import gc
-
     import torch
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.utils import groups

@@ -412,7 +412,7 @@ UNCHECKED = "from recipekit.checkpoint import Saver\n\nSaver._check_space = lamb
 @pytest.mark.parametrize(
     ("lines", "flag"),
     [
-        pytest.param(UNCHECKED, "--no-save_in_background", id="while it writes"),
+        pytest.param(UNCHECKED, "--no-save_in_background", id="while it writes", marks=slow),
         pytest.param(UNCHECKED, "--save_in_background", id="in the background", marks=slow),
         pytest.param("", "--no-save_in_background", id="before it writes", marks=slow),
     ],
@@ -451,6 +451,7 @@ Saver._write_own = stuck
 """
 
 
+@slow
 def test_a_rank_does_not_wait_for_the_part_of_a_dead_peer(launch: Callable[..., Job], tmp_path: Path) -> None:
     """Rank 1 is killed while it writes in the background; rank 0 waits for the end of the save."""
     job = launch(STUCK, "--out", "run", "--steps", 3, "--save_in_background")

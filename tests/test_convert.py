@@ -177,7 +177,7 @@ MOE, UNTIED = {"model": "Qwen/Qwen3-30B-A3B"}, {"model": "meta-llama/Llama-3.1-8
 D3, PP2, DUALPIPEV = {"tp": 2, "pp": 2}, {"pp": 2}, {"pp": 2, "pipeline_schedule": "dualpipev"}
 slow = pytest.mark.slow
 CASES = [  # what is trained, in which layout, and the layouts it goes on in: (world, JSON, degrees)
-    pytest.param("bf16", {}, (2, "zero1", {}), [(4, "zero1", D3), (3, "zero3", {})], id="bf16 zero1, 3D, zero3"),
+    pytest.param("bf16", {}, (2, "zero1", {}), [(4, "zero1", D3), (3, "zero3", {})], id="bf16 zero1, 3D, zero3", marks=slow),
     pytest.param("bf16", {}, (2, "zero2", {}), [(1, "zero0", {}), (3, "zero1", {}), (2, "zero1", {"tp": 2})], id="bf16 zero2, the others", marks=slow),
     pytest.param("fp32", UNTIED, (4, "zero1", D3), [(2, "zero3", {})], id="fp32 3D, zero3", marks=slow),
     pytest.param("fp32", UNTIED, (2, "zero1", PP2), [(2, "zero0", {"tp": 2}), (2, "zero2", {}), (4, "zero3", {"tp": 2})], id="fp32 pp2, tp2", marks=slow),

@@ -3,11 +3,14 @@
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job import metrics
 from pool import ROOT, environment, free_port
+from test_resume import BASE, train
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -29,48 +32,53 @@ def page_commands() -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def walked(ops, tmp_path_factory) -> Path:
-    """A folder in which the four commands were run, word for word."""
+def trained(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps in runs/walk, and something in runs/walk_hf."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = replace(BASE, ds_config="zero3.json", steps=2, warmup_steps=0, eval_every=0, save_every=0)
+    results = pools.run(2, train, recipe=recipe, argv=["--out", str(folder / "runs" / "walk")])
+    assert [result for result, _ in results] == [0, 0], results
+    (folder / "runs" / "walk_hf").mkdir()
+    return folder
+
+
+@pytest.mark.slow
+def test_the_four_commands_of_the_page(ops: Any, tmp_path: Path) -> None:
+    """Word for word; what they leave is what the page says."""
     ops("comm")
-    folder = tmp_path_factory.mktemp("walk")
     for name in ("recipes", "ds_configs", "tools"):
-        (folder / name).symlink_to(ROOT / name)
+        (tmp_path / name).symlink_to(ROOT / name)
     for command in page_commands():
         if command[0] == "deepspeed":
             command = [str(Path(sys.executable).parent / "deepspeed"), "--master_port", str(free_port()), *command[1:]]
         else:
             command = [sys.executable, *command[1:]]
-        done = start(command, folder)
+        done = start(command, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        (folder / "last").write_text(done.stdout)
-    return folder
-
-
-def test_the_four_commands_of_the_page(walked: Path) -> None:
-    lines = metrics(walked / "runs" / "walk")
+    lines = metrics(tmp_path / "runs" / "walk")
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]  # 20 steps give 0.914 on the sources of Python 3.11.2
-    assert "def " in (walked / "last").read_text()
+    assert "def " in done.stdout
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(walked / "runs" / "walk_hf")
-    tokenizer = AutoTokenizer.from_pretrained(walked / "runs" / "walk_hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "walk_hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs" / "walk_hf")
     assert model.generate(**tokenizer("import ", return_tensors="pt"), max_new_tokens=4, min_new_tokens=4).shape[1] > 4
-    exported = {path.name: path.read_bytes() for path in (walked / "runs" / "walk" / "hf").glob("*.safetensors")}
-    assert exported.keys() == {path.name for path in (walked / "runs" / "walk_hf").glob("*.safetensors")}
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "runs" / "walk" / "hf").glob("*.safetensors")}
+    assert exported.keys() == {path.name for path in (tmp_path / "runs" / "walk_hf").glob("*.safetensors")}
 
 
-def test_verify_and_inspect(walked: Path) -> None:
-    step = walked / "runs" / "walk" / "checkpoints" / "step_00000020"
-    done = start([*TOOL, "verify", str(step)], walked)
+def test_verify_and_inspect(trained: Path) -> None:
+    step = trained / "runs" / "walk" / "checkpoints" / "step_00000002"
+    done = start([*TOOL, "verify", str(step)], trained)
     assert done.returncode == 0 and "every file and every tensor is what was saved" in done.stdout
-    shown = start([*TOOL, "inspect", str(step)], walked)
+    shown = start([*TOOL, "inspect", str(step)], trained)
     assert shown.returncode == 0 and "dp2, ZeRO-3" in shown.stdout and "model.embed_tokens.weight  [264, " in shown.stdout
     file = next(step.glob("*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 16
     file.write_bytes(content)
-    done = start([*TOOL, "verify", str(step)], walked)
+    done = start([*TOOL, "verify", str(step)], trained)
     content[len(content) // 3] ^= 16
     file.write_bytes(content)
     assert done.returncode == 1 and file.name in done.stderr and "Traceback" not in done.stderr
@@ -81,26 +89,26 @@ def test_verify_and_inspect(walked: Path) -> None:
     [
         (["to-hf", "runs/none", "out"], 1, "holds no complete checkpoint"),
         (["to-hf", "runs/walk", "runs/walk_hf"], 1, "already exists"),
-        (["reshape", "runs/walk/checkpoints/step_00000020", "out", "--pp", "2"], 1, "use --zero 1, or --pp 1"),
-        (["reshape", "runs/walk/checkpoints/step_00000020", "out", "--mem-limit", "3"], 2, "is too little to work in"),
+        (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--pp", "2"], 1, "use --zero 1, or --pp 1"),
+        (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--mem-limit", "3"], 2, "is too little to work in"),
         (["from-hf", "runs", "out"], 1, "has no config.json"),
         (["to-hf", "runs/walk"], 2, "required"),
-        (["reshape", "runs/walk/checkpoints/step_00000020", "/proc/out", "--dp", "1"], 1, "/proc"),
+        (["reshape", "runs/walk/checkpoints/step_00000002", "/proc/out", "--dp", "1"], 1, "/proc"),
     ],
 )
 def test_bad_input_gets_one_message(
-    walked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int, says: str
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int, says: str
 ) -> None:
-    monkeypatch.chdir(walked)
+    monkeypatch.chdir(trained)
     try:
         got = tool.main(words)
     except SystemExit as usage:
         got = usage.code
     assert got == code and says in capsys.readouterr().err
-    assert not (walked / "out").exists()
+    assert not (trained / "out").exists()
 
 
-def test_a_dry_run_writes_nothing(walked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(walked)
+def test_a_dry_run_writes_nothing(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(trained)
     assert tool.main(["reshape", "runs/walk", "out", "--dp", "3", "--zero", "2", "--dry-run"]) == 0
-    assert "to dp3, ZeRO-2" in capsys.readouterr().out and not list(walked.glob("*out*"))
+    assert "to dp3, ZeRO-2" in capsys.readouterr().out and not list(trained.glob("*out*"))

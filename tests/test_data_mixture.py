@@ -2,19 +2,36 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from job import NANO, Job, deepspeed, metrics
+from job import metrics
 from recipekit.data import open_stream
 from recipekit.recipe import Recipe
 from recipekit.tokens import byte_tokenizer
+from test_resume import train
 
 PYTHON, KERNEL = Path("/usr/share/doc/python3.11/html/_sources"), Path("/usr/share/doc/linux-doc-6.1/Documentation")
 SHARES = {"python": 0.5, "kernel": 0.3, "bible": 0.2}
-STEPS = 12
+RECIPE = Recipe(
+    model="recipekit/llama-nano",
+    init="random",
+    tokenizer="bytes",
+    ds_config="zero2.json",
+    seq_len=256,
+    micro_batch=2,
+    global_batch=16,
+    lr=2e-3,
+    steps=12,
+    warmup_steps=2,
+    eval_every=4,
+    eval_rows=16,
+    save_every=0,
+    wandb=False,
+    export=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,30 +46,15 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"python={PYTHON}/**/*.txt@50; kernel={KERNEL}/**/*.rst.gz@30; bible={bible}@20"
 
 
-@pytest.fixture
-def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
-    ops("comm")
-    jobs: list[Job] = []
-
-    def launch(*flags: object, ranks: int = 2) -> Job:
-        jobs.append(Job(tmp_path, deepspeed(NANO, *flags, ranks=ranks)))
-        return jobs[-1]
-
-    yield launch
-    for job in jobs:
-        job.close()
-
-
-def flags(mixture: str, out: Path, *more: object) -> list[object]:
-    fixed = ("--tiny", "--seq_len", 256, "--global_batch", 16, "--micro_batch", 2, "--steps", STEPS, "--no-wandb", "--no-export")
-    return ["--dataset", mixture, "--out", out, *fixed, *more]
-
-
-def test_shares_and_losses_of_three_real_domains(mixture: str, launch: Callable[..., Job], tmp_path: Path) -> None:
+def test_shares_and_losses_of_three_real_domains(mixture: str, pools: Any, tmp_path: Path) -> None:
     """Shares hold after every batch; each domain's loss is in the metrics, they average to the loss, and a pipeline sees the same."""
-    assert launch(*flags(mixture, tmp_path / "dp")).wait(300) == 0
-    lines = metrics(tmp_path / "dp")
-    assert len(lines) == STEPS
+    runs = []
+    for name, *flags in (("dp",), ("pp", "--pp", "2", "--deepspeed_config", "zero1.json")):
+        results = pools.run(2, train, recipe=RECIPE, argv=["--dataset", mixture, "--out", str(tmp_path / name), *flags], timeout=300)
+        assert [result for result, _ in results] == [0, 0], results
+        runs.append(metrics(tmp_path / name))
+    lines, other = runs
+    assert len(lines) == RECIPE.steps
     before = dict.fromkeys(SHARES, 0)
     for line in lines:
         tokens = {name: line[f"tokens/{name}"] for name in SHARES}
@@ -65,8 +67,6 @@ def test_shares_and_losses_of_three_real_domains(mixture: str, launch: Callable[
         before = tokens
     assert len({round(lines[-1][f"loss/{name}"], 3) for name in SHARES}) == 3
 
-    assert launch(*flags(mixture, tmp_path / "pp", "--pp", 2, "--deepspeed_config", "zero1.json")).wait(300) == 0
-    other = metrics(tmp_path / "pp")
     for name in SHARES:
         assert [line[f"tokens/{name}"] for line in other] == [line[f"tokens/{name}"] for line in lines]
         assert [line[f"loss/{name}"] for line in other] == pytest.approx([line[f"loss/{name}"] for line in lines], rel=5e-3)  # bf16

@@ -390,6 +390,7 @@ def test_a_resume_reads_the_commit_that_the_run_began_with(monkeypatch):
     assert asked == [COMMIT, None, None]
 
 
+@pytest.mark.slow
 def test_a_hub_that_stays_away_is_refused_on_every_rank(content, tmp_path):
     with Server(dict(content)) as running:
         running.faults = ["503"] * 100_000

@@ -133,6 +133,7 @@ def test_two_healthy_hosts(tmp_path: Path) -> None:
     assert listing(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_a_rank_waits_for_the_others_as_long_as_rank_0_does(tmp_path: Path) -> None:
     """The third never comes, and the second's own time for an answer is shorter than --patience."""
     code = f"import sys; sys.argv = sys.argv[2:]; sys.path.insert(0, {str(DOCTOR.parent)!r}); import doctor; doctor.LOOK = 4.0; doctor.main()"
@@ -308,6 +309,7 @@ def test_a_stopped_doctor_leaves_nothing(tmp_path: Path, number: int) -> None:
     job.close()
 
 
+@pytest.mark.slow
 def test_slow_host(tmp_path: Path) -> None:
     """One of two hosts runs a thirtieth of the time, as SIGSTOP and SIGCONT let it."""
     ranks = Ranks(tmp_path, 2, (), {}, set(), {})

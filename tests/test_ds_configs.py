@@ -51,6 +51,7 @@ def check(report: dict[str, dict[str, Any]], names: list[str], ranks: int) -> No
         assert '"auto"' not in seen["config"], seen["config"]
 
 
+@pytest.mark.slow
 def test_the_zero_files_work_under_trainer_on_two_ranks(tmp_path: Path) -> None:
     """And the checkpoints that Trainer leaves become the Hugging Face files that it saves beside them."""
     check(launch("trainer", ZERO, 2, tmp_path, 240), ZERO, 2)

@@ -51,7 +51,7 @@ slow = pytest.mark.slow
 FLAGS = ("--steps", "100000", "--eval_every", "0", "--save_every", "0")  # runs until it is stopped
 WAYS = [
     pytest.param("terminal", signal.SIGINT, 130, id="Ctrl-C in the terminal"),
-    pytest.param("rank 1", signal.SIGTERM, 143, id="SIGTERM to rank 1"),
+    pytest.param("rank 1", signal.SIGTERM, 143, id="SIGTERM to rank 1", marks=slow),
     pytest.param("deepspeed", signal.SIGKILL, 143, id="SIGKILL of deepspeed", marks=slow),
     pytest.param("rank 0", signal.SIGTERM, 143, id="SIGTERM to rank 0", marks=slow),
     pytest.param("deepspeed", signal.SIGTERM, 143, id="SIGTERM to deepspeed", marks=slow),
@@ -117,6 +117,7 @@ def test_a_clean_run_ends_with_0_twenty_times_of_twenty(launch: Callable[..., Jo
         assert list((run / "hf").glob("*.safetensors"))
 
 
+@slow
 def test_a_loss_that_is_not_finite_stops_the_run_with_1(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start("--steps", "100", "--lr", "1e30", "--warmup_steps", "0", "--save_every", "1", "--eval_every", "0")
     assert job.wait(120) == 1, job.output[-8000:]

@@ -82,6 +82,7 @@ class Listing:
         self.thread.join()
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path) -> None:
     with Listing() as listing:
         job = start(NANO, *FLAGS, "--steps", "3", **SECRETS)

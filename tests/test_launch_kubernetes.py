@@ -103,6 +103,7 @@ def test_a_pod_that_waits_for_the_first_one_ends_when_it_is_told(tmp_path: Path)
         pod.close()
 
 
+@pytest.mark.slow
 def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> None:
     """With the numbers of one machine.
 

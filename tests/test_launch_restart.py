@@ -68,6 +68,7 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
         job.close()
 
 
+@pytest.mark.slow
 def test_the_same_failure_three_times_is_the_last(launch: Callable[..., Job], tmp_path: Path) -> None:
     job = launch("fails.py", FAILS, "--max_restarts", "10")
     assert job.wait(240) == 1, job.output

@@ -110,7 +110,7 @@ LAYOUTS = [
     pytest.param({"ds_config": "zero3.json", "tp": 2}, id="zero3 tp2", marks=slow),
     pytest.param({"ds_config": strategy("zero1")}, id="zero1 fp32", marks=slow),
     pytest.param({"ds_config": "zero2_cpu.json"}, id="zero2 optimizer on the CPU", marks=slow),
-    pytest.param({"ds_config": "zero3_nvme.json"}, id="zero3 on NVMe"),
+    pytest.param({"ds_config": "zero3_nvme.json"}, id="zero3 on NVMe", marks=slow),
 ]
 
 

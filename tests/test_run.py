@@ -143,6 +143,7 @@ def test_a_stop_before_the_end_is_a_stop_and_at_the_last_step_the_end(pools: Any
     assert (tmp_path / "run" / "hf" / "config.json").exists() == (code == 0)
 
 
+@pytest.mark.slow
 def test_python_without_a_launcher_is_one_rank(launch: Callable[..., Job], tmp_path: Path) -> None:
     job = launch(sys.executable, NANO, "--tiny", "--steps", 2)
     assert job.wait(120) == 0, job.output[-8000:]
@@ -153,6 +154,7 @@ def test_python_without_a_launcher_is_one_rank(launch: Callable[..., Job], tmp_p
     assert list((tmp_path / "runs" / "llama_nano_zero2" / "hf").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_recipe(launch: Callable[..., Job], tmp_path: Path) -> None:
     job = launch(BIN / "torchrun", "--nproc_per_node", 2, "--master_port", free_port(), NANO, "--tiny", "--steps", 2, "--out", "run", "--no-wandb")
     assert job.wait(120) == 0, job.output[-8000:]
