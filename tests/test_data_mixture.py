@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,11 @@ from job import metrics
 from recipekit.data import open_stream
 from recipekit.recipe import Recipe
 from recipekit.tokens import byte_tokenizer
-from test_resume import train
+from test_resume import BASE, train
 
 PYTHON, KERNEL = Path("/usr/share/doc/python3.11/html/_sources"), Path("/usr/share/doc/linux-doc-6.1/Documentation")
 SHARES = {"python": 0.5, "kernel": 0.3, "bible": 0.2}
-RECIPE = Recipe(
-    model="recipekit/llama-nano",
-    init="random",
-    tokenizer="bytes",
-    ds_config="zero2.json",
-    seq_len=256,
-    micro_batch=2,
-    global_batch=16,
-    lr=2e-3,
-    steps=12,
-    warmup_steps=2,
-    eval_every=4,
-    eval_rows=16,
-    save_every=0,
-    wandb=False,
-    export=False,
-)
+RECIPE = replace(BASE, ds_config="zero2.json", seq_len=256, micro_batch=2, global_batch=16, steps=12, eval_every=4, eval_rows=16)
 
 
 @pytest.fixture(scope="module")
