@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from job import metrics
-from recipekit import architecture, convert, ds_files, manifest
+from recipekit import architecture, blocks, convert, ds_files, manifest
 from recipekit.blueprint import Layout, default_optimizer
 from recipekit.convert import Effort, open_checkpoint, open_step, target_layout
 from recipekit.mesh import Mesh
@@ -36,6 +37,15 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {  # model type, changes of 
     "qwen3_moe: experts fused in memory, apart in the files": ("qwen3_moe", {}, "bfloat16"),
     "gpt2: no plans": ("gpt2", {}, "float32"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_room() -> Iterator[None]:
+    """Small blocks, and few of them: what large files meet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", 4096)
+        patch.setattr(convert, "BUFFERS", 12 * 4096)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
             files.write(tensor, role, 0, bits & np.uint32(0x7FFFFFFF) if role == "exp_avg_sq" else bits)
             if role == "master":
                 files.write(tensor, "weight", 0, convert.cast(bits, "float32", layout.dtype))
-    digests = convert.run(convert.copies(blueprint, files, None), files, convert.Effort())
+    digests, _ = convert.run(convert.copies(blueprint, files, None), files, convert.Effort())
     files.close()
     names = [name for name in manifest.read(step)["files"]]
     manifest.write(step, 0, {name: manifest.facts(step / name) for name in names}, digests)
@@ -285,7 +285,8 @@ A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, 
 
 The time is that of the whole process, so the imports of torch and DeepSpeed are in it (the row start-up). Ours and `cp` end with fsync of every file; ours also checks the
 digest of every tensor that it reads, and writes sha256 of every file (not of safetensors) and digests of every tensor. `zero_to_fp32.py` and `ds_to_universal.py` do
-neither: part of what they wrote is still in memory when they end, which is not counted against them. Before each command everything is written back and the source is
+neither: part of what they wrote is still in memory when they end, which is not counted against them. Ours writes past the page cache, so what it wrote has to be read from the disk
+when it is loaded, where the others' may still lie in memory. Before each command everything is written back and the source is
 read once. CPU seconds are those of the process and its children; the system's own writing to the disk is in them only where fsync does it. Memory is the sum over the process and its children of the resident pages (anonymous + mapped files), the most of all rounds, looked at every {1000 * SAMPLE:.0f} ms.
 """
 

@@ -8,9 +8,9 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from . import ds_files, foreign, manifest, safetensors_files
+from .blocks import Blocks
 from .blueprint import Blueprint, Layout, Stored, Tensor, default_optimizer, stage_bounds
 from .digest import digest
 from .ds_files import OpenedFile, Piece, Shard, originals
@@ -27,7 +28,7 @@ from .mesh import Mesh
 from .refusal import Problem, Refusal, refuse
 
 CHUNK = 256 * 1024  # elements that are moved at a time, at most: what was read is still in the cache when it is digested and written
-FLUSH_EVERY = 0.3  # seconds
+BUFFERS = 256 * 2**20  # bytes, at most, that wait for the disk or to be hashed
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 TORCH = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"}
 TORCH |= {"U8": "uint8", "BOOL": "bool"}
@@ -46,6 +47,7 @@ class Files:
     dtype_of: Callable[[Tensor, str], str]
     offset_of: Callable[[Piece], int]  # bytes
     writable: bool = False
+    blocks: Blocks | None = None  # what is written goes there, while a conversion runs
     _handles: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -65,33 +67,46 @@ class Files:
             os.close(handle)
         self._handles.clear()
 
-    def flush(self) -> None:
-        with self._lock:
-            handles = list(self._handles.values())
-        for handle in handles:
-            os.fdatasync(handle)
+    def place(self, tensor: Tensor, role: str) -> tuple[str, int]:
+        """The file and the byte where a tensor begins."""
+        for piece in (piece for shard in self.shards[tensor.name, role] for piece in shard.pieces):
+            return piece.file, self.offset_of(piece) + piece.offset * getattr(torch, self.dtype_of(tensor, role)).itemsize
+        return "", 0
+
+    def extents(self, tensor: Tensor, role: str) -> dict[str, set[tuple[int, int]]]:
+        """File -> the bytes, from where to where, that hold something of a tensor."""
+        size, found = getattr(torch, self.dtype_of(tensor, role)).itemsize, {}
+        for shard in self.shards[tensor.name, role]:
+            for piece in shard.pieces:
+                begin = self.offset_of(piece) + piece.offset * size
+                found.setdefault(piece.file, set()).add((begin, begin + (piece.stop - piece.start) * size))
+        return found
 
     def read(self, tensor: Tensor, role: str, start: int, stop: int, only: frozenset[str] | None = None) -> np.ndarray:
         """Elements start..stop of a tensor as unsigned integers; what lies in other files than `only` is zero."""
         size = getattr(torch, self.dtype_of(tensor, role)).itemsize
         out = np.zeros(stop - start, BITS[size]) if only is not None else np.empty(stop - start, BITS[size])
         for shard in originals(self.shards[tensor.name, role]):
-            self._move(shard, start, stop, out, False, only)
+            self._move(shard, start, stop, out, None, only)
         return out
 
     def write(self, tensor: Tensor, role: str, start: int, values: np.ndarray) -> None:
+        done = set()
         for shard in self.shards[tensor.name, role]:
-            self._move(shard, start, start + len(values), values, True, None)
+            place = [(piece.file, self.offset_of(piece), piece.offset) for piece in shard.pieces[:1]]
+            if not done.issuperset(place):  # a second name of the same bytes, as ZeRO-2 gives to what is frozen
+                self._move(shard, start, start + len(values), values, tensor.name, None)
+            done.update(place)
 
-    def _move(self, shard: Shard, start: int, stop: int, buffer: np.ndarray, out: bool, only: frozenset[str] | None) -> None:
-        """Copies what lies in a shard of the elements start..stop of the whole from or to `buffer`."""
+    def _move(self, shard: Shard, start: int, stop: int, buffer: np.ndarray, name: str | None, only: frozenset[str] | None) -> None:
+        """Copies what lies in a shard of the elements start..stop of the whole to `buffer`; or from it, if the `name` of the tensor is given."""
         begin, end = max(start, shard.base), min(stop, shard.base + prod(shard.shape))
         if begin >= end:
             return
         view = buffer[begin - start : end - start]
         begin, end = begin - shard.base, end - shard.base
         if shard.dim is None:
-            self._transfer(shard, begin, view, out, only)
+            self._transfer(shard, begin, view, name, only)
             return
         inner = prod(shard.shape[shard.dim + 1 :])
         row, width = shard.shape[shard.dim] * inner, sum(last - first for first, last in shard.runs) * inner
@@ -102,12 +117,12 @@ class Files:
             for first, last in shard.runs:
                 pairs.append((slice(first * inner, last * inner), slice(at, at + (last - first) * inner)))
                 at += (last - first) * inner
-            if out:
+            if name is not None:
                 for whole, mine in pairs:
                     local[:, mine] = rows[:, whole]
-                self._transfer(shard, begin // row * width, local.reshape(-1), True, only)
+                self._transfer(shard, begin // row * width, local.reshape(-1), name, only)
             else:
-                self._transfer(shard, begin // row * width, local.reshape(-1), False, only)
+                self._transfer(shard, begin // row * width, local.reshape(-1), None, only)
                 for whole, mine in pairs:
                     rows[:, whole] = local[:, mine]
             return
@@ -116,21 +131,25 @@ class Files:
             for first, last in shard.runs:
                 low, high = max(begin, number * row + first * inner), min(end, number * row + last * inner)
                 if low < high:
-                    self._transfer(shard, at + low - (number * row + first * inner), view[low - begin : high - begin], out, only)
+                    self._transfer(shard, at + low - (number * row + first * inner), view[low - begin : high - begin], name, only)
                 at += (last - first) * inner
 
-    def _transfer(self, shard: Shard, start: int, view: np.ndarray, out: bool, only: frozenset[str] | None) -> None:
+    def _transfer(self, shard: Shard, start: int, view: np.ndarray, name: str | None, only: frozenset[str] | None) -> None:
         """Copies elements start.. of a shard, as they follow each other in it, from or to `view`."""
         stop, size = start + len(view), view.itemsize
         for piece in shard.pieces:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low >= high or (only is not None and piece.file not in only):
                 continue
-            part = memoryview(view[low - start : high - start]).cast("B")  # pyright: ignore[reportArgumentType]
+            mine = view[low - start : high - start]
             offset = self.offset_of(piece) + (piece.offset + low - piece.start) * size
+            if self.blocks and name is not None:
+                self.blocks.write(piece.file, offset, mine.view(np.uint8), name)
+                continue
+            part = memoryview(mine).cast("B")  # pyright: ignore[reportArgumentType]
             handle = self.handle(piece.file)
             while part:
-                done = os.pwrite(handle, part, offset) if out else os.preadv(handle, [part], offset)
+                done = os.pwrite(handle, part, offset) if name is not None else os.preadv(handle, [part], offset)
                 if done == 0:
                     raise refuse(str(self.folder / piece.file), f"ends before byte {offset + len(part)}", "use another copy of the checkpoint")
                 part, offset = part[done:], offset + done
@@ -200,116 +219,134 @@ class Effort:
         """Elements that one worker moves at a time: as read, as cut and as written."""
         return max(65536, min(CHUNK, self.mem_limit // (self.workers * 16)))
 
+    @property
+    def buffers(self) -> int:
+        """Bytes of what is on its way to the disk."""
+        return min(BUFFERS, self.mem_limit - self.workers * self.chunk * 16)
+
 
 @dataclass(frozen=True)
 class Copy:
-    """One tensor in one role, to where else it belongs: [(files, role), ...]."""
+    """One tensor in one role, and the roles that it has where it belongs: none if it is only read."""
 
     tensor: Tensor
     role: str
-    to: tuple[tuple[Files, str], ...]
+    to: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.tensor.name}|{self.role}"
 
     @property
     def nbytes(self) -> int:
         return self.tensor.numel * (4 if self.role != "weight" else 2)
 
-    @property
-    def written(self) -> set[str]:
-        """The files that it goes to."""
-        return {piece.file for files, role in self.to for shard in files.shards[self.tensor.name, role] for piece in shard.pieces}
-
 
 def copies(blueprint: Blueprint, source: Files, target: Files | None) -> list[Copy]:
-    """What has to be copied, in the order in which files hold it, about, so that they are complete one after the other. A master also makes the 16-bit weight that a layout keeps beside it.
+    """What has to be copied, in the order in which the target's files hold it. A master also makes the 16-bit weight that a layout keeps beside it.
 
     Without a target: what the source holds, to be digested.
     """
-    found = []
+    found: list[tuple[tuple[str, int], Copy]] = []
     for tensor in blueprint.tensors:
         roles = [role for role in ("master", *ds_files.MOMENTS, "weight") if (tensor.name, role) in source.shards]
         trained = tensor.group is not None
         for role in roles:
             if trained and role == "weight" and "master" in roles:
                 continue  # a rounded copy of the master
-            to = []
-            for own in (role, *(["weight"] if role == "master" else []), *(["master"] if role == "weight" and trained else [])):
-                if target is not None and (tensor.name, own) in target.shards:
-                    to.append((target, own))
+            wanted = (role, *(["weight"] if role == "master" else []), *(["master"] if role == "weight" and trained else []))
+            to = tuple(own for own in wanted if target is not None and (tensor.name, own) in target.shards)
             if target is None or to:
-                found.append(Copy(tensor, role, tuple(to)))
-    return found
+                found.append(((target or source).place(tensor, to[0] if to else role), Copy(tensor, role, to)))
+    order = {file: number for number, file in enumerate(dict.fromkeys(file for (file, _), _ in found))}
+    return [copy for _, copy in sorted(found, key=lambda item: (order[item[0][0]], item[0][1]))]
 
 
 def run(
-    todo: list[Copy], source: Files, effort: Effort, journal: "Journal | None" = None, complete: Callable[[str], None] = lambda file: None
-) -> dict[str, Any]:
-    """Copies; returns {"tensor|role": [shape, dtype, digest]} of what was read, also of what an interrupted run had read.
+    todo: list[Copy], source: Files, effort: Effort, target: Files | None = None, journal: "Journal | None" = None, hashed: bool = False
+) -> tuple[dict[str, Any], dict[str, manifest.Facts]]:
+    """Copies; returns {"tensor|role": [shape, dtype, digest]} of what was read, also of what an interrupted run had read, and {file: facts} of what was written.
 
-    `complete` is called with the name of each written file once all of it is written, from several threads.
+    The files that were written are on the disk then. Without `hashed` their facts have no sha256.
     """
     digests: dict[str, Any] = dict(journal.done) if journal else {}
-    total_bytes = sum(copy.nbytes for copy in todo)
-    chunk, left, lock = effort.chunk, Counter(file for copy in todo for file in copy.written), threading.Lock()
-
-    def one(copy: Copy) -> None:
-        key = f"{copy.tensor.name}|{copy.role}"
-        if key in digests:
+    total_bytes, rest = sum(copy.nbytes for copy in todo), []
+    for copy in todo:
+        if copy.key in digests:
             effort.progress(copy.nbytes, total_bytes)
         else:
-            move(copy, key)
+            rest.append(copy)
+    left, sums, lock = {copy.key: copy.tensor.numel for copy in rest}, Counter(), threading.Lock()
+    unnoted: dict[str, list[str]] = {}  # tensor -> keys
+
+    def parts() -> Iterator[tuple[Copy, int, int]]:
+        for copy in rest:
+            unit = _unit(copy.tensor, source, *([target] if target else []))
+            yield from ((copy, start, stop) for start, stop in chunks(copy.tensor.numel, unit, effort.chunk))
+
+    def move(part: tuple[Copy, int, int]) -> None:
+        copy, start, stop = part
+        values, dtype = source.read(copy.tensor, copy.role, start, stop), source.dtype_of(copy.tensor, copy.role)
+        added = digest(values, start)
+        for role in copy.to:
+            assert target
+            target.write(copy.tensor, role, start, cast(values, dtype, target.dtype_of(copy.tensor, role)))
+        effort.progress((stop - start) * values.itemsize, total_bytes)
         with lock:
-            left.subtract(copy.written)
-            ready = [file for file in copy.written if not left[file]]
-        for file in ready:
-            complete(file)
+            sums[copy.key] += added
+            left[copy.key] -= stop - start
+            if left[copy.key]:
+                return
+            digests[copy.key] = [list(copy.tensor.shape), dtype, f"{sums[copy.key] % 2**64:016x}"]
+            unnoted.setdefault(copy.tensor.name, []).append(copy.key)
+        if target and target.blocks:
+            target.blocks.finish(copy.tensor.name)
 
-    def move(copy: Copy, key: str) -> None:
-        dtype, total = source.dtype_of(copy.tensor, copy.role), 0
-        unit = _unit(copy.tensor, source, *(files for files, _ in copy.to))
-        for start, stop in chunks(copy.tensor.numel, unit, chunk):
-            values = source.read(copy.tensor, copy.role, start, stop)
-            total += digest(values, start)
-            for files, role in copy.to:
-                files.write(copy.tensor, role, start, cast(values, dtype, files.dtype_of(copy.tensor, role)))
-            effort.progress((stop - start) * values.itemsize, total_bytes)
-        digests[key] = [list(copy.tensor.shape), dtype, f"{total % 2**64:016x}"]
-        if journal:
-            journal.note(key, digests[key])
+    def stored(name: str) -> None:
+        for key in unnoted.pop(name, []):
+            if journal:
+                journal.note(key, digests[key])
 
-    with _flushing({id(files): files for copy in todo for files, _ in copy.to}.values()):
-        _share(one, todo, effort.workers)
-    return digests
-
-
-@contextmanager
-def _flushing(written: Collection[Files]) -> Iterator[None]:
-    """Sends what is written to the disk meanwhile, so that little is left to wait for at the end."""
-    ended = threading.Event()
-
-    def flush() -> None:
-        while written and not ended.wait(FLUSH_EVERY):
-            for files in written:
-                files.flush()
-
-    with ThreadPoolExecutor(1) as pool:
-        flushed = pool.submit(flush)
-        try:
-            yield
-        finally:
-            ended.set()
-        flushed.result()  # the system reports a failed write to the first flush after it, and to no other
+    if target is None:
+        _share(move, parts(), effort.workers)
+        return digests, {}
+    extents: dict[str, set[tuple[int, int]]] = {}
+    for copy in rest:
+        for role in copy.to:
+            for file, own in target.extents(copy.tensor, role).items():
+                extents.setdefault(file, set()).update(own)
+    with Blocks(target.folder, extents, effort.buffers, hashed, stored) as target.blocks:
+        _share(move, parts(), effort.workers)
+    return digests, target.blocks.facts
 
 
-def _share(work: Callable[[Any], Any], items: list[Any], workers: int) -> list[Any]:
-    """Results in order; after an error nothing new is begun."""
+def _share(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> list[Any]:
+    """What `work` gives for the items, in their order; after an error nothing new is begun."""
+    numbered, found, lock, failed = enumerate(items), {}, threading.Lock(), threading.Event()
+
+    def turn() -> None:
+        while not failed.is_set():
+            with lock:
+                number, item = next(numbered, (-1, None))
+            if number < 0:
+                return
+            try:
+                result = work(item)
+            except BaseException:
+                failed.set()
+                raise
+            if result is not None:
+                found[number] = result
+
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(work, item) for item in items]
+        turns = [pool.submit(turn) for _ in range(workers)]
         try:
-            return [future.result() for future in futures]
+            for one in turns:
+                one.result()
         except BaseException:
-            for future in futures:
-                future.cancel()
+            failed.set()
             raise
+    return [found[number] for number in sorted(found)]
 
 
 def partial_digests(blueprint: Blueprint, source: Files, files: frozenset[str], chunk: int = CHUNK) -> dict[str, Any]:
@@ -504,11 +541,6 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
         raise refuse(str(step.folder), rule, "take its weights: to-hf, then from-hf")
     journal = Journal(out, {"source": step.fingerprint, "layout": layout.to_json()})
     now = blueprint or step.blueprint
-    facts: dict[str, manifest.Facts] = {}
-
-    def complete(file: str) -> None:
-        facts[file] = manifest.facts(journal.folder / file, flush=False)  # which close does
-
     with ExitStack() as stack:
         read = open_checkpoint(step.folder, step.blueprint, step.layout)
         stack.callback(read.close)
@@ -517,7 +549,7 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
             journal.note("", None)
         written = open_checkpoint(journal.folder, now, layout, writable=True)
         stack.callback(written.close)
-        digests = run(copies(step.blueprint, read, written), read, effort, journal, complete)
+        digests, facts = run(copies(step.blueprint, read, written), read, effort, written, journal, hashed=True)
     digests.pop("", None)
     step.check(digests)
     ranks = len(list(step.folder.glob("rng_rank_*.pt")))
@@ -568,7 +600,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
         stack.callback(read.close)
         stack.callback(written.close)
         todo = copies(blueprint, read, written)
-        digests = run(todo, read, effort, journal)
+        digests, _ = run(todo, read, effort, written, journal)
         digests.pop("", None)
         step.check(digests)
         if check:
@@ -664,11 +696,6 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
         out, {"source": str(folder.resolve()), "layout": layout.to_json(), "files": {file: (folder / file).stat().st_mtime_ns for file in blueprint.files}}
     )
     groups = {group: {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "name": name} for group, name in ((0, "matrices"), (1, "vectors"))}
-    facts: dict[str, manifest.Facts] = {}
-
-    def complete(file: str) -> None:
-        facts[file] = manifest.facts(journal.folder / file, flush=False)  # which close does
-
     carried = ds_files.Carried(groups, 0.0, {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "ds_config": {}})
     with ExitStack() as stack:
         read = open_published(folder, blueprint, entries)
@@ -678,7 +705,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
             journal.note("", None)
         written = open_checkpoint(journal.folder, blueprint, layout, writable=True)
         stack.callback(written.close)
-        run(copies(blueprint, read, written), read, effort, journal, complete)
+        _, facts = run(copies(blueprint, read, written), read, effort, written, journal, hashed=True)
         everything = frozenset(str(path.relative_to(journal.folder)) for path in journal.folder.rglob("*") if path.suffix in (".pt", ".swp"))
         digests = partial_digests(blueprint, written, everything, effort.chunk)
     (journal.folder / "hf_files").mkdir(exist_ok=True)
@@ -705,7 +732,7 @@ def verify(folder: Path, effort: Effort | None = None) -> list[str]:
         return []
     step = open_step(folder)
     read = open_checkpoint(step.folder, step.blueprint, step.layout)
-    digests = run(copies(step.blueprint, read, None), read, effort)
+    digests, _ = run(copies(step.blueprint, read, None), read, effort)
     read.close()
     return [
         f"{key.replace('|', ' (')}) has another digest than when it was saved"
