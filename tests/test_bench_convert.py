@@ -69,7 +69,7 @@ def test_a_small_run(tmp_path: Path):
     rows = found["rows"]
     assert list(table(ended.stdout)) == [bench_convert.TITLES[row] for row in chosen] == [bench_convert.TITLES[row] for row in rows]
     assert rows["cp"]["bytes"] == found["checkpoint_bytes"] and rows["cp_fp32"]["bytes"] == rows["to_hf"]["bytes"]
-    assert 50e6 < rows["reshape"]["anonymous"] < rows["reshape"]["resident"] < 1e9
+    assert 10e6 < rows["reshape"]["anonymous"] < rows["reshape"]["resident"] < 1e9
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "it cleans up"
 
 

@@ -1,12 +1,20 @@
-"""Reading and planning DeepSpeed's files, apart from whole conversions."""
+"""Files of torch.save, read and made without torch, and read with it."""
 
+import struct
+import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from recipekit import ds_files
+from recipekit import ds_files, torch_files
+from recipekit.checkpoint import read_pickle
 from recipekit.refusal import Refusal
+from recipekit.torch_files import Size, Stored
+
+READERS = pytest.mark.parametrize("read", [read_pickle, torch_files.read], ids=["torch", "without torch"])
 
 
 def test_threads_may_read_at_once(tmp_path: Path):
@@ -15,7 +23,7 @@ def test_threads_may_read_at_once(tmp_path: Path):
 
     torch.save({"at": fragment_address(numel=7, start=1)}, tmp_path / "one.pt")
     with ThreadPoolExecutor(8) as pool:
-        for found in pool.map(lambda number: ds_files.read_pickle(tmp_path / "one.pt", fake=number % 2 == 0), range(400)):
+        for found in pool.map(lambda number: (read_pickle, torch_files.read)[number % 2](tmp_path / "one.pt"), range(400)):
             assert (found["at"].numel, found["at"].start) == (7, 1)
 
 
@@ -29,31 +37,95 @@ class Getattr:
         return getattr, self.arguments
 
 
-def test_a_stage_is_read_as_every_python_writes_it(tmp_path: Path):
+@READERS
+def test_a_stage_is_read_as_every_python_writes_it(tmp_path: Path, read: Callable[[Path], Any]):
     """Python 3.11.2, Debian 12's, writes a member of an enum as a call of getattr, which is allowed for nothing else."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     for number, content in enumerate((ZeroStageEnum.gradients, Getattr(ZeroStageEnum, "gradients"))):
         torch.save({"stage": content}, tmp_path / f"{number}.pt")
-        assert ds_files.read_pickle(tmp_path / f"{number}.pt")["stage"].values == (2,)
+        assert read(tmp_path / f"{number}.pt")["stage"].values == (2,)
     for hostile in (Getattr(LossScaler, "__init__"), Getattr(ZeroStageEnum, "__class__")):
         torch.save({"stage": hostile}, tmp_path / "hostile.pt")
         with pytest.raises(Refusal, match="cannot be read safely"):
-            ds_files.read_pickle(tmp_path / "hostile.pt")
+            read(tmp_path / "hostile.pt")
 
 
 def test_a_planned_file_is_one_of_torch_save(tmp_path: Path):
-    with torch.device("meta"):
-        tied = torch.empty(3, 5, dtype=torch.bfloat16)
-        content = {"tied": tied, "alias": tied, "column": torch.empty(4, 6)[:, 2], "state": {0: {"step": torch.tensor(0.0)}}, "plain": torch.Size([2])}
-    ds_files._write(tmp_path / "planned.pt", content, step=3.0)
-    found = torch.load(tmp_path / "planned.pt", weights_only=True)
+    tied = Stored((3, 5), "bfloat16")
+    content = {"tied": tied, "alias": tied, "column": Stored((4,)), "state": {0: {"step": Stored((), value=3.0)}}, "plain": Size([2]), "none": Stored((0,))}
+    torch_files.write(tmp_path / "planned.pt", content | {"stage": torch_files.ZeroStage(2), "at": torch_files.Fragment(numel=7, start=1)})
+    found = read_pickle(tmp_path / "planned.pt")
     assert found["tied"].data_ptr() == found["alias"].data_ptr() and found["tied"].dtype == torch.bfloat16 and found["tied"].shape == (3, 5)
-    assert found["column"].stride() == (6,) and found["column"].storage_offset() == 2 and not found["column"].any()
-    assert found["state"][0]["step"] == 3.0 and found["plain"] == torch.Size([2])
-    offset = ds_files.OpenedFile(tmp_path / "planned.pt").offset(("column",))
+    assert found["tied"].is_contiguous() and not found["column"].any() and found["none"].shape == (0,)
+    assert found["state"][0]["step"] == 3.0 and found["plain"] == torch.Size([2]) and type(found["plain"]) is torch.Size
+    assert found["stage"].values == (2,) and (found["at"].numel, found["at"].start) == (7, 1)
+    opened = ds_files.OpenedFile(tmp_path / "planned.pt")
+    assert all(tensor.start % 64 == 0 for tensor in opened.tensors.values())
     with (tmp_path / "planned.pt").open("r+b") as file:
-        file.seek(offset)
+        file.seek(opened.offset(("column",)))
         file.write(b"\x00\x00\x80\x3f")  # 1.0
-    assert torch.load(tmp_path / "planned.pt", weights_only=True)["column"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert torch.load(tmp_path / "planned.pt", weights_only=False)["column"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert torch.load(tmp_path / "planned.pt", weights_only=False, mmap=True)["column"].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_tensors_of_torch_save_are_found_where_they_lie(tmp_path: Path):
+    """Every dtype, views of one storage, parameters, and numbers of one element."""
+    whole = torch.arange(24.0).view(4, 6)
+    content = {str(dtype): torch.arange(3).to(getattr(torch, dtype)) for dtype in torch_files.SIZES} | {"column": whole[:, 2], "rows": whole[1:3]}
+    content |= {"parameter": torch.nn.Parameter(whole.clone()), "steps": [torch.tensor(7.5), torch.tensor(9)], "dtype": torch.bfloat16}
+    content["named"] = torch.arange(5.0)
+    content["named"].of = "an attribute, as ZeRO-3 leaves them on its tensors"
+    torch.save(content, tmp_path / "one.pt")
+    found, bits = torch_files.read(tmp_path / "one.pt"), (tmp_path / "one.pt").read_bytes()
+    for name, tensor in content.items():
+        if torch.is_tensor(tensor):
+            assert (found[name].shape, f"torch.{found[name].dtype}") == (tuple(tensor.shape), str(tensor.dtype))
+            wanted = tensor.detach().clone().view(torch.uint8).numpy().tobytes() if name != "column" else b""
+            assert (found[name].start < 0) == (name == "column")
+            assert bits[found[name].start :][: len(wanted)] == wanted, name
+    with pytest.raises(Refusal, match="column: is not stored in row-major order"):
+        ds_files.OpenedFile(tmp_path / "one.pt").offset(("column",))
+    assert [step.value for step in found["steps"]] == [7.5, 9] and found["dtype"] == "torch.bfloat16"
+    assert set(torch_files.tensors(found)) == {(name,) for name, tensor in content.items() if torch.is_tensor(tensor)} | {("steps", 0), ("steps", 1)}
+
+
+def test_files_beyond_four_gigabytes(tmp_path: Path):
+    """Sizes and places that need more than 32 bits; the files are holes."""
+    content = {"large": Stored((5 * 2**28,)), "after": Stored((3,)), "many": [Stored((1,), "int8") for _ in range(70_000)], "last": Stored((), value=2.5)}
+    torch_files.write(tmp_path / "large.pt", content)
+    assert (tmp_path / "large.pt").stat().st_size > 5 * 2**30
+    found = torch_files.read(tmp_path / "large.pt")
+    with (tmp_path / "large.pt").open("r+b") as file:
+        file.seek(found["after"].start)
+        file.write(struct.pack("<3f", 1, 2, 3))
+    loaded = torch.load(tmp_path / "large.pt", mmap=True)
+    assert loaded["large"].shape == (5 * 2**28,) and loaded["large"][-1] == 0 and loaded["after"].tolist() == [1.0, 2.0, 3.0]
+    assert loaded["last"] == 2.5 == found["last"].value and len(loaded["many"]) == 70_000
+
+
+def short(path: Path) -> None:
+    """The file again with half of its first tensor."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content[: len(content) // 2] if name.endswith("data/0") else content)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:500]), "File is not a zip file"),
+        (lambda path: path.write_bytes(b""), "File is not a zip file"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"FloatStorage", b"LongsStorage")), "Bad CRC-32"),
+        (short, "has 6 bytes for 3 elements of float32"),
+        (lambda path: torch.save({"device": torch.device("cpu")}, path), "it names torch.device, which no checkpoint needs"),
+    ],
+)
+def test_a_damaged_file_gets_one_message(tmp_path: Path, change: Callable[[Path], Any], says: str):
+    torch.save({"one": torch.arange(3.0)}, tmp_path / "one.pt")
+    change(tmp_path / "one.pt")
+    with pytest.raises(Refusal, match=rf"one\.pt: cannot be read safely: .*{says}"):
+        torch_files.read(tmp_path / "one.pt")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from recipekit import convert
+from recipekit.checkpoint import read_pickle
 from recipekit.convert import open_step, target_layout
-from recipekit.ds_files import read_pickle
 from recipekit.refusal import Refusal
 from safetensors.torch import load_file
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import torch
 from recipekit import convert
 from recipekit.blueprint import Blueprint, Layout, default_optimizer
 from recipekit.convert import Effort, Step, open_step, target_layout
@@ -36,7 +35,6 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 the input is at fault, 2 usage."""
     arguments = parser().parse_args(argv)
-    torch.set_num_threads(1)  # --workers says how many there are
     try:
         return arguments.run(arguments)
     except Refusal as refusal:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from . import ds_files, foreign, manifest, safetensors_files
+from . import ds_files, foreign, manifest, safetensors_files, torch_files
 from .blocks import Blocks
 from .blueprint import Blueprint, Layout, Stored, Tensor, default_optimizer, stage_bounds
 from .digest import digest
@@ -70,12 +69,12 @@ class Files:
     def place(self, tensor: Tensor, role: str) -> tuple[str, int]:
         """The file and the byte where a tensor begins."""
         for piece in (piece for shard in self.shards[tensor.name, role] for piece in shard.pieces):
-            return piece.file, self.offset_of(piece) + piece.offset * getattr(torch, self.dtype_of(tensor, role)).itemsize
+            return piece.file, self.offset_of(piece) + piece.offset * torch_files.SIZES[self.dtype_of(tensor, role)]
         return "", 0
 
     def extents(self, tensor: Tensor, role: str) -> dict[str, set[tuple[int, int]]]:
         """File -> the bytes, from where to where, that hold something of a tensor."""
-        size, found = getattr(torch, self.dtype_of(tensor, role)).itemsize, {}
+        size, found = torch_files.SIZES[self.dtype_of(tensor, role)], {}
         for shard in self.shards[tensor.name, role]:
             for piece in shard.pieces:
                 begin = self.offset_of(piece) + piece.offset * size
@@ -84,7 +83,7 @@ class Files:
 
     def read(self, tensor: Tensor, role: str, start: int, stop: int, only: frozenset[str] | None = None) -> np.ndarray:
         """Elements start..stop of a tensor as unsigned integers; what lies in other files than `only` is zero."""
-        size = getattr(torch, self.dtype_of(tensor, role)).itemsize
+        size = torch_files.SIZES[self.dtype_of(tensor, role)]
         out = np.zeros(stop - start, BITS[size]) if only is not None else np.empty(stop - start, BITS[size])
         for shard in originals(self.shards[tensor.name, role]):
             self._move(shard, start, stop, out, None, only)
@@ -243,11 +242,11 @@ class Copy:
 
 
 def copies(blueprint: Blueprint, source: Files, target: Files | None) -> list[Copy]:
-    """What has to be copied, in the order in which the target's files hold it. A master also makes the 16-bit weight that a layout keeps beside it.
+    """What has to be copied. A master also makes the 16-bit weight that a layout keeps beside it.
 
     Without a target: what the source holds, to be digested.
     """
-    found: list[tuple[tuple[str, int], Copy]] = []
+    found = []
     for tensor in blueprint.tensors:
         roles = [role for role in ("master", *ds_files.MOMENTS, "weight") if (tensor.name, role) in source.shards]
         trained = tensor.group is not None
@@ -257,9 +256,8 @@ def copies(blueprint: Blueprint, source: Files, target: Files | None) -> list[Co
             wanted = (role, *(["weight"] if role == "master" else []), *(["master"] if role == "weight" and trained else []))
             to = tuple(own for own in wanted if target is not None and (tensor.name, own) in target.shards)
             if target is None or to:
-                found.append(((target or source).place(tensor, to[0] if to else role), Copy(tensor, role, to)))
-    order = {file: number for number, file in enumerate(dict.fromkeys(file for (file, _), _ in found))}
-    return [copy for _, copy in sorted(found, key=lambda item: (order[item[0][0]], item[0][1]))]
+                found.append(Copy(tensor, role, to))
+    return found
 
 
 def run(
@@ -276,6 +274,9 @@ def run(
             effort.progress(copy.nbytes, total_bytes)
         else:
             rest.append(copy)
+    places = {copy.key: (target or source).place(copy.tensor, copy.to[0] if target else copy.role) for copy in rest}
+    order = {file: number for number, file in enumerate(dict.fromkeys(file for file, _ in places.values()))}
+    rest.sort(key=lambda copy: (order[places[copy.key][0]], places[copy.key][1]))  # one file after the other, each from its beginning
     left, sums, lock = {copy.key: copy.tensor.numel for copy in rest}, Counter(), threading.Lock()
     unnoted: dict[str, list[str]] = {}  # tensor -> keys
 
@@ -400,9 +401,24 @@ def cast(bits: np.ndarray, dtype: str, to: str) -> np.ndarray:
     """The values as another dtype, rounded to nearest even; the same bits where it is the same dtype."""
     if dtype == to:
         return bits
-    values = torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, dtype)).to(getattr(torch, to))
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    return values.view(signed).numpy().view(BITS[values.element_size()])
+    if dtype == "bfloat16":
+        values = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        values = bits.view(dtype)
+    if to != "bfloat16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.astype(to).view(BITS[torch_files.SIZES[to]])
+    with np.errstate(over="ignore", invalid="ignore"):
+        word = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = word >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += word  # of a number: no overflow
+    rounded >>= np.uint32(16)
+    short = rounded.astype(np.uint16)
+    if (nan := np.isnan(word.view(np.float32))).any():
+        short[nan] = 0x7FC0
+    return short
 
 
 # Whole conversions ------------------------------------------------------------------------------------------------

@@ -1,89 +1,24 @@
 """DeepSpeed's checkpoint files: what is in which of them, where a tensor's bytes lie, and empty ones to be filled in.
 
 Read from 0.19.8: runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py, fp16/unfused_optimizer.py,
-pipe/module.py. Reading runs nothing that a file contains (torch.load with weights_only and the few classes named below).
+pipe/module.py.
 """
 
-import copyreg
-import pickle
-import struct
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch._utils import _rebuild_tensor_v2
-
+from . import torch_files
 from .blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, local_shape, runs, stages_of, state_keys
 from .refusal import refuse
+from .torch_files import Fragment, Keys, LossScaler, Size, Stored, ZeroStage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps beside the master weights
 STATE = ("optimizer_state_dict", "base_optimizer_state", "state")
-Keys = tuple[Any, ...]
-
-
-class Stand:
-    """Stands for a class of DeepSpeed in its files: it takes values and attributes, does nothing, and is written under that class's name.
-
-    DeepSpeed itself is not imported here, which takes seconds.
-    """
-
-    place = ""  # module and name of the class
-    values: tuple[Any, ...] = ()
-
-    def __init__(self, *values: Any, **attributes: Any):
-        self.values = values
-        self.__dict__.update(attributes)
-
-    def __reduce__(self) -> Any:
-        if self.values:
-            return type(self), self.values
-        return copyreg.__newobj__, (type(self),), {name: value for name, value in vars(self).items() if name != "values"}  # type: ignore[attr-defined]
-
-
-LossScaler, DynamicLossScaler, ZeroStage, Fragment = (
-    type("Stand", (Stand,), {"place": f"deepspeed.{place}"})
-    for place in (
-        "runtime.fp16.loss_scaler.LossScaler",
-        "runtime.fp16.loss_scaler.DynamicLossScaler",
-        "runtime.zero.config.ZeroStageEnum",
-        "utils.tensor_fragment.fragment_address",
-    )
-)
-STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # the members of ZeroStageEnum
-
-
-def _member(kind: Any, name: str) -> Stand:
-    """What stands for `getattr`, by which Python 3.11.0 to 3.11.3 write a member of an enum; for nothing else."""
-    if kind is not ZeroStage or name not in STAGES:
-        raise ValueError(f"getattr({kind}, {name!r}) is in no checkpoint")
-    return ZeroStage(STAGES.index(name))
-
-
-SAFE: list[Any] = [*((stand, stand.place) for stand in (LossScaler, DynamicLossScaler, ZeroStage, Fragment)), (_member, "builtins.getattr")]
-
-
-_READING = threading.Lock()  # safe_globals is of the whole process: the first thread to leave it would take it from the others
-
-
-def read_pickle(path: Path, fake: bool = False) -> Any:
-    """A file of torch.save, mapped and not read; with `fake`, tensors without memory that know where their bytes lie.
-
-    Raises `Refusal` for a file that is damaged, or that names a class which no checkpoint needs: nothing of it is run.
-    """
-    try:
-        with _READING, torch.serialization.safe_globals(SAFE):
-            if not fake:
-                return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-            return torch.load(path, weights_only=True, map_location="meta")
-    except Exception as error:  # torch raises what it pleases for a damaged or hostile file
-        raise refuse(str(path), f"cannot be read safely: {str(error).strip().splitlines()[0][:200]}", "use another copy of the checkpoint") from None
 
 
 @dataclass(frozen=True)
@@ -262,11 +197,11 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
     step, engine = 0.0, {}
     for pp_rank, tp_rank in holders(layout):
         numbers = sorted({tensor.group for tensor in held(blueprint, layout, pp_rank) if tensor.group is not None})
-        model = read_pickle(folder / model_file(layout, pp_rank, tp_rank))
+        model = _numbers(torch_files.read(folder / model_file(layout, pp_rank, tp_rank)))
         if layout.zero_stage == 0:
             optimizer = model["optimizer"] if layout.optimizer == "torch" else model["optimizer"]["optimizer_state_dict"]
         else:
-            whole = read_pickle(folder / optimizer_file(layout, pp_rank, tp_rank, 0))["optimizer_state_dict"]
+            whole = _numbers(torch_files.read(folder / optimizer_file(layout, pp_rank, tp_rank, 0)))["optimizer_state_dict"]
             optimizer = whole["optimizer_state_dict"] if layout.zero_stage == 3 else whole["base_optimizer_state"]
         for number, group in zip(numbers, optimizer["param_groups"], strict=False):
             groups.setdefault(number, {key: value for key, value in group.items() if key != "params"})
@@ -277,9 +212,17 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
     return Carried(groups, step, engine)
 
 
+def _numbers(value: Any) -> Any:
+    """The same with numbers in the places of tensors of one element: what is carried over is not read again from the file."""
+    if isinstance(value, Stored):
+        return value if value.value is None else value.value
+    if isinstance(value, dict):
+        return type(value)((key, _numbers(item)) for key, item in value.items())
+    return type(value)(map(_numbers, value)) if type(value) in (list, tuple) else value
+
+
 def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried) -> None:
     """Files that DeepSpeed loads in `layout`, whose tensors are zeros (holes) to be filled in."""
-    dtype = getattr(torch, layout.dtype)
     for pp_rank, tp_rank in holders(layout):
         groups = groups_of(blueprint, layout, pp_rank, tp_rank)
         shapes = {tensor.name: local_shape(tensor, layout.mesh.tp, tp_rank) for tensor in held(blueprint, layout, pp_rank)}
@@ -288,144 +231,105 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
         hyper = [dict(carried.groups.get(number if number is not None else -1, {})) for number in numbers]
         flats, tensors = flat_groups(groups, layout), flat_tensors(groups, layout)
 
-        def weights(stage: int, shapes: dict = shapes, trained: set = trained) -> dict[str, torch.Tensor]:
-            made: dict[str, torch.Tensor] = {}  # an alias is the same tensor again
+        def weights(stage: int, shapes: dict = shapes, trained: set = trained) -> dict[str, Stored]:
+            made: dict[str, Stored] = {}  # an alias is the same tensor again
             for key, tensor in state_keys(blueprint, layout, stage).items():
                 gone = layout.zero_stage == 3 and not tensor.buffer
-                own = getattr(torch, tensor.buffer) if tensor.buffer else dtype
-                made[key] = made[tensor.name] if tensor.name in made else torch.empty((0,) if gone else shapes[tensor.name], dtype=own)
+                own = tensor.buffer or layout.dtype
+                made[key] = made[tensor.name] if tensor.name in made else Stored((0,) if gone else shapes[tensor.name], own)
             return made
 
-        def optimizer_state(indices: list[tuple[list[int], list[int]]], hyper: list = hyper) -> dict[str, Any]:
-            """indices: of each group the numbers of its tensors, and their elements."""
+        def optimizer_state(indices: list[tuple[list[int], list[tuple[int, ...]]]], hyper: list = hyper) -> dict[str, Any]:
+            """indices: of each group the numbers of its tensors, and their shapes."""
             kept = {}
-            for own, numels in indices:
-                for index, numel in zip(own, numels, strict=True):
-                    step: Any = int(carried.step) if layout.int_step else torch.tensor(0.0)
-                    kept[index] = {"step": step} | {role: torch.empty(numel) for role in MOMENTS}
+            for own, sizes in indices:
+                for index, shape in zip(own, sizes, strict=True):
+                    step: Any = int(carried.step) if layout.int_step else Stored((), value=carried.step)
+                    kept[index] = {"step": step} | {role: Stored(shape) for role in MOMENTS}
             return {"state": kept, "param_groups": [numbers | {"params": own} for numbers, (own, _) in zip(hyper, indices, strict=True)]}
 
-        with torch.device("meta"):
-            optimizer: dict[str, Any] | None = None
-            if layout.zero_stage == 0:
-                first, indices = 0, []
-                for group in groups:
-                    indices.append((list(range(first, first + len(group))), [shapes[tensor.name] for tensor, _ in group]))
-                    first += len(group)
-                optimizer = optimizer_state(indices)
-                if layout.optimizer != "torch":
-                    scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": carried.engine["global_steps"]}
-                    masters = [[torch.empty(shapes[tensor.name]) for tensor, _ in group] for group in groups]
-                    optimizer = scale | {"optimizer_state_dict": optimizer, "fp32_groups": masters}
-            if layout.mesh.pp > 1:
-                for stage in stages_of(pp_rank, layout.mesh.pp, layout.schedule):
-                    _write(folder / layer_file(stage, tp_rank), OrderedDict(weights(stage)))
-            frozen = [tensor for tensor in held(blueprint, layout, pp_rank) if tensor.name not in trained and not tensor.buffer]
-            zero = layout.zero_stage > 0
-            for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
-                module = weights(0) if layout.mesh.pp == 1 else None
-                fragments = {
-                    tensor.name: torch.empty(-(-prod(shapes[tensor.name]) // layout.partitions), dtype=dtype)
-                    if layout.zero_stage == 3
-                    else (module or {}).get(tensor.name)
-                    for tensor in frozen
+        optimizer: dict[str, Any] | None = None
+        if layout.zero_stage == 0:
+            first, indices = 0, []
+            for group in groups:
+                indices.append((list(range(first, first + len(group))), [shapes[tensor.name] for tensor, _ in group]))
+                first += len(group)
+            optimizer = optimizer_state(indices)
+            if layout.optimizer != "torch":
+                scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": carried.engine["global_steps"]}
+                masters = [[Stored(shapes[tensor.name]) for tensor, _ in group] for group in groups]
+                optimizer = scale | {"optimizer_state_dict": optimizer, "fp32_groups": masters}
+        if layout.mesh.pp > 1:
+            for stage in stages_of(pp_rank, layout.mesh.pp, layout.schedule):
+                torch_files.write(folder / layer_file(stage, tp_rank), OrderedDict(weights(stage)))
+        frozen = [tensor for tensor in held(blueprint, layout, pp_rank) if tensor.name not in trained and not tensor.buffer]
+        zero = layout.zero_stage > 0
+        for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
+            module = weights(0) if layout.mesh.pp == 1 else None
+            fragments = {
+                tensor.name: Stored((-(-prod(shapes[tensor.name]) // layout.partitions),), layout.dtype)
+                if layout.zero_stage == 3
+                else (module or {}).get(tensor.name)
+                for tensor in frozen
+            }
+            shown = [tensors[index] for index in range(len(flats))] if layout.zero_stage == 3 else groups
+            state = {
+                "module": module,
+                "buffer_names": [tensor.name for tensor in held(blueprint, layout, pp_rank) if tensor.buffer],
+                "optimizer": optimizer,
+                "param_shapes": [OrderedDict((tensor.name, Size(shapes[tensor.name])) for tensor, _ in group) for group in shown] if zero else None,
+                "frozen_param_shapes": {tensor.name: Size(shapes[tensor.name]) for tensor in frozen} if layout.zero_stage > 1 else None,
+                "shared_params": {alias: name for alias, (name, _) in blueprint.aliases.items() if name in shapes} if zero else None,
+                "frozen_param_fragments": fragments if layout.zero_stage > 1 else None,
+                "data_sampler": None,
+                "random_ltd": None,
+                "dp_world_size": layout.partitions,
+                "mp_world_size": layout.mesh.tp * layout.mesh.pp,
+                "checkpoint_parallel_dimensions": {"pp_degree": layout.mesh.pp, "tp_degree": layout.mesh.tp},
+                "ds_version": version("deepspeed"),
+            }
+            torch_files.write(folder / model_file(layout, pp_rank, tp_rank, rank), state | carried.engine)
+        for rank in range(layout.partitions) if zero else ():
+            indices = [([index for index, flat in enumerate(flats) if flat[0] == number]) for number in range(len(groups))]
+            kept = [0 if is_swapped(layout, size) else size for _, size, _ in flats]  # elements that are not in swap files
+            sizes = [[(kept[index],) for index in own] for own in indices]
+            if layout.swapped:
+                (folder / swap_folder(layout, tp_rank, rank)).mkdir(parents=True)
+            for index, (_, size, _) in enumerate(flats):
+                for name in swap_files(blueprint, layout, tensors[index], tp_rank, rank).values() if is_swapped(layout, size) else ():
+                    with (folder / name).open("wb") as stream:
+                        stream.truncate(-(-4 * size // layout.swap_align) * layout.swap_align)
+            base = optimizer_state(list(zip(indices, sizes, strict=True)))
+            own = {"partition_count": [layout.partitions] * len(groups), "ds_version": version("deepspeed"), "clip_grad": carried.clipping}
+            scaler = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False, "overflow": False}
+            ends = [max(0, min(size, (rank + 1) * size - sum(numel for _, numel in group))) for (_, size, _), group in zip(flats, groups, strict=False)]
+            if layout.zero_stage == 3:
+                masters = [Stored((size,)) for size in kept]
+                parts = {
+                    "zero_stage": ZeroStage(3),
+                    "partition_count": layout.partitions,
+                    "fp32_flat_groups": masters,
+                    "optimizer_state_dict": base,
                 }
-                shown = [tensors[index] for index in range(len(flats))] if layout.zero_stage == 3 else groups
-                state = {
-                    "module": module,
-                    "buffer_names": [tensor.name for tensor in held(blueprint, layout, pp_rank) if tensor.buffer],
-                    "optimizer": optimizer,
-                    "param_shapes": [OrderedDict((tensor.name, torch.Size(shapes[tensor.name])) for tensor, _ in group) for group in shown] if zero else None,
-                    "frozen_param_shapes": {tensor.name: torch.Size(shapes[tensor.name]) for tensor in frozen} if layout.zero_stage > 1 else None,
-                    "shared_params": {alias: name for alias, (name, _) in blueprint.aliases.items() if name in shapes} if zero else None,
-                    "frozen_param_fragments": fragments if layout.zero_stage > 1 else None,
-                    "data_sampler": None,
-                    "random_ltd": None,
-                    "dp_world_size": layout.partitions,
-                    "mp_world_size": layout.mesh.tp * layout.mesh.pp,
-                    "checkpoint_parallel_dimensions": {"pp_degree": layout.mesh.pp, "tp_degree": layout.mesh.tp},
-                    "ds_version": version("deepspeed"),
-                }
-                _write(folder / model_file(layout, pp_rank, tp_rank, rank), state | carried.engine, carried.step)
-            for rank in range(layout.partitions) if zero else ():
-                indices = [([index for index, flat in enumerate(flats) if flat[0] == number]) for number in range(len(groups))]
-                kept = [0 if is_swapped(layout, size) else size for _, size, _ in flats]  # elements that are not in swap files
-                sizes = [[kept[index] for index in own] for own in indices]
-                if layout.swapped:
-                    (folder / swap_folder(layout, tp_rank, rank)).mkdir(parents=True)
-                for index, (_, size, _) in enumerate(flats):
-                    for name in swap_files(blueprint, layout, tensors[index], tp_rank, rank).values() if is_swapped(layout, size) else ():
-                        with (folder / name).open("wb") as stream:
-                            stream.truncate(-(-4 * size // layout.swap_align) * layout.swap_align)
-                base = optimizer_state(list(zip(indices, sizes, strict=True)))
-                own = {"partition_count": [layout.partitions] * len(groups), "ds_version": version("deepspeed"), "clip_grad": carried.clipping}
-                scaler = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False, "overflow": False}
-                ends = [max(0, min(size, (rank + 1) * size - sum(numel for _, numel in group))) for (_, size, _), group in zip(flats, groups, strict=False)]
-                if layout.zero_stage == 3:
-                    masters = [torch.empty(size) for size in kept]
-                    parts = {
-                        "zero_stage": ZeroStage(3),
-                        "partition_count": layout.partitions,
-                        "fp32_flat_groups": masters,
-                        "optimizer_state_dict": base,
-                    }
-                    state = scaler | parts
-                else:
-                    mappings = [
-                        OrderedDict(
-                            (tensor.name, Fragment(numel=at.stop - at.start, start=at.offset))
-                            for (tensor, _), extents in zip(group, flat[2], strict=True)
-                            for at in extents
-                            if at.rank == rank
-                        )
-                        for flat, group in zip(flats, groups, strict=True)
-                    ]
-                    bf16 = layout.optimizer == "BF16_Optimizer"
-                    masters = [torch.empty(size if bf16 else size - end) for (_, size, _), end in zip(flats, ends, strict=True)]
-                    own |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": masters, "group_paddings": ends, "param_slice_mappings": mappings}
-                    stage = ZeroStage(layout.zero_stage)
-                    paddings = {"param_alignment_paddings": [[0] * len(group) for group in groups], "zero_stage": stage}
-                    state = own if bf16 else scaler | own | paddings
-                content = {"optimizer_state_dict": state, "ds_config": carried.engine["ds_config"], "ds_version": version("deepspeed")}
-                _write(folder / optimizer_file(layout, pp_rank, tp_rank, rank), content, carried.step)
-
-
-_PythonPickler: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] (the one whose steps can be overridden)
-
-
-class _Pickler(_PythonPickler):
-    """Pickles tensors without memory as if they lay in that of the CPU, and stands under the names of what they stand for.
-
-    (torch's own way to the first, FakeTensorMode, imports its compiler: 2 s.)
-    """
-
-    def save_global(self, obj: Any, name: str | None = None) -> None:
-        if isinstance(obj, type) and issubclass(obj, Stand):
-            module, _, own = obj.place.rpartition(".")
-            self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
-            self.memoize(obj)
-        else:
-            super().save_global(obj, name)
-
-    dispatch = _PythonPickler.dispatch | {type: lambda self, obj: self.save_global(obj)}
-
-    def reducer_override(self, value: Any) -> Any:
-        if not torch.is_tensor(value) or value.device.type != "meta":
-            return NotImplemented
-        storage: Any = torch.TypedStorage(wrap_storage=value.untyped_storage(), dtype=value.dtype, _internal=True)
-        storage._fake_device = "cpu"
-        return _rebuild_tensor_v2, (storage, value.storage_offset(), tuple(value.size()), value.stride(), False, OrderedDict())
-
-
-def _write(path: Path, content: Any, step: float = 0.0) -> None:
-    with torch.serialization.skip_data():
-        torch.save(content, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
-    opened = OpenedFile(path)
-    with path.open("r+b") as stream:
-        for keys in opened.tensors:
-            if keys[-1] == "step":
-                stream.seek(opened.offset(keys))
-                stream.write(struct.pack("<f", step))
+                state = scaler | parts
+            else:
+                mappings = [
+                    OrderedDict(
+                        (tensor.name, Fragment(numel=at.stop - at.start, start=at.offset))
+                        for (tensor, _), extents in zip(group, flat[2], strict=True)
+                        for at in extents
+                        if at.rank == rank
+                    )
+                    for flat, group in zip(flats, groups, strict=True)
+                ]
+                bf16 = layout.optimizer == "BF16_Optimizer"
+                masters = [Stored((size if bf16 else size - end,)) for (_, size, _), end in zip(flats, ends, strict=True)]
+                own |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": masters, "group_paddings": ends, "param_slice_mappings": mappings}
+                stage = ZeroStage(layout.zero_stage)
+                paddings = {"param_alignment_paddings": [[0] * len(group) for group in groups], "zero_stage": stage}
+                state = own if bf16 else scaler | own | paddings
+            content = {"optimizer_state_dict": state, "ds_config": carried.engine["ds_config"], "ds_version": version("deepspeed")}
+            torch_files.write(folder / optimizer_file(layout, pp_rank, tp_rank, rank), content)
 
 
 class OpenedFile:
@@ -433,22 +337,12 @@ class OpenedFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.tensors: dict[Keys, torch.Tensor] = dict(_tensors(read_pickle(path, fake=True), ()))
+        self.tensors = torch_files.tensors(torch_files.read(path))
 
     def offset(self, keys: Keys) -> int:
         """Bytes from the beginning of the file. Raises `Refusal` if the file has no such tensor."""
         if keys not in self.tensors:
             raise refuse(str(self.path), f"has no tensor {'/'.join(map(str, keys))}, which its layout says is there", "use another copy of the checkpoint")
-        tensor: Any = self.tensors[keys]
-        return tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.element_size()
-
-
-def _tensors(value: Any, keys: Keys) -> Iterator[tuple[Keys, torch.Tensor]]:
-    if torch.is_tensor(value):
-        yield keys, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, (*keys, key))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _tensors(item, (*keys, number))
+        if (start := self.tensors[keys].start) < 0:
+            raise refuse(f"{self.path}: {'/'.join(map(str, keys))}", "is not stored in row-major order", "save it once more after .contiguous()")
+        return start

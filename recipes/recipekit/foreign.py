@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from .blueprint import Blueprint, Layout, Tensor, flat_groups, groups_of
-from .ds_files import MOMENTS, OpenedFile, model_file, optimizer_file, read_pickle, shards
+from .ds_files import MOMENTS, OpenedFile, model_file, optimizer_file, shards
 from .mesh import Mesh
 from .refusal import refuse
+from .torch_files import read
 
 
 def tag_folder(path: Path) -> Path | None:
@@ -33,14 +34,14 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, dict[str, Any]]:
     if any(folder.glob("*expp_rank_*")) or any(folder.glob("*_expert_*")):
         raise _undecided(folder, "has experts that DeepSpeed divided", "export it with the program that wrote it")
     stage = 3 if any(folder.glob("zero_pp_rank_*_model_states.pt")) else 2 if any(folder.glob("*_optim_states.pt")) else 0
-    model = read_pickle(folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"))
+    model = read(folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"))
     tp, dp, config = model["mp_world_size"], model["dp_world_size"], model["ds_config"]
     bf16 = any(folder.glob("bf16_zero_*")) or bool(config.get("bf16", {}).get("enabled"))
     dtype = "bfloat16" if bf16 else "float16" if config.get("fp16", {}).get("enabled") else "float32"
     kind, sub_group_size, int_step = "torch" if dtype == "float32" else "FP16_UnfusedOptimizer", 10**18, False
     groups: list[int] = []
     if stage:
-        saved = read_pickle(folder / f"{'bf16_' if bf16 else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        saved = read(folder / f"{'bf16_' if bf16 else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
         kind = "BF16_Optimizer" if "zero_stage" not in saved else "DeepSpeedZeroOptimizer_Stage3" if stage == 3 else "DeepSpeedZeroOptimizer"
         stage = stage if "zero_stage" in saved and stage == 3 else 1 if "zero_stage" not in saved else int(saved["zero_stage"].values[0])
         base = saved["optimizer_state_dict"] if stage == 3 else saved["base_optimizer_state"]
@@ -87,7 +88,7 @@ def _blueprint(folder: Path, model: dict[str, Any], layout: Layout, groups: list
     for name in model["buffer_names"]:
         if name in model["module"]:
             value = model["module"][name]
-            tensors.append(Tensor(name, tuple(value.shape), None, buffer=str(value.dtype).removeprefix("torch.")))
+            tensors.append(Tensor(name, tuple(value.shape), None, buffer=value.dtype))
     return Blueprint(tuple(tensors), aliases, 0, False)
 
 

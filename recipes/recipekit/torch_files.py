@@ -1,0 +1,271 @@
+"""Files of torch.save, without torch: what is in them, where the bytes of their tensors lie, and such files to be filled in.
+
+A zip archive whose records are stored as they are (torch/serialization.py and caffe2/serialize/inline_container.h of 2.13). The
+record data.pkl is a pickle in which a storage is a persistent id: ("storage", its type, its name, device, elements); its
+bytes are the record data/NAME, at a multiple of 64. Importing torch takes longer than planning a conversion.
+"""
+
+import _codecs
+import copyreg
+import io
+import pickle
+import struct
+import zipfile
+import zlib
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .refusal import Refusal, refuse
+
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "int8": "<b", "uint8": "<B", "bool": "<?"}
+ALIGNMENT = 64
+
+
+@dataclass(eq=False)
+class Stored:
+    """A tensor in a file, or one to be made. `start`: where its first element lies, in bytes from the beginning of the file; -1: its elements
+    are not in row-major order there."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    value: float | None = None  # of a tensor of one element
+    start: int = -1
+    storage: int = -1  # its number, while it is written
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Size(tuple):
+    """Is written as a torch.Size."""
+
+
+class Stand:
+    """Stands for a class of another package in a file: it takes values and attributes, does nothing, and is written under that class's name.
+
+    DeepSpeed itself is not imported here, which takes seconds.
+    """
+
+    place = ""  # module and name of the class
+    values: tuple[Any, ...] = ()
+
+    def __init__(self, *values: Any, **attributes: Any):
+        self.values = values
+        self.__dict__.update(attributes)
+
+    def __reduce__(self) -> Any:
+        if self.values:
+            return type(self), self.values
+        return copyreg.__newobj__, (type(self),), {name: value for name, value in vars(self).items() if name != "values"}  # type: ignore[attr-defined]
+
+
+STANDS = LossScaler, DynamicLossScaler, ZeroStage, Fragment = tuple(
+    type("Stand", (Stand,), {"place": f"deepspeed.{place}"})
+    for place in (
+        "runtime.fp16.loss_scaler.LossScaler",
+        "runtime.fp16.loss_scaler.DynamicLossScaler",
+        "runtime.zero.config.ZeroStageEnum",
+        "utils.tensor_fragment.fragment_address",
+    )
+)
+STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # the members of ZeroStageEnum
+_STORAGES = {
+    dtype: type("Stand", (Stand,), {"place": f"torch.{name}Storage"})
+    for dtype, name in zip(SIZES, ("Double", "Float", "BFloat16", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool"), strict=True)
+}
+_REBUILD, _SIZE = (type("Stand", (Stand,), {"place": place}) for place in ("torch._utils._rebuild_tensor_v2", "torch.Size"))
+
+
+def member(kind: Any, name: str) -> Stand:
+    """What stands for `getattr`, by which Python 3.11.0 to 3.11.3 write a member of an enum; for nothing else."""
+    if kind is not ZeroStage or name not in STAGES:
+        raise ValueError(f"getattr({kind}, {name!r}) is in no checkpoint")
+    return ZeroStage(STAGES.index(name))
+
+
+# Reading ----------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Any:
+    """The content of a file, its tensors as `Stored`, those of one element with their values.
+
+    Raises `Refusal` for a file that is damaged, or that names what no checkpoint needs: nothing of it is run.
+    """
+    try:
+        with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+            [pickled] = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
+            return _Reader(io.BytesIO(archive.read(pickled)), stream, archive, pickled.removesuffix("data.pkl") + "data/").load()
+    except Exception as error:  # pickle and zipfile raise what they please for a damaged or hostile file
+        raise unsafe(path, error) from None
+
+
+def unsafe(path: Path, error: Exception) -> Refusal:
+    """What is said of a file that could not be read."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return refuse(str(path), f"cannot be read safely: {said[:200]}", "use another copy of the checkpoint")
+
+
+class _Reader(pickle.Unpickler):
+    """Finds the few names below and no others (the documentation of pickle, "Restricting Globals")."""
+
+    def __init__(self, pickled: io.BytesIO, stream: BinaryIO, archive: zipfile.ZipFile, folder: str):
+        super().__init__(pickled)
+        self.stream, self.archive, self.folder = stream, archive, folder
+        self.known: dict[str, Any] = {kind.place: kind for kind in STANDS}
+        self.known |= {kind.place: dtype for dtype, kind in _STORAGES.items()} | {f"torch.{dtype}": f"torch.{dtype}" for dtype in SIZES}
+        self.known |= {"torch._utils._rebuild_tensor_v2": self._tensor, "torch._tensor._rebuild_from_type_v2": self._subclass, "torch.Size": Size}
+        self.known |= {f"torch._utils.{name}": lambda data, *_: data for name in ("_rebuild_parameter", "_rebuild_parameter_with_state")}
+        self.known |= {"torch.Tensor": Stored, "torch.nn.parameter.Parameter": Stored}
+        self.known |= {"collections.OrderedDict": OrderedDict, "collections.Counter": Counter, "_codecs.encode": _codecs.encode}
+        self.known |= {
+            f"{module}.{name}": kind for module in ("builtins", "__builtin__") for name, kind in (("set", set), ("bytearray", bytearray), ("getattr", member))
+        }
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if (name := f"{module_name}.{global_name}") not in self.known:
+            raise pickle.UnpicklingError(f"it names {name}, which no checkpoint needs")
+        return self.known[name]
+
+    def persistent_load(self, pid: Any) -> tuple[str, int]:
+        """(dtype, first byte) of a storage."""
+        kind, dtype, key, _, numel = pid
+        record = self.archive.getinfo(self.folder + key)
+        if kind != "storage" or dtype not in SIZES or record.compress_type != zipfile.ZIP_STORED or record.file_size != numel * SIZES[dtype]:
+            raise pickle.UnpicklingError(f"its record {record.filename} has {record.file_size} bytes for {numel} elements of {dtype}")
+        self.stream.seek(record.header_offset + 26)
+        name, extra = struct.unpack("<HH", self.stream.read(4))
+        return dtype, record.header_offset + 30 + name + extra
+
+    def _tensor(self, storage: tuple[str, int], offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Stored:
+        dtype, start = storage
+        start += offset * SIZES[dtype]
+        value = None
+        if prod(shape) == 1 and dtype in NUMBERS:
+            self.stream.seek(start)
+            [value] = struct.unpack(NUMBERS[dtype], self.stream.read(SIZES[dtype]))
+        in_order = all(size == 1 or own == wanted for size, own, wanted in zip(shape, stride, _strides(shape), strict=True))
+        return Stored(tuple(shape), dtype, value, start if in_order else -1)
+
+    def _subclass(self, rebuild: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Stored:
+        """A tensor that has attributes: these are left out."""
+        if rebuild != self._tensor:
+            raise pickle.UnpicklingError(f"{rebuild} makes no tensor")
+        return self._tensor(*arguments)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a row-major tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+# Writing ----------------------------------------------------------------------------------------------------------
+
+_PythonPickler: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] (the one whose steps can be overridden)
+
+
+class _Pickler(_PythonPickler):
+    """Writes `Stored` as torch's tensors, and stands under the names of what they stand for. `tensors`: those that it met."""
+
+    def __init__(self, stream: io.BytesIO):
+        super().__init__(stream, 2)
+        self.tensors: list[Stored] = []
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if isinstance(obj, type) and issubclass(obj, Stand):
+            module, _, own = obj.place.rpartition(".")
+            self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+    dispatch = _PythonPickler.dispatch | {type: lambda self, obj: self.save_global(obj)}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        return "storage", _STORAGES[obj.tensor.dtype], str(obj.tensor.storage), "cpu", obj.tensor.numel()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Size):
+            return _SIZE, (tuple(value),)
+        if not isinstance(value, Stored):
+            return NotImplemented
+        value.storage = len(self.tensors)
+        self.tensors.append(value)
+        return _REBUILD, (_Storage(value), 0, value.shape, _strides(value.shape), False, OrderedDict())
+
+
+@dataclass(eq=False)
+class _Storage:
+    tensor: Stored
+
+
+@dataclass
+class _Archive:
+    """A zip archive, written from its beginning to its end."""
+
+    stream: BinaryIO
+    directory: list[bytes] = field(default_factory=list)
+
+    def add(self, name: str, size: int, content: bytes | None) -> None:
+        """A record; without content a hole of `size` bytes."""
+        encoded, at, crc = f"archive/{name}".encode(), self.stream.tell(), zlib.crc32(content or b"")
+        large = size >= 2**32 - 1
+        extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
+        gap = -(at + 30 + len(encoded) + len(extra) + 4) % ALIGNMENT
+        extra += struct.pack("<HH", 0x4246, gap) + b"Z" * gap  # "FB", as torch fills up
+        shown = 2**32 - 1 if large else size
+        facts = struct.pack("<HHHHIII", 0x0800, 0, 0, 0x21, crc, shown, shown)  # names in UTF-8, stored, 1980-01-01
+        version = 45 if large else 20
+        self.stream.write(struct.pack("<IH", 0x04034B50, version) + facts + struct.pack("<HH", len(encoded), len(extra)) + encoded + extra)
+        if content is None:
+            self.stream.seek(size, io.SEEK_CUR)
+        else:
+            self.stream.write(content)
+        far = at >= 2**32 - 1
+        fields = [*([size, size] if large else []), *([at] if far else [])]
+        extra = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
+        version = 45 if fields else 20
+        lengths = struct.pack("<HHHHHII", len(encoded), len(extra), 0, 0, 0, 0, 2**32 - 1 if far else at)
+        self.directory.append(struct.pack("<IHH", 0x02014B50, version, version) + facts + lengths + encoded + extra)
+
+    def close(self) -> None:
+        at, count = self.stream.tell(), len(self.directory)
+        size = self.stream.write(b"".join(self.directory))
+        if at + size >= 2**32 - 1 or count >= 2**16 - 1:
+            self.stream.write(struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, at))
+            self.stream.write(struct.pack("<IIQI", 0x07064B50, 0, at + size, 1))
+        least = min(count, 2**16 - 1)
+        self.stream.write(struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, least, least, min(size, 2**32 - 1), min(at, 2**32 - 1), 0))
+
+
+def write(path: Path, content: Any) -> None:
+    """A file that torch.load reads. Its tensors are contiguous: those with a value hold that, the others zeros (holes)."""
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(content)
+    with path.open("wb") as stream:
+        archive = _Archive(stream)
+        for name, text in (("data.pkl", pickled.getvalue()), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
+            archive.add(name, len(text), text)
+        for tensor in pickler.tensors:
+            known = struct.pack(NUMBERS[tensor.dtype], tensor.value) if tensor.value is not None else None
+            archive.add(f"data/{tensor.storage}", tensor.numel() * SIZES[tensor.dtype], known)
+        for name, text in (("version", b"3\n"), (".data/serialization_id", b"0" * 40)):
+            archive.add(name, len(text), text)
+        archive.close()
+
+
+Keys = tuple[Any, ...]
+
+
+def tensors(value: Any, keys: Keys = ()) -> dict[Keys, Stored]:
+    """The tensors of what was read, each under the keys that lead to it."""
+    if isinstance(value, Stored):
+        return {keys: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {place: tensor for key, item in items for place, tensor in tensors(item, (*keys, key)).items()}
