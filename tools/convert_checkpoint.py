@@ -96,17 +96,19 @@ class Bar:
     """A progress bar on stderr; where that is no terminal, a line at each tenth."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True)
+        console = Console(stderr=True)
+        self.live = console.is_terminal
         columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
-        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.progress = Progress(*columns, console=console, transient=True, disable=not self.live)
         self.task = self.progress.add_task("copying", total=None)
         self.done, self.tenths, self.lock = 0, 0, threading.Lock()
 
     def __call__(self, done: int, total: int) -> None:
         with self.lock:
             self.done += done
-            self.progress.update(self.task, advance=done, total=total)
-            if not self.console.is_terminal and total > 2**28 and self.done * 10 // total > self.tenths:
+            if self.live:
+                self.progress.update(self.task, advance=done, total=total)
+            elif total > 2**28 and self.done * 10 // total > self.tenths:
                 self.tenths = self.done * 10 // total
                 print(f"{self.tenths * 10} % of {total / 2**30:.1f} GiB", file=sys.stderr)
 

@@ -36,11 +36,11 @@ class _File:
     path: Path
     size: int
     left: np.ndarray  # (blocks,) int64: bytes of each that are still to come
+    missing: int  # blocks that are not yet in the file as they are to be
     reader: int = -1  # descriptors, opened with the first block
     direct: int = -1
     filling: dict[int, _Block] = field(default_factory=dict)
     full: dict[int, _Block] = field(default_factory=dict)  # not yet hashed; what is in neither is in the file
-    unwritten: int = 0  # full blocks that are not yet in the file
     hash: Any = None
     front: int = 0  # the block that is hashed next
     hashing: bool = False
@@ -111,7 +111,6 @@ class Blocks:
                 if full:
                     file.full[number] = file.filling.pop(number)
                     block.holds = 1 + self._hashed
-                    file.unwritten += 1
                     self._writing += 1
                     self._disk.submit(self._save, file, number, block)
             if full:
@@ -190,7 +189,7 @@ class Blocks:
         stored = self._put(file, number, block.bits)
         with self._changed:
             self._writing -= 1
-            file.unwritten -= 1
+            file.missing -= 1
             if stored:
                 self._is_stored(block)
             if not self._hashed:
@@ -256,7 +255,7 @@ class Blocks:
     def _end(self, file: _File) -> None:
         """Sends the file to the disk and closes it, if all of it is written and hashed."""
         with self._changed:
-            if file.ended or self._error or file.unwritten or file.left.any() or (self._hashed and file.front < len(file.left)):
+            if file.ended or self._error or file.missing or (self._hashed and file.front < len(file.left)):
                 return
             file.ended = True
             self._writing += 1
@@ -280,7 +279,7 @@ def _begin(folder: Path, name: str, extents: set[tuple[int, int]], hashed: bool)
         left[first : last + 1] += BLOCK
         left[first] -= start - first * BLOCK
         left[last] -= (last + 1) * BLOCK - stop
-    return _File(name, folder / name, size, left, hash=hashlib.sha256() if hashed else None)
+    return _File(name, folder / name, size, left, int(np.count_nonzero(left)), hash=hashlib.sha256() if hashed else None)
 
 
 def _open(file: _File) -> None:

@@ -416,8 +416,9 @@ def cast(bits: np.ndarray, dtype: str, to: str) -> np.ndarray:
     rounded += word  # of a number: no overflow
     rounded >>= np.uint32(16)
     short = rounded.astype(np.uint16)
-    if (nan := np.isnan(word.view(np.float32))).any():
-        short[nan] = 0x7FC0
+    numbers = word.view(np.float32)
+    if len(numbers) and np.isnan(numbers.max()):  # one pass; the largest is NaN if any is
+        short[np.isnan(numbers)] = 0x7FC0
     return short
 
 

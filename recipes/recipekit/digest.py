@@ -5,22 +5,23 @@ and m(i) a pseudo-random odd number. So it can be added up from parts in any ord
 and, m being odd, no single changed bit leaves it the same.
 """
 
+from typing import Any
+
 import numpy as np
 
 BLOCK = 65536
 _ALL = 2**64 - 1
 
 
-def _mix(seed: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), made odd."""
-    with np.errstate(over="ignore"):
-        word = (seed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (word ^ (word >> np.uint64(31))) | np.uint64(1)
+def _mix(seed: Any) -> Any:
+    """The output function of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), made odd; of an int, or of an array of them."""
+    word = ((seed + 1) * 0x9E3779B97F4A7C15) & _ALL
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _ALL
+    return (word ^ (word >> 31)) | 1
 
 
-INSIDE = _mix(np.arange(BLOCK, dtype=np.uint64))
+INSIDE: np.ndarray = _mix(np.arange(BLOCK, dtype=np.uint64))
 
 
 def digest(bits: np.ndarray, start: int = 0) -> int:
@@ -30,9 +31,7 @@ def digest(bits: np.ndarray, start: int = 0) -> int:
         block, inside = divmod(start + done, BLOCK)
         count = min(BLOCK - inside, len(bits) - done)
         np.copyto(wide[:count], bits[done : done + count])
-        with np.errstate(over="ignore"):
-            part = np.dot(wide[:count], INSIDE[inside : inside + count])
-        total += int(part) * int(_mix(np.array(block + BLOCK, dtype=np.uint64)))
+        total += int(np.dot(wide[:count], INSIDE[inside : inside + count])) * _mix(block + BLOCK)
         done += count
     return total & _ALL
 
