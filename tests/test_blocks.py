@@ -1,5 +1,6 @@
 """Files in blocks: parts in any order by several threads, little memory, a disk that refuses, a process that dies."""
 
+import errno
 import itertools
 import os
 import random
@@ -160,6 +161,31 @@ def test_an_error_of_the_writer_leaves_what_was_written_in_the_files(tmp_path: P
     content = (tmp_path / "file0").read_bytes()
     assert content[: 100 + SMALL] == before["file0"][:100] + bytes([7]) * SMALL
     assert content[3 * SMALL :] == before["file0"][3 * SMALL :]
+
+
+def test_an_error_of_stored_is_the_error_of_the_whole(tmp_path: Path) -> None:
+    """It is raised on a thread that nobody waits for."""
+    prepare(tmp_path, 1)
+
+    def stored(name: str) -> None:
+        raise OSError(errno.ENOSPC, "journal")
+
+    with pytest.raises(OSError, match="journal"), Blocks(tmp_path, {"file0": {(0, 40 * SMALL)}}, 4 * SMALL, True, stored) as files:
+        for at in range(0, 40 * SMALL, SMALL):
+            files.write("file0", at, np.full(SMALL, 7, np.uint8), f"{at}")
+            files.finish(f"{at}")
+
+
+def test_a_block_that_cannot_be_read_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, _ = prepare(tmp_path, 1)
+
+    def failing(file: blocks._File, number: int, bits: np.ndarray) -> np.ndarray:
+        raise OSError(errno.EIO, "Input/output error", str(file.path))
+
+    monkeypatch.setattr(blocks, "_read", failing)
+    with pytest.raises(OSError, match="Input/output error"), Blocks(tmp_path, {"file0": {(0, 100)}}, 2**20, True, lambda name: None) as files:
+        files.write("file0", 0, np.full(100, 7, np.uint8), "a part of a block")
+    assert (tmp_path / "file0").read_bytes() == before["file0"]
 
 
 DYING = """

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-BLOCK = 2**20  # bytes
+BLOCK = 2**21  # bytes
 WRITERS = 2  # threads that wait for the disk
 
 
@@ -37,8 +37,7 @@ class _File:
     size: int
     left: np.ndarray  # (blocks,) int64: bytes of each that are still to come
     missing: int  # blocks that are not yet in the file as they are to be
-    reader: int = -1  # descriptors, opened with the first block
-    direct: int = -1
+    descriptor: int = -1  # for whole blocks, opened with the first
     filling: dict[int, _Block] = field(default_factory=dict)
     full: dict[int, _Block] = field(default_factory=dict)  # not yet hashed; what is in neither is in the file
     hash: Any = None
@@ -55,7 +54,8 @@ class Blocks:
 
     `stored` is called with each name given to `finish` when everything that was written under it is in the files. After the
     end of the `with` statement all of them are on the disk, and `facts` has size and, with `hashed`, sha256 of each. If that
-    is left by an error, what was written is in the files, as far as it can be, and what was not may be anything. At most `limit` bytes of buffers.
+    is left by an error, what was written is in the files, as far as it can be, and what was not may be anything. Buffers of at most `limit` bytes
+    in all, but at least four; one more for each thread where all have one in hand.
     """
 
     def __init__(self, folder: Path, extents: dict[str, set[tuple[int, int]]], limit: int, hashed: bool, stored: Callable[[str], None]):
@@ -75,18 +75,20 @@ class Blocks:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if error is None:
+        try:
+            if error is None:
+                for file in self._files.values():
+                    self._advance(file)  # files, or their ends, to which nothing was written
+        finally:
+            with self._changed:
+                while self._writing or self._hashing:
+                    self._changed.wait()
+                if error is not None or self._error:
+                    while self._spill():
+                        pass
+            self._disk.shutdown()
             for file in self._files.values():
-                self._advance(file)  # files, or their ends, to which nothing was written
-        with self._changed:
-            while self._writing or self._hashing:
-                self._changed.wait()
-            if error is not None or self._error:
-                while self._spill():
-                    pass
-        self._disk.shutdown()
-        for file in self._files.values():
-            _close(file)
+                _close(file)
         if error is None and self._error:
             raise self._error
         assert error is not None or len(self.facts) == len(self._files), "bytes of an extent were never written"
@@ -140,19 +142,21 @@ class Blocks:
                 self._spare.append(bits)
                 self._changed.notify_all()
                 return file.filling[number]
-            _open(file)
-            file.filling[number] = _Block(bits)
             if file.left[number] < file.length(number):  # what lies between the extents, or was written by a run that was killed
                 _read(file, number, bits)
+            _open(file)
+            file.filling[number] = _Block(bits)
         return file.filling[number]
 
     def _buffer(self) -> np.ndarray:
         while not self._spare and self.made >= self._most:
             if self._error:
                 raise self._error
+            if self._drop():
+                continue
             if self._writing or self._hashing:
                 self._changed.wait()
-            elif not (self._drop() or self._spill()):
+            elif not self._spill():
                 break
         if self._spare:
             return self._spare.pop()
@@ -160,13 +164,12 @@ class Blocks:
         return np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
 
     def _drop(self) -> bool:
-        """Frees full blocks that are in their files, and are hashed from there when their turn comes."""
-        freed = False
+        """Frees full blocks that wait behind one that is not full, and are in their files: they are hashed from there when their turn comes."""
         for file in self._files.values():
-            while file.full:
-                self._spare.append(file.full.popitem()[1].bits)
-                freed = True
-        return freed
+            if self._hashed and file.full and not file.hashing and file.front not in file.full:
+                for number in [number for number, block in file.full.items() if block.holds == 1]:
+                    self._spare.append(file.full.pop(number).bits)
+        return bool(self._spare)
 
     def _spill(self) -> bool:
         """Frees a block that is being filled, in its file."""
@@ -190,12 +193,15 @@ class Blocks:
         with self._changed:
             self._writing -= 1
             file.missing -= 1
-            if stored:
-                self._is_stored(block)
-            if not self._hashed:
-                del file.full[number]
-            block.holds -= 1
-            self._free(block)
+            try:
+                if stored:
+                    self._is_stored(block)
+                if not self._hashed:
+                    del file.full[number]
+                block.holds -= 1
+                self._free(block)
+            except BaseException as error:  # of the caller's `stored`, say: nobody waits for this thread's
+                self._error = self._error or error
             self._changed.notify_all()
         self._end(file)
 
@@ -203,24 +209,25 @@ class Blocks:
         """Writes a block to its file; an error is kept for those who come next."""
         try:
             part: Any = memoryview(bits)[: file.length(number)]  # pyright: ignore[reportArgumentType]
-            offset = number * BLOCK
-            if file.direct >= 0 and len(part) == BLOCK:
+            done = 0
+            if len(part) == BLOCK:
                 try:
-                    done = os.pwrite(file.direct, part, offset)
-                    part, offset = part[done:], offset + done
+                    done = os.pwrite(file.descriptor, part, number * BLOCK)
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # a file system without direct writes may say so only now
                         raise
-            while part:
-                done = os.pwrite(file.reader, part, offset)
-                part, offset = part[done:], offset + done
-        except OSError as error:
+            if done < len(part):  # the end of a file is no whole block
+                with file.path.open("r+b", buffering=0) as plain:
+                    while done < len(part):
+                        done += os.pwrite(plain.fileno(), part[done:], number * BLOCK + done)
+        except BaseException as error:
             self._fail(file, error)
             return False
         return True
 
-    def _fail(self, file: _File, error: OSError) -> None:
-        error.filename = str(file.path)
+    def _fail(self, file: _File, error: BaseException) -> None:
+        if isinstance(error, OSError):
+            error.filename = str(file.path)
         self._error = self._error or error
 
     def _free(self, block: _Block) -> None:
@@ -233,13 +240,12 @@ class Blocks:
             with self._changed:
                 if self._error or file.hashing or file.front == len(file.left) or file.left[file.front]:
                     break
-                _open(file)
                 number, block = file.front, file.full.get(file.front)
                 file.hashing = True
                 self._hashing += 1
             try:
                 file.hash.update(block.bits[: file.length(number)] if block else _read(file, number, np.empty(BLOCK, np.uint8)))
-            except OSError as error:
+            except BaseException as error:
                 self._fail(file, error)
             with self._changed:
                 file.hashing = False
@@ -261,8 +267,8 @@ class Blocks:
             self._writing += 1
         try:
             _open(file)
-            os.fsync(file.reader)
-        except OSError as error:
+            os.fsync(file.descriptor)
+        except BaseException as error:
             self._fail(file, error)
         with self._changed:
             _close(file)
@@ -274,7 +280,7 @@ class Blocks:
 def _begin(folder: Path, name: str, extents: set[tuple[int, int]], hashed: bool) -> _File:
     size = (folder / name).stat().st_size
     left = np.zeros(-(-size // BLOCK), np.int64)
-    for start, stop in extents:
+    for start, stop in (extent for extent in extents if extent[0] < extent[1]):
         first, last = start // BLOCK, (stop - 1) // BLOCK
         left[first : last + 1] += BLOCK
         left[first] -= start - first * BLOCK
@@ -283,29 +289,28 @@ def _begin(folder: Path, name: str, extents: set[tuple[int, int]], hashed: bool)
 
 
 def _open(file: _File) -> None:
-    if file.reader < 0:
-        file.reader = os.open(file.path, os.O_RDWR)
-        if flag := getattr(os, "O_DIRECT", 0):
-            try:
-                file.direct = os.open(file.path, os.O_WRONLY | flag)
-            except OSError:  # a file system without
-                file.direct = -1
+    if file.descriptor < 0:
+        try:
+            file.descriptor = os.open(file.path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which a file system without direct writes says
+                raise
+            file.descriptor = os.open(file.path, os.O_WRONLY)
 
 
 def _close(file: _File) -> None:
-    for descriptor in (file.reader, file.direct):
-        if descriptor >= 0:
-            os.close(descriptor)
-    file.reader = file.direct = -1
+    if file.descriptor >= 0:
+        os.close(file.descriptor)
+    file.descriptor = -1
 
 
 def _read(file: _File, number: int, bits: np.ndarray) -> np.ndarray:
     """The block as it is in the file, read into `bits`."""
-    length, done = file.length(number), 0
-    while done < length:
-        part = memoryview(bits)[done:length]  # pyright: ignore[reportArgumentType]
-        count = os.preadv(file.reader, [part], number * BLOCK + done)
-        if not count:
-            raise OSError(errno.EIO, "is shorter than it was made", str(file.path))
-        done += count
-    return bits[:length]
+    part: Any = memoryview(bits)[: file.length(number)]  # pyright: ignore[reportArgumentType]
+    with file.path.open("rb", buffering=0) as stream:
+        stream.seek(number * BLOCK)
+        while part:
+            if not (count := stream.readinto(part)):
+                raise OSError(errno.EIO, "is shorter than it was made", str(file.path))
+            part = part[count:]
+    return bits[: file.length(number)]

@@ -122,7 +122,7 @@ def read_pickle(path: Path) -> Any:
 def restored(value: Any) -> Any:
     """What `read_pickle` gives, with DeepSpeed's own objects in the places of their stand-ins."""
     if isinstance(value, torch_files.Stand):
-        module, _, name = value.place.rpartition(".")
+        module, _, name = type(value).place.rpartition(".")  # not an attribute that a file gave it
         kind = getattr(importlib.import_module(module), name)
         if value.values:
             return kind(*value.values)

@@ -283,7 +283,8 @@ def run(
     def parts() -> Iterator[tuple[Copy, int, int]]:
         for copy in rest:
             unit = _unit(copy.tensor, source, *([target] if target else []))
-            yield from ((copy, start, stop) for start, stop in chunks(copy.tensor.numel, unit, effort.chunk))
+            spans = chunks(copy.tensor.numel, unit, effort.chunk) if copy.tensor.numel else [(0, 0)]
+            yield from ((copy, start, stop) for start, stop in spans)
 
     def move(part: tuple[Copy, int, int]) -> None:
         copy, start, stop = part
@@ -304,7 +305,9 @@ def run(
             target.blocks.finish(copy.tensor.name)
 
     def stored(name: str) -> None:
-        for key in unnoted.pop(name, []):
+        with lock:
+            keys = unnoted.pop(name, [])
+        for key in keys:
             if journal:
                 journal.note(key, digests[key])
 
@@ -316,9 +319,12 @@ def run(
         for role in copy.to:
             for file, own in target.extents(copy.tensor, role).items():
                 extents.setdefault(file, set()).update(own)
-    with Blocks(target.folder, extents, effort.buffers, hashed, stored) as target.blocks:
-        _share(move, parts(), effort.workers)
-    return digests, target.blocks.facts
+    try:
+        with Blocks(target.folder, extents, effort.buffers, hashed, stored) as target.blocks:
+            _share(move, parts(), effort.workers)
+        return digests, target.blocks.facts
+    finally:
+        target.blocks = None
 
 
 def _share(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from . import torch_files
 from .blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, local_shape, runs, stages_of, state_keys
 from .refusal import refuse
-from .torch_files import Fragment, Keys, LossScaler, Size, Stored, ZeroStage
+from .torch_files import FileTensor, Fragment, Keys, LossScaler, Size, ZeroStage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps beside the master weights
 STATE = ("optimizer_state_dict", "base_optimizer_state", "state")
@@ -214,10 +214,10 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
 
 def _numbers(value: Any) -> Any:
     """The same with numbers in the places of tensors of one element: what is carried over is not read again from the file."""
-    if isinstance(value, Stored):
+    if isinstance(value, FileTensor):
         return value if value.value is None else value.value
     if isinstance(value, dict):
-        return type(value)((key, _numbers(item)) for key, item in value.items())
+        return type(value)({key: _numbers(item) for key, item in value.items()})
     return type(value)(map(_numbers, value)) if type(value) in (list, tuple) else value
 
 
@@ -231,12 +231,12 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
         hyper = [dict(carried.groups.get(number if number is not None else -1, {})) for number in numbers]
         flats, tensors = flat_groups(groups, layout), flat_tensors(groups, layout)
 
-        def weights(stage: int, shapes: dict = shapes, trained: set = trained) -> dict[str, Stored]:
-            made: dict[str, Stored] = {}  # an alias is the same tensor again
+        def weights(stage: int, shapes: dict = shapes, trained: set = trained) -> dict[str, FileTensor]:
+            made: dict[str, FileTensor] = {}  # an alias is the same tensor again
             for key, tensor in state_keys(blueprint, layout, stage).items():
                 gone = layout.zero_stage == 3 and not tensor.buffer
                 own = tensor.buffer or layout.dtype
-                made[key] = made[tensor.name] if tensor.name in made else Stored((0,) if gone else shapes[tensor.name], own)
+                made[key] = made[tensor.name] if tensor.name in made else FileTensor((0,) if gone else shapes[tensor.name], own)
             return made
 
         def optimizer_state(indices: list[tuple[list[int], list[tuple[int, ...]]]], hyper: list = hyper) -> dict[str, Any]:
@@ -244,8 +244,8 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
             kept = {}
             for own, sizes in indices:
                 for index, shape in zip(own, sizes, strict=True):
-                    step: Any = int(carried.step) if layout.int_step else Stored((), value=carried.step)
-                    kept[index] = {"step": step} | {role: Stored(shape) for role in MOMENTS}
+                    step: Any = int(carried.step) if layout.int_step else FileTensor((), value=carried.step)
+                    kept[index] = {"step": step} | {role: FileTensor(shape) for role in MOMENTS}
             return {"state": kept, "param_groups": [numbers | {"params": own} for numbers, (own, _) in zip(hyper, indices, strict=True)]}
 
         optimizer: dict[str, Any] | None = None
@@ -257,7 +257,7 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
             optimizer = optimizer_state(indices)
             if layout.optimizer != "torch":
                 scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": carried.engine["global_steps"]}
-                masters = [[Stored(shapes[tensor.name]) for tensor, _ in group] for group in groups]
+                masters = [[FileTensor(shapes[tensor.name]) for tensor, _ in group] for group in groups]
                 optimizer = scale | {"optimizer_state_dict": optimizer, "fp32_groups": masters}
         if layout.mesh.pp > 1:
             for stage in stages_of(pp_rank, layout.mesh.pp, layout.schedule):
@@ -267,7 +267,7 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
         for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
             module = weights(0) if layout.mesh.pp == 1 else None
             fragments = {
-                tensor.name: Stored((-(-prod(shapes[tensor.name]) // layout.partitions),), layout.dtype)
+                tensor.name: FileTensor((-(-prod(shapes[tensor.name]) // layout.partitions),), layout.dtype)
                 if layout.zero_stage == 3
                 else (module or {}).get(tensor.name)
                 for tensor in frozen
@@ -304,7 +304,7 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
             scaler = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False, "overflow": False}
             ends = [max(0, min(size, (rank + 1) * size - sum(numel for _, numel in group))) for (_, size, _), group in zip(flats, groups, strict=False)]
             if layout.zero_stage == 3:
-                masters = [Stored((size,)) for size in kept]
+                masters = [FileTensor((size,)) for size in kept]
                 parts = {
                     "zero_stage": ZeroStage(3),
                     "partition_count": layout.partitions,
@@ -323,7 +323,7 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                     for flat, group in zip(flats, groups, strict=True)
                 ]
                 bf16 = layout.optimizer == "BF16_Optimizer"
-                masters = [Stored((size if bf16 else size - end,)) for (_, size, _), end in zip(flats, ends, strict=True)]
+                masters = [FileTensor((size if bf16 else size - end,)) for (_, size, _), end in zip(flats, ends, strict=True)]
                 own |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": masters, "group_paddings": ends, "param_slice_mappings": mappings}
                 stage = ZeroStage(layout.zero_stage)
                 paddings = {"param_alignment_paddings": [[0] * len(group) for group in groups], "zero_stage": stage}

@@ -16,17 +16,19 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import FunctionType
 from typing import Any, BinaryIO
 
 from .refusal import Refusal, refuse
 
-SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8}
+NEWER = {"uint64": 8, "uint32": 4, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # without a type of storage of their own
 NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "int8": "<b", "uint8": "<B", "bool": "<?"}
 ALIGNMENT = 64
 
 
 @dataclass(eq=False)
-class Stored:
+class FileTensor:
     """A tensor in a file, or one to be made. `start`: where its first element lies, in bytes from the beginning of the file; -1: its elements
     are not in row-major order there."""
 
@@ -42,6 +44,10 @@ class Stored:
 
 class Size(tuple):
     """Is written as a torch.Size."""
+
+
+class Name(str):
+    """Module and name of an object of torch's, such as torch.float16: is written as that object."""
 
 
 class Stand:
@@ -75,9 +81,9 @@ STANDS = LossScaler, DynamicLossScaler, ZeroStage, Fragment = tuple(
 STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # the members of ZeroStageEnum
 _STORAGES = {
     dtype: type("Stand", (Stand,), {"place": f"torch.{name}Storage"})
-    for dtype, name in zip(SIZES, ("Double", "Float", "BFloat16", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool"), strict=True)
+    for dtype, name in zip(SIZES, ("Double", "Float", "BFloat16", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat"), strict=True)
 }
-_REBUILD, _SIZE = (type("Stand", (Stand,), {"place": place}) for place in ("torch._utils._rebuild_tensor_v2", "torch.Size"))
+_REBUILD, _SIZE, _DEVICE = (type("Stand", (Stand,), {"place": place}) for place in ("torch._utils._rebuild_tensor_v2", "torch.Size", "torch.device"))
 
 
 def member(kind: Any, name: str) -> Stand:
@@ -91,14 +97,16 @@ def member(kind: Any, name: str) -> Stand:
 
 
 def read(path: Path) -> Any:
-    """The content of a file, its tensors as `Stored`, those of one element with their values.
+    """The content of a file, its tensors as `FileTensor`, those of one element with their values.
 
     Raises `Refusal` for a file that is damaged, or that names what no checkpoint needs: nothing of it is run.
     """
     try:
         with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
             [pickled] = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
-            return _Reader(io.BytesIO(archive.read(pickled)), stream, archive, pickled.removesuffix("data.pkl") + "data/").load()
+            content = _Reader(io.BytesIO(archive.read(pickled)), stream, archive, pickled.removesuffix("data.pkl") + "data/").load()
+            tensors(content)  # of no container that holds itself
+            return content
     except Exception as error:  # pickle and zipfile raise what they please for a damaged or hostile file
         raise unsafe(path, error) from None
 
@@ -109,52 +117,74 @@ def unsafe(path: Path, error: Exception) -> Refusal:
     return refuse(str(path), f"cannot be read safely: {said[:200]}", "use another copy of the checkpoint")
 
 
-class _Reader(pickle.Unpickler):
-    """Finds the few names below and no others (the documentation of pickle, "Restricting Globals")."""
+_PythonPickler: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] (those whose steps can be overridden)
+_PythonUnpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Reader(_PythonUnpickler):
+    """Finds the few names below and no others (the documentation of pickle, "Restricting Globals"), and gives attributes to stand-ins only."""
 
     def __init__(self, pickled: io.BytesIO, stream: BinaryIO, archive: zipfile.ZipFile, folder: str):
         super().__init__(pickled)
         self.stream, self.archive, self.folder = stream, archive, folder
-        self.known: dict[str, Any] = {kind.place: kind for kind in STANDS}
-        self.known |= {kind.place: dtype for dtype, kind in _STORAGES.items()} | {f"torch.{dtype}": f"torch.{dtype}" for dtype in SIZES}
-        self.known |= {"torch._utils._rebuild_tensor_v2": self._tensor, "torch._tensor._rebuild_from_type_v2": self._subclass, "torch.Size": Size}
+        self.known: dict[str, Any] = {kind.place: kind for kind in (*STANDS, _DEVICE)} | {kind.place: dtype for dtype, kind in _STORAGES.items()}
+        self.known |= {name: Name(name) for name in ("torch.Tensor", "torch.nn.parameter.Parameter", *(f"torch.{dtype}" for dtype in SIZES | NEWER))}
+        self.known |= {"torch.storage.UntypedStorage": "", "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_tensor_v3": self._newer}
         self.known |= {f"torch._utils.{name}": lambda data, *_: data for name in ("_rebuild_parameter", "_rebuild_parameter_with_state")}
-        self.known |= {"torch.Tensor": Stored, "torch.nn.parameter.Parameter": Stored}
-        self.known |= {"collections.OrderedDict": OrderedDict, "collections.Counter": Counter, "_codecs.encode": _codecs.encode}
-        self.known |= {
-            f"{module}.{name}": kind for module in ("builtins", "__builtin__") for name, kind in (("set", set), ("bytearray", bytearray), ("getattr", member))
-        }
+        self.known |= {"torch._tensor._rebuild_from_type_v2": self._subclass, "torch.Size": Size, "_codecs.encode": _codecs.encode}
+        self.known |= {"collections.OrderedDict": OrderedDict, "collections.Counter": Counter}
+        builtin = {"set": set, "bytearray": bytearray, "complex": complex, "getattr": member}
+        self.known |= {f"{module}.{name}": value for module in ("builtins", "__builtin__") for name, value in builtin.items()}
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (name := f"{module_name}.{global_name}") not in self.known:
-            raise pickle.UnpicklingError(f"it names {name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f"it names {name}, which is not among what checkpoints are known to hold")
         return self.known[name]
 
-    def persistent_load(self, pid: Any) -> tuple[str, int]:
-        """(dtype, first byte) of a storage."""
+    def _build(self) -> None:
+        """Attributes of an object. Unrestricted, this would change the classes and functions above."""
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if isinstance(made, OrderedDict):
+            return  # a state dict's notes of its modules' versions
+        if not isinstance(made, Stand) or type(state) is not dict or any(type(key) is not str or hasattr(Stand, key) for key in state):
+            raise pickle.UnpicklingError(f"it gives attributes to {type(made).__name__}")
+        vars(made).update(state)
+
+    dispatch = _PythonUnpickler.dispatch | {pickle.BUILD[0]: _build}
+
+    def persistent_load(self, pid: Any) -> tuple[str, int, int]:
+        """(dtype or "", first byte, bytes) of a storage."""
         kind, dtype, key, _, numel = pid
         record = self.archive.getinfo(self.folder + key)
-        if kind != "storage" or dtype not in SIZES or record.compress_type != zipfile.ZIP_STORED or record.file_size != numel * SIZES[dtype]:
-            raise pickle.UnpicklingError(f"its record {record.filename} has {record.file_size} bytes for {numel} elements of {dtype}")
+        if kind != "storage" or dtype not in ("", *SIZES) or record.compress_type != zipfile.ZIP_STORED or record.file_size != numel * SIZES.get(dtype, 1):
+            raise pickle.UnpicklingError(f"its record {record.filename} has {record.file_size} bytes for {numel} elements of {dtype or 'one byte'}")
         self.stream.seek(record.header_offset + 26)
         name, extra = struct.unpack("<HH", self.stream.read(4))
-        return dtype, record.header_offset + 30 + name + extra
+        return dtype, record.header_offset + 30 + name + extra, record.file_size
 
-    def _tensor(self, storage: tuple[str, int], offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Stored:
-        dtype, start = storage
-        start += offset * SIZES[dtype]
-        value = None
+    def _tensor(self, storage: tuple[str, int, int], offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> FileTensor:
+        dtype, start, nbytes = storage
+        size, value = (SIZES | NEWER)[dtype], None
+        least = min([offset, *shape, *stride], default=0)
+        end = offset + 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if prod(shape) else offset
+        if least < 0 or end * size > nbytes:
+            raise pickle.UnpicklingError(f"a tensor of shape {shape} goes beyond its storage of {nbytes} bytes")
+        start += offset * size
         if prod(shape) == 1 and dtype in NUMBERS:
             self.stream.seek(start)
-            [value] = struct.unpack(NUMBERS[dtype], self.stream.read(SIZES[dtype]))
-        in_order = all(size == 1 or own == wanted for size, own, wanted in zip(shape, stride, _strides(shape), strict=True))
-        return Stored(tuple(shape), dtype, value, start if in_order else -1)
+            [value] = struct.unpack(NUMBERS[dtype], self.stream.read(size))
+        in_order = not prod(shape) or all(length == 1 or own == wanted for length, own, wanted in zip(shape, stride, _strides(shape), strict=True))
+        return FileTensor(tuple(shape), dtype, value, start if in_order else -1)
 
-    def _subclass(self, rebuild: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Stored:
+    def _newer(self, storage: tuple[str, int, int], offset: int, shape: tuple[int, ...], stride: tuple[int, ...], grad: Any, hooks: Any, dtype: Name, *_: Any):
+        return self._tensor((dtype.removeprefix("torch."), *storage[1:]), offset, shape, stride)
+
+    def _subclass(self, rebuild: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> FileTensor:
         """A tensor that has attributes: these are left out."""
-        if rebuild != self._tensor:
+        if rebuild not in (self._tensor, self._newer):
             raise pickle.UnpicklingError(f"{rebuild} makes no tensor")
-        return self._tensor(*arguments)
+        return rebuild(*arguments)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -164,25 +194,28 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 # Writing ----------------------------------------------------------------------------------------------------------
 
-_PythonPickler: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] (the one whose steps can be overridden)
+PLAIN = (OrderedDict, Counter, set, bytearray, complex, _codecs.encode)  # names that may be written as they are
 
 
 class _Pickler(_PythonPickler):
-    """Writes `Stored` as torch's tensors, and stands under the names of what they stand for. `tensors`: those that it met."""
+    """Writes `FileTensor` as torch's tensors, and stands under the names of what they stand for. `tensors`: those that it met."""
 
     def __init__(self, stream: io.BytesIO):
         super().__init__(stream, 2)
-        self.tensors: list[Stored] = []
+        self.tensors: list[FileTensor] = []
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        if isinstance(obj, type) and issubclass(obj, Stand):
-            module, _, own = obj.place.rpartition(".")
+        place = obj if isinstance(obj, Name) else obj.place if isinstance(obj, type) and issubclass(obj, Stand) else ""
+        if place:
+            module, _, own = place.rpartition(".")
             self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
             self.memoize(obj)
-        else:
+        elif any(obj is known for known in PLAIN):
             super().save_global(obj, name)
+        else:
+            raise pickle.PicklingError(f"{obj} belongs in no checkpoint")
 
-    dispatch = _PythonPickler.dispatch | {type: lambda self, obj: self.save_global(obj)}
+    dispatch = _PythonPickler.dispatch | {kind: lambda self, obj: self.save_global(obj) for kind in (type, FunctionType)}
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
@@ -192,7 +225,9 @@ class _Pickler(_PythonPickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Size):
             return _SIZE, (tuple(value),)
-        if not isinstance(value, Stored):
+        if isinstance(value, Name):
+            return value
+        if not isinstance(value, FileTensor):
             return NotImplemented
         value.storage = len(self.tensors)
         self.tensors.append(value)
@@ -201,7 +236,7 @@ class _Pickler(_PythonPickler):
 
 @dataclass(eq=False)
 class _Storage:
-    tensor: Stored
+    tensor: FileTensor
 
 
 @dataclass
@@ -263,9 +298,9 @@ def write(path: Path, content: Any) -> None:
 Keys = tuple[Any, ...]
 
 
-def tensors(value: Any, keys: Keys = ()) -> dict[Keys, Stored]:
+def tensors(value: Any, keys: Keys = ()) -> dict[Keys, FileTensor]:
     """The tensors of what was read, each under the keys that lead to it."""
-    if isinstance(value, Stored):
+    if isinstance(value, FileTensor):
         return {keys: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     return {place: tensor for key, item in items for place, tensor in tensors(item, (*keys, key)).items()}

@@ -1,7 +1,9 @@
 """Files of torch.save, read and made without torch, and read with it."""
 
+import pickle
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from recipekit import ds_files, torch_files
-from recipekit.checkpoint import read_pickle
+from recipekit.checkpoint import read_pickle, restored
 from recipekit.refusal import Refusal
-from recipekit.torch_files import Size, Stored
+from recipekit.torch_files import FileTensor, Size
 
 READERS = pytest.mark.parametrize("read", [read_pickle, torch_files.read], ids=["torch", "without torch"])
 
@@ -25,6 +27,22 @@ def test_threads_may_read_at_once(tmp_path: Path):
     with ThreadPoolExecutor(8) as pool:
         for found in pool.map(lambda number: (read_pickle, torch_files.read)[number % 2](tmp_path / "one.pt"), range(400)):
             assert (found["at"].numel, found["at"].start) == (7, 1)
+
+
+class Call:
+    """Is pickled as a call."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple:
+        return self.arguments[0], self.arguments[1:]
+
+
+def endless() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
 
 
 class Getattr:
@@ -53,8 +71,15 @@ def test_a_stage_is_read_as_every_python_writes_it(tmp_path: Path, read: Callabl
 
 
 def test_a_planned_file_is_one_of_torch_save(tmp_path: Path):
-    tied = Stored((3, 5), "bfloat16")
-    content = {"tied": tied, "alias": tied, "column": Stored((4,)), "state": {0: {"step": Stored((), value=3.0)}}, "plain": Size([2]), "none": Stored((0,))}
+    tied = FileTensor((3, 5), "bfloat16")
+    content = {
+        "tied": tied,
+        "alias": tied,
+        "column": FileTensor((4,)),
+        "state": {0: {"step": FileTensor((), value=3.0)}},
+        "plain": Size([2]),
+        "none": FileTensor((0,)),
+    }
     torch_files.write(tmp_path / "planned.pt", content | {"stage": torch_files.ZeroStage(2), "at": torch_files.Fragment(numel=7, start=1)})
     found = read_pickle(tmp_path / "planned.pt")
     assert found["tied"].data_ptr() == found["alias"].data_ptr() and found["tied"].dtype == torch.bfloat16 and found["tied"].shape == (3, 5)
@@ -73,7 +98,10 @@ def test_a_planned_file_is_one_of_torch_save(tmp_path: Path):
 def test_tensors_of_torch_save_are_found_where_they_lie(tmp_path: Path):
     """Every dtype, views of one storage, parameters, and numbers of one element."""
     whole = torch.arange(24.0).view(4, 6)
-    content = {str(dtype): torch.arange(3).to(getattr(torch, dtype)) for dtype in torch_files.SIZES} | {"column": whole[:, 2], "rows": whole[1:3]}
+    content = {str(dtype): torch.arange(3).to(getattr(torch, dtype)) for dtype in torch_files.SIZES | torch_files.NEWER} | {
+        "column": whole[:, 2],
+        "rows": whole[1:3],
+    }
     content |= {"parameter": torch.nn.Parameter(whole.clone()), "steps": [torch.tensor(7.5), torch.tensor(9)], "dtype": torch.bfloat16}
     content["named"] = torch.arange(5.0)
     content["named"].of = "an attribute, as ZeRO-3 leaves them on its tensors"
@@ -93,7 +121,12 @@ def test_tensors_of_torch_save_are_found_where_they_lie(tmp_path: Path):
 
 def test_files_beyond_four_gigabytes(tmp_path: Path):
     """Sizes and places that need more than 32 bits; the files are holes."""
-    content = {"large": Stored((5 * 2**28,)), "after": Stored((3,)), "many": [Stored((1,), "int8") for _ in range(70_000)], "last": Stored((), value=2.5)}
+    content = {
+        "large": FileTensor((5 * 2**28,)),
+        "after": FileTensor((3,)),
+        "many": [FileTensor((1,), "int8") for _ in range(70_000)],
+        "last": FileTensor((), value=2.5),
+    }
     torch_files.write(tmp_path / "large.pt", content)
     assert (tmp_path / "large.pt").stat().st_size > 5 * 2**30
     found = torch_files.read(tmp_path / "large.pt")
@@ -121,7 +154,25 @@ def short(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "File is not a zip file"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"FloatStorage", b"LongsStorage")), "Bad CRC-32"),
         (short, "has 6 bytes for 3 elements of float32"),
-        (lambda path: torch.save({"device": torch.device("cpu")}, path), "it names torch.device, which no checkpoint needs"),
+        (lambda path: torch.save({"path": Path("a")}, path), "it names pathlib.PosixPath, which is not among what checkpoints are known to hold"),
+        (
+            lambda path: torch.save(
+                {
+                    "tensor": Call(
+                        torch._utils._rebuild_tensor_v2,
+                        torch.TypedStorage(wrap_storage=torch.UntypedStorage(16), dtype=torch.float32, _internal=True),
+                        0,
+                        (200,),
+                        (1,),
+                        False,
+                        None,
+                    )
+                },
+                path,
+            ),
+            "goes beyond",
+        ),
+        (lambda path: torch.save(endless(), path), "recursion"),
     ],
 )
 def test_a_damaged_file_gets_one_message(tmp_path: Path, change: Callable[[Path], Any], says: str):
@@ -129,3 +180,44 @@ def test_a_damaged_file_gets_one_message(tmp_path: Path, change: Callable[[Path]
     change(tmp_path / "one.pt")
     with pytest.raises(Refusal, match=rf"one\.pt: cannot be read safely: .*{says}"):
         torch_files.read(tmp_path / "one.pt")
+
+
+@pytest.mark.parametrize("attributes", ["(None, {'place': 'os\\nmkdir'})", "{'place': 'os.mkdir'}", "{'__class__': 1}"])
+@pytest.mark.parametrize(
+    "of", ["cdeepspeed.utils.tensor_fragment\nfragment_address\n", "cdeepspeed.utils.tensor_fragment\nfragment_address\n)\x81", "c__builtin__\ngetattr\n"]
+)
+def test_a_file_changes_nothing_of_ours(tmp_path: Path, of: str, attributes: str):
+    """The opcode that gives attributes to an object would change classes and functions, too, and what is written with them later."""
+    state = pickle.dumps(eval(attributes), 2)[2:-1]
+    with zipfile.ZipFile(tmp_path / "two.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + of.encode("latin-1") + state + b"b.")
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(Refusal, match="it gives attributes to"):
+        torch_files.read(tmp_path / "two.pt")
+    assert torch_files.Fragment.place == "deepspeed.utils.tensor_fragment.fragment_address" and torch_files.member.__module__ == "recipekit.torch_files"
+
+
+def test_a_stand_in_is_made_of_its_own_class_whatever_a_file_says():
+    hostile = torch_files.Fragment(numel=7)
+    hostile.place, hostile.values = "os.mkdir", ()
+    assert type(restored(hostile)).__name__ == "fragment_address"
+
+
+def test_nothing_else_is_written(tmp_path: Path):
+    with pytest.raises(pickle.PicklingError, match="belongs in no checkpoint"):
+        torch_files.write(tmp_path / "one.pt", {"function": restored})
+
+
+def test_what_is_carried_comes_back_as_it_was(tmp_path: Path):
+    """Schedulers keep such things: milestones are a Counter."""
+    content = {
+        "milestones": Counter({30: 1, 80: 2}),
+        "dtype": torch.float16,
+        "device": torch.device("cpu"),
+        "complex": 1 + 2j,
+        "set": {1},
+        "lr": torch.tensor(0.5),
+    }
+    torch.save(content, tmp_path / "one.pt")
+    torch_files.write(tmp_path / "two.pt", ds_files._numbers(torch_files.read(tmp_path / "one.pt")))
+    assert torch.load(tmp_path / "two.pt", weights_only=False) == content | {"lr": 0.5}
