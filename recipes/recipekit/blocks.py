@@ -186,22 +186,22 @@ class Blocks:
     def _is_stored(self, block: _Block) -> None:
         for name in block.names:
             self._waiting[name] -= 1
-        self._tell(block.names)
+        try:
+            self._tell(block.names)
+        except BaseException as error:  # of the caller's `stored`: often on a thread that nobody waits for
+            self._error = self._error or error
 
     def _save(self, file: _File, number: int, block: _Block) -> None:
         stored = self._put(file, number, block.bits)
         with self._changed:
             self._writing -= 1
             file.missing -= 1
-            try:
-                if stored:
-                    self._is_stored(block)
-                if not self._hashed:
-                    del file.full[number]
-                block.holds -= 1
-                self._free(block)
-            except BaseException as error:  # of the caller's `stored`, say: nobody waits for this thread's
-                self._error = self._error or error
+            if stored:
+                self._is_stored(block)
+            if not self._hashed:
+                del file.full[number]
+            block.holds -= 1
+            self._free(block)
             self._changed.notify_all()
         self._end(file)
 

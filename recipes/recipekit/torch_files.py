@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from .refusal import Refusal, refuse
 
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8}
-NEWER = {"uint64": 8, "uint32": 4, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # without a type of storage of their own
+SIZES |= {"uint64": 8, "uint32": 4, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # newer: without a type of storage of their own
 NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "int8": "<b", "uint8": "<B", "bool": "<?"}
 ALIGNMENT = 64
 
@@ -81,9 +81,12 @@ STANDS = LossScaler, DynamicLossScaler, ZeroStage, Fragment = tuple(
 STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # the members of ZeroStageEnum
 _STORAGES = {
     dtype: type("Stand", (Stand,), {"place": f"torch.{name}Storage"})
-    for dtype, name in zip(SIZES, ("Double", "Float", "BFloat16", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat"), strict=True)
+    for dtype, name in zip(SIZES, ("Double", "Float", "BFloat16", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat"), strict=False)
 }
-_REBUILD, _SIZE, _DEVICE = (type("Stand", (Stand,), {"place": place}) for place in ("torch._utils._rebuild_tensor_v2", "torch.Size", "torch.device"))
+_REBUILD, _NEWER, _UNTYPED, _SIZE, _DEVICE = (
+    type("Stand", (Stand,), {"place": f"torch.{place}"})
+    for place in ("_utils._rebuild_tensor_v2", "_utils._rebuild_tensor_v3", "storage.UntypedStorage", "Size", "device")
+)
 
 
 def member(kind: Any, name: str) -> Stand:
@@ -128,8 +131,8 @@ class _Reader(_PythonUnpickler):
         super().__init__(pickled)
         self.stream, self.archive, self.folder = stream, archive, folder
         self.known: dict[str, Any] = {kind.place: kind for kind in (*STANDS, _DEVICE)} | {kind.place: dtype for dtype, kind in _STORAGES.items()}
-        self.known |= {name: Name(name) for name in ("torch.Tensor", "torch.nn.parameter.Parameter", *(f"torch.{dtype}" for dtype in SIZES | NEWER))}
-        self.known |= {"torch.storage.UntypedStorage": "", "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_tensor_v3": self._newer}
+        self.known |= {name: Name(name) for name in ("torch.Tensor", "torch.nn.parameter.Parameter", *(f"torch.{dtype}" for dtype in SIZES))}
+        self.known |= {_UNTYPED.place: "", _REBUILD.place: self._tensor, _NEWER.place: self._newer}
         self.known |= {f"torch._utils.{name}": lambda data, *_: data for name in ("_rebuild_parameter", "_rebuild_parameter_with_state")}
         self.known |= {"torch._tensor._rebuild_from_type_v2": self._subclass, "torch.Size": Size, "_codecs.encode": _codecs.encode}
         self.known |= {"collections.OrderedDict": OrderedDict, "collections.Counter": Counter}
@@ -157,7 +160,7 @@ class _Reader(_PythonUnpickler):
         """(dtype or "", first byte, bytes) of a storage."""
         kind, dtype, key, _, numel = pid
         record = self.archive.getinfo(self.folder + key)
-        if kind != "storage" or dtype not in ("", *SIZES) or record.compress_type != zipfile.ZIP_STORED or record.file_size != numel * SIZES.get(dtype, 1):
+        if kind != "storage" or dtype not in ("", *_STORAGES) or record.compress_type != zipfile.ZIP_STORED or record.file_size != numel * SIZES.get(dtype, 1):
             raise pickle.UnpicklingError(f"its record {record.filename} has {record.file_size} bytes for {numel} elements of {dtype or 'one byte'}")
         self.stream.seek(record.header_offset + 26)
         name, extra = struct.unpack("<HH", self.stream.read(4))
@@ -165,7 +168,7 @@ class _Reader(_PythonUnpickler):
 
     def _tensor(self, storage: tuple[str, int, int], offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> FileTensor:
         dtype, start, nbytes = storage
-        size, value = (SIZES | NEWER)[dtype], None
+        size, value = SIZES[dtype], None
         least = min([offset, *shape, *stride], default=0)
         end = offset + 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if prod(shape) else offset
         if least < 0 or end * size > nbytes:
@@ -220,7 +223,9 @@ class _Pickler(_PythonPickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        return "storage", _STORAGES[obj.tensor.dtype], str(obj.tensor.storage), "cpu", obj.tensor.numel()
+        typed = obj.tensor.dtype in _STORAGES
+        count = obj.tensor.numel() * (1 if typed else SIZES[obj.tensor.dtype])
+        return "storage", _STORAGES.get(obj.tensor.dtype, _UNTYPED), str(obj.tensor.storage), "cpu", count
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Size):
@@ -231,7 +236,8 @@ class _Pickler(_PythonPickler):
             return NotImplemented
         value.storage = len(self.tensors)
         self.tensors.append(value)
-        return _REBUILD, (_Storage(value), 0, value.shape, _strides(value.shape), False, OrderedDict())
+        arguments = _Storage(value), 0, value.shape, _strides(value.shape), False, OrderedDict()
+        return (_REBUILD, arguments) if value.dtype in _STORAGES else (_NEWER, (*arguments, Name(f"torch.{value.dtype}")))
 
 
 @dataclass(eq=False)
