@@ -283,7 +283,7 @@ A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, 
 
 {chr(10).join(verdicts(report))}
 
-The time is that of the whole process, so the imports of torch and DeepSpeed are in it (the row start-up). Ours and `cp` end with fsync of every file; ours also checks the
+The time is that of the whole process, imports included (ours: the row start-up; DeepSpeed's two import torch). Ours and `cp` end with fsync of every file; ours also checks the
 digest of every tensor that it reads, and writes sha256 of every file (not of safetensors) and digests of every tensor. `zero_to_fp32.py` and `ds_to_universal.py` do
 neither: part of what they wrote is still in memory when they end, which is not counted against them. Ours writes past the page cache, so what it wrote has to be read from the disk
 when it is loaded, where the others' may still lie in memory. Before each command everything is written back and the source is
