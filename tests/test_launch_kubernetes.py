@@ -74,8 +74,9 @@ def test_a_number_that_is_none_is_named(tmp_path: Path, name: str) -> None:
     assert done.returncode == 1 and f"{name} = 'x' is no number" in done.stderr
 
 
-def test_a_variable_that_was_asked_for_is_in_the_manifest() -> None:
+def test_a_variable_that_was_asked_for_is_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     """An image has its own PYTHONPATH, unless the user wants this one."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     named = lambda *words: {variable["name"] for variable in container(render("--gpus", "8", *words, str(NANO))[1])["env"]}  # noqa: E731
     assert "PYTHONUNBUFFERED" in named("--env", "PYTHONUNBUFFERED") and "PYTHONUNBUFFERED" not in named()
 
