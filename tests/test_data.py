@@ -697,6 +697,17 @@ def test_ready_tokens_are_held_out_too(tmp_path):
     assert 10 < len(evaluated) < 60 and not evaluated & trained and evaluated | trained == {tuple(ids.tolist()) for ids in documents}
 
 
+def test_documents_of_ready_tokens_may_be_empty(tmp_path):
+    """Also all of a row group, or all there are."""
+    kinds = pa.list_(pa.int32())
+    pq.write_table(pa.table({"ids": pa.array([[]] * 4 + [[7], [], None, []] + [list(range(9))] * 4, kinds)}), tmp_path / "some.parquet", row_group_size=4)
+    pq.write_table(pa.table({"ids": pa.array([[]] * 4, kinds)}), tmp_path / "none.parquet", row_group_size=4)
+    fields = {"text_field": "ids", "seq_len": 16, "global_batch": 2, "micro_batch": 2}
+    assert set(pieces_of(take(recipe_for(str(tmp_path / "some.parquet"), **fields), 4)[0])) == {tuple(range(9))}
+    with pytest.raises(Refusal, match="4 documents in a row hold no token to train on"):
+        take(recipe_for(str(tmp_path / "none.parquet"), **fields), 1)
+
+
 def test_no_held_out_document_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("a small file")
     assert not is_held_out("a small file")

@@ -45,6 +45,7 @@ TARGETS = {  # reader -> (of, kind of files, at least)
 }
 TITLES = {
     "raw": "raw read, each row group copied to int64",
+    "bare": "numpy alone: each token checked, the rows of a block gathered in random order",
     "ours": "**ours**: shuffled, packed; ids, labels and positions",
     "hf arrow": '`datasets`, `with_format("arrow").iter(32)`, copied to int64',
     "hf rows": "`datasets`, row by row",
@@ -97,12 +98,39 @@ def _int64(column: Any) -> np.ndarray:
     return column.flatten().to_numpy().astype(np.int64).reshape(-1, SEQ_LEN)
 
 
-def raw(kind: str, files: list[Path]) -> Iterator[int]:
+def _groups(kind: str, files: list[Path]) -> Iterator[Any]:
     while True:
         for file in files:
             batches = pa.ipc.open_stream(pa.memory_map(str(file))) if kind == "arrow" else pq.ParquetFile(file).iter_batches(GROUP, use_threads=False)
             for batch in batches:
-                yield _int64(batch["input_ids"]).size
+                yield batch["input_ids"]
+
+
+def raw(kind: str, files: list[Path]) -> Iterator[int]:
+    for column in _groups(kind, files):
+        yield _int64(column).size
+
+
+def bare(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
+    """The passes over the tokens that a shuffle with checked tokens cannot do without, and nothing else: no packing, no labels, no state."""
+    from recipekit.data.stream import block_tokens
+
+    draw, out, held = np.random.default_rng(0), np.empty((rows, SEQ_LEN), np.int64), []
+    for column in _groups(kind, files):
+        held.append(column.flatten().to_numpy().reshape(-1, SEQ_LEN))
+        assert held[-1].view(np.uint32).max() < VOCABULARY
+        bases = np.cumsum([0, *map(len, held)])
+        if bases[-1] * SEQ_LEN < block_tokens(SEQ_LEN):
+            continue
+        order = draw.permutation(bases[-1])
+        part_of = np.searchsorted(bases, order, side="right") - 1
+        for first in range(0, len(order) - rows + 1, rows):
+            some = slice(first, first + rows)
+            for number, part in enumerate(held):
+                mine = np.flatnonzero(part_of[some] == number)
+                out[mine] = part[order[some][mine] - bases[number]]
+            yield out.size
+        held = []
 
 
 def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
@@ -171,7 +199,7 @@ def grain(kind: str, files: list[Path]) -> Iterator[int]:
 
 
 READERS: dict[str, Callable[[str, list[Path]], Iterator[int]]] = {
-    "raw": raw, "ours": ours, "hf arrow": hf_arrow, "hf rows": hf_rows, "stateful": stateful, "grain": grain,
+    "raw": raw, "bare": bare, "ours": ours, "hf arrow": hf_arrow, "hf rows": hf_rows, "stateful": stateful, "grain": grain,
 }  # fmt: skip
 
 

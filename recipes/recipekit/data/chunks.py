@@ -81,12 +81,12 @@ def is_held_out(content: Any) -> bool:
 
 
 def held_out_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """(documents,) bool: the same for documents of ready tokens, told by their length and their first and last four tokens."""
-    mixed = lengths.astype(np.uint64)
+    """(documents,) bool: the same for documents of ready tokens, none of them empty, told by their length and their first and last four tokens."""
+    mixed, last = lengths.astype(np.uint64), lengths - 1
     for offset in range(4):
-        inside = np.minimum(offset, np.maximum(lengths - 1, 0))
-        for at in (starts + inside, starts + lengths - 1 - inside):
-            mixed = (mixed ^ ids[np.minimum(at, len(ids) - 1)].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        inside = np.minimum(offset, last)
+        for at in (starts + inside, starts + last - inside):
+            mixed = (mixed ^ ids[at].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
             mixed ^= mixed >> np.uint64(29)
     return mixed % np.uint64(100) == 0
 
@@ -266,9 +266,13 @@ class Reader:
         lists = lists.drop_null()
         ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
         offsets = lists.offsets.to_numpy().astype(np.int64)
-        starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-        kept = (lengths > 1) & (held_out_tokens(ids, starts, lengths) == self.held_out)
-        return Chunk(ids, None, starts[kept], lengths[kept], end, False, len(wrong), int((lengths < 2).sum()), told[:TOLD])
+        starts, lengths = offsets[:-1] - offsets[0], offsets[1:] - offsets[:-1]
+        long = lengths > 1
+        barren = len(long) - int(np.count_nonzero(long))
+        if barren:
+            starts, lengths = starts[long], lengths[long]
+        kept = held_out_tokens(ids, starts, lengths) == self.held_out
+        return Chunk(ids, None, starts[kept], lengths[kept], end, False, len(wrong), barren, told[:TOLD])
 
     def refuse_unless_skipped(self, problem: Refusal) -> None:
         if not self.skip or isinstance(problem, Unreachable):

@@ -17,7 +17,7 @@ def permutation(count: int, *key: object) -> np.ndarray:
     mixed = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(begin)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
+    return np.argsort(mixed ^ (mixed >> np.uint64(31)))  # no two are equal: each step has an inverse
 
 
 class Packing(NamedTuple):
