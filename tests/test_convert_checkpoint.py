@@ -1,5 +1,7 @@
 """The converter as users start it: the commands of the pages, exit codes, messages."""
 
+import errno
+import os
 import shlex
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from job import metrics
 from pool import ROOT, environment, free_port
+from recipekit import convert
 from test_resume import BASE, train
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -106,6 +109,27 @@ def test_bad_input_gets_one_message(
         got = usage.code
     assert got == code and says in capsys.readouterr().err
     assert not (trained / "out").exists()
+
+
+@pytest.mark.parametrize("when", ["writing", "at the end"])
+def test_a_disk_with_an_error(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str) -> None:
+    """What was written may be trusted after a write that failed, and not after a failed fsync: the kernel drops it, and says nothing at the next one."""
+    words = ["to-hf", str(trained / "runs" / "walk"), str(tmp_path / "out")]
+    broken = "pwrite" if when == "writing" else "fsync"
+
+    def failing(*values: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, broken, failing)
+        assert tool.main(words) == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    kept = "what was done is kept, start the same command again to go on"
+    assert f"{tmp_path}/.out.part/model.safetensors: Input/output error; " in told and told.endswith(
+        kept if when == "writing" else "free; start the same command again"
+    )
+    assert not (tmp_path / "out").exists() and convert.journal_file(tmp_path / "out").exists() == (when == "writing")
+    assert tool.main([*words, "--verify"]) == 0 and (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_dry_run_writes_nothing(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         where = Path(error.filename or arguments.out or arguments.source)
         free = shutil.disk_usage(existing(where)).free
-        print(f"{where}: {error.strerror}; {free:,} bytes are free; what was done is kept, start the same command again to go on", file=sys.stderr)
+        kept = arguments.out and convert.journal_file(arguments.out).exists()
+        again = "what was done is kept, start the same command again to go on" if kept else "start the same command again"
+        print(f"{where}: {error.strerror}; {free:,} bytes are free; {again}", file=sys.stderr)
         return 1
 
 

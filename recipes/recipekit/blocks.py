@@ -54,8 +54,8 @@ class Blocks:
 
     `stored` is called with each name given to `finish` when everything that was written under it is in the files. After the
     end of the `with` statement all of them are on the disk, and `facts` has size and, with `hashed`, sha256 of each. If that
-    is left by an error, what was written is in the files, as far as it can be, and what was not may be anything. Buffers of at most `limit` bytes
-    in all, but at least four; one more for each thread where all have one in hand.
+    is left by an error, what was written is in the files, as far as it can be, and what was not may be anything; with `lost`, even what
+    `stored` was told of. Buffers of at most `limit` bytes in all, but at least four; one more for each thread where all have one in hand.
     """
 
     def __init__(self, folder: Path, extents: dict[str, set[tuple[int, int]]], limit: int, hashed: bool, stored: Callable[[str], None]):
@@ -67,6 +67,7 @@ class Blocks:
         self._writing = self._hashing = 0  # threads that do so
         self._waiting: Counter[str] = Counter()  # name -> blocks that hold bytes of it which are not in the file
         self._finished: set[str] = set()
+        self.lost = False  # the disk has lost what was written: after a failed fsync the kernel drops it, and the next one says nothing
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._disk = ThreadPoolExecutor(WRITERS)
@@ -269,6 +270,7 @@ class Blocks:
             _open(file)
             os.fsync(file.descriptor)
         except BaseException as error:
+            self.lost = True
             self._fail(file, error)
         with self._changed:
             _close(file)

@@ -324,6 +324,8 @@ def run(
             _share(move, parts(), effort.workers)
         return digests, target.blocks.facts
     finally:
+        if journal and target.blocks and target.blocks.lost:
+            journal.forget()
         target.blocks = None
 
 
@@ -431,18 +433,23 @@ def cast(bits: np.ndarray, dtype: str, to: str) -> np.ndarray:
 # Whole conversions ------------------------------------------------------------------------------------------------
 
 
+def journal_file(out: Path) -> Path:
+    """Where an unfinished conversion to `out` notes what is done."""
+    return out.with_name(f".{out.name}.part") / "journal.jsonl"
+
+
 class Journal:
     """The unfinished output of a conversion: a hidden folder beside `out`, which takes its place when it is complete.
 
     What is done is noted there, so that the same conversion, started again, goes on where it was killed. After a crash of
-    the machine it begins anew, since what was written may not have reached the disk.
+    the machine, or a disk's error, it begins anew, since what was written may not have reached the disk.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any]):
         if out.exists():
             raise refuse(str(out), "already exists, and nothing is overwritten", "choose another folder, or remove it")
-        self.out, self.folder = out, out.with_name(f".{out.name}.part")
-        self._file, self._lock = self.folder / "journal.jsonl", threading.Lock()
+        self.out, self._file, self._lock = out, journal_file(out), threading.Lock()
+        self.folder = self._file.parent
         boot = Path("/proc/sys/kernel/random/boot_id")
         head = json.dumps(plan | {"boot": boot.read_text() if boot.exists() else ""}, sort_keys=True)
         lines = self._file.read_text().splitlines() if self._file.exists() else []
@@ -460,6 +467,10 @@ class Journal:
     def note(self, key: str, value: Any) -> None:
         with self._lock, self._file.open("a") as file:
             file.write(json.dumps({key: value}) + "\n")
+
+    def forget(self) -> None:
+        """The same conversion begins anew when it is started again."""
+        self._file.unlink()
 
     def finish(self) -> None:
         self._file.unlink()
