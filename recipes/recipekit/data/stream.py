@@ -248,16 +248,16 @@ def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[
             out = _buffer(buffers[2], (rows, seq_len + 1))
             for run in runs:
                 fill_whole_rows(out[run.slot : run.slot + run.size], run.block, run.row)
-            parts = torch.from_numpy(out).view(-1, micro_batch, seq_len + 1)
-            both = zip(parts[..., :-1].unbind(), parts[..., 1:].unbind(), strict=True)
-            return [{"input_ids": ids, "labels": labels, "position_ids": whole} for ids, labels in both]
+            parts = [out[first : first + micro_batch] for first in range(0, rows, micro_batch)]
+            return [{"input_ids": torch.from_numpy(part[:, :-1]), "labels": torch.from_numpy(part[:, 1:]), "position_ids": whole} for part in parts]
         out = _buffer(buffers[3], (3, rows, seq_len))
         for run in runs:
             ids, labels, positions = out[:, run.slot : run.slot + run.size]
             fill_rows(ids, labels, run.block, run.row)
             fill_positions(positions, run.block, run.row)
-        each = zip(*(part.unbind() for part in torch.from_numpy(out).view(3, -1, micro_batch, seq_len)), strict=True)
-        return [{"input_ids": ids, "labels": labels, "position_ids": positions} for ids, labels, positions in each]
+        names = ("input_ids", "labels", "position_ids")
+        parts = [out[:, first : first + micro_batch] for first in range(0, rows, micro_batch)]
+        return [{name: torch.from_numpy(tensor) for name, tensor in zip(names, part, strict=True)} for part in parts]
 
     return build
 
