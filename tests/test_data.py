@@ -708,6 +708,32 @@ def test_documents_of_ready_tokens_may_be_empty(tmp_path):
         take(recipe_for(str(tmp_path / "none.parquet"), **fields), 1)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_any_type_of_list_holds_tokens(tmp_path, kind):
+    """Lists of fixed length too, which may be null as others may; the same tokens give the same batches."""
+    draw = np.random.default_rng(5)
+    documents = [draw.integers(0, 250, 16).tolist() for _ in range(300)]
+    documents[7] = None
+    seen = set()
+    for number, lists in enumerate([pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16(), 16)]):
+        (folder := tmp_path / str(number)).mkdir()
+        table = pa.table({"ids": pa.array(documents, lists)})
+        if kind == "parquet":
+            pq.write_table(table, folder / "ids.parquet", row_group_size=100)
+        else:
+            with pa.OSFile(str(folder / "ids.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=100)
+        batches, _ = take(recipe_for(str(folder), text_field="ids", seq_len=16), 40)
+        seen.add(batches.tobytes())
+    assert len(seen) == 1 and len(set(pieces_of(batches))) > 280
+
+
+def test_tokens_in_json_lines_are_refused_with_the_way(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"ids": [1, 2, 3]}\n')
+    with pytest.raises(Refusal, match=r"a.jsonl, row 1: holds token ids, which are read from Parquet and Arrow files only; .*to_parquet"):
+        take(recipe_for(str(tmp_path / "a.jsonl"), text_field="ids"), 1)
+
+
 def test_no_held_out_document_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("a small file")
     assert not is_held_out("a small file")

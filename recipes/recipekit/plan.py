@@ -149,6 +149,12 @@ def _check_inputs(recipe: Recipe, model_known: bool) -> list[Problem]:
                 kind_of(files, domain.dataset)
         except Refusal as refusal:
             problems += refusal.problems
+    if recipe.token_cache not in ("auto", "off"):
+        above = Path(recipe.token_cache).expanduser().absolute()
+        there = next(folder for folder in (above, *above.parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            rule = f"cannot be made: {there} is {'no folder' if not there.is_dir() else 'not yours to write to'}"
+            problems.append(Problem(f"--token_cache {recipe.token_cache}", rule, "name a folder you may write to, or off"))
     try:
         if recipe.tokenizer or model_known:  # else the model is told of already, or is not here
             local_tokenizer(recipe)

@@ -89,7 +89,9 @@ class Wanted:
         values = pa.Table.from_batches([table]) if self.as_rows and isinstance(table, pa.RecordBatch) else table
         values = values.select(list(self.columns)).to_struct_array() if self.as_rows else values.column(self.columns[0])
         if isinstance(values, pa.ChunkedArray):
-            return values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
+            values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
+        if pa.types.is_fixed_size_list(values.type):
+            values = values.cast(pa.list_(values.type.value_type))
         return values
 
     def check(self, names: list[str], place: str) -> None:
@@ -455,10 +457,14 @@ def _streamed_source(dataset: datasets.IterableDataset, names: tuple[str, ...], 
 
 def holds_tokens(kind: pa.DataType) -> bool:
     """True for a column of lists of integers: documents that are tokenised already."""
-    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type)
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return lists and pa.types.is_integer(kind.value_type)
 
 
 def _one_document(sft: bool, value: Any, place: str) -> list[Document]:
+    if not sft and isinstance(value, list) and value and all(type(token) is int for token in value):
+        rule = "holds token ids, which are read from Parquet and Arrow files only"
+        raise refuse(place, rule, "make such a file: datasets.load_dataset('json', data_files=FILE, split='train').to_parquet('tokens.parquet')")
     if value is not None and not isinstance(value, list if sft else str):
         expected = "a list of messages (--messages_field)" if sft else "text (--text_field)"
         raise refuse(place, f"holds {type(value).__name__} {str(value)[:40]!r} where {expected} should be", "name another column, or mend the row")

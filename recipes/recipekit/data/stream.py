@@ -107,7 +107,7 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
 
 
 def _no_target(documents: int) -> Refusal:
-    fix = "task sft: an answer must begin within --seq_len tokens; else look at the data"
+    fix = "give longer documents; with task sft an answer must begin within --seq_len tokens"
     return refuse("--dataset", f"{documents} documents in a row hold no token to train on", fix)
 
 
@@ -348,6 +348,10 @@ class Stream:
         self._queue.queue.clear()  # an error in it would keep its frames, and the files that they have open
 
 
+def _nothing(text: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Corpus:
     """What a recipe reads: each domain with its source, and what makes tokens of them."""
@@ -364,7 +368,7 @@ class Corpus:
 
     def readers(self, recipe: Recipe, held_out: bool = False) -> list[Reader]:
         skip, told = recipe.bad_rows == "skip", []
-        of_all = {"say": self.patience.say, "closed": self.patience.closed, "told": told}
+        of_all = {"say": _nothing if held_out else self.patience.say, "closed": self.patience.closed, "told": told}  # training tells of the same rows
         caches = [None if held_out else open_cache(recipe, source, self.encoder) for source in self.sources]
         return [Reader(source, self.encoder, skip, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
 
