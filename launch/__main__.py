@@ -87,6 +87,8 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     where = arguments.where or hosts.detect(variables, arguments.hostfile)
     if not Path(words[0]).is_file():
         raise Refused(f"{words[0]}: no such file; give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)")
+    if arguments.doctor and (late := next((word for word in arguments.words if word in ("--dry-run", "--dry_run")), "")):
+        raise Refused(f"{late}: stands after --doctor, and the rest of the line is the doctor's, which has no such flag; put it before --doctor")
     if problems := misplaced(arguments, where, variables):
         raise Refused(*problems)
     if arguments.hostfile and where != "hostfile":

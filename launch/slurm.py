@@ -17,7 +17,8 @@ def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, 
     words = ["sbatch", f"--nodes={arguments.nodes or 1}", f"--export={','.join(dict.fromkeys(names))}", *arguments.sbatch]
     if arguments.gpus and not any("gpus" in word or "gres" in word for word in arguments.sbatch):
         words.append(f"--gpus-per-node={arguments.gpus}")
-    words += [str(REPOSITORY / "launch" / "slurm.sbatch"), *argv]
+    flags = argv[: len(argv) - len(arguments.words)]
+    words += [str(REPOSITORY / "launch" / "slurm.sbatch"), *(flag for flag in flags if flag not in ("--dry-run", "--dry_run")), *arguments.words]
     print(f"launch: {shlex.join(words)}", flush=True)
     if arguments.dry_run:
         return 0

@@ -121,5 +121,6 @@ def test_a_login_node_submits_names_and_no_values(tmp_path: Path) -> None:
     words = ["--where", "slurm", "--nodes", "2", "--gpus", "8", "--sbatch=--partition=gpu", "--dry-run", str(NANO), "--tiny", "$(id)"]
     done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=60)
     assert "sbatch --nodes=2" in done.stdout and "--gpus-per-node=8" in done.stdout and "--partition=gpu" in done.stdout and "'$(id)'" in done.stdout
+    assert "--dry-run" not in done.stdout, "what is printed would train nothing"
     (exported,) = [word for word in done.stdout.split() if word.startswith("--export=")]
     assert "WANDB_PROJECT" in exported and not any(name in done.stdout or value in done.stdout for name, value in SECRETS.items())

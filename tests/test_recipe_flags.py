@@ -167,6 +167,7 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
         ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
         ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["holds files of several kinds"]),
         ("--dataset", "a=x; b=y", ["is no part of a mixture"]),
+        ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be made: {tmp}/good/a.txt is no folder"]),
         ("--tokenizer", "{tmp}/tok", ["--tokenizer {tmp}/tok: there is no such folder"]),
         ("--tokenizer", "{tmp}/tables", ["--tokenizer {tmp}/tables: the folder holds no tokenizer"]),
     ],

@@ -277,6 +277,17 @@ def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(half: Pa
         assert said.count(way) == 1
 
 
+def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--tiny` changes many numbers; what differs then is said once. So are the flags that a run goes on with."""
+    (tmp_path / "half").mkdir()
+    saved = json.loads((half / "run.json").read_text())
+    for tiny, says in ((False, r"--tiny: the run in .* was begun without it; leave it out to go on"), (True, rf"seed = 5: the run in .* has {BASE.seed}")):
+        (tmp_path / "half" / "run.json").write_text(json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}}))
+        with pytest.raises(Refusal, match=says) as refused:
+            planned(monkeypatch, tmp_path / "half", "--seed", 5, "--global_batch", 8)
+    assert f"go on with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run" in str(refused.value)
+
+
 def test_what_may_change_is_accepted(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = ("--micro_batch", 2, "--save_every", 1, "--keep", 5, "--stop_at", 5, "--deepspeed_config", "zero3.json", "--eval_every", 1, "--no-export")
     assert planned(monkeypatch, half, *free).resume_from == half

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import free_port
 from recipekit.plan import BYTE_VOCAB as PLANNED_VOCAB
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
@@ -138,6 +139,29 @@ for call in (lambda: load_tokenizer(Recipe(model="org/gated")), lambda: load_tok
     for line, name in zip(lines, ("org/gated", "org/unknown", "datasets/org/gated", "datasets/org/unknown"), strict=True):
         assert f"https://huggingface.co/{name}" in line and "hf auth login" in line
         assert ("is gated" in line) == name.endswith("gated"), line
+
+
+def test_a_hub_that_is_away_is_refused_soon_and_once():
+    """Its own client asks five times for each file, and says so each time; what is in the cache is used."""
+    program = """
+import time
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.tokens import load_tokenizer
+from recipekit.weights import weights_folder
+for call in (load_tokenizer, weights_folder):
+    begun = time.monotonic()
+    try:
+        call(Recipe(model="org/name"))
+    except Refusal as refusal:
+        print(refusal)
+    assert time.monotonic() - begun < 10
+"""
+    more = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | more, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all("org/name" in line and "local cache" in line for line in lines), done.stdout
+    assert "Retrying" not in done.stderr, done.stderr
 
 
 # Documents ------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def read(folder: Path) -> dict[str, Any]:
         assert manifest.keys() == {"step", "files", "tensors"} and all(facts.keys() == {"bytes", "sha256"} for facts in manifest["files"].values())
         return manifest
     except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is missing: the save was not finished") from None
+        raise ValueError(f"{MANIFEST} is missing: it is no step folder, or the save was not finished") from None
     except (ValueError, AssertionError, AttributeError, TypeError):
         raise ValueError(f"{MANIFEST} is not what was written") from None
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def make_plan(command: Command) -> Plan:
     out = Path(recipe.out or Path("runs") / command.name)
     resume_from = None
     try:
-        resume_from = find_resume(recipe, out, architecture)
+        resume_from = find_resume(recipe, out, architecture, command.tiny)
     except Refusal as refusal:
         problems += refusal.problems
     if config or not problems:
@@ -183,7 +184,7 @@ def _with(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     return dataclasses.replace(recipe, **changes)
 
 
-def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None) -> Path | None:
+def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None, tiny: bool) -> Path | None:
     """The folder to go on from, or None for a new run. Raises `Refusal` with every difference to the run in `out`."""
     if recipe.resume == "never":
         return None
@@ -210,14 +211,16 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None) 
     if (before := _saved_identity(out)) is None:
         return None
     now = identity(recipe, architecture)
-    differences = [
-        Problem(f"{name} = {now[name]}", f"the run in {out} has {before.get(name)}", "see the three ways on below")
-        for name in now
-        if before.get(name) != now[name]
-    ]
-    if differences:
-        ways = f"start a new run with --out NEW, accept the differences with --resume {out}, or put the old run aside with --resume never"
-        raise Refusal([dataclasses.replace(problem, fix=ways) if index == len(differences) - 1 else problem for index, problem in enumerate(differences)])
+    others = [name for name in now if before.get(name) != now[name]]
+    shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
+    ways = f"start a new run with --out NEW, accept the differences with --resume {out}, or put the old run aside with --resume never"
+    if others and tiny != _saved(out).get("recipe", {}).get("tiny", tiny):
+        where, rule, other = ("--tiny", "was begun without it", "leave it out") if tiny else ("no --tiny", "is a trial with --tiny", "add --tiny")
+        raise Refusal([Problem(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")])
+    if others:
+        flags = shlex.join(word for name in others if name in IDENTITY and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name])))
+        problems = [Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}", "see the ways on below") for name in others]
+        raise Refusal([*problems[:-1], dataclasses.replace(problems[-1], fix=f"go on with {flags}, {ways}" if flags else ways)])
     return out
 
 
@@ -232,10 +235,13 @@ def _same_beginning(recipe: Recipe, out: Path) -> bool:
 
 def _saved_identity(run: Path) -> dict[str, Any] | None:
     """What the run in a folder is made of; None if the folder holds no run.json. Raises `Refusal` if it cannot be read."""
-    if not (run / "run.json").exists():
-        return None
+    return _saved(run)["identity"] if (run / "run.json").exists() else None
+
+
+def _saved(run: Path) -> dict[str, Any]:
     try:
-        return json.loads((run / "run.json").read_text())["identity"]
+        saved = json.loads((run / "run.json").read_text())
+        return saved | {"identity": saved["identity"]}
     except (ValueError, KeyError):
         raise Refusal([Problem(f"{run}/run.json", "is damaged", "start a new run with --out NEW, or put this one aside with --resume never")]) from None
 

@@ -1,9 +1,14 @@
 """Tokenizers, and what they make of a document: token ids, and labels that say which tokens are trained on."""
 
+import functools
+import socket
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
+from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -36,10 +41,25 @@ def load_tokenizer(recipe: Recipe, tiny: bool = False) -> Any:
     options = {}
     if (found := local_tokenizer(recipe)) is not None:
         name, options = (str(found.parent), {"gguf_file": found.name}) if found.is_file() else (str(found), {})
+    elif hub_is_away():
+        options = {"local_files_only": True}
     try:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError) as error:
         raise hub_refusal(f"{flag} {name}", name, error) from error
+
+
+@functools.cache
+def hub_is_away(patience: float = 5.0) -> bool:
+    """True if no connection to the hub comes about: its own client finds that out in a minute of retries for each file (huggingface_hub 2.4)."""
+    hub = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or hub.scheme in urllib.request.getproxies():  # which a proxy reaches, if anything does
+        return constants.HF_HUB_OFFLINE
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), patience).close()
+    except OSError:
+        return True
+    return False
 
 
 def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> Refusal:

@@ -210,7 +210,8 @@ def main(plan: Plan) -> int:
     state |= {"export_dtype": dtype}
     last = recipe.stop_at or recipe.steps
     if state["step"] >= last:
-        say(f"nothing to do: the run in {plan.out} has finished {state['step']} of {last} steps")
+        at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""
+        say(f"nothing to do: the run in {plan.out} has finished {state['step']} of {recipe.steps} steps{at}")
         if recipe.export and last == recipe.steps and not (plan.out / "hf").exists():  # it was ended before it could write them
             say(f"writing Hugging Face files to {plan.out}/hf")
             export(engine, built, groups, tokenizer, plan.out / "hf", export_dtype(plan, model_config), recipe.merge)

@@ -15,6 +15,7 @@ from .blueprint import Stored
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
 from .tensor_parallel import Cut
+from .tokens import hub_is_away
 
 
 class Weights:
@@ -157,7 +158,7 @@ def weights_folder(recipe: Recipe) -> Path:
 
     page = f"https://huggingface.co/{recipe.model}"
     try:
-        return Path(snapshot_download(recipe.model, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(snapshot_download(recipe.model, allow_patterns=["*.safetensors", "*.json"], local_files_only=hub_is_away()))
     except GatedRepoError:
         raise refuse(f"model = {recipe.model}", f"is gated: its licence has to be accepted at {page}", "then log in with: hf auth login") from None
     except RepositoryNotFoundError:
