@@ -243,6 +243,7 @@ USAGE = [
     ([*K8S, "--master_addr", "10.0.0.1", NANO], 1, "--master_addr: is not read with --where k8s"),
     (["--image", "x", "--sbatch=--time=1", NANO], 1, "--image: is not read with --where local, only with k8s"),
     (["--max_restarts", "2", "--once", NANO], 1, "--max_restarts 2: what runs once"),
+    (["--doctor", "--quick", "--dry-run"], 1, "--dry-run: stands after --doctor"),
 ]
 
 

@@ -184,6 +184,13 @@ def test_data_and_tokenizer_that_are_not_there_are_refused_when_the_run_is_plann
     assert make_plan(parse(RECIPE, FILE, ["--dry_run", "--world", "4", *good])).recipe.tokenizer == str(tmp_path / "tables")
 
 
+def test_a_model_that_is_not_there_is_told_once():
+    with pytest.raises(Refusal) as refusal:
+        make_plan(parse(RECIPE, FILE, ["--dry_run", "--tiny", "--model", "./gone"]))
+    (problem,) = refusal.value.problems
+    assert problem.where == "model = ./gone" and problem.rule == "is no folder on this machine"
+
+
 def test_every_impossible_number_is_named_at_once():
     recipe = Recipe(seq_len=0, steps=5, warmup_steps=5, stop_at=6, lr=0.0, min_lr=-1.0, beta1=1.0, merge=True)
     named = {problem.where.split(" = ")[0] for problem in check_recipe(recipe)}

@@ -439,7 +439,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scheduler.type",
         lambda f: f.get("scheduler.type") == "WarmupDecayLR" and f.get("scheduler.params.warmup_max_lr") is None,
-        "without warmup_max_lr it peaks at 0.001, whatever the learning rate is",
+        "WarmupDecayLR without warmup_max_lr peaks at 0.001, whatever the learning rate is",
         'add "warmup_max_lr" to scheduler.params',
         APPLIES,
         "lr_schedules.py; run",

@@ -66,12 +66,13 @@ def make_plan(command: Command) -> Plan:
             notes.append(f"{name}: {value} of the JSON beats {getattr(recipe, name)} of the recipe")
     recipe = _with(recipe, written)
 
-    architecture = None
+    architecture, told = None, False
     try:
         architecture = model_config(recipe)
     except Refusal as refusal:
         problems += refusal.problems
-    if command.tiny:
+        told = True
+    if command.tiny and not told:
         if architecture is None:
             problems.append(
                 Problem(
