@@ -195,6 +195,8 @@ def test_every_impossible_number_is_named_at_once():
     recipe = Recipe(seq_len=0, steps=5, warmup_steps=5, stop_at=6, lr=0.0, min_lr=-1.0, beta1=1.0, merge=True)
     named = {problem.where.split(" = ")[0] for problem in check_recipe(recipe)}
     assert named == {"model", "seq_len", "warmup_steps", "stop_at", "lr", "min_lr", "beta1", "merge"}
+    several = dataclasses.replace(RECIPE, lr=float("nan"), task="SFT", eps=0.0, beta1=2.0)
+    assert [problem.where for problem in check_recipe(several)] == ["task = 'SFT'", "lr = nan", "eps = 0.0", "beta1 = 2.0"]
     assert check_recipe(RECIPE) == []
 
 

@@ -171,9 +171,9 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Every value of the recipe that no layout could make right."""
     problems = _wrong_kinds(recipe)
-    if problems:
-        return problems  # what follows compares numbers
-    if not recipe.model:
+    told = {problem.where.partition(" = ")[0] for problem in problems}
+    recipe = dataclasses.replace(recipe, **{name: Recipe.__dataclass_fields__[name].default for name in told})  # what follows compares numbers
+    if not recipe.model and "model" not in told:
         problems.append(Problem("model = ''", "a recipe names its model", "use --model ORG/NAME or --model FOLDER"))
     for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every"):
         if (value := getattr(recipe, name)) < 1:
