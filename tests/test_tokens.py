@@ -155,7 +155,7 @@ for call in (load_tokenizer, weights_folder):
         call(Recipe(model="org/name"))
     except Refusal as refusal:
         print(refusal)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 20
 """
     more = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | more, capture_output=True, text=True, timeout=120, check=True)

@@ -154,7 +154,7 @@ def _check_inputs(recipe: Recipe, model_known: bool) -> list[Problem]:
     if recipe.token_cache not in ("auto", "off"):
         above = Path(recipe.token_cache).expanduser().absolute()
         there = next(folder for folder in (above, *above.parents) if folder.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
+        if not there.is_dir() or (there != above and not os.access(there, os.W_OK)):  # one that is there may hold the tokens already
             rule = f"cannot be made: {there} is {'no folder' if not there.is_dir() else 'not yours to write to'}"
             problems.append(Problem(f"--token_cache {recipe.token_cache}", rule, "name a folder you may write to, or off"))
     try:

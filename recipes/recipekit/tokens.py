@@ -1,7 +1,9 @@
 """Tokenizers, and what they make of a document: token ids, and labels that say which tokens are trained on."""
 
+import contextlib
 import functools
 import socket
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from .recipe import Recipe
 from .refusal import Refusal, refuse
 
 IGNORE = -100  # a label that carries no loss
+HUB_ATTEMPTS = 3  # a second apart, before the hub counts as away
 
 _SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
 BYTE_VOCAB = 256 + len(_SPECIAL)  # 264 divides by 2, 3, 4, 6 and 8, so tensor parallel degrees can cut it
@@ -53,13 +56,14 @@ def load_tokenizer(recipe: Recipe, tiny: bool = False) -> Any:
 def hub_is_away(patience: float = 5.0) -> bool:
     """True if no connection to the hub comes about: its own client finds that out in a minute of retries for each file (huggingface_hub 2.4)."""
     hub = urlsplit(constants.ENDPOINT)
-    if constants.HF_HUB_OFFLINE or hub.scheme in urllib.request.getproxies():  # which a proxy reaches, if anything does
+    if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & urllib.request.getproxies().keys():  # which a proxy reaches, if anything does
         return constants.HF_HUB_OFFLINE
-    try:
-        socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), patience).close()
-    except OSError:
-        return True
-    return False
+    for attempt in range(HUB_ATTEMPTS):
+        time.sleep(min(attempt, 1))
+        with contextlib.suppress(OSError):
+            socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), patience).close()
+            return False
+    return True
 
 
 def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> Refusal:
