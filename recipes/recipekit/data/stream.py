@@ -348,10 +348,6 @@ class Stream:
         self._queue.queue.clear()  # an error in it would keep its frames, and the files that they have open
 
 
-def _nothing(text: str) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Corpus:
     """What a recipe reads: each domain with its source, and what makes tokens of them."""
@@ -368,7 +364,7 @@ class Corpus:
 
     def readers(self, recipe: Recipe, held_out: bool = False) -> list[Reader]:
         skip, told = recipe.bad_rows == "skip", []
-        of_all = {"say": _nothing if held_out else self.patience.say, "closed": self.patience.closed, "told": told}  # training tells of the same rows
+        of_all = {"say": self.patience.say, "closed": self.patience.closed, "told": told}
         caches = [None if held_out else open_cache(recipe, source, self.encoder) for source in self.sources]
         return [Reader(source, self.encoder, skip, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
 
