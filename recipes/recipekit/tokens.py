@@ -21,7 +21,7 @@ from .recipe import Recipe
 from .refusal import Refusal, refuse
 
 IGNORE = -100  # a label that carries no loss
-HUB_ATTEMPTS = 3  # a second apart, before the hub counts as away
+HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # connections, a second apart, of so many seconds at most, before the hub counts as away
 
 _SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
 BYTE_VOCAB = 256 + len(_SPECIAL)  # 264 divides by 2, 3, 4, 6 and 8, so tensor parallel degrees can cut it
@@ -53,7 +53,7 @@ def load_tokenizer(recipe: Recipe, tiny: bool = False) -> Any:
 
 
 @functools.cache
-def hub_is_away(patience: float = 5.0) -> bool:
+def hub_is_away() -> bool:
     """True if no connection to the hub comes about: its own client finds that out in a minute of retries for each file (huggingface_hub 2.4)."""
     hub = urlsplit(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & urllib.request.getproxies().keys():  # which a proxy reaches, if anything does
@@ -61,7 +61,7 @@ def hub_is_away(patience: float = 5.0) -> bool:
     for attempt in range(HUB_ATTEMPTS):
         time.sleep(min(attempt, 1))
         with contextlib.suppress(OSError):
-            socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), patience).close()
+            socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_PATIENCE).close()
             return False
     return True
 
