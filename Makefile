@@ -1,14 +1,19 @@
 PYTHON := .venv/bin/python
 # The tests that start no ranks. Those that do come after them: they wait for compiled ops.
 FAST := $(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and not processes"
-export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup quickstart test test-slow check
+# make setup TORCH=cu126: another build of torch than the one that pip takes by itself (tools/torch_build.py)
+export TORCH ?=
 
-setup: .venv/ready
+.PHONY: setup torch-build quickstart test test-slow test-gpu check
 
-.venv/ready: requirements.txt requirements-dev.txt pyproject.toml
+setup: torch-build .venv/ready
+
+torch-build:
+	@test -z "$$TORCH" || python3 tools/torch_build.py "$$TORCH"
+
+.venv/ready: requirements.txt requirements-dev.txt pyproject.toml | torch-build
 	@echo "setting up .venv (one to three minutes, most of it downloads)"
 	@date +%s > .venv-started
 	python3 -m venv .venv
@@ -26,6 +31,9 @@ test: setup
 
 test-slow: setup
 	$(PYTHON) -m pytest -m "slow and not gpu and not multi_gpu"
+
+test-gpu: setup
+	$(PYTHON) -m pytest -m "gpu or multi_gpu"
 
 check: setup
 	$(PYTHON) -m ruff format --check .

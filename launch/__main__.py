@@ -13,6 +13,7 @@ Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a chec
 """
 
 import argparse
+import difflib
 import os
 import shlex
 import signal
@@ -30,7 +31,10 @@ DOCTOR = REPOSITORY / "tools" / "doctor.py"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    usage = "python -m launch [FLAGS OF LAUNCH] recipes/NAME.py [FLAGS OF THE RECIPE]"
+    parser = argparse.ArgumentParser(
+        prog="python -m launch", usage=usage, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--where", choices=("local", "hostfile", "slurm", "k8s"), help="default: found out")
     parser.add_argument("--spawn", choices=("deepspeed", "torchrun"), default="deepspeed", help="who forks the ranks of a host (default: %(default)s)")
     parser.add_argument("--hostfile", type=Path, help="lines of: NAME slots=RANKS (launch/hostfile.example)")
@@ -49,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="recipes/NAME.py ...", help="the recipe and its flags")
     given = sys.argv[1:] if argv is None else argv
     own, words = split(parser, given)
-    arguments = parser.parse_args(own)
+    arguments, unknown = parser.parse_known_args(own)
+    if unknown:
+        parser.error("; ".join(meant(parser, word) for word in unknown if word.startswith("-")))
     arguments.words = words
     if not words and not arguments.doctor:
         parser.error("the recipe is missing, for example: python -m launch recipes/llama_nano_zero2.py --tiny")
@@ -73,6 +79,11 @@ def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], 
             return argv[: index + 1], argv[index + 1 :]
         index += 1 if action is None or action.nargs == 0 else 2
     return argv[:index], argv[index:]
+
+
+def meant(parser: argparse.ArgumentParser, flag: str) -> str:
+    near = difflib.get_close_matches(flag.partition("=")[0], parser._option_string_actions, 1)
+    return f"{flag}: is no flag of launch; {f'did you mean {near[0]}?' if near else 'flags of the recipe come after its file'}"
 
 
 def number(text: str) -> int:

@@ -32,7 +32,8 @@ from . import spawn
 from .hosts import devices
 
 LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive them
-TAIL = 25  # lines of a failed rank that are shown
+TRACEBACK_BEGINS = "Traceback (most recent call last):"
+TAIL, TRACEBACK = 25, 200  # lines of a failed rank that are shown, and with its last traceback
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -362,8 +363,10 @@ def end_leftovers(mark: str) -> None:
 
 
 def last_lines(log: Path, most: int = TAIL) -> list[str]:
-    """The last lines of a file, each cut to a readable length."""
-    return [line[:1000] for line in _end(log).splitlines()[-most:]]
+    """The last lines of a file, each cut to a readable length; more of them where a Python traceback began before."""
+    lines = _end(log).splitlines()
+    traceback = max((index for index, line in enumerate(lines) if line.endswith(TRACEBACK_BEGINS)), default=len(lines))
+    return [line[:1000] for line in lines[max(0, len(lines) - TRACEBACK, min(traceback, len(lines) - most)) :]]
 
 
 def named_error(log: Path) -> str:
@@ -371,13 +374,13 @@ def named_error(log: Path) -> str:
     lines = _end(log).splitlines()
     if told := [line for line in lines if line.startswith("refused")]:
         return told[-1]
-    starts = [index for index, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    starts = [index for index, line in enumerate(lines) if line.endswith(TRACEBACK_BEGINS)]
     for line in lines[starts[-1] + 1 :] if starts else []:
         bare = line.partition("]: ")[2] if line.startswith("[rank") else line
         if bare and not bare[0].isspace():
             return bare[:300]
-    fatal = [line for line in lines if line.startswith("Fatal Python error")]
-    return fatal[-1][:300] if fatal else ""
+    fatal = [line for line in lines if "Watchdog caught collective" in line or line.startswith("Fatal Python error")]
+    return fatal[0][:300] if fatal else ""
 
 
 def _end(log: Path) -> str:

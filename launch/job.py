@@ -21,10 +21,18 @@ from .refused import Refused
 
 HELLO = 120.0  # seconds in which every host must have answered
 SETTLE = 2.0  # seconds that ranks may still print why they fail, once one has failed
+SETTLE_LOST = 15.0  # the same when those that have ended only lost the one that failed first, which may still be about to tell
 SETTLE_STOP = 60.0  # the same when a rank ended because it was asked to: the others are on their way out too
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_CODES = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
-LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused")
+# What a rank says last when it is another one that failed: gloo and sockets, torch's stores, NCCL, recipekit/failure.py
+LOST_PEER = (
+    *("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused"),
+    *("onnection closed by remote peer", "DistNetworkError", "DistStoreError", "recvValue failed", "Timed out waiting"),
+    *("DistBackendError", "NCCL error", "ncclRemoteError", "ncclSystemError", "NCCL operations have failed or timed out"),
+    *("ended, because rank ", "failed after rank "),
+)
+ABORTED = ("Watchdog caught collective", "atchdog thread terminated with exception")  # by torch's watchdog of NCCL, in C++, with many lines after it
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -157,6 +165,7 @@ class Start:
         self.nodes = [job.node] if job.node is not None else list(range(len(job.hosts)))
         self.connections: dict[int, Connection] = {}
         self.failures: list[tuple[int, float, str, list[str], int]] = []  # (how telling, seconds, what, last lines, exit code)
+        self.shown: tuple[int, float, str, list[str], int] | None = None  # the one that was told as soon as it was heard
         self.codes: dict[int, int | None] = {}  # rank -> exit code
         self.told = ""  # the signal that asks for a stop
         self.presses = 0
@@ -298,7 +307,8 @@ class Start:
         what = f"{name} on {self.job.hosts[node].name} {how(code)}{f': {error}' if error else ''}; the last lines of {log}"
         if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
             return
-        lost = any(word in error or any(word in line for line in tail[-8:]) for word in LOST_PEER)
+        aborted = [line for line in [error, *tail] if any(word in line for word in ABORTED) and "CUDA error" not in line]  # which is this rank's own
+        lost = bool(aborted) or any(word in line for line in [error, *tail[-8:]] for word in LOST_PEER)
         if code in STOP_CODES:
             telling = 5
         elif code in (-15, -2, -1):  # by a launcher, when another rank had failed, unless nothing else is told
@@ -312,8 +322,12 @@ class Start:
     def fail(self, telling: int, what: str, tail: list[str], code: int) -> None:
         if self.killed:
             return  # that was us
-        self.failures.append((telling, time.monotonic() - self.began, what, tail, code))
-        settle = SETTLE_STOP if telling == 5 else SETTLE
+        failure = (telling, time.monotonic() - self.began, what, tail, code)
+        self.failures.append(failure)
+        if telling <= 2 and not self.shown:
+            self.shown = failure
+            self.say(told(failure))
+        settle = {3: SETTLE_LOST, 4: SETTLE_LOST, 5: SETTLE_STOP}.get(telling, SETTLE)
         if self.kill_at is None or time.monotonic() + settle < self.kill_at:
             self.kill_at = time.monotonic() + settle
 
@@ -325,12 +339,18 @@ class Start:
             if self.told:
                 return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
             return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen; see {self.logs}")
-        _, seconds, what, tail, code = min(self.failures, key=lambda failure: failure[:2])
+        first = min(self.failures, key=lambda failure: failure[:2])
+        _, _, what, tail, code = first
         if code in STOP_CODES:
             return Outcome("stopped", code, what.partition(";")[0], STOP_CODES[code])
-        text = "\n".join([f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}", *("    " + line for line in tail)])
         told_why = code == 2 or any(line.startswith("refused") for line in tail)
-        return Outcome("refused" if told_why and not self.told else "failed", code, text, self.told)
+        return Outcome("refused" if told_why and not self.told else "failed", code, "" if first is self.shown else told(first), self.told)
+
+
+def told(failure: tuple[int, float, str, list[str], int]) -> str:
+    """What is printed of a failure."""
+    _, seconds, what, tail, _ = failure
+    return "\n".join([f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}", *("    " + line for line in tail)])
 
 
 def how(code: int | None) -> str:

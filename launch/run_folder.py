@@ -9,14 +9,16 @@ NONE = (FileNotFoundError, NotADirectoryError)  # the latter where `runs` is a f
 
 
 def out_of(words: tuple[str, ...]) -> Path:
-    """The run folder of a recipe's command line: its --out, the `out` that the recipe's file writes as plain text, or runs/<recipe>."""
+    """The run folder of a recipe's command line: its --out, the `out` that the recipe's file writes as plain text, or
+    runs/<recipe>, which is runs/<recipe>_tiny with --tiny."""
     out = ""
     for index, word in enumerate(words):
         if word == "--out" and index + 1 < len(words):
             out = words[index + 1]
         elif word.startswith("--out="):
             out = word.removeprefix("--out=")
-    return Path(out or _out_in(Path(words[0])) or Path("runs") / Path(words[0]).stem)
+    name = Path(words[0]).stem + ("_tiny" if "--tiny" in words[1:] else "")
+    return Path(out or _out_in(Path(words[0])) or Path("runs") / name)
 
 
 def _out_in(recipe: Path) -> str:

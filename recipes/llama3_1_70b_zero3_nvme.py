@@ -4,8 +4,9 @@
 
 The swap files lie in OUT/nvme_swap, so OUT belongs on a fast local drive; or write the drive's folder as `nvme_path` in a
 copy of ds_configs/zero3_nvme.json. Needs Debian's libaio-dev to compile DeepSpeed's asynchronous I/O.
-Needs: 8 x 40 GB GPUs, 512 GB of host memory and 3 TB of NVMe (147.8 GiB of states for each GPU, 115.0 of them on NVMe, the
-gradients on the host; a checkpoint takes 1 TB, and two exist while one is written). Gated model: see recipes/README.md.
+Needs: 8 x 40 GB GPUs, 512 GB of host memory and 4 TB of NVMe (201.7 GiB of states for each GPU, 147.8 of them on NVMe and
+53.7 page-locked on the host, 430 GiB for all eight; a checkpoint takes 1 TB, and two exist while one is written; torch below
+2.13 rounds page-locked memory up to powers of two and needs 700 GiB). Gated model: see recipes/README.md.
 Measured: not measured.
 Faster, with 32 GPUs of 80 GB: --deepspeed_config zero3.json.
 """

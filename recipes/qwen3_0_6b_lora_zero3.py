@@ -4,7 +4,7 @@
 
 The run exports the adapter as peft writes it; with --merge the whole model with the adapter added to its weights.
 `adapt` is the only code that differs: any function from model to model does.
-Needs: 2 x 16 GB GPUs (0.6 GiB of states each; checkpointed activations and logits of one row add about 5).
+Needs: 2 x 16 GB GPUs (0.7 GiB of states each; checkpointed activations and logits of one row add about 5).
 Measured: not measured.
 Another task: --subset everyday-conversations, or your own chats with --dataset chats.jsonl.
 """

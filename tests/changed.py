@@ -12,7 +12,8 @@ def main() -> None:
     names = {path.stem for path in changed}
     # A change to what the loop is made of can slow or break any part.
     everything = any(path.parts[:2] == ("recipes", "recipekit") or path.parts[0] == "launch" or path.name.startswith("requirements") for path in changed)
-    for test in sorted((ROOT / "tests").glob("test_*.py")):
+    # the benches' own tests take longest and prove least: last
+    for test in sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: (path.stem.startswith("test_bench_"), path)):
         slow = "pytest.mark.slow" in test.read_text()
         if slow and (everything or test.stem in names or test.stem.removeprefix("test_") in names):
             print(test.relative_to(ROOT))

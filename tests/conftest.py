@@ -16,15 +16,20 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which ever
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
-OPS = {"comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+OPS = ("comm", "cpu_adam", "async_io")  # of recipekit.ops
 BUILD = """
 import sys, time
-from recipekit.setup import load_op
+from recipekit.ops import OPS, load_op
 for name in sys.argv[1:]:
     begun = time.perf_counter()
-    load_op(name, name, print)
+    load_op(OPS[name], print)
     print(f"compiled {name} in {time.perf_counter() - begun:.0f} s", flush=True)
 """
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their argument: workers of pytest-xdist must agree on every name, and compressed bytes hold the time."""
+    return argname if isinstance(val, bytes) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,7 +53,7 @@ def ops_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def compiling(ops_log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """DeepSpeed's ops, compiled one after the other in the background from the start of the session."""
-    wanted = list(OPS.values()) if Path("/usr/include/libaio.h").exists() else [name for name in OPS.values() if name != "AsyncIOBuilder"]
+    wanted = [name for name in OPS if name != "async_io" or Path("/usr/include/libaio.h").exists()]
     log = ops_log.open("wb")
     process = subprocess.Popen([sys.executable, "-c", BUILD, *wanted], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     yield process
@@ -70,7 +75,7 @@ def ops(compiling: subprocess.Popen[bytes], ops_log: Path) -> Callable[[str], No
     """`ops("cpu_adam")` waits until that op is compiled; fails with the compiler's output if it cannot be."""
 
     def wait(name: str) -> None:
-        line = f"compiled {OPS[name]} in"
+        line = f"compiled {name} in"
         while line not in ops_log.read_text():
             if compiling.poll() is not None and line not in ops_log.read_text():
                 if name == "async_io" and not Path("/usr/include/libaio.h").exists():

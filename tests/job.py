@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from pool import ROOT, environment, free_port
 
 MARK = "TEST_JOB"  # an environment variable that every descendant of a job inherits, wherever it moves to
@@ -170,3 +171,11 @@ def checkpoints(run: Path) -> list[int]:
 def copy_run(run: Path, to: Path) -> Path:
     shutil.copytree(run, to, symlinks=True)
     return to
+
+
+def in_mounts(script: str) -> list[str]:
+    """Runs a command in a mount namespace of its own, in which `script` has changed what is mounted where."""
+    if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs root and util-linux's unshare to mount")
+    programs = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])  # whatever PATH the command itself is given
+    return [str(shutil.which("unshare")), "-m", "/bin/sh", "-ec", f'own=$PATH PATH={programs}\n{script}\nPATH=$own\nexec "$@"', "sh"]

@@ -21,6 +21,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from recipekit import op_cache
+
 ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -48,7 +50,7 @@ def environment() -> dict[str, str]:
         "HF_DATASETS_CACHE": os.environ.get("HF_DATASETS_CACHE", str(ROOT / ".cache" / "datasets")),
         "WANDB_MODE": "offline",
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions")),
+        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "recipes"), str(ROOT / "tests")]),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
@@ -167,12 +169,13 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
 
     import deepspeed
     import torch
-    from recipekit.setup import load_op, unlink_shared_memory
+    from recipekit.ops import OPS, load_op
+    from recipekit.setup import unlink_shared_memory
 
     global LINEAR
     LINEAR = torch.nn.functional.linear
     torch.set_num_threads(1)
-    load_op("ShareMemCommBuilder", "shared-memory communication", print)
+    load_op(OPS["comm"], print)
     deepspeed.init_distributed("gloo", verbose=False)
     unlink_shared_memory()
     gc.collect()

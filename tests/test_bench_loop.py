@@ -67,6 +67,13 @@ def test_a_missed_target_is_said():
     assert "does NOT reach 0.98" in text and "does NOT lie above 1" in text
 
 
+def test_a_page_of_some_loops_judges_those_only():
+    text = bench_loop.page(report(seconds={"ours": [2.0] * 3, "trainer": [3.0] * 3}))
+    titles = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
+    assert titles == ["`recipekit.train.loop`", "`transformers.Trainer`"]
+    assert "lies above 1" in text and "beside the bare loop" not in text
+
+
 def test_the_interval_is_of_the_median_and_repeatable():
     values = [1 + (number - 50) / 1000 for number in range(101)]
     middle, low, high = bench_loop.interval(values)

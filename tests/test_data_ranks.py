@@ -69,6 +69,9 @@ def train_small(argv: list[str], fault: str = "", **fields: Any) -> tuple[int | 
             patch.setattr(sources, "_raw_lines", stalling)
         if fault == "signal" and dist.get_rank() == 1:
             patch.setattr(loop, "open_data", lambda *given: ToldToStop(setup.open_data(*given)))
+        if fault == "lost" and dist.get_rank() == 1:
+            files, loads = Path(argv[argv.index("--dataset") + 1]), loop.load_tokenizer
+            patch.setattr(loop, "load_tokenizer", lambda recipe: (files.unlink(), loads(recipe))[1])
         if fault == "off by one" and dist.get_rank() == 1:
             patch.setattr(loop, "open_data", lambda *given: OffByOne(setup.open_data(*given)))
         try:
@@ -187,11 +190,11 @@ def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> 
     assert all("files are others than the saved run read: 2.jsonl has changed; bring the old files back" in str(code) for code, _ in results), results
 
 
-def train_apart(argv: list[str], datasets: list[str], **fields: Any) -> tuple[int | str, str]:
+def train_apart(argv: list[str], datasets: list[str], **more: Any) -> tuple[int | str, str]:
     """`train_small` with a dataset of its own for each rank, as where hosts hold different copies."""
     import torch.distributed as dist
 
-    return train_small([*argv, "--dataset", datasets[dist.get_rank()]], **fields)
+    return train_small([*argv, "--dataset", datasets[dist.get_rank()]], **more)
 
 
 def test_ranks_that_hold_different_data_are_refused_before_the_first_step(pools: Any, tmp_path: Path) -> None:
@@ -211,11 +214,12 @@ def test_ranks_that_hold_different_data_are_refused_before_the_first_step(pools:
 
 
 def test_data_that_one_rank_cannot_open_end_all_ranks_before_a_model_is_built(pools: Any, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text("")
-    (tmp_path / "text.txt").write_text("text")
-    copies = [str(tmp_path / "chats.jsonl"), str(tmp_path / "text.txt")]
-    results = pools.run(2, train_apart, argv=["--out", str(tmp_path / "run"), "--task", "sft"], datasets=copies)
-    assert all("text.txt: task sft needs chats, these are text files" in str(code) for code, _ in results), results
+    """The first row was there when the run was planned; then the file of one host is gone."""
+    copies = [str(tmp_path / "one.jsonl"), str(tmp_path / "two.jsonl")]
+    for copy in copies:
+        Path(copy).write_text(lines(texts(20, 1)))
+    results = pools.run(2, train_apart, argv=["--out", str(tmp_path / "run")], datasets=copies, fault="lost")
+    assert all("two.jsonl: there is no such file" in str(code) for code, _ in results), results
     assert "built in" not in results[0][1] and not (tmp_path / "run").exists(), results
 
 

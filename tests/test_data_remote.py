@@ -206,8 +206,9 @@ def test_gives_up_after_the_time_with_one_clear_error(server):
             while True:
                 next(own)
     assert 0.9 < time.monotonic() - begun < 10
-    for part in (f"{server.url}/data/train-", "503 Service Unavailable", "times in 1 s (--retry_s 1)", "goes on from the last checkpoint"):
+    for part in (f"{server.url}/data/train-", "503 Service Unavailable", "(--retry_s 1)", "goes on from the last checkpoint"):
         assert part in str(refused.value), str(refused.value)
+    assert re.search(r", \d+ times in [1-9] s ", str(refused.value))  # a busy machine takes more than the one second
 
 
 def test_skip_does_not_skip_a_server_that_is_away(server):

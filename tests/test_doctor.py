@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from job import NANO, Job
+from job import NANO, Job, in_mounts
 from pool import ROOT, environment, free_port
 
 pytestmark = pytest.mark.processes
@@ -96,13 +96,6 @@ def only_problem(text: str) -> str:
     return found[0]
 
 
-def in_mounts(script: str) -> list[str]:
-    """Runs a command in a mount namespace of its own, in which `script` has changed what is mounted where."""
-    if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("needs root and util-linux's unshare to mount")
-    return ["unshare", "-m", "sh", "-ec", f'{script}\nexec "$@"', "sh"]
-
-
 def listing(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".log"}
 
@@ -137,8 +130,8 @@ def test_two_healthy_hosts(tmp_path: Path) -> None:
 def test_a_rank_waits_for_the_others_as_long_as_rank_0_does(tmp_path: Path) -> None:
     """The third never comes, and the second's own time for an answer is shorter than --patience."""
     code = f"import sys; sys.argv = sys.argv[2:]; sys.path.insert(0, {str(DOCTOR.parent)!r}); import doctor; doctor.LOOK = 4.0; doctor.main()"
-    codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "8"), {1: [sys.executable, "-c", code]}, {2}, {}).wait()
-    assert codes == [1, 1] and "stopped answering" not in text and "did not come within 8 s" in only_problem(text), text
+    codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "20"), {1: [sys.executable, "-c", code]}, {2}, {}).wait()
+    assert codes == [1, 1] and "stopped answering" not in text and "did not come within 20 s" in only_problem(text), text
 
 
 def test_flags_of_the_recipe_may_follow_two_hyphens(tmp_path: Path) -> None:
@@ -235,9 +228,9 @@ def test_port_in_use(tmp_path: Path) -> None:
 
 def test_a_host_that_never_comes(tmp_path: Path) -> None:
     began = time.monotonic()
-    codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "4"), {}, {2}, {}).wait()
+    codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "15"), {}, {2}, {}).wait()  # what the hosts that come need to start, with room
     told = only_problem(text)
-    assert codes == [1, 1] and told.startswith("rank 2 (host 2 of the job, counted from 0): did not come within 4 s"), told
+    assert codes == [1, 1] and told.startswith("rank 2 (host 2 of the job, counted from 0): did not come within 15 s"), told
     assert time.monotonic() - began < 60
 
 
@@ -408,7 +401,8 @@ def test_nvme_path_in_memory(tmp_path: Path) -> None:
         (tmp_path / "mine.json").write_text(json.dumps(config))
         code, text = doctor(tmp_path, "--quick", "--recipe", NANO, "--deepspeed_config", tmp_path / "mine.json", "--out", "run")
     assert code == 1 and text.count(f"{folder} is in memory (tmpfs), so offloading there saves none; write the folder of a local drive") == 2, text
-    assert "2 problems" in text, text  # one for each of the two keys
+    others = [problem for problem in re.findall(r"^  \d+\. (.*)$", text, re.M) if folder not in problem]
+    assert all(problem.startswith("libaio: ") for problem in others), text  # beside one for each of the two keys: a machine may lack it
 
 
 def test_clock_skew(tmp_path: Path) -> None:

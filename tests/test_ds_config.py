@@ -79,8 +79,14 @@ BROKEN = {
     "key that nothing resembles": ("zero2", {"zzqq": 1}, {}, "zzqq = 1", "delete it"),
     "removed feature": ("zero2", {"quantize_training": {"enabled": True}}, {}, "quantize_training", "delete it"),
     "removed ZeRO feature": ("zero3", {"zero_optimization.mics_shard_size": 4}, {}, "zero_optimization.mics_shard_size", "delete it"),
-    "old name": ("zero2", {"zero_optimization.cpu_offload": True}, {}, "zero_optimization.cpu_offload", "write zero_optimization.offload_optimizer instead"),
-    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "write bf16 instead"),
+    "old name": (
+        "zero2",
+        {"zero_optimization.cpu_offload": True},
+        {},
+        "zero_optimization.cpu_offload",
+        'write "zero_optimization.offload_optimizer": {"device": "cpu"} instead',
+    ),
+    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it; bf16 is there"),
     "number in quotes": ("zero2", {"gradient_clipping": "1.0"}, {}, 'gradient_clipping = "1.0"', "1.0 without quotes"),
     "1 for true": ("zero2", {"bf16.enabled": 1}, {}, "bf16.enabled = 1", "write true"),
     "word for true": ("zero2", {"zero_optimization.overlap_comm": "True"}, {}, 'zero_optimization.overlap_comm = "True"', "write true"),
@@ -92,16 +98,18 @@ BROKEN = {
     "negative bucket": ("zero2", {"zero_optimization.reduce_bucket_size": -1}, {}, "zero_optimization.reduce_bucket_size = -1", "write 500000000"),
     "unknown device": ("zero2_cpu", {"zero_optimization.offload_optimizer.device": "cpus"}, {}, "offload_optimizer.device", "did you mean cpu?"),
     "unknown dtype": ("zero2", {"data_types.grad_accum_dtype": "fp64"}, {}, "data_types.grad_accum_dtype", "did you mean"),
-    "auto that nobody fills": ("zero2", {"bf16.enabled": "auto"}, {}, 'bf16.enabled = "auto"', "write false"),
-    "auto in the optimizer": ("zero2", {"optimizer.params.betas": "auto"}, {}, 'optimizer.params.betas = "auto"', "write [0.9, 0.999]"),
+    "auto that nobody fills": ("zero2", {"bf16.enabled": "auto"}, {}, 'bf16.enabled = "auto"', "write true"),
+    "auto in the optimizer": ("zero2", {"optimizer.params.betas": "auto"}, {}, 'optimizer.params.betas = "auto"', "delete it"),
     "auto in the schedule": (
         "zero2",
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
         {},
-        "scheduler.params.warmup_num_steps",
-        "write 1000",
+        'scheduler = {"type": "WarmupLR"',
+        "delete the block and use --schedule constant",
     ),
     "unknown optimizer": ("zero2", {"optimizer.type": "AdmaW"}, {}, 'optimizer.type = "AdmaW"', "did you mean AdamW?"),
+    "optimizer of another library": ("zero2", {"optimizer.type": "DeepSpeed_Adam"}, {}, 'optimizer.type = "DeepSpeed_Adam"', "did you mean Adam?"),
+    "clipping of 2020": ("zero2", {"optimizer.params.max_grad_norm": 1.0}, {}, "optimizer.params.max_grad_norm = 1.0", "delete it"),
     "1-bit Adam, which is gone": ("zero0", {"optimizer.type": "OneBitAdam"}, {}, 'optimizer.type = "OneBitAdam"', "Adam"),
     "torch's name in lower case": ("zero0", {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}, {}, 'optimizer.type = "sgd"', "did you mean SGD?"),
     "optimizer of a package that is not there": ("zero0", {"optimizer.type": "MuAdamW"}, {}, "optimizer.type = MuAdamW", "use AdamW"),
@@ -140,7 +148,7 @@ BROKEN = {
         {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5, "total_num_steps": 60}}},
         {"recipe": RECIPE},
         "scheduler.params.total_num_steps = 60",
-        "write the same number",
+        "write 50, or delete the scheduler block",
     ),
     "schedule that forgets the learning rate": (
         "zero2",
@@ -211,7 +219,7 @@ BROKEN = {
         {"train_batch_size": 10},
         {"world": 2, "recipe": RECIPE},
         "train_batch_size) = 10",
-        "use global_batch 6 or 12, or micro_batch 1",
+        "use micro_batch 1, or global_batch 6 or 12",
     ),
     "accumulation that does not fit": (
         "zero2",
@@ -365,7 +373,8 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
     config, _ = ds_config.load(str(file), ROOT)
     assert ds_config.check(config, world=4, recipe=RECIPE, model_config=LLAMA) == []
     resolved, lines = ds_config.resolve(config, RECIPE, Mesh(dp=4), LLAMA)
-    assert "auto" not in json.dumps(resolved) and lines == []
+    rounded = ["gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16; zero1.json sums them in fp32"]
+    assert "auto" not in json.dumps(resolved) and lines == (rounded if file.stem == "zero0" else [])
     assert {key: resolved["optimizer"]["params"][key] for key in ("lr", "weight_decay", "betas", "eps")} == {
         "lr": 7e-4,
         "weight_decay": 0.07,

@@ -201,7 +201,7 @@ def test_a_copied_recipe_uses_what_was_changed_in_it(launch: Callable[..., Job],
     job = launch(deepspeed(Path("first_try.py"), *flags), folder=mine)
     assert job.wait(120) == 0, job.output[-8000:]
     assert "gradient_clipping: 0.25 of the JSON beats 1.0 of the recipe" in job.output
-    run = mine / "runs" / "first_try"
+    run = mine / "runs" / "first_try_tiny"
     lines = metrics(run)
     assert [line["lr"] for line in lines] == [7e-4] * 3
     assert [round(line["tokens"] / (8 * 64)) for line in lines] == [1, 2, 3]

@@ -72,7 +72,7 @@ def test_a_job_trains_stops_and_goes_on_as_one_run(slurm: Slurm, ops: Callable[[
         assert whole.wait(300) == 0, whole.output[-8000:]
     finally:
         whole.close()
-    assert numbers(metrics(tmp_path / "runs" / NANO.stem)) == numbers(lines)
+    assert numbers(metrics(tmp_path / "runs" / f"{NANO.stem}_tiny")) == numbers(lines)
 
 
 def python_path() -> str:

@@ -14,6 +14,7 @@ import yaml
 from hypothesis import example, given
 from job import Job
 from pool import ROOT
+from recipekit.recipe import Recipe, parse
 from words import BYTES, NASTY, QUICK, WORD, arbitrary_words
 
 sys.path.insert(0, str(ROOT))
@@ -195,10 +196,18 @@ def test_what_looks_like_a_secret_is_none_to_be_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "out"), [((), "runs/x"), (("--out", "a"), "a"), (("--out=a b",), "a b"), (("--out", "a", "--out", "b"), "b"), (("--out",), "runs/x")]
+    ("words", "out"),
+    [
+        ((), "runs/x"),
+        (("--tiny", "--steps", "3"), "runs/x_tiny"),
+        (("--out", "a"), "a"),
+        (("--tiny", "--out", "a"), "a"),
+        (("--out=a b",), "a b"),
+        (("--out", "a", "--out", "b"), "b"),
+    ],
 )
 def test_the_run_folder_is_that_of_the_recipe(words: tuple[str, ...], out: str) -> None:
-    assert out_of(("recipes/x.py", *words)) == Path(out)
+    assert out_of(("recipes/x.py", *words)) == Path(out) == parse(Recipe(), Path("recipes/x.py"), list(words)).out
 
 
 OUTS = [
@@ -229,7 +238,9 @@ USAGE = [
     ([], 2, "the recipe is missing"),
     (["--gpus", "none", "x.py"], 2, "is not a number"),
     (["--max_restarts", "-1", "x.py"], 2, "must be 0 or more"),
-    (["--tinny", "x.py"], 2, "--tinny"),
+    (["--tinny", "x.py"], 2, "--tinny: is no flag of launch; flags of the recipe come after its file"),
+    (["--hostfil", "hf", "x.py"], 2, "--hostfil: is no flag of launch; did you mean --hostfile?"),
+    (["--dry-rnu", "--max-restart=3", "x.py"], 2, "did you mean --dry-run?; --max-restart=3: is no flag of launch; did you mean --max-restarts?"),
     (["missing.py"], 1, "missing.py: no such file"),
     (["--nodes", "2", "recipes/llama_nano_zero2.py"], 1, "name the others with --hostfile"),
     (["--where", "hostfile", "recipes/llama_nano_zero2.py"], 1, "give --hostfile FILE"),

@@ -21,6 +21,9 @@ def test_a_clean_file_exits_0_and_shows_the_batch() -> None:
 def test_the_recipe_s_own_file_is_checked_when_none_is_named() -> None:
     code, text = lint("--recipe", "recipes/llama_nano_zero2.py", "--world", "3")
     assert code == 1 and "1 problem in recipes/llama_nano_zero2.py" in text and "use global_batch 12 or 24" in text
+    assert "; the recipe fits 2 or 4 ranks as it is (DeepSpeed" in text
+    code, text = lint("--recipe", "recipes/llama3_1_405b_zero1_pp16_tp8.py", "--world", "9")
+    assert code == 1 and "or start a multiple of 128 ranks; the recipe fits 128 ranks as it is\n" in text
 
 
 def test_problems_of_the_json_and_the_recipe_are_told_together(tmp_path: Path) -> None:
@@ -66,9 +69,10 @@ def test_a_json_of_anyone_is_told_what_deepspeed_would_do(tmp_path: Path) -> Non
     assert 'bf16.enabled = "auto"' in text and "replaces it)" in text and "use train_batch_size 9 or 12" in text and "fails on it)" in text
     file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}, # of 2020\n}')
     code, text = lint(str(file), "--json-only")
-    assert code == 0 and "ds.json: clean" in text and text.count("note: ") == 2 and "write zero_optimization.offload_optimizer instead" in text
+    assert code == 0 and "ds.json: clean" in text and text.count("note: ") == 3
+    assert 'write "zero_optimization.offload_optimizer": {"device": "cpu"} instead' in text and "delete # of 2020" in text
     code, text = lint(str(file))
-    assert code == 1 and "is not strict JSON" in text
+    assert code == 1 and text.count("is not strict JSON") == 2 and 'write "zero_optimization.offload_optimizer"' in text  # all at once
 
 
 def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """The layout of the ranks: DeepSpeed's own, a partition of the world, and refused when it does not fit."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recipekit.mesh import Mesh, fit_degrees, make_mesh
+from recipekit.mesh import Mesh, fit_batch, fit_degrees, make_mesh, nearest_worlds
 from recipekit.refusal import Refusal
 
 degree = st.integers(1, 4)
@@ -121,3 +123,61 @@ def test_typed_degrees_never_change_and_the_others_fit(world, wanted, typed):
     possible = world % (used[0] * used[1] * used[2]) == 0
     if possible and "ep" not in typed:
         assert make_mesh(world, **fitted).world == world
+
+
+@pytest.mark.parametrize(
+    ("world", "wanted", "whole", "fitted"),
+    [
+        (6, dict(tp=4, pp=1, sp=1, ep=1), {"tp": (32, 4)}, dict(tp=2, pp=1, sp=1, ep=1)),  # 3 divides the ranks, and no heads
+        (8, dict(tp=8, pp=4, sp=1, ep=1), {"tp": (32, 4)}, dict(tp=4, pp=2, sp=1, ep=1)),  # what tp leaves is pp's
+        (9, dict(tp=1, pp=1, sp=1, ep=4), {"ep": (4,)}, dict(tp=1, pp=1, sp=1, ep=1)),
+        (6, dict(tp=1, pp=1, sp=8, ep=1), {"sp": (16, 128)}, dict(tp=1, pp=1, sp=2, ep=1)),
+        (6, dict(tp=1, pp=1, sp=8, ep=1), {"sp": (0, 0)}, dict(tp=1, pp=1, sp=6, ep=1)),  # not known: divided by all
+        (6, dict(tp=4, pp=4, sp=1, ep=1), {}, dict(tp=3, pp=2, sp=1, ep=1)),
+    ],
+)
+def test_degrees_divide_what_they_cut(world, wanted, whole, fitted):
+    assert fit_degrees(world, wanted, frozenset(), whole) == fitted
+
+
+@given(
+    st.integers(1, 24),
+    st.fixed_dictionaries({axis: st.integers(1, 6) for axis in ("tp", "pp", "sp", "ep")}),
+    st.sets(st.sampled_from(("tp", "pp", "sp", "ep"))),
+    st.dictionaries(st.sampled_from(("tp", "sp", "ep")), st.tuples(st.integers(0, 24))),
+)
+def test_lowered_degrees_are_the_largest_that_fit_in_this_order(world, wanted, typed, whole):
+    """Against all that fit, one after the other: tp is the largest of any, pp of those with that tp, then ep, then sp."""
+
+    def fits(tp, pp, ep, sp):
+        cut = {"tp": tp, "pp": pp, "ep": ep, "sp": sp}
+        divides = all(number % cut[axis] == 0 for axis, numbers in whole.items() if axis not in typed for number in numbers)
+        return divides and world % (tp * pp * sp) == 0 and world // (tp * pp * sp) % ep == 0
+
+    choices = [[wanted[axis]] if axis in typed else range(1, wanted[axis] + 1) for axis in ("tp", "pp", "ep", "sp")]
+    possible = [chosen for chosen in product(*choices) if fits(*chosen)]
+    if possible:
+        assert fit_degrees(world, wanted, frozenset(typed), whole) == dict(zip(("tp", "pp", "ep", "sp"), max(possible), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dp", "micro_batch", "global_batch", "typed", "fitted"),
+    [
+        (8, 4, 16, (), (4, 32)),
+        (4, 4, 16, (), (4, 16)),
+        (5, 4, 16, (), (4, 20)),
+        (3, 4, 16, ("micro_batch",), (4, 24)),
+        (3, 4, 6, ("global_batch",), (2, 6)),
+        (3, 4, 7, ("global_batch",), (4, 7)),  # refused later
+        (3, 4, 6, ("global_batch", "micro_batch"), (4, 6)),  # refused later
+    ],
+)
+def test_a_batch_is_shared_evenly(dp, micro_batch, global_batch, typed, fitted):
+    assert fit_batch(dp, micro_batch, global_batch, frozenset(typed)) == fitted
+
+
+def test_the_nearest_worlds_lie_on_both_sides():
+    assert nearest_worlds(9, 4, lambda ranks: ranks % 4 == 0) == [8, 12]
+    assert nearest_worlds(3, 128, lambda ranks: ranks % 128 == 0) == [128]
+    assert nearest_worlds(70, 1, lambda ranks: ranks in (16, 139, 143)) == [16, 139]
+    assert nearest_worlds(3, 1, lambda ranks: False) == []

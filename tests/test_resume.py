@@ -274,7 +274,11 @@ def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(half: Pa
         assert f"{name} = {value}: the run in {half} has {getattr(BASE, name)}" in said
     assert len(refused.value.problems) == len(CHANGES)
     for way in ("--out NEW", f"--resume {half}", "--resume never"):
-        assert said.count(way) == 1
+        assert said.count(way) == 1 and way in said.splitlines()[0]
+    with pytest.raises(Refusal) as refused:
+        planned(monkeypatch, half, "--steps", 1)  # which lowers the warm-up of the recipe: no number that the user typed
+    (problem,) = refused.value.problems
+    assert problem.where == "steps = 1" and problem.fix.startswith(f"go on with --steps {BASE.steps}, start a new run")
 
 
 def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +413,7 @@ def test_a_model_folder_that_holds_another_model_now_is_refused(tmp_path: Path, 
     out, folder = tmp_path / "run", tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    recipe = dataclasses.replace(BASE, model=str(folder), out=str(out), tokenizer="bytes")
+    recipe = dataclasses.replace(BASE, model=str(folder), init="random", out=str(out), tokenizer="bytes")
     first = make_plan(parse(recipe, Path("resume.py"), []))
     (out / "checkpoints").mkdir(parents=True)
     (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config)}))

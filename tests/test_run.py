@@ -148,10 +148,10 @@ def test_python_without_a_launcher_is_one_rank(launch: Callable[..., Job], tmp_p
     job = launch(sys.executable, NANO, "--tiny", "--steps", 2)
     assert job.wait(120) == 0, job.output[-8000:]
     job.wait_gone(20)
-    assert [line["step"] for line in metrics(tmp_path / "runs" / "llama_nano_zero2")] == [1, 2]
-    facts = json.loads((tmp_path / "runs" / "llama_nano_zero2" / "run.json").read_text())
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "llama_nano_zero2_tiny")] == [1, 2]
+    facts = json.loads((tmp_path / "runs" / "llama_nano_zero2_tiny" / "run.json").read_text())
     assert facts["mesh"]["world"] == 1
-    assert list((tmp_path / "runs" / "llama_nano_zero2" / "hf").glob("*.safetensors"))
+    assert list((tmp_path / "runs" / "llama_nano_zero2_tiny" / "hf").glob("*.safetensors"))
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_dry_run_prints_layout_batch_json_and_memory(launch: Callable[..., Job],
         (["--world", "8"], 2, "goes with --dry_run only"),
         (["--tiny", "--out", __file__ + "/run"], 1, "run: cannot be written: "),
         (["--tiny", "--tp", "2"], 1, "does not divide the 1 rank"),
-        (["--help"], 0, "usage: llama_nano_zero2.py"),
+        (["--help"], 0, "usage: python llama_nano_zero2.py"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

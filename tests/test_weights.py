@@ -13,6 +13,7 @@ from recipekit.model import build_model
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe, parse
 from recipekit.refusal import Refusal
+from recipekit.safetensors_files import INDEX
 from reference import train_plain
 from test_model import ds_config, tiny_config
 from test_parity import strategy
@@ -90,8 +91,12 @@ def test_files_that_lack_a_parameter_are_refused(tmp_path):
     lost = sorted(tensors)[0]
     del tensors[lost]
     save_file(tensors, victim)
-    with pytest.raises(Refusal, match=f"lack 1 of .* first {lost}"):
-        build_model(Recipe(model=str(tmp_path)), json.loads((tmp_path / "config.json").read_text()), None, ds_config(0), torch.device("cpu"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(Refusal, match=f"lacks 1 of the tensors that its index names, first {lost}"):
+        build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(Refusal, match=f"its files lack 1 of .* parameters, first {lost}"):
+        build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
 
 
 def test_files_of_another_shape_are_refused(tmp_path):

@@ -28,9 +28,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit import Recipe  # noqa: E402
+from recipekit import Recipe, op_cache  # noqa: E402
+from recipekit.mesh import fit_batch  # noqa: E402
 from recipekit.plan import Plan, make_plan  # noqa: E402
-from recipekit.recipe import parse  # noqa: E402
+from recipekit.recipe import Command, parse  # noqa: E402
 from recipekit.refusal import Refusal, exit_refused  # noqa: E402
 
 TITLES = {
@@ -110,11 +111,10 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    """One thread per rank, and compiled ops in the repository."""
+    """One thread per rank, and the recipes' compiled ops."""
     import torch
 
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
-    own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": cache, "TOKENIZERS_PARALLELISM": "false"}
+    own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "TOKENIZERS_PARALLELISM": "false"}
     return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
 
 
@@ -176,8 +176,7 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
 
     start_launcher_watch()
     try:
-        command = parse(RECIPE, Path(__file__), recipe_argv)
-        plan = make_plan(replace(command, recipe=replace(command.recipe, out=str(arguments.report.parent / "run"), resume="never", wandb=False)))
+        plan = planned(parse(RECIPE, Path(__file__), recipe_argv), arguments.report.parent / "run")
         found = measure(plan, arguments)
         if plan.command.rank == 0:
             arguments.report.write_text(json.dumps(found))
@@ -188,6 +187,13 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def planned(command: Command, out: Path) -> Plan:
+    """The plan of a stage, with a batch that the ranks share evenly. Raises `Refusal`."""
+    micro_batch, global_batch = fit_batch(command.world, command.recipe.micro_batch, command.recipe.global_batch, command.typed)
+    own: dict[str, Any] = {"out": str(out), "resume": "never", "wandb": False, "micro_batch": micro_batch, "global_batch": global_batch}
+    return make_plan(replace(command, recipe=replace(command.recipe, **own)))
 
 
 def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
 os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
 
 import numpy as np  # noqa: E402

@@ -3,8 +3,8 @@
     python tools/bench_tensor_parallel.py > tools/bench_tensor_parallel.md        # the page it prints is Markdown; progress goes to stderr
     python tools/bench_tensor_parallel.py --pairs 60 --model Qwen/Qwen3-0.6B --seq_len 512
 
-The same weights, rows and JSON on the same ranks (2 on a machine without GPUs, else one per GPU), in blocks of steps that
-alternate: a pair is one block of each way, in random order. The ratio is the median over the pairs, its interval the two
+The same weights, rows and JSON on the same ranks (2 on a machine without GPUs, else as many GPUs as the model's heads can
+be cut over), in blocks of steps that alternate: a pair is one block of each way, in random order. The ratio is the median over the pairs, its interval the two
 pairs that hold it with 95 % by the binomial distribution. Collectives are those that torch's profiler sees in one step. Flags that are not listed here are a recipe's.
 """
 
@@ -31,7 +31,7 @@ from unittest import mock
 from recipekit import Recipe
 from recipekit.plan import Plan, make_plan
 from recipekit.recipe import parse
-from recipekit.refusal import Refusal, exit_refused
+from recipekit.refusal import Refusal, exit_refused, refuse
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = {
@@ -74,20 +74,36 @@ def planned(argv: list[str], world: int, out: Path) -> Plan:
     return make_plan(replace(command, recipe=replace(command.recipe, tp=world, out=str(out), resume="never", export=False), world=world))
 
 
+def ranks_of(devices: int, argv: list[str], out: Path) -> int:
+    """The most ranks, up to one per device, over which the model can be cut. Raises `Refusal` if there are none."""
+    refused = refuse(
+        f"{devices} device{'s' if devices != 1 else ''}", "a tensor group takes 2 ranks or more", "run it on a machine with more GPUs, or without any"
+    )
+    for ranks in range(devices, 1, -1):
+        try:
+            planned(argv, ranks, out)
+        except Refusal as refusal:
+            refused = refusal if ranks == devices else refused
+        else:
+            return ranks
+    raise refused
+
+
 def main() -> int:
     arguments, recipe_argv = arguments_of(sys.argv[1:])
     if arguments.folder:
         return rank_main(arguments, recipe_argv)
     import torch
 
-    ranks = torch.cuda.device_count() or 2
+    devices = torch.cuda.device_count() or 2
     with tempfile.TemporaryDirectory(prefix="bench_tp_") as folder:
         try:
-            planned(recipe_argv, ranks, Path(folder) / "run")
+            ranks = ranks_of(devices, recipe_argv, Path(folder) / "run")
         except Refusal as refusal:
             exit_refused(refusal)
+        if ranks < devices:
+            print(f"{ranks} of the {devices} devices: over more the model cannot be cut evenly", file=sys.stderr)
         load = os.getloadavg()[0]
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
         if not torch.cuda.is_available():
             os.environ["DS_ACCELERATOR"] = "cpu"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__, "--folder", folder, *sys.argv[1:]]

@@ -4,7 +4,7 @@
     python tools/doctor.py --recipe recipes/NAME.py --out runs/x --tp 2 # what this run needs; the recipe's own flags may follow
     python -m launch --hostfile HOSTS --doctor --recipe recipes/NAME.py # all hosts of a run
 
-Looks at versions, devices, shared memory, libaio and the compiled ops, the NVMe folder, logins, the master port, the
+Looks at versions, devices, shared memory, adapters, what compiling ops takes, the NVMe folder, logins, the master port, the
 clocks, the run folder, the room for checkpoints, and at the connections between all ranks: plain sockets first, then two
 seconds of all-reduce and point-to-point messages. A launcher starts it once for each rank, as it would a recipe; without
 one it starts the ranks of this machine itself. A rank that is missing, silent or slow is named; every wait for it has an end.
@@ -31,17 +31,19 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit import ds_config, host_checks  # noqa: E402
+from recipekit import ds_config, fabric, host_checks, op_cache  # noqa: E402
 from recipekit.host_checks import Findings, Row, amount, existing  # noqa: E402
 from recipekit.meeting import Chair, Line, Member, echo, meet, reach  # noqa: E402
 from recipekit.plan import Plan, make_plan  # noqa: E402
 from recipekit.recipe import Command, parse, recipe_of  # noqa: E402
 from recipekit.refusal import Problem, Refusal  # noqa: E402
 from recipekit.stopping import start_launcher_watch  # noqa: E402
+from recipekit.torch_builds import gpus_in_use  # noqa: E402
 
 LOOK = 180.0  # seconds in which a host has to answer what it is like
 CONNECT = 5.0  # seconds in which a rank has to connect to another
 PREPARE = 1800.0  # seconds for imports, compiles and counting
+JOIN = 600.0  # seconds for connecting all ranks, which a large NCCL job takes minutes for
 MEASURE = 120.0  # seconds in which the two seconds of measuring have to be over
 SKEW = 1.0  # seconds that clocks may differ, beside what the network leaves open
 SLOW = 3.0  # times the other ranks' seconds: then a rank is slow
@@ -67,7 +69,7 @@ class Subject(NamedTuple):
     command: Command | None
     plan: Plan | None
     problems: list[Problem]
-    nvme: bool
+    config: dict[str, Any]  # the JSON, resolved where there is a plan
 
 
 # What is asked for
@@ -83,7 +85,6 @@ def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for ranks that have not come (60)")
     parser.add_argument("--quick", action="store_true", help="leave out what imports torch: compiling ops, counting bytes, all-reduce")
     parser.add_argument("--torch-part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
-    parser.add_argument("--skip-ops", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     arguments, flags = parser.parse_known_args()
     arguments.flags = flags[1:] if flags[:1] == ["--"] else flags
@@ -101,28 +102,27 @@ def read_subject(arguments: argparse.Namespace, slot: Slot) -> Subject:
     """The run as a start of the recipe would see it on this host. Raises `Refusal` for a wrong command line only."""
     out = arguments.out or Path("runs")
     if not arguments.recipe:
-        return Subject(out, None, None, [], False)
+        return Subject(out, None, None, [], {})
     try:
         flags = [*arguments.flags, *(["--out", str(arguments.out)] if arguments.out else [])]
         command = parse(recipe_of(arguments.recipe), arguments.recipe, flags)
     except Refusal as refusal:
         if refusal.exit_code == 2:
             raise
-        return Subject(out, None, None, refusal.problems, False)
+        return Subject(out, None, None, refusal.problems, {})
     command = dataclasses.replace(command, world=arguments.world or slot.world, rank=slot.rank, local_rank=slot.local_rank)
-    out = Path(command.recipe.out or Path("runs") / command.name)
-    nvme = False
+    out = command.out
+    config: dict[str, Any] = {}
     with contextlib.suppress(Refusal):  # `make_plan` tells what is wrong with the JSON
-        zero = ds_config.load(command.recipe.ds_config, command.folder)[0].get("zero_optimization", {})
-        nvme = any(zero.get(block, {}).get("device") == "nvme" for block in ("offload_optimizer", "offload_param"))
+        config = ds_config.load(command.recipe.ds_config, command.folder)[0]
     try:
-        return Subject(out, command, make_plan(command), [], nvme)
+        plan = make_plan(command)
+        return Subject(out, command, plan, [], plan.ds_config)
     except Refusal as refusal:
-        return Subject(out, command, None, refusal.problems, nvme)
+        return Subject(out, command, None, refusal.problems, config)
     except PermissionError as error:
-        return Subject(
-            out, command, None, [Problem(str(error.filename), "cannot be read: Permission denied", "let this user read it, or choose another")], nvme
-        )
+        problem = Problem(str(error.filename), "cannot be read: Permission denied", "let this user read it, or choose another")
+        return Subject(out, command, None, [problem], config)
 
 
 def swap_folder(plan: Plan | None) -> Path | None:
@@ -140,7 +140,9 @@ def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: in
     recipe = subject.plan.recipe if subject.plan else subject.command.recipe if subject.command else None
     yield from host_checks.check_versions(ROOT / "requirements.txt")
     yield from host_checks.check_devices(slot.local_world)
-    yield from host_checks.check_toolchain(["async_io"] if subject.nvme else [])
+    yield from host_checks.check_toolchain(subject.config)
+    if local_gpus():
+        yield from fabric.check_adapters(slot.world > slot.local_world)
     yield from host_checks.check_out(subject.out, mark)
     yield from subject.problems
     if folder := swap_folder(subject.plan):
@@ -151,10 +153,18 @@ def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: in
     yield from host_checks.check_hub(recipe)
 
 
+def local_gpus() -> list[int]:
+    """The numbers of the GPUs of this host's ranks, in their order."""
+    try:
+        return [gpu.number for gpu in host_checks.gpus()]
+    except OSError:
+        return []  # `check_devices` tells
+
+
 def room(subject: Subject) -> dict[str, int]:
     """place -> bytes that are free on this host."""
-    folder = swap_folder(subject.plan)
-    return {"out": _free(subject.out), "host": host_checks.free_memory()} | ({"NVMe": _free(folder)} if folder else {})
+    folder, memory = swap_folder(subject.plan), host_checks.free_memory()
+    return {"out": _free(subject.out)} | ({"host": memory} if memory is not None else {}) | ({"NVMe": _free(folder)} if folder else {})
 
 
 def _free(folder: Path) -> int:
@@ -180,11 +190,11 @@ def left_mark(out: Path, id: str) -> Iterator[str | None]:
 class TorchPart:
     """A process of this rank that imports torch: it may hang or die, and then it is ended."""
 
-    def __init__(self, skip_ops: bool):
+    def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--torch-part", str(theirs.fileno()), *(["--skip-ops"] if skip_ops else []), *sys.argv[1:]],
+            [sys.executable, __file__, "--torch-part", str(theirs.fileno()), *sys.argv[1:]],
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stderr=self._errors,
@@ -236,12 +246,10 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
         addresses = meeting.hear(2 * LOOK)
         meeting.gather(reach(to_reach(slot, addresses, meeting), CONNECT))
         if not arguments.quick:
-            with contextlib.closing(TorchPart(meeting.hear(2 * LOOK))) as torch_part:
+            with contextlib.closing(TorchPart()) as torch_part:
                 meeting.gather(torch_part.ask(None, PREPARE))
-                for patience in (2 * PREPARE, 2 * MEASURE):  # measured once, or twice
-                    if (order := meeting.hear(patience)) is None:
-                        break
-                    meeting.gather(torch_part.ask(order, MEASURE))
+                while (order := meeting.hear(2 * PREPARE)) is not None:
+                    meeting.gather(torch_part.ask(order, order["seconds"]))
                 return meeting.hear(2 * MEASURE)
         return meeting.hear(2 * LOOK)
 
@@ -256,6 +264,7 @@ def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, liste
     }
     if slot.local_rank == 0:
         seen |= {"findings": host_checks.to_json(examine_host(subject, slot, mark, master_port)), "room": room(subject), "ranks": slot.local_world}
+        seen |= {"fabric": fabric.facts(local_gpus()[: slot.local_world])}
     return seen
 
 
@@ -281,26 +290,30 @@ def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting
     report.reached(meeting.gather(reach(to_reach(slot, addresses, None), CONNECT), CONNECT * slot.world / 32 + 60, "whom it reaches"))
     if not arguments.quick:
         print(f"doctor: starting torch on {len(report.seen)} ranks", flush=True)
-        skip_ops = any(problem.where.startswith(("libaio", "compiler")) for problem, _ in report.problems)
-        meeting.tell(skip_ops)
-        with contextlib.closing(TorchPart(skip_ops)) as torch_part:
+        with contextlib.closing(TorchPart()) as torch_part:
             ready = meeting.gather(torch_part.ask(None, PREPARE), PREPARE, "its torch and ops")
             report.prepared(ready, subject)
-            order = None
-            if not meeting.lost and report.connected and not any("error" in told for told in ready.values()):
-                print("doctor: two seconds of all-reduce and messages", flush=True)
-                order = {"port": _torch_port(slot)}
-            meeting.tell(order)
-            if order is None:
-                report.add(Row("all-reduce", "not measured: see the problems"), [0])
-            else:
-                found = meeting.gather(torch_part.ask(order, MEASURE), MEASURE + 30, "its measurements")
-                again = bool(report.slow(found, SUSPECT)) and not meeting.lost and not any("error" in told for told in found.values())
-                meeting.tell(order if again else None)
-                if again:  # the better of two looks counts: a machine may be busy for a moment, a slow one is slow twice
-                    second = meeting.gather(torch_part.ask(order, MEASURE), MEASURE + 30, "its measurements")
+
+            def together(order: dict[str, Any], about: str) -> dict[int, dict[str, Any]]:
+                meeting.tell(order)
+                return meeting.gather(torch_part.ask(order, order["seconds"]), order["seconds"] + 30, about)
+
+            def well(found: dict[int, dict[str, Any]]) -> bool:
+                return not meeting.lost and not any("error" in told for told in found.values())
+
+            if report.connected and well(ready) and not any(told["unfit"] for told in ready.values()):
+                print("doctor: connecting the ranks, then two seconds of all-reduce and messages", flush=True)
+                joined = together(
+                    {"port": _torch_port(slot), "seconds": JOIN if any(told["gpus"] for told in ready.values()) else MEASURE}, "its process group"
+                )
+                found = together({"seconds": MEASURE}, "its measurements") if well(joined) else joined
+                if well(found) and report.slow(found, SUSPECT):  # the better of two looks counts: a machine may be busy for a moment, a slow one is slow twice
+                    second = together({"seconds": MEASURE}, "its measurements")
                     found = {rank: min(told, found[rank], key=lambda told: told.get("work", -1.0)) for rank, told in second.items()}
-                report.measured(found)
+                report.measured(found, joined)
+            else:
+                report.add(Row("all-reduce", "not measured: see the problems"), [0])
+            meeting.tell(None)
     else:
         report.add(Row("all-reduce", "not measured (--quick)"), [0])
     report.absent(meeting.lost)
@@ -427,8 +440,8 @@ class Report:
             fix = "free space, keep fewer with --keep, leave out --export, or choose a folder on another disk with --out"
             self.add(Problem(f"out = {subject.out}: {amount(free)} free", f"the run writes {amount(total)}: {made}", fix), [])
 
-    def measured(self, told: dict[int, dict[str, Any]]) -> None:
-        """Names ranks and links that the others would wait for."""
+    def measured(self, told: dict[int, dict[str, Any]], joined: dict[int, dict[str, Any]]) -> None:
+        """Names ranks and links that the others would wait for; `joined` is what each rank told when it had joined the others."""
         failed = {rank: found["error"] for rank, found in told.items() if "error" in found}
         for rank, why in failed.items():
             fix = "for NCCL start again with NCCL_DEBUG=INFO, and choose the interface with NCCL_SOCKET_IFNAME (gloo: GLOO_SOCKET_IFNAME)"
@@ -456,6 +469,21 @@ class Report:
             }
             for where, text in self._name(bad):
                 self.add(Problem(where, f"the link is slow: {text}", "look at the cable, the switch port and the interface that is used"), [])
+        if all(found["cuda"] for found in told.values()):
+            self.too_slow(links, joined)
+
+    def too_slow(self, links: dict[tuple[int, int], float], joined: dict[int, dict[str, Any]]) -> None:
+        """Names links between GPUs that do not reach what their kind should."""
+        facts = {node: self.seen[node]["fabric"] for node in self.nodes}
+        networks = {rank: found["network"] for rank, found in joined.items()}
+        if len(self.nodes) > 1:
+            for problem in fabric.over_sockets(networks, [fabric.Port(*port) for told in facts.values() for port in told["ports"]]):
+                self.add(problem, [])
+        firsts = {node: min(rank for rank, seen in self.seen.items() if seen["node"] == node) for node in self.nodes}
+        places = {rank: fabric.Place(seen["node"], rank - firsts[seen["node"]]) for rank, seen in self.seen.items()}
+        for where, text in self._name(fabric.below(links, fabric.floors(places, facts, networks.get(0, "")))):
+            fix = "look at nvidia-smi topo -m, nvidia-smi nvlink -s, ibstat, and what NCCL chooses with NCCL_DEBUG=INFO"
+            self.add(Problem(where, f"the link is slow: {text}", fix), [])
 
     def slow(self, told: dict[int, dict[str, Any]], times: float = SLOW) -> dict[int, tuple[float, float]]:
         """rank -> (seconds that it needs for a piece of work, those of others) of each rank that all others wait for.
@@ -505,7 +533,8 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
     start_launcher_watch()
     line = Line(socket.socket(fileno=arguments.torch_part))
     subject = read_subject(arguments, slot)
-    told: dict[str, Any] = {"findings": host_checks.to_json(prepare(subject, slot, arguments.skip_ops))}
+    unfit = [*host_checks.check_gpus_seen(), *host_checks.check_ordinal(slot.local_rank)]
+    told: dict[str, Any] = {"findings": host_checks.to_json(itertools.chain(unfit, prepare(subject, slot))), "unfit": bool(unfit), "gpus": gpus_in_use()}
     if slot.rank == 0 and subject.plan and subject.plan.model_config:
         try:
             told["needs"] = count_bytes(subject.plan)
@@ -515,48 +544,41 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
     os.environ["MASTER_PORT"] = str(line.read(2 * PREPARE)["port"])
     from recipekit.links import join, measure
 
-    join()
-    line.send(measure())
-    line.read(2 * MEASURE)  # once more, or the end of this process
-    line.send(measure())
-    line.read(2 * MEASURE)
+    line.send(join())
+    while line.read(2 * PREPARE):  # until the rank ends this process
+        line.send(measure())
 
 
-def prepare(subject: Subject, slot: Slot, skip_ops: bool) -> Findings:
+def prepare(subject: Subject, slot: Slot) -> Findings:
     """What torch sees on this rank; on the first rank of a host compiles the ops that the recipe needs."""
     import torch
 
     if slot.local_rank == 0:
-        cuda = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "CPU"
+        cuda = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices" if gpus_in_use() else "CPU"
         yield Row("torch", f"{torch.__version__}, {cuda}{peers()}")
-        with contextlib.suppress(OSError):
-            if host_checks.gpus() and not torch.cuda.is_available():
-                yield Problem(
-                    f"torch {torch.__version__}", "sees none of the GPUs of this host", "install the CUDA build of torch, or a driver that is new enough"
-                )
     if subject.plan is None:
         return
     from recipekit.run import _single_process_defaults
 
     _single_process_defaults()
-    from recipekit.setup import prepare_ops, quiet
+    from recipekit.ops import prepare_ops
+    from recipekit.setup import quiet
 
     quiet()
-    yield from ds_config.check_device(subject.plan.ds_config, "cuda" if torch.cuda.is_available() else "cpu")
-    if slot.local_rank == 0 and not skip_ops:
+    yield from ds_config.check_device(subject.plan.ds_config, "cuda" if gpus_in_use() else "cpu")
+    if slot.local_rank == 0:
         try:
-            prepare_ops(subject.plan)
-            yield Row("ops", "those of the recipe are compiled")
-        except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-            said = " ".join(str(error).split())[-300:]
-            yield Problem("DeepSpeed's ops", f"cannot be compiled: {said}", "install what is missing; `ds_report` lists what each op needs")
+            prepare_ops(subject.plan.ds_config, print)
+            yield Row("ops", f"those of the recipe are compiled in {op_cache.folder()}")
+        except Refusal as refusal:
+            yield from refusal.problems
 
 
 def peers() -> str:
     """Whether the GPUs of this host reach each other's memory directly."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count() if gpus_in_use() else 0
     if count < 2:
         return ""
     pairs = list(itertools.permutations(range(count), 2))
@@ -564,9 +586,14 @@ def peers() -> str:
 
 
 def count_bytes(plan: Plan) -> dict[str, int]:
-    """Bytes of the states on each rank, of a checkpoint and of the export, and how many checkpoints there will be at a time."""
+    """Bytes of the states on each rank, of a checkpoint and of the export, and how many checkpoints there will be at a time.
+
+    Raises `Refusal` where the states exceed a GPU of this host.
+    """
     import torch
-    from recipekit.dry_run import count_parameters, state_bytes
+    from recipekit.dry_run import drawn_up, fullest
+    from recipekit.memory import ACCELERATOR, HOST, NVME, too_much
+    from recipekit.memory import total as bytes_at
     from recipekit.model import empty_model, enabled
     from recipekit.pipeline import plan_of
 
@@ -575,7 +602,7 @@ def count_bytes(plan: Plan) -> dict[str, int]:
     model = empty_model(recipe, plan.model_config)
     if plan.mesh.pp > 1:
         plan_of(model, recipe.pp_plan)  # refused if it has none
-    places = {place: sum(parts.values()) for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, plan.mesh)).items()}
+    terms = fullest(plan, *drawn_up(plan))
     model = recipe.adapt(model) if recipe.adapt else model
     size = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -583,10 +610,14 @@ def count_bytes(plan: Plan) -> dict[str, int]:
     width = 2 if mixed else 4
     saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1
     there = len(list((plan.out / "checkpoints").glob("step_*")))
-    device_memory = 0 if torch.cuda.is_available() else places.get("accelerator", 0)
+    device_memory = 0
+    if not gpus_in_use():
+        device_memory = bytes_at(terms, ACCELERATOR)
+    elif problems := too_much(terms, ACCELERATOR, torch.cuda.get_device_properties().total_memory, on=torch.cuda.get_device_name()):
+        raise Refusal(problems)
     return {
-        "host": places.get("host", 0) + device_memory,
-        "NVMe": places.get("NVMe", 0),
+        "host": bytes_at(terms, HOST) + device_memory,
+        "NVMe": bytes_at(terms, NVME),
         "checkpoint": (size if stage < 3 else size - trained) * width + trained * ((4 if mixed or stage else 0) + 8),
         "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next is complete before the oldest goes
         "export": size * width if recipe.export else 0,

@@ -10,6 +10,7 @@ Prints every problem with its fix and what DeepSpeed alone would do: fail, ignor
 """
 
 import argparse
+import math
 import sys
 from dataclasses import replace
 from itertools import groupby
@@ -33,20 +34,22 @@ README = ROOT / "ds_configs" / "README.md"
 BEGIN, END = "<!-- written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
 
 
-def read(name: str, folder: Path) -> tuple[dict[str, Any], Path | None, list[Problem]]:
-    """The JSON, its path, and an advice if it is one to DeepSpeed only, which reads Hjson: comments, no quotes, spare commas."""
+def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dict[str, Any], Path | None, list[Problem]]:
+    """The JSON, its path, and what is wrong with its text if it is one to DeepSpeed only, which reads Hjson: comments, no
+    quotes, spare commas. That is an advice where a script hands it to DeepSpeed."""
     try:
         return *ds_config.load(name, folder), []
     except Refusal as refusal:
-        found = [replace(problem, outcome=FAILS) for problem in refusal.problems]
+        found = [replace(problem, outcome=FAILS) for problem in refusal.problems] if json_only else refusal.problems
         try:
-            config = hjson.loads(Path(name).read_text(encoding="utf-8"), object_pairs_hook=once_each)
+            config = hjson.loads(Path(str(name)).read_text(encoding="utf-8"), object_pairs_hook=once_each)
         except (OSError, ValueError, RecursionError):
             raise Refusal(found) from None
         if not isinstance(config, dict):
             raise Refusal(found) from None
-        advice = [Problem(problem.where, f"{problem.rule}; Trainer and accelerate cannot read it", problem.fix, APPLIES) for problem in found]
-        return config, Path(name), advice
+        if json_only:
+            found = [replace(problem, rule=f"{problem.rule}; Trainer and accelerate cannot read it", outcome=APPLIES) for problem in found]
+        return config, Path(str(name)), found
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -76,16 +79,22 @@ def lint(
         except Refusal as refusal:
             problems += refusal.problems
     try:
-        if name and json_only:
-            config, file, found = read(name, Path.cwd())
+        if name or recipe:
+            config, file, found = read(name or getattr(recipe, "ds_config", ""), path.resolve().parent if path else Path.cwd(), json_only)
             problems += found
-        elif name or recipe:
-            config, file = ds_config.load(name or getattr(recipe, "ds_config", ""), path.resolve().parent if path else Path.cwd())
     except Refusal as refusal:
         problems += refusal.problems
     if config is None:
         return problems, []
-    problems += ds_config.check(config, world=world, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout)
+
+    def check_on(ranks: int | None) -> list[Problem]:
+        return ds_config.check(config, world=ranks, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout)
+
+    found = check_on(world)
+    if recipe and world:
+        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | ds_config.degrees(config)
+        found = ds_config.name_worlds(found, world, math.prod(max(1, degree) for degree in degrees.values()), check_on)
+    problems += found
     advice = [problem for problem in problems if json_only and problem.outcome == APPLIES]
     problems = [problem for problem in problems if problem not in advice]
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]

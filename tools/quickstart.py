@@ -2,8 +2,8 @@
 
     make quickstart
 
-Trains recipes/llama_nano_zero2.py (2 processes on a CPU machine, every GPU elsewhere), loads the exported Hugging Face
-files with plain transformers, compares the loss on held-out text with the engine's, prints a sample, draws loss.png.
+Trains recipes/llama_nano_zero2.py (2 processes on a CPU machine, one per GPU elsewhere, or `--ranks N`), loads the
+exported Hugging Face files with plain transformers, compares the loss on held-out text with the engine's, prints a sample, draws loss.png.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 TOLERANCE = 2e-3  # relative: the engine and transformers run the same bf16 weights, on other batch shapes
 
 
@@ -24,19 +25,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="run folder (default: %(default)s); a finished run in it is used again")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps (default: the recipe's)")
+    parser.add_argument("--ranks", type=int, default=None, help="processes to train with (default: one per GPU, 2 without)")
     arguments = parser.parse_args()
+    if arguments.ranks is not None and arguments.ranks < 1:
+        parser.error(f"--ranks {arguments.ranks}: must be at least 1")
     began = time.perf_counter()
 
     begun = phase(1, "train recipes/llama_nano_zero2.py with the deepspeed launcher")
     import torch
 
-    ranks = torch.cuda.device_count() or 2
     deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     if deepspeed is None:
         print("the deepspeed command is not installed beside this Python; run make setup", file=sys.stderr)
         return 1
-    steps = ["--steps", str(arguments.steps)] if arguments.steps else []
-    command = [deepspeed, "--num_gpus", str(ranks), str(ROOT / "recipes" / "llama_nano_zero2.py"), "--out", str(arguments.out), *steps]
+    command = [deepspeed, *training(arguments.ranks or torch.cuda.device_count() or 2, arguments.out, arguments.steps)]
     print("  " + " ".join(command), flush=True)
     code = subprocess.run(command, check=False).returncode
     if code:
@@ -79,6 +81,17 @@ def main() -> int:
         + ", ".join(str(arguments.out / name) for name in ("metrics.jsonl", "run.json", "ds_config.json", "checkpoints/", "hf/", "loss.png"))
     )
     return 0
+
+
+def training(ranks: int, out: Path, steps: int | None) -> list[str]:
+    """What follows `deepspeed` on the command line; a global batch that the ranks cannot share evenly is raised."""
+    from recipekit.mesh import fit_batch
+    from recipekit.recipe import recipe_of
+
+    recipe = recipe_of(RECIPE)
+    _, rows = fit_batch(ranks, recipe.micro_batch, recipe.global_batch, frozenset())
+    batch = ["--global_batch", str(rows)] if rows != recipe.global_batch else []
+    return ["--num_gpus", str(ranks), str(RECIPE), "--out", str(out), *batch, *(["--steps", str(steps)] if steps else [])]
 
 
 def held_out_loss(model, tokenizer, recipe) -> float:

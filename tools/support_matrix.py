@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,7 @@ WHY = {  # (beginning of a type, part of a layout) -> found by hand
 }
 ROUNDED = 1e-6  # relative, of a gradient in fp64: the loss and some norms are computed in fp32 whatever the weights are
 ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}  # said by a refusal -> its mark
+AHEAD = "reads the tokens that it should predict"  # said by the refusal of a model that is not causal
 CELL_S = 60.0  # seconds a cell may take
 CONFIG: dict[str, Any] = {
     "train_batch_size": ROWS,
@@ -127,11 +129,12 @@ def save(model: Any, folder: Path) -> None:
 def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
     """Starts from random weights, which it saves in `folder`. Returns losses, norms and weights of STEPS steps of plain PyTorch, whether the model has experts, and the leak, how far a document's logits follow another document of its row."""
     import torch
-    from recipekit.model import build_model, parameter_groups
+    from recipekit.model import build_model, check_causal, parameter_groups
     from recipekit.train import token_loss
 
-    recipe = recipe_of(model_type)
-    model = build_model(recipe, tiny_model_config(model_type), None, {}, torch.device("cpu")).model
+    recipe, config = recipe_of(model_type), tiny_model_config(model_type)
+    check_causal(recipe, config)
+    model = build_model(recipe, config, None, {}, torch.device("cpu")).model
     spread(model)
     save(model, folder)
     numbers = CONFIG["optimizer"]["params"]
@@ -265,12 +268,13 @@ def serve(folder: Path) -> None:
     import deepspeed
     import torch
     import torch.distributed as dist
+    from recipekit.ops import OPS, load_op
     from recipekit.refusal import Refusal
-    from recipekit.setup import load_op, quiet, unlink_shared_memory
+    from recipekit.setup import quiet, unlink_shared_memory
 
     torch.set_num_threads(1)
     quiet()
-    load_op("ShareMemCommBuilder", "shared-memory communication", print)
+    load_op(OPS["comm"], print)
     deepspeed.init_distributed("gloo", verbose=False)
     unlink_shared_memory()
     linear = torch.nn.functional.linear
@@ -437,11 +441,20 @@ def publishes_pipeline_plan(model_type: str) -> bool:
     return any(getattr(kind, "base_model_pp_plan", None) for kind in (config, *getattr(config, "sub_configs", {}).values()))
 
 
+def decoders_alone(types: list[str]) -> list[str]:
+    """Those that are encoder-decoders, of which AutoModelForCausalLM builds the decoder."""
+    from recipekit.architecture import default_config
+
+    return [name for name in types if default_config(name).is_encoder_decoder]
+
+
 def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
     """recipes/SUPPORT.md."""
     from importlib.metadata import version
 
-    planned = [name for name in done if publishes_pipeline_plan(name)]
+    ran = [name for name in done if done[name]["reference"]["ok"]]
+    planned = [name for name in ran if publishes_pipeline_plan(name)]
+    ahead = [name for name in done if AHEAD in done[name]["reference"].get("reason", "")]
     lines = [
         "# Which families train in which layout",
         "",
@@ -455,13 +468,22 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
         "no plan: the family publishes none for that degree; a recipe can give its own for pp (gpt2_xl_zero1_pp4.py). no preset: DeepSpeed's AutoEP has",
         "none for its experts. no experts: there is nothing to divide.",
         "",
+        *wrap(f"Refused, since they read the tokens that they should predict: {', '.join(sorted(ahead))}.", 120, break_on_hyphens=False),
+        "",
+        *wrap(
+            f"Encoder-decoders are refused, too. Of {', '.join(sorted(decoders_alone(ran)))} the rows below are of the decoder alone, "
+            'whose config.json says `"is_encoder_decoder": false`.',
+            120,
+            break_on_hyphens=False,
+        ),
+        "",
     ]
     for layout in LAYOUTS:
         passed = [name for name in planned if done[name].get(layout, {}).get("ok")]
         lines.append(
             f"- {layout}: {len(passed)} of the {len(planned)} types that publish a pipeline plan, {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}"
         )
-    for title, names in (("Types that publish a pipeline plan", planned), ("Other types", [name for name in done if name not in planned])):
+    for title, names in (("Types that publish a pipeline plan", planned), ("Other types", [name for name in ran if name not in planned])):
         if not names:
             continue
         lines += ["", f"## {title}", "", "| type | " + " | ".join(LAYOUTS) + " | packed rows |", "|---|" + "---|" * (len(LAYOUTS) + 1)]
@@ -503,7 +525,6 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     if arguments.serve:
         serve(arguments.serve)
         return

@@ -1,14 +1,17 @@
-"""The shape of a model before any of it exists: its config.json as a dict, and a tiny copy that keeps its traits."""
+"""The shape of a model before any of it exists: its config.json as a dict, whether recipes can train it, and a tiny copy that keeps its traits."""
 
+import functools
 import json
 import os
 import re
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .recipe import Recipe
-from .refusal import refuse
+from .refusal import Problem, Refusal, refuse
 
 SHIPPED = Path(__file__).parent / "architectures"
 
@@ -16,18 +19,100 @@ SHIPPED = Path(__file__).parent / "architectures"
 def model_config(recipe: Recipe) -> dict[str, Any] | None:
     """The model's config.json: from its folder, the shipped architectures, or the local hub cache; None if none has it.
 
-    Raises `Refusal` for a folder without a readable config.json.
+    Raises `Refusal` for a folder without a readable config.json, and for a model that recipes cannot train.
     """
     folder = Path(recipe.model)
     if folder.is_dir():
-        return _read(folder / "config.json") if (folder / "config.json").exists() or not any(folder.glob("*.gguf")) else None
+        return read_config(folder / "config.json", recipe.model)
     if recipe.model.startswith((".", "/", "~")):
         raise refuse(f"model = {recipe.model}", "is no folder on this machine", "give a folder that holds config.json, or a hub id ORG/NAME")
     cached = sorted(_hub_cache(recipe.model).glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
     if cached:
-        return _read(cached[-1])
+        return read_config(cached[-1], recipe.model)
     shipped = SHIPPED / (recipe.model.replace("/", "--") + ".json")
-    return _read(shipped) if shipped.exists() else None
+    return read_config(shipped, recipe.model) if shipped.exists() else None
+
+
+# Families among the causal language models of transformers that attend both ways, and the key of config.json with which they look back only.
+READS_AHEAD = {
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "reformer", "rembert"),
+            *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+        ),
+        "is_decoder",
+    ),
+    "xlm": "causal",
+    "cpmant": "",
+    "xlnet": "",
+}
+OTHERS = "use a causal language model of recipes/SUPPORT.md"
+
+
+def read_config(path: Path, model: str) -> dict[str, Any]:
+    """A config.json, of the model that the user names `model`. Raises `Refusal` if it cannot be read, or is of a model that recipes cannot train."""
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise _no_config(path.parent, model) from None
+    except OSError as error:
+        raise refuse(str(path), f"cannot be read: {error.strerror}", "make it readable for this user") from None
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise refuse(str(path), f"is not JSON: {error}", "download the model again") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise refuse(str(path), "names no model_type", "give the config.json of a transformers model")
+    if problems := _untrainable(config, f"model = {model}"):
+        raise Refusal(problems)
+    return config
+
+
+def _no_config(folder: Path, model: str) -> Refusal:
+    if not folder.is_dir():
+        return refuse(f"model = {model}", "is no folder on this machine", "give a folder that holds config.json")
+    if gguf := sorted(folder.glob("*.gguf")):
+        rule = f"the folder holds {gguf[0].name}, and GGUF is a format for inference, and no config.json"
+        return refuse(f"model = {model}", rule, "use the safetensors files of the model that it was made from")
+    if (folder / "adapter_config.json").exists():
+        return refuse(f"model = {model}", "the folder holds an adapter, and no config.json", "give the base model, or merge the adapter into it and save that")
+    return refuse(f"model = {model}", "the folder holds no config.json", "give the folder that save_pretrained wrote")
+
+
+def _untrainable(config: dict[str, Any], where: str) -> list[Problem]:
+    """Why recipes cannot train a model, as far as its config.json tells."""
+    kind, problems, types = config["model_type"], [], causal_types()
+    auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
+    own = str(auto_map.get("AutoModelForCausalLM") or next(iter(auto_map.values()), ""))  # the class that replaces one of transformers
+    same = auto_map.get("AutoModelForCausalLM") is None or own.rpartition(".")[2].lower() == types.get(kind, "").lower()
+    masked = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
+    switch = READS_AHEAD.get(kind)
+    if own and (kind not in types or not same):
+        rule = f"its auto_map names code of the model's own ({own}), which recipes never run"
+        problems.append(Problem(where, rule, f"{OTHERS}, whose class is in transformers itself"))
+    elif config.get("is_encoder_decoder"):
+        problems.append(Problem(where, f"a {kind} is an encoder-decoder, and recipes train decoders alone", OTHERS))
+    elif (kind not in types and masked) or (switch is not None and not config.get(switch)):
+        fix = f'{OTHERS}; a {kind} that looks back only says "{switch}": true in its config.json' if switch else OTHERS
+        problems.append(Problem(where, f"a {kind} reads the tokens that it should predict", fix))
+    elif kind not in types:
+        problems.append(Problem(where, f"a {kind} is no causal language model that transformers {version('transformers')} knows", OTHERS))
+    text = config.get("text_config")
+    for block in (config, text if isinstance(text, dict) else {}):
+        if quantised := block.get("quantization_config") or block.get("compression_config"):
+            method = (quantised.get("quant_method") or "bitsandbytes") if isinstance(quantised, dict) else quantised  # that one left its name out at first
+            fix = "use the unquantised model; if the weights in its files are whole, delete the block"
+            problems.append(Problem(where, f"is quantised: its config.json has a quantization_config of {method}", fix))
+    return problems
+
+
+@functools.cache
+def causal_types() -> dict[str, str]:
+    """model_type -> class of every causal language model of the installed transformers, read from its source: to import it takes seconds."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None, "make setup installs transformers"
+    source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text()
+    table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", source, re.DOTALL | re.MULTILINE)
+    assert table is not None, "transformers 5.22.2 has it"
+    return dict(re.findall(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)', table[1]))
 
 
 # What the families call the same number, the commonest name first.
@@ -269,16 +354,24 @@ LACKING = {
 def default_config(model_type: str) -> Any:
     """The default config of a model type's language model, a `PreTrainedConfig`; that of the whole if the model is built from it alone."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    whole = CONFIG_MAPPING[model_type](**LACKING.get(model_type, {}))
+    return _language_config(CONFIG_MAPPING[model_type](**LACKING.get(model_type, {})))
+
+
+def _language_config(whole: Any) -> Any:
+    """The config of the language model in a `PreTrainedConfig`; that of the whole if the model is built from it alone."""
     text = whole.get_text_config(decoder=True)
-    return text if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text.model_type != whole.model_type else whole
+    return text if text.model_type in causal_types() and text.model_type != whole.model_type else whole
 
 
 def tiny_config(model_type: str, vocab_size: int) -> dict[str, Any]:
     """The config.json of a tiny model of a type that transformers knows, without the hub."""
-    config = default_config(model_type)
+    return tiny_copy(default_config(model_type), vocab_size)
+
+
+def tiny_copy(config: Any, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a tiny copy of the language model in a `PreTrainedConfig`. Raises `Refusal` as `shrink` does."""
+    config = _language_config(config)
     text = config.get_text_config(decoder=True)
     if text is config or "text_config" not in config.sub_configs:
         return shrink(config.to_dict(), vocab_size)
@@ -317,15 +410,3 @@ def is_hub_id(name: str) -> bool:
 def _hub_cache(model: str) -> Path:
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / ("models--" + model.replace("/", "--"))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise refuse(f"model = {path.parent}", "the folder holds no config.json", "give the folder that save_pretrained wrote") from None
-    except json.JSONDecodeError as error:
-        raise refuse(str(path), f"is not JSON: {error}", "download the model again") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise refuse(str(path), "names no model_type", "give the config.json of a transformers model")
-    return config

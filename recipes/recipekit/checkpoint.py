@@ -24,6 +24,7 @@ from . import convert, manifest, torch_files
 from .blueprint import Blueprint, Layout
 from .digest import add
 from .ds_files import MOMENTS, expected_bytes
+from .groups import waiting_group
 from .manifest import BLUEPRINT, MANIFEST, STATE
 from .refusal import Refusal, refuse
 
@@ -224,7 +225,7 @@ class Saver:
 
     def _agree(self) -> None:
         errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, self.error)
+        dist.all_gather_object(errors, self.error, group=waiting_group())
         self.error = ""
         if told := [error for error in errors if error]:
             if dist.get_rank() == 0:
@@ -318,7 +319,7 @@ def newest(path: Path, say: Any) -> Path | None:
         except ValueError:
             names = []
         everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, manifest.faults(step, names[rank::world]))
+        dist.all_gather_object(everyone, manifest.faults(step, names[rank::world]), group=waiting_group())
         faults = list(dict.fromkeys(fault for own in everyone for fault in own))
         if not faults:
             return step
@@ -384,7 +385,7 @@ def load(engine: Any, step: Path, blueprint: Blueprint | None, layout: Layout, s
                 convert.reshape(step, source, layout, blueprint, convert.Effort(workers=min(8, os.cpu_count() or 1)))
             except (OSError, Refusal) as error:  # the other ranks wait
                 failed = [f"cannot be converted in {scratch}: {error}"]
-        dist.broadcast_object_list(failed)
+        dist.broadcast_object_list(failed, group=waiting_group())
         if failed[0]:
             raise refuse(f"resume from {step}", failed[0], "free space there, or start with the layout it was written in")
     optimizer = engine.optimizer
@@ -406,7 +407,7 @@ def load(engine: Any, step: Path, blueprint: Blueprint | None, layout: Layout, s
         optimizer.clip_grad = clipping
     if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
         _restore_generators(read_pickle(generators))
-    dist.barrier()
+    dist.barrier(waiting_group())
     if not same and dist.get_rank() == 0:
         shutil.rmtree(scratch)
     return state

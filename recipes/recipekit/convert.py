@@ -511,6 +511,8 @@ class Step:
 
 def open_step(path: Path) -> Step:
     """The step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
+    if not path.is_dir():
+        raise refuse(str(path), "there is no such folder", "give a run folder, such as runs/NAME, or a step folder of one")
     steps = sorted(path.glob("checkpoints/step_*"), reverse=True) or [path]
     found: list[str] = []
     if not (steps[0] / manifest.MANIFEST).exists() and not (steps[0] / manifest.STATE).exists() and (folder := foreign.tag_folder(steps[0])):

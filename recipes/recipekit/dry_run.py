@@ -1,21 +1,30 @@
-"""What `--dry_run` prints: layout, batch arithmetic, resolved JSON and the memory of the model's states."""
+"""What `--dry_run` prints: layout, batch arithmetic, resolved JSON and memory, with a verdict where the device is known."""
 
 import json
-from math import prod
 from typing import Any
 
+import torch
+
 from . import expert_parallel, pipeline, tensor_parallel
-from .blueprint import Blueprint, Layout, describe, held, local_shape, stage_bounds
+from .blueprint import Blueprint, Layout, describe, stage_bounds
+from .devices import device_called
+from .memory import ACCELERATOR, BACKWARD, LOSS, MOMENTS, REDUCE, STEP, Load, Term, gib, pins_exactly, rank_terms, too_much, total
 from .mesh import Mesh
-from .model import draft, empty_model, enabled
+from .model import check_causal, draft, empty_model
 from .plan import Plan
-from .recipe import Recipe
+from .recipe import Command, Recipe
+
+WHEN = {LOSS: "while the loss is computed", BACKWARD: "while gradients arrive", REDUCE: "while they are summed over ranks", STEP: "in the step"}
 
 
 def show(plan: Plan) -> None:
     """Prints the plan; needs no accelerator, no process group and no weights."""
-    recipe, mesh = plan.recipe, plan.mesh
-    for note in plan.notes:
+    recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
+    unknown = ""
+    if plan.model_config is not None:  # first: what is refused stands alone
+        refuse_degrees(empty_model(recipe, plan.model_config), recipe, mesh)
+        unknown = check_causal(recipe, plan.model_config)
+    for note in (*plan.notes, *filter(None, [unknown])):
         print(note)
     print(f"layout   {mesh.world} rank{'s' if mesh.world > 1 else ''}: {mesh}")
     print(
@@ -28,15 +37,44 @@ def show(plan: Plan) -> None:
     if plan.model_config is None:
         print(f"memory   not known: {recipe.model} is neither shipped in recipes/recipekit/architectures/ nor on this machine")
         return
-    model = empty_model(recipe, plan.model_config)
-    refuse_degrees(model, recipe, mesh)
+    blueprint, layout, load = drawn_up(plan)
     if mesh.pp > 1:
-        blueprint = draft(model, recipe.pp_plan)
-        print(f"stages   {describe(blueprint, layout_of(recipe, mesh, blueprint).bounds)}")
-    for place, parts in state_bytes(plan, *count_parameters(recipe, plan.model_config, mesh)).items():
-        listed = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
-        print(f"memory   {place}, each rank: {sum(parts.values()) / 2**30:.2f} GiB = {listed}")
-    print("         activations, buckets and the allocator's reserve come on top")
+        print(f"stages   {describe(blueprint, layout.bounds)}")
+    terms = fullest(plan, blueprint, layout, load)
+    for place in dict.fromkeys(term.place for term in terms):
+        show_place(terms, place)
+    if device is not None:
+        show_verdict(terms, *device)
+
+
+def show_place(terms: list[Term], place: str) -> None:
+    """Prints what the fullest rank holds at a place, the most that is there at a time first."""
+    always = sum(term.taken for term in terms if term.place == place and not term.when and not term.bound)
+    worst = max(MOMENTS, key=lambda moment: total(terms, place, moment))
+    most = total(terms, place, worst)
+    print(f"memory   {place}, each rank: {gib(always)} always" + (f", {gib(most)} {WHEN[worst]}" if most > always else ""))
+    for term in (term for term in terms if term.place == place):
+        when = ", ".join(WHEN[moment] for moment in term.when)
+        rounding = f" for {gib(term.size)}" if term.pinned > 1.001 * term.size else ""
+        notes = "; ".join(note for note in (when, f"page-locked{rounding}" if term.pinned else "", "at most" if term.bound else "") if note)
+        print(f"        {term.taken / 2**30:8.2f}  {term.what}{f' ({notes})' if notes else ''}")
+
+
+def show_verdict(terms: list[Term], name: str, memory: int) -> None:
+    """Prints whether the states and the logits of a rank fit its device."""
+    problems = too_much(terms, ACCELERATOR, memory, on=name)
+    fits = f"states fit, activations not counted: {gib(total(terms, ACCELERATOR))} of the {gib(memory)} of {name}"
+    print(f"verdict  {f'does not fit: {problems[0]}' if problems else fits}")
+
+
+def seen_device(command: Command) -> tuple[str, int] | None:
+    """(name, bytes) of the device that was named, or else of the first one that torch sees."""
+    if command.device:
+        name, device = device_called(command.device)
+        return name, device.memory
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
+    return None
 
 
 def refuse_degrees(model: Any, recipe: Recipe, mesh: Mesh) -> None:
@@ -49,54 +87,38 @@ def refuse_degrees(model: Any, recipe: Recipe, mesh: Mesh) -> None:
         expert_parallel.check(model, mesh.ep)
 
 
-def count_parameters(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh) -> tuple[int, int, int]:
-    """(parameters the fullest rank holds, those of them that are trained, those whose states its data-parallel ranks share).
-
-    Before ZeRO divides them; tied weights count once. An expert is on dp / ep ranks, which share its states, so together
-    the data-parallel ranks share those of all experts.
-    """
-    model = empty_model(recipe, model_config)
-    if recipe.adapt is not None:
-        model = recipe.adapt(model)
+def drawn_up(plan: Plan) -> tuple[Blueprint, Layout, Load]:
+    """The model, its layout and its load, as `memory.rank_terms` takes them; needs no weights."""
+    recipe, mesh = plan.recipe, plan.mesh
+    assert plan.model_config is not None
+    model = empty_model(recipe, plan.model_config)
+    model = recipe.adapt(model) if recipe.adapt is not None else model
     blueprint = draft(model, recipe.pp_plan)
-    layout = layout_of(recipe, mesh, blueprint)
-    ranks = [[tensor for tensor in held(blueprint, layout, rank) if not tensor.buffer] for rank in range(mesh.pp)]
-    sizes = {tensor.name: prod(local_shape(tensor, mesh.tp, 0)) for tensor in blueprint.tensors}
-    fullest = max(ranks, key=lambda tensors: sum(sizes[tensor.name] for tensor in tensors))
-    trained = [tensor.name for tensor in fullest if tensor.group is not None]
-    own = {tensor.name: sizes[tensor.name] // (mesh.ep if ".experts." in tensor.name else 1) for tensor in fullest}
-    return sum(own.values()), sum(own[name] for name in trained), sum(sizes[name] for name in trained)
+    head = model.get_output_embeddings()
+    load = Load(
+        micro_batch=recipe.micro_batch,
+        seq_len=recipe.seq_len // mesh.sp,
+        accumulation=plan.accumulation,
+        vocabulary=head.weight.shape[0] if head is not None else 0,
+        background=recipe.save_in_background,
+        adapted=recipe.adapt is not None,
+        exact_pins=pins_exactly(),
+    )
+    return blueprint, layout_of(recipe, mesh, blueprint), load
+
+
+def rank_plan(plan: Plan, pp_rank: int) -> list[Term]:
+    """The memory terms of the ranks of one pipeline stage."""
+    blueprint, layout, load = drawn_up(plan)
+    return rank_terms(blueprint, layout, plan.ds_config, load, pp_rank)
+
+
+def fullest(plan: Plan, blueprint: Blueprint, layout: Layout, load: Load) -> list[Term]:
+    """The memory terms of the fullest rank: of the pipeline stage that takes most of its accelerator."""
+    return max((rank_terms(blueprint, layout, plan.ds_config, load, rank) for rank in range(plan.mesh.pp)), key=lambda terms: total(terms, ACCELERATOR))
 
 
 def layout_of(recipe: Recipe, mesh: Mesh, blueprint: Blueprint) -> Layout:
     """The layout that a recipe asks for, as far as it is needed to count."""
     stages = mesh.pp * (2 if recipe.pipeline_schedule == "dualpipev" else 1)
     return Layout(mesh, 0, "torch", "float32", stage_bounds(blueprint, stages) if mesh.pp > 1 else (), recipe.pipeline_schedule)
-
-
-def state_bytes(plan: Plan, parameters: int, trained: int, optimized: int) -> dict[str, dict[str, int]]:
-    """place -> what -> bytes on each rank, padding left out.
-
-    Mixed precision keeps 2 bytes a weight, an fp32 master copy and two fp32 Adam moments (ZeRO, arXiv 1910.02054,
-    section 3.1); gradients are kept in data_types.grad_accum_dtype.
-    """
-    zero = plan.ds_config["zero_optimization"]
-    stage, dp = zero["stage"], plan.mesh.dp * plan.mesh.sp
-    mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
-    width = 2 if mixed else 4
-    gradient = 4 if plan.ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32") else width
-    master = 4 if mixed or stage > 0 else 0
-    share = lambda size, since: -(-size // dp) if stage >= since else size  # noqa: E731
-    device = "accelerator"
-    homes = {
-        "parameters": {"none": device, "cpu": "host", "nvme": "NVMe"}[zero.get("offload_param", {}).get("device", "none")],
-        "optimizer": {"none": device, "cpu": "host", "nvme": "NVMe"}[zero.get("offload_optimizer", {}).get("device", "none")],
-    }
-    places: dict[str, dict[str, int]] = {}
-    for what, home, size in (
-        ("parameters", homes["parameters"], share(parameters * width, 3)),
-        ("gradients", "host" if homes["optimizer"] != device else device, share(trained * gradient, 2)),
-        ("optimizer states", homes["optimizer"], share((optimized if stage else trained) * (master + 8), 1)),
-    ):
-        places.setdefault(home, {})[what] = size
-    return places

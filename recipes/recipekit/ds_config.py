@@ -5,21 +5,23 @@ Neither torch nor deepspeed is imported, so a refusal takes about a second.
 """
 
 import copy
+import dataclasses
 import difflib
 import json
 import math
 import os
 import re
+from collections.abc import Callable
 from json import decoder, scanner
 from pathlib import Path
 from typing import Any
 
 from .architecture import LAYERS
 from .ds_rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
-from .ds_schema import AUTO, FILLED_BY, at, optimizer_name, optimizer_params, resembled, shown, walk
-from .mesh import Mesh, make_mesh
+from .ds_schema import AUTO, FILLED_BY, at, meant_by_auto, optimizer_name, optimizer_params, resembled, shown, walk
+from .mesh import Mesh, make_mesh, nearest_worlds
 from .recipe import Recipe
-from .refusal import FAILS, Problem, Refusal, refuse
+from .refusal import APPLIES, FAILS, Problem, Refusal, refuse
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 
@@ -52,6 +54,8 @@ PIVOTS = (
     "optimizer.params.torch_adam",
 )
 
+MOST_MASK_BYTES = 40_000_000_000  # half of an 80 GB device; what else such a row needs is more than the other half
+
 
 # Reading
 
@@ -83,8 +87,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         config = _StrictDecoder(text).decode(text)
     except json.JSONDecodeError as error:
-        where = f"{path}, line {error.lineno}, column {error.colno}"
-        raise refuse(where, f"is not strict JSON: {error.msg}", "JSON has no comments, trailing commas, NaN or single quotes, and no key twice") from None
+        raise Refusal(_not_strict(path, text, error)) from None
     except RecursionError:
         raise refuse(str(path), "is nested too deeply to be a DeepSpeed configuration", "see ds_configs/README.md") from None
     except ValueError as error:  # an integer of thousands of digits
@@ -92,6 +95,30 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise refuse(str(path), f"holds {shown(config)}, not an object", 'start from a file of ds_configs/: {"zero_optimization": {"stage": 2}, ...}')
     return config
+
+
+def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Problem]:
+    """Every comment and spare comma, and what else is no JSON when these are out."""
+    found: dict[int, tuple[str, str]] = {}  # where it begins -> what JSON has none of, the fix
+    for pattern, what in ((r"(//[^\n]*|#[^\n]*|/\*.*?\*/)", "comments"), (r"(,)(?=\s*[}\]])", "comma before a closing bracket")):
+        for match in list(re.finditer(r'"(?:\\.|[^"\\])*"|' + pattern, text, re.DOTALL)):
+            if remark := match[1]:
+                found[match.start()] = what, "delete all from /* to */" if "\n" in remark else f"delete {remark.rstrip()}"
+                text = text[: match.start()] + re.sub(r"\S", " ", remark) + text[match.end() :]  # all else keeps its place
+
+    def where(spot: int) -> str:
+        return f"{path}, line {text.count(chr(10), 0, spot) + 1}, column {spot - text.rfind(chr(10), 0, spot)}"
+
+    problems = [Problem(where(spot), f"is not strict JSON, which has no {what}", fix) for spot, (what, fix) in sorted(found.items())]
+    try:
+        _StrictDecoder(text).decode(text)
+    except json.JSONDecodeError as other:
+        error = other
+    else:
+        if problems:
+            return problems
+    fix = "JSON has no NaN and no single quotes, a comma between two keys, and no key twice"
+    return [*problems, Problem(where(error.pos), f"is not strict JSON: {error.msg}", fix)]
 
 
 class _StrictDecoder(json.JSONDecoder):
@@ -145,6 +172,11 @@ def check(
     "accelerate", or nobody), `layout` the degrees of its mesh.
     """
     found, clean = walk(config, FILLED_BY[filled_by] if json_only else AUTO)
+    if not json_only:
+        for path, value in meant_by_auto(config).items():
+            if at(config, path) == "auto":  # what is combined is judged as it will be
+                clean.setdefault(path.partition(".")[0], {})["enabled"] = value
+        found = _schedule(found, config, clean, recipe)
     degrees = {axis: getattr(recipe, axis, 1) for axis in DEGREES} | _degrees(clean)
     if json_only:
         degrees |= {"pp": 1} | (layout or {})  # of pipeline.stages DeepSpeed takes no notice
@@ -155,7 +187,8 @@ def check(
             mesh = make_mesh(world, **degrees)
         except Refusal as refusal:
             found += refusal.problems
-    facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, recipe.steps if recipe else None, stock=json_only)
+    degrees = {axis: max(1, degree) for axis, degree in degrees.items()}  # a smaller one has been told
+    facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, stock=json_only)
     rules = () if any(_at_fault(pivot, config, clean) for pivot in PIVOTS) else RULES + (STOCK_RULES if json_only else RECIPE_RULES)
     for rule in rules:
         if (value := facts.get(rule.key)) is not None and rule.broken(facts):
@@ -169,6 +202,8 @@ def check(
     found += _batch(clean, recipe, mesh)
     found += _divisions(degrees, facts, recipe, model_config, mesh)
     found += _pipeline(degrees["pp"], clean, recipe, model_config, mesh)
+    if recipe is not None and divisible(model_config, 0)["sp"]["attention heads"]:
+        found += _dense_mask(recipe, _number(clean, recipe, "micro_batch") or 1, 4 if facts.dtype == "fp32" else 2)
     return list(dict.fromkeys(found))
 
 
@@ -279,6 +314,9 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     resolved["gradient_accumulation_steps"] = global_batch // (micro_batch * mesh.dp)
     resolved["gradient_clipping"] = said.get("gradient_clipping", recipe.gradient_clipping)
 
+    steps, facts = resolved["gradient_accumulation_steps"], Facts(resolved)
+    if steps > 1 and facts.stage == 0 and facts.dtype != "fp32":
+        lines.append(f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype}; zero1.json sums them in fp32")
     if "optimizer" not in resolved:
         offloaded = Facts(resolved).offload != "none"
         resolved["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True}}
@@ -313,6 +351,35 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
 
 
 # Several keys together
+
+# What a recipe's own schedule is called that does the same.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any], recipe: Recipe | None) -> list[Problem]:
+    """`found`, with one problem in place of several for a scheduler that leaves numbers to Trainer; or with one for its length.
+
+    The former is taken out of `clean`, as its fix is to delete it.
+    """
+    params, name, where = at(config, "scheduler.params"), at(config, "scheduler.type"), "scheduler.params."
+    autos = [key for key, value in params.items() if value == "auto"] if isinstance(params, dict) and isinstance(name, str) and name in SCHEDULES else []
+    if not autos:
+        total, steps = at(clean, f"{where}total_num_steps"), recipe.steps if recipe is not None else None
+        if steps is None or total in (None, steps):
+            return found
+        fix = f"write {steps}, or delete the scheduler block and use --schedule"
+        return [*found, Problem(f"{where}total_num_steps = {total}", f"differs from the {steps} steps of the run", fix, APPLIES)]
+    clean.pop("scheduler", None)
+    numbers: dict[str, Any] = {"schedule": SCHEDULES[name]}
+    if SCHEDULES[name] == "constant" and recipe is not None and recipe.min_lr:
+        numbers["min_lr"] = "0"
+    for field, key in (("warmup_steps", "warmup_num_steps"), ("lr", "warmup_max_lr")):
+        if isinstance(value := params.get(key), (int, float)):
+            numbers[field] = value
+    rule = f'"auto" in {", ".join(autos)} is filled by nobody here: a recipe makes its own schedule'
+    flags = " ".join(f"--{field} {value}" for field, value in numbers.items())
+    others = [problem for problem in found if not problem.where.startswith(where)]
+    return [*others, Problem(f"scheduler = {shown(config['scheduler'])}", rule, f"delete the block and use {flags}", FAILS)]
 
 
 def _half_honoured(clean: dict[str, Any]) -> list[Problem]:
@@ -365,7 +432,7 @@ def _batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> l
         return [Problem(f"train_batch_size = {total}", rule, f"write {_near(total, micro * steps)}, or leave one of the three keys out", FAILS)]
     if total is None or mesh is None or min(total, micro or 1) < 1:
         return []
-    dp = mesh.dp
+    dp, literal = mesh.dp, {key for key, value in clean.items() if value != "auto"}
     all_rows, one = ("train_batch_size", "train_micro_batch_size_per_gpu") if recipe is None else ("global_batch", "micro_batch")
     where = f"{all_rows} = {total}" if recipe is None else f"{all_rows} (train_batch_size) = {total}"
     if micro is None:
@@ -375,14 +442,17 @@ def _batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> l
         return []
     if total % (dp * micro):
         fits = [rows for rows in range(1, total // dp + 1) if total % (dp * rows) == 0]
-        fix = f"use {all_rows} {_near(total, dp * micro)}"
-        fix += f", or {one} {max((rows for rows in fits if rows <= micro), default=fits[0])}" if fits else ""
-        return [Problem(where, f"does not divide by {_product(dp, micro, None)} = {dp * micro}", fix, FAILS)]
+        ways = [f"{all_rows} {_near(total, dp * micro)}"]
+        ways += [f"{one} {max((rows for rows in fits if rows <= micro), default=fits[0])}"] if fits else []
+        if "train_batch_size" in literal and "train_micro_batch_size_per_gpu" not in literal:
+            ways.reverse()  # what the JSON says stays
+        return [Problem(where, f"does not divide by {_product(dp, micro, None)} = {dp * micro}", f"use {', or '.join(ways)}", FAILS)]
     if steps is not None and total != dp * micro * steps:
         rule = f"{_product(dp, micro, steps)} = {dp * micro * steps}, not the {total} rows of a step"
-        fix = f'write "auto" or {total // (dp * micro)}' if recipe is not None else f"write {total // (dp * micro)}"
-        fix += f", or use {all_rows} {dp * micro * steps}"
-        fix += f", or {one} {total // (dp * steps)}" if total % (dp * steps) == 0 else ""
+        auto = f'write "auto" or {total // (dp * micro)}' if recipe is not None else f"write {total // (dp * micro)}"
+        rows = f"use {all_rows} {dp * micro * steps}"
+        ways = [rows, auto] if "train_micro_batch_size_per_gpu" in literal and "train_batch_size" not in literal else [auto, rows]  # what the JSON says stays
+        fix = ", or ".join(ways) + (f", or {one} {total // (dp * steps)}" if total % (dp * steps) == 0 else "")
         return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix, FAILS)]
     return []
 
@@ -419,12 +489,8 @@ def _near(number: int, divisor: int) -> str:
 def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
     """Parallel degrees that do not divide the model, and parameters that do not fit their swap buffer."""
     found = []
-    heads = _shape(model_config, "num_attention_heads", "n_head")
-    shape = {
-        "attention heads": heads,
-        "key-value heads": _shape(model_config, "num_key_value_heads") or heads,
-        "columns of the feed-forward layer": _shape(model_config, "intermediate_size", "n_inner"),
-    }
+    whole = divisible(model_config, recipe.seq_len if recipe is not None else 0)
+    shape, experts = whole["tp"], whole["ep"]["experts"]
     tp, sp, ep = degrees["tp"], degrees["sp"], degrees["ep"]
     broken = [f"{number} {name}" for name, number in shape.items() if number % tp]
     if tp > 1 and broken:
@@ -436,16 +502,14 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
             rule = f"{kind} parallelism goes with data parallelism and ZeRO only"
             fix = f"use --{axis} 1, or {' '.join(f'--{other} 1' for other in others)}"
             found.append(Problem(f"{axis} = {degrees[axis]} with {' and '.join(f'{other} = {degree}' for other, degree in others.items())}", rule, fix))
-    experts = _shape(model_config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if ep > 1 and model_config is not None and not experts:
         found.append(Problem(f"ep = {ep}", "this model has no experts", "use --ep 1"))
     elif experts % ep:
         nearest = min(_divisors(experts, mesh.dp if mesh is not None else 0), key=lambda degree: abs(degree - ep))
         found.append(Problem(f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {nearest}"))
-    whole = {"the model's {} attention heads": heads, "seq_len = {}": recipe.seq_len if recipe is not None else 0}
-    broken = [name.format(number) for name, number in whole.items() if number % sp]
+    broken = [f"the model's {number} {name}" if name != "seq_len" else f"seq_len = {number}" for name, number in whole["sp"].items() if number % sp]
     if broken:
-        nearest = min(_divisors(*whole.values(), mesh.world if mesh is not None else 0), key=lambda degree: abs(degree - sp))
+        nearest = min(_divisors(*whole["sp"].values(), mesh.world if mesh is not None else 0), key=lambda degree: abs(degree - sp))
         found.append(Problem(f"sp = {sp}", f"does not divide {' and '.join(broken)}", f"use --sp {nearest}"))
     if facts.param_offload == "nvme" and mesh is not None:
         key = "zero_optimization.offload_param.buffer_size"
@@ -454,6 +518,39 @@ def _divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, mod
         if part > (size := facts.get(key, 100_000_000)):
             found.append(Problem(f"{key} = {size}", f"is less than the {part} elements that a rank holds of the embedding", f"write {part} or more"))
     return found
+
+
+def divisible(model_config: dict[str, Any] | None, seq_len: int) -> dict[str, dict[str, int]]:
+    """What the degree of an axis has to divide: axis -> name -> number, 0 where it is not known."""
+    heads = _shape(model_config, "num_attention_heads", "n_head")
+    return {
+        "tp": {
+            "attention heads": heads,
+            "key-value heads": _shape(model_config, "num_key_value_heads") or heads,
+            "columns of the feed-forward layer": _shape(model_config, "intermediate_size", "n_inner"),
+        },
+        "sp": {"attention heads": heads, "seq_len": seq_len},
+        "ep": {"experts": _shape(model_config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")},
+    }
+
+
+def name_worlds(found: list[Problem], world: int, step: int, check_on: Callable[[int | None], list[Problem]]) -> list[Problem]:
+    """The same problems; the last that another number of ranks would mend names the nearest numbers that mend them all.
+
+    `check_on` tells the problems on a number of ranks, and with None those that no number of ranks mends; `step` is the
+    product of the degrees.
+    """
+    if not found:
+        return []
+    rules = lambda problems: {(problem.where, problem.rule) for problem in problems}  # noqa: E731
+    anywhere = rules(found) & rules(check_on(None))
+    mended = [problem for problem in found if (problem.where, problem.rule) not in anywhere]
+    worlds = nearest_worlds(world, step, lambda ranks: rules(check_on(ranks)) <= anywhere) if mended else []
+    if not worlds:
+        return found
+    ranks = f"{' or '.join(map(str, worlds))} rank{'s' if worlds != [1] else ''}"
+    named = dataclasses.replace(mended[-1], fix=f"{mended[-1].fix}; the recipe fits {ranks} as it is")
+    return [named if problem == mended[-1] else problem for problem in found]
 
 
 def _divisors(*numbers: int) -> list[int]:
@@ -486,6 +583,31 @@ def _pipeline(pp: int, clean: dict[str, Any], recipe: Recipe | None, model_confi
         fix += f", or micro_batch {total // (2 * pp * mesh.dp)}" if total % (2 * pp * mesh.dp) == 0 else ""
         found.append(Problem(f"global_batch (train_batch_size) = {total}", rule, f"{fix}, or --pipeline_schedule 1f1b"))
     return found
+
+
+def _dense_mask(recipe: Recipe, rows: int, width: int) -> list[Problem]:
+    """A row so long that the mask of its packed documents leaves no room on a device."""
+    size = mask_bytes(recipe.attention, rows, recipe.seq_len, width)
+    if size <= MOST_MASK_BYTES:
+        return []
+    fits = max(
+        (1 << power for power in range(recipe.seq_len.bit_length()) if mask_bytes(recipe.attention, rows, 1 << power, width) <= MOST_MASK_BYTES), default=1
+    )
+    most = f"more than {MOST_MASK_BYTES / 1e9:.0f} GB are refused"
+    rule = f"the dense mask that keeps packed documents apart takes {size / 1e9:.1f} GB on every rank, and {most}"
+    fix = f"use --seq_len {fits}, or --attention flash_attention_2, which makes no mask"
+    where = f"seq_len = {recipe.seq_len} with micro_batch = {rows} and attention = {recipe.attention}"
+    return [Problem(where, rule, fix)]
+
+
+def mask_bytes(attention: str, rows: int, seq_len: int, width: int) -> int:
+    """The bytes of the (rows, 1, seq_len, seq_len) masks that a rank holds while a layer attends.
+
+    `width`: bytes of a number of the model. transformers 5.22.2 builds a mask of bools where documents are packed
+    (masking_utils.sdpa_mask), whatever sp is. torch's sdpa and eager attention add numbers to the scores, so each layer
+    has a bias in the model's dtype, too. FlashAttention needs neither.
+    """
+    return 0 if attention == "flash_attention_2" else rows * seq_len**2 * (1 + width)
 
 
 def count_layers(model_config: dict[str, Any] | None) -> int:

@@ -24,7 +24,6 @@ class Facts:
     optimizer: str | None = None  # the name as the schema spells it
     degrees: dict[str, int] | None = None  # tp, pp, sp, ep
     world: int | None = None
-    steps: int | None = None
     stock: bool = False  # DeepSpeed alone reads the JSON: no recipe lays out the ranks
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -443,14 +442,6 @@ RULES: tuple[Rule, ...] = (
         'add "warmup_max_lr" to scheduler.params',
         APPLIES,
         "lr_schedules.py; run",
-    ),
-    Rule(
-        "scheduler.params.total_num_steps",
-        lambda f: f.steps is not None and f.get("scheduler.params.total_num_steps") != f.steps,
-        "differs from the steps of the run",
-        "write the same number, or delete the scheduler block and use --schedule",
-        APPLIES,
-        "",
     ),
     Rule(
         "scheduler.type",

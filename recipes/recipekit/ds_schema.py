@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ def optimizer_params(config: dict[str, Any]) -> dict[str, Node]:
     return variants.get(chosen) or variants.get("device", {})
 
 
+# Keys that an older DeepSpeed read under this name, and this one does not.
+FORMER = {"aio.thread_count": "intra_op_parallelism"}
+
 # Keys of optimizer.params that DeepSpeed takes out for optimizers that have no use for them (engine.py, _configure_basic_optimizer).
 TAKEN_OUT = {"adam_w_mode": ("AdamW",), "fp32_optimizer_states": ("Adam", "AdamW")}
 
@@ -109,10 +113,36 @@ def walk(config: dict[str, Any], auto: Collection[str] = AUTO) -> tuple[list[Pro
                 found.append(Problem(f"{block}.params = (missing)", f"{name} needs it", f'add "params" with {listed}', FAILS))
     root["keys"] |= {key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]}
     clean = _block(root, config, "", found, auto)
+    fixes = _fixes_by_the_file(config)
+    found = [replace(problem, fix=fixes.get((problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"')), problem.fix)) for problem in found]
     for block in ("optimizer", "scheduler"):
         if "keys" not in root["keys"][block]["keys"]["params"]:  # its type is at fault, so nothing is known about them
             clean.get(block, {}).pop("params", None)
     return found, clean
+
+
+def meant_by_auto(config: dict[str, Any]) -> dict[str, bool]:
+    """Returns what "auto" stands for in bf16.enabled and fp16.enabled: whoever wrote it trains in one of the two."""
+    fp16, bf16 = (at(config, f"{name}.enabled") for name in ("fp16", "bf16"))
+    return {"bf16.enabled": fp16 is not True, "fp16.enabled": bf16 not in (True, "auto")}
+
+
+def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
+    """(path, whether it holds "auto") -> the fix, where the rest of the file decides what it is."""
+    zero, lr = at(config, "zero_optimization"), at(config, "optimizer.params.lr")
+    stage3 = isinstance(zero, dict) and any(key.startswith(("stage3_", "offload_param")) for key in zero)
+    number = isinstance(lr, (int, float))
+    fixes = {path: f"write {json.dumps(value)}" for path, value in meant_by_auto(config).items()}
+    fixes |= dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps"), "delete it")
+    fixes |= {"zero_optimization.stage": f"write {3 if stage3 else 2}"}
+    fixes |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1")  # rows of a step are then known
+    fixes |= {"train_batch_size": "delete it"} if "train_micro_batch_size_per_gpu" in config else {}
+    # WarmupLR takes the optimizer's rate itself, WarmupDecayLR would take 0.001
+    fixes |= {"scheduler.params.warmup_max_lr": f"write {lr}" if number else "delete it" if at(config, "scheduler.type") == "WarmupLR" else "write 0.001"}
+    clipping = (
+        "delete it" if "gradient_clipping" in config else f'write "gradient_clipping": {json.dumps(at(config, "optimizer.params.max_grad_norm"))} instead'
+    )
+    return {(path, True): fix for path, fix in fixes.items()} | {("optimizer.params.max_grad_norm", False): clipping}
 
 
 def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], auto: Collection[str]) -> dict[str, Any]:
@@ -126,8 +156,9 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
         elif "removed" in known:
             found.append(Problem(f"{here} = {shown(value)}", f"was removed from DeepSpeed {schema()['deepspeed']}", "delete it", FAILS))
         elif "use_instead" in known:
-            outcome = APPLIES if known.get("works", True) else IGNORES
-            found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", f"write {known['use_instead']} instead", outcome))
+            works, fix, renamed = known.get("works", True), *_renamed(known["use_instead"], key, value, config)
+            found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", fix, APPLIES if works else IGNORES))
+            clean |= renamed if works else {}
         elif problem := _wrong(known, value, here, auto, strict):
             found.append(problem)
             if problem.outcome == REPLACES and value == "auto" and "default" in known:
@@ -147,6 +178,20 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
         rule = 'has no "enabled", so DeepSpeed leaves it off and ignores the rest'
         found.append(Problem(f"{path} = {shown(config)}", rule, 'add "enabled": true or delete the block', IGNORES))
     return clean
+
+
+def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The fix for an old name, and what stands in the configuration after it; `config` is the block."""
+    name = new.rpartition(".")[2]
+    if " or " in new:
+        return f"delete it, and write it as pin_memory in {new}", {}
+    if name in config:
+        return f"delete it; {new} is there", {}
+    if key in ("cpu_offload", "cpu_offload_param"):  # a switch has become a block
+        if not value or value == "false":
+            return "delete it", {}
+        value = {"device": "cpu"}
+    return f'write "{new}": {json.dumps(value)} instead', {name: copy.deepcopy(value)}
 
 
 def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool) -> Problem | None:
@@ -257,14 +302,13 @@ def _example(node: Node) -> str:
         return json.dumps(node["default"])
     if "enum" in node:
         return json.dumps(node["enum"][0])
-    if node.get("items"):
-        return "[0.9, 0.95]" if node["items"] == "number" else '["NAME"]'
     return {
         "boolean": "true or false",
         "integer": "a whole number",
         "number": "a number",
         "string": "a string in quotes",
         "object": "{...}",
+        "array": '["NAME"]',
         "any": "a value",
     }.get(node["type"][0], "null")
 
@@ -280,7 +324,9 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     valid = [name for name, known in node["keys"].items() if "removed" not in known and "use_instead" not in known]
     near = difflib.get_close_matches(key, valid, 1, 0.7)
     elsewhere = [place for place in _paths() if place.rpartition(".")[2] == key]
-    if near:
+    if former := FORMER.get(here):
+        fix = f"did you mean {former}?"
+    elif near:
         fix = f"did you mean {near[0]}?"
     elif elsewhere:
         fix = f"it belongs in {' or '.join(place.rpartition('.')[0] or 'the top level' for place in elsewhere)}"
@@ -308,7 +354,8 @@ def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
             IGNORES,
         )
     by_lower = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
+    inside = [name for name in by_lower if name in given.lower()]  # DeepSpeed_Adam, adamw_torch
+    near = [max(inside, key=len)] if inside else difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
     fix = f"did you mean {by_lower[near[0]]}?" if near else f"write one of {', '.join(names)}"
     return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} has no such {block} that a JSON could set up", fix, FAILS)
 

@@ -1,9 +1,9 @@
 """What can be wrong with a host before a run starts: each check yields `Row`s (what is there) and `Problem`s. Imports nothing heavy."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
+import importlib.util
 import json
 import mmap
 import os
@@ -22,8 +22,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import op_cache, torch_builds
 from .architecture import is_local
+from .build_facts import DRIVER, driver
 from .ds_config import file_system
+from .locks import no_locks
+from .ops import check_ops
+from .plan import Plan
 from .recipe import Recipe
 from .refusal import Problem
 
@@ -127,6 +132,56 @@ def check_devices(local_world: int) -> Findings:
     yield from check_shared_memory(Path("/dev/shm"), needed, who)
 
 
+def check_start(plan: Plan) -> list[Problem]:
+    """What keeps a rank from starting on this host, in seconds: GPUs that torch does not see, too few of them, ops that cannot be compiled, W&B."""
+    return [
+        *check_gpus_seen(),
+        *check_ordinal(plan.command.local_rank),
+        *check_ops(plan.ds_config),
+        *check_wandb_installed(plan.recipe, plan.command.typed),
+    ]
+
+
+def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[Problem]:
+    """GPUs of this host that torch does not see, so that a run would train on the CPU without a word; a wish for the CPU is honoured."""
+    there = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not there or os.environ.get("DS_ACCELERATOR") == "cpu" or (visible is not None and visible.strip() in ("", "-1")):
+        return []
+    import torch
+
+    if torch.accelerator.is_available():
+        return []
+    where = f"torch {torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})"
+    to_train_without = 'to train on the CPU set CUDA_VISIBLE_DEVICES=""'
+    if (version := driver(told)) is None:
+        rule = f"sees none of the {len(there)} GPUs of this host, whose driver is not loaded"
+        return [Problem(where, rule, f"load it (nvidia-smi, modprobe nvidia); {to_train_without}")]
+    models = torch_builds.gpu_models(told.with_name("gpus"))
+    rule = f"sees none of the {len(there)} GPUs of this host{f' ({models[0]})' if models else ''}, driver {version}"
+    return [Problem(where, rule, f"{torch_builds.advice(version, models, torch.version.cuda)}; {to_train_without}")]
+
+
+def check_ordinal(local_rank: int) -> list[Problem]:
+    """Ranks for which this host has no GPU of their own. DeepSpeed 0.19.8 takes LOCAL_RANK for the number of the GPU (comm/torch.py, engine.py, zero.Init)."""
+    if not torch_builds.gpus_in_use():
+        return []
+    import torch
+
+    count, variables = torch.cuda.device_count(), os.environ
+    # torchrun and `python -m launch`; deepspeed; srun, where it started each rank itself: 8(x2) is 8 on each of 2 hosts
+    by_slurm = variables.get("SLURM_STEP_TASKS_PER_NODE", "") if variables.get("SLURM_LOCALID") == str(local_rank) else ""
+    told = variables.get("LOCAL_WORLD_SIZE") or variables.get("LOCAL_SIZE") or by_slurm.partition("(")[0]
+    ranks = max(local_rank + 1, int(told) if told.isdigit() else 0)
+    if ranks <= count:
+        return []
+    seen = f"{ranks} ranks on this host, and rank {local_rank} of it sees {count} GPU{'s' if count > 1 else ''}"
+    fix = (
+        "let every rank see all GPUs: leave out srun's --gpus-per-task and --gpu-bind (give --gpus-per-node), and set no CUDA_VISIBLE_DEVICES for single ranks"
+    )
+    return [Problem(seen, "each rank takes the GPU of its number, and needs the others in sight for direct copies", f"{fix}; or start {count} on each host")]
+
+
 def check_shared_memory(folder: Path, needed: int, who: str) -> Findings:
     """Room of `needed` bytes; `who` begins the sentence that says what for."""
     if not folder.is_dir():
@@ -139,45 +194,13 @@ def check_shared_memory(folder: Path, needed: int, who: str) -> Findings:
         yield Problem(f"{folder}: {amount(use.free)} of {amount(use.total)} free", f"{who} {amount(needed)}", fix)
 
 
-def extensions() -> Path:
-    """Where the recipes keep compiled ops."""
-    repository = Path(__file__).resolve().parents[2]
-    default = repository / ".cache" if (repository / "ds_configs").is_dir() else Path.home() / ".cache"
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", default / "torch_extensions"))
-
-
-def check_toolchain(ops: list[str]) -> Findings:
-    """What compiling DeepSpeed's `ops` needs, and locks that an earlier compile has left."""
-    cache = extensions()
-    compiled = [op for op in ops if any(cache.glob(f"**/{op}.so"))]
-    missing = [op for op in ops if op not in compiled]
-    compiler = os.environ.get("CXX", "c++")
-    if missing and not shutil.which(compiler):
-        yield Problem(f"compiler {compiler}", f"is not there to compile {', '.join(missing)}", "install one (Debian: apt-get install g++), or set CXX")
-    elif "async_io" in missing and not _links_libaio(compiler):
-        yield Problem(
-            "libaio", "async_io, which NVMe offload needs, does not compile without it", "install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"
-        )
-    elif "async_io" in compiled and not _loads("libaio.so.1"):
-        yield Problem("libaio", "async_io, which NVMe offload needs, does not load without it", "install libaio1 (Debian, Ubuntu) or libaio (Fedora)")
-    for lock in sorted(cache.glob("**/lock")):
-        if not _open_somewhere(lock):
-            rule = "left by a compile that was killed (no process of this host has it open); every later compile waits for it for ever"
-            yield Problem(f"{lock}, {_age(lock)} old", rule, f"rm -f {lock}")
-
-
-def _links_libaio(compiler: str) -> bool:
-    program = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }"
-    command = [compiler, "-x", "c++", "-", "-o", os.devnull, "-laio"]
-    return subprocess.run(command, input=program, capture_output=True, text=True, timeout=60, check=False).returncode == 0
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+def check_toolchain(config: dict[str, Any] | None) -> Findings:
+    """What compiling the ops that a JSON needs takes, and marks that a killed compile has left."""
+    yield from check_ops(config) if config else []
+    for left, who in op_cache.left_over(op_cache.folder()):
+        if who or not _open_somewhere(left):
+            why = f"on {who} that was killed (nothing has changed beside it since)" if who else "that was killed (no process of this host has it open)"
+            yield Problem(f"{left}, {_age(left)} old", f"left by a compile {why}; every later compile waits for it for ever", f"rm -f {left}")
 
 
 def _open_somewhere(path: Path) -> bool:
@@ -210,7 +233,7 @@ def check_out(out: Path, mark: str | None) -> Findings:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                yield Problem(where, f"its file system has no file locks ({error.strerror})", "mount it with them (Lustre: -o flock), or choose another folder")
+                yield no_locks(where, error, "choose a folder on another disk with --out")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = amount(shutil.disk_usage(there).free)
@@ -252,6 +275,15 @@ def check_drive(folder: Path) -> Findings:
     if min(writes, reads) < SLOWEST_DRIVE:
         rule = f"writes {writes:.2f} GB/s and reads {reads:.2f} GB/s: below {SLOWEST_DRIVE} GB/s every step waits for it"
         yield Problem(f"nvme_path = {folder}", rule, "write the folder of a local NVMe drive")
+
+
+def check_wandb_installed(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
+    """A wish for W&B without its package; without a wish a run does without it."""
+    mode = os.environ.get("WANDB_MODE", "")
+    wished = "--wandb" if "wandb" in typed else f"WANDB_MODE = {mode}" if mode in ("online", "shared") else ""
+    if not recipe.wandb or not wished or importlib.util.find_spec("wandb"):
+        return []
+    return [Problem(wished, "the package wandb is not installed", "pip install -r requirements.txt, or leave it out: metrics.jsonl holds the same")]
 
 
 def check_wandb(recipe: Recipe | None) -> Findings:
@@ -331,10 +363,19 @@ def check_port(port: int) -> Findings:
         )
 
 
-def free_memory() -> int:
-    """Bytes that this host can still give to processes."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return int(found[1]) * 1024 if found else 0
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this host, or the container that this process runs in, can still give to processes; None: not known."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
+    free = [int(found[1]) * 1024] if found else []
+    groups = root / "sys/fs/cgroup"
+    for limit, used, files in (
+        (groups / "memory.max", groups / "memory.current", groups / "memory.stat"),
+        (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes", groups / "memory/memory.stat"),  # version 1
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no such limit: "max", or no file
+            kept = re.search(r"^(?:total_)?inactive_file (\d+)$", files.read_text(), re.M)  # given back when it is needed
+            free.append(int(limit.read_text()) - int(used.read_text()) + (int(kept[1]) if kept else 0))
+    return min(free, default=None)
 
 
 def to_json(findings: Findings) -> list[Any]:

@@ -2,22 +2,39 @@
 
 import os
 import statistics
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-LIMIT = timedelta(seconds=30)  # of joining, and of each collective
+from .fabric import network_of
+from .torch_builds import gpus_in_use
+
+JOIN = timedelta(minutes=9)  # of joining and the first collective: NCCL asks all GPUs and adapters of a large host then
+LIMIT = timedelta(seconds=30)  # of each collective after it
 
 
-def join() -> None:
-    """Joins a process group by RANK, WORLD_SIZE and MASTER_*, over NCCL where there are GPUs, else gloo (a collective)."""
+def join() -> dict[str, Any]:
+    """Joins a process group by RANK, WORLD_SIZE and MASTER_*, over NCCL where there are GPUs, else gloo, and warms it up (a collective).
+
+    Returns {"network"}: what NCCL talks over between hosts, empty where it does not tell.
+    """
     torch.set_num_threads(1)  # several ranks share the cores
-    if torch.cuda.is_available():
-        torch.cuda.set_device(_device())
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=LIMIT)
+    with tempfile.TemporaryDirectory() as folder:
+        if gpus_in_use():
+            torch.cuda.set_device(_device())
+            if not {"NCCL_DEBUG", "NCCL_DEBUG_FILE"} & os.environ.keys():
+                os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/nccl"}
+        dist.init_process_group("nccl" if gpus_in_use() else "gloo", timeout=JOIN if gpus_in_use() else LIMIT)
+        dist.all_reduce(torch.zeros(1, device=_device()))
+        _finish(_device())
+        dist.distributed_c10d._set_pg_timeout(LIMIT)
+        told = Path(folder) / "nccl"
+        return {"network": network_of(told.read_text(errors="replace")) if told.exists() else ""}
 
 
 def measure(seconds: float = 2.0) -> dict[str, Any]:
@@ -80,7 +97,7 @@ def _links(message: torch.Tensor, device: torch.device, seconds: float) -> tuple
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus_in_use() else torch.device("cpu")
 
 
 def _finish(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Which rank does what: data, tensor, pipeline, sequence and expert parallel degrees of one job."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .refusal import Problem, Refusal
@@ -68,26 +69,45 @@ def make_mesh(world: int, tp: int = 1, pp: int = 1, sp: int = 1, ep: int = 1) ->
     return Mesh(dp=dp, tp=tp, pp=pp, sp=sp, ep=ep)
 
 
-def fit_degrees(world: int, degrees: dict[str, int], typed: frozenset[str]) -> dict[str, int]:
-    """Lowers degrees that do not fit `world`, in the order sp, ep, pp, tp, each to the largest that fits.
+def fit_degrees(world: int, degrees: dict[str, int], typed: frozenset[str], whole: dict[str, tuple[int, ...]] | None = None) -> dict[str, int]:
+    """Lowers degrees until they fit `world`: sp gives way first, then ep, pp and tp, each to the largest that fits.
 
-    A degree in `typed` is never changed. Used by `--tiny`; what cannot be made to fit is left for `make_mesh` to refuse.
+    `whole` holds, for an axis, the numbers that its degree has to divide, too (0, a number that is not known, is divided
+    by all). A degree in `typed` is never changed. Used by `--tiny`; what cannot be made to fit is left for `make_mesh`
+    to refuse.
     """
-    degrees = dict(degrees)
-    for axis in ("sp", "ep", "pp", "tp"):
-        if axis in typed:
-            continue
-        others = 1
-        for other in ("sp", "pp", "tp"):
-            others *= degrees[other] if other != axis else 1
-        for degree in range(degrees[axis], 0, -1):
-            if axis == "ep":
-                fits = world % others == 0 and (world // others) % degree == 0
-            else:
-                fits = world % (others * degree) == 0
-            if fits:
-                degrees[axis] = degree
+    kept = {axis for axis, degree in degrees.items() if axis in typed or degree < 1}
+    fitted = {axis: max(1, degree) if axis in kept else 1 for axis, degree in degrees.items()}
+    for axis in ("tp", "pp", "ep", "sp"):  # the last to give way takes its part first
+        for degree in range(degrees[axis], 0, -1) if axis not in kept else ():
+            trial = fitted | {axis: degree}
+            dp, left = divmod(world, trial["tp"] * trial["pp"] * trial["sp"])
+            if not left and dp % trial["ep"] == 0 and all(number % degree == 0 for number in (whole or {}).get(axis, ())):
+                fitted = trial
                 break
-        else:
-            degrees[axis] = 1
-    return degrees
+    return fitted | {axis: degrees[axis] for axis in kept}
+
+
+def fit_batch(dp: int, micro_batch: int, global_batch: int, typed: frozenset[str]) -> tuple[int, int]:
+    """(micro_batch, global_batch) such that `dp` ranks share the global batch evenly; what is in `typed` never changes.
+
+    The global batch is raised to the next number that fits. A global batch that was typed stays, and the micro-batch is
+    lowered to the largest that fits. What cannot be made to fit is left to be refused.
+    """
+    if micro_batch < 1:
+        return micro_batch, global_batch
+    if "global_batch" not in typed:
+        return micro_batch, -(-global_batch // (dp * micro_batch)) * dp * micro_batch
+    if "micro_batch" not in typed:
+        micro_batch = next((rows for rows in range(micro_batch, 0, -1) if global_batch % (dp * rows) == 0), micro_batch)
+    return micro_batch, global_batch
+
+
+def nearest_worlds(world: int, step: int, works: Callable[[int], bool]) -> list[int]:
+    """The nearest numbers of ranks below and above `world` for which `works` is true.
+
+    `step`, the product of the degrees, bounds how far above they are looked for.
+    """
+    below = next((ranks for ranks in range(world - 1, 0, -1) if works(ranks)), None)
+    above = next((ranks for ranks in range(world + 1, max(64, 2 * (world + step)) + 1) if works(ranks)), None)
+    return [ranks for ranks in (below, above) if ranks is not None]

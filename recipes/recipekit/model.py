@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import dataclasses
 import hashlib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,17 +14,22 @@ import deepspeed
 import torch
 import transformers
 from deepspeed.utils import set_z3_leaf_module
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from . import expert_parallel, pipeline, sequence_parallel, tensor_parallel
+from . import expert_parallel, pipeline, safetensors_files, sequence_parallel, tensor_parallel
+from .architecture import OTHERS, read_config, tiny_copy
 from .blueprint import Blueprint, Tensor, stages_of
 from .groups import Groups
 from .recipe import Recipe
 from .refusal import Refusal, refuse
 from .tensor_parallel import Cut
 from .weights import Weights, open_weights
+
+CAUSAL_VOCABULARY = 264  # of the tiny copy that shows whether a model reads ahead
+READS_AHEAD_FROM = 1e-5  # a change of an earlier logit, as a share of the largest one
 
 
 @dataclass(frozen=True)
@@ -160,11 +164,12 @@ def draft(model: Any, own_plan: dict[str, str] | None = None) -> Blueprint:
 
 
 def published_blueprint(folder: Path) -> Blueprint:
-    """The blueprint of a model from its files. Raises `Refusal` for files that do not hold all of it."""
-    if not (folder / "config.json").is_file():
-        raise refuse(str(folder), "has no config.json", "give a folder that save_pretrained wrote, or a downloaded model")
-    recipe = Recipe(model=str(folder), attention="eager")  # the one that every model has; nothing is computed here
-    model = empty_model(recipe, json.loads((folder / "config.json").read_text()))
+    """The blueprint of a model from its files. Raises `Refusal` for a model that cannot be trained, or files that do not hold all of it."""
+    recipe = Recipe(model=str(folder), attention="eager")  # the one that every model has; only `check_causal` computes with it
+    config = read_config(folder / "config.json", str(folder))
+    safetensors_files.open_folder(folder)
+    model = empty_model(recipe, config)
+    check_causal(recipe, config)
     return with_files(draft(model), open_weights(recipe, model))
 
 
@@ -224,19 +229,8 @@ def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
     initialiser sets (Apertus' activation), and most are memory that was never written. Raises `Refusal` for an attention
     implementation that the model does not have.
     """
-    model_config = dict(model_config)
-    config = transformers.AutoConfig.for_model(model_config.pop("model_type"), **model_config)
-    config._attn_implementation = recipe.attention
-    config._name_or_path = recipe.model  # what an exported adapter names as its base
-    config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
     with no_init_weights(), parameters_on_meta() as small:
-        try:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (ValueError, ImportError) as error:  # of an attention that the class, or this machine, does not have
-            if "attention" not in str(error).lower():
-                raise
-            fix = "use --attention eager" if recipe.attention != "eager" else "use another model"
-            raise refuse(f"attention = {recipe.attention}", f"a {config.model_type} cannot use it here: {str(error).split('.')[0]}", fix) from None
+        model = _construct(recipe, _config_of(recipe, model_config))
     model.made = {
         f"{name}.{key}" if name else key: small[id(module), key]
         for name, module in model.named_modules()
@@ -250,6 +244,76 @@ def empty_model(recipe: Recipe, model_config: dict[str, Any]) -> Any:
         for number, layer in enumerate(checkpointed):
             layer.gradient_checkpointing = number % recipe.checkpoint_every == 0
     return model
+
+
+def _config_of(recipe: Recipe, model_config: dict[str, Any]) -> Any:
+    """The config of transformers' own class. Raises `Refusal` for values that the class does not take."""
+    model_config = dict(model_config)
+    kind = model_config.pop("model_type")
+    try:
+        return transformers.AutoConfig.for_model(kind, **model_config)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        rule = f"transformers {transformers.__version__} does not take its config.json: {' '.join(str(error).split())}"
+        raise refuse(f"model = {recipe.model}", rule, "mend the value") from None
+
+
+def _construct(recipe: Recipe, config: Any) -> Any:
+    """The model that transformers makes of a config, in fp32."""
+    config._attn_implementation = recipe.attention
+    config._name_or_path = recipe.model  # what an exported adapter names as its base
+    config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, ImportError) as error:  # of an attention that the class, or this machine, does not have
+        if "attention" not in str(error).lower():
+            raise
+        fix = "use --attention eager" if recipe.attention != "eager" else "use another model"
+        raise refuse(f"attention = {recipe.attention}", f"a {config.model_type} cannot use it here: {str(error).split('.')[0]}", fix) from None
+
+
+def check_causal(recipe: Recipe, model_config: dict[str, Any]) -> str:
+    """Raises `Refusal` for a model whose logits depend on tokens that come later: it would learn to copy its labels.
+
+    A tiny copy with random weights reads a row twice, the second time with another last token; before that token nothing may
+    change. The same on every rank, and no collective. Returns "", or why this could not be looked at.
+    """
+    config = _config_of(recipe, model_config)
+    unknown = f"not known whether a {config.model_type} looks back only"
+    on_cpu = recipe.attention if recipe.attention in ("sdpa", "eager") else "eager"  # flash attention is for GPUs
+    try:
+        tiny = tiny_copy(config, CAUSAL_VOCABULARY)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # a Refusal of `shrink` is a ValueError
+        return f"{unknown}: {error.problems[0].rule if isinstance(error, Refusal) else f'it cannot be made small ({type(error).__name__}: {error})'}"
+    try:
+        logits, changed = _two_readings(dataclasses.replace(recipe, attention=on_cpu), tiny)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if isinstance(error, Refusal):
+            raise
+        return f"{unknown}: no tiny copy of it runs ({type(error).__name__}: {str(error)[:200]})"
+    before, last = (logits - changed).abs().split([len(logits) - 1, 1])
+    if not logits.isfinite().all() or not last.any():
+        return f"{unknown}: the logits of a tiny copy do not tell"
+    if before.max() > READS_AHEAD_FROM * logits.abs().max():
+        rule = f"a {config.model_type} reads the tokens that it should predict: with another token at the end the logits before it change"
+        raise refuse(f"model = {recipe.model}", rule, f"{OTHERS}, and leave its attention causal")
+    return ""
+
+
+def _two_readings(recipe: Recipe, tiny: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits, (T, V) fp32, that a model with random weights gives for a row, and for the same row with another last token."""
+    if tiny.get("initializer_range"):
+        tiny = tiny | {"initializer_range": 0.1}  # what is read must be seen, however small the weights of its real width begin
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = _construct(recipe, _config_of(recipe, tiny)).eval()
+        ids = torch.randint(3, CAUSAL_VOCABULARY - 1, (1, 32))  # (B, T)
+        other = ids.clone()
+        other[0, -1] += 1
+        logits = []
+        for row in (ids, other):
+            torch.manual_seed(0)  # Reformer draws its hashes anew in every forward
+            logits.append(model(input_ids=row, position_ids=torch.arange(32).unsqueeze(0), use_cache=False).logits[0].float())
+    return logits[0], logits[1]
 
 
 @contextlib.contextmanager
@@ -395,7 +459,7 @@ def check_weights(engine: Any, built: Built, groups: Groups, samples: int = 8) -
         expected = built.weights.whole(name).to(parameter.dtype)
         if name in built.cuts:
             assert groups.tp_mesh is not None
-            expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh)
+            expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh).cpu()  # DTensor cuts on the device of its mesh
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             same = torch.equal(parameter.detach().cpu(), expected)
         if not same:

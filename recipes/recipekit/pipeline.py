@@ -235,7 +235,7 @@ def share(net: Any, groups: Groups) -> None:
     made = {}
     for ranks in sorted(set(shared.values())):
         for fiber in groups.mesh.groups("pp"):  # every rank makes every group, in the same order
-            group = dist.new_group([fiber[rank] for rank in ranks])
+            group = dist.new_group([fiber[rank] for rank in ranks], groups.limit)
             if groups.rank in fiber:
                 made[ranks] = group
     held = [(mine[name], made[ranks]) for name, ranks in sorted(shared.items()) if name in mine]

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shlex
 from dataclasses import dataclass
@@ -11,14 +12,17 @@ from typing import Any
 
 from . import ds_config
 from .architecture import is_local, local_tokenizer, model_config, shrink
-from .data_files import kind_of, local_files
-from .mesh import Mesh, fit_degrees, make_mesh
+from .data_files import check_first_row, local_files
+from .deterministic import check_environment
+from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
 from .mixture import domains_of
 from .recipe import Command, Recipe, check_recipe
 from .refusal import Problem, Refusal
+from .safetensors_files import open_folder
 
 BYTE_VOCAB = 264  # of the byte-level tokenizer: 256 bytes and 8 special tokens (tokens.py)
 TINY_SEQ_LEN = 128
+AXES = ("tp", "pp", "sp", "ep")
 
 # What a run is made of: a run folder is continued only if these are the same.
 IDENTITY = (
@@ -55,6 +59,7 @@ def make_plan(command: Command) -> Plan:
         notes.append(f"warmup_steps: {recipe.warmup_steps} of the recipe lowered to {recipe.steps // 10} for {recipe.steps} steps")
         recipe = _with(recipe, {"warmup_steps": recipe.steps // 10})
     problems = check_recipe(recipe)
+    problems += check_environment(os.environ) if recipe.deterministic else []
     try:
         config, path = ds_config.load(command.recipe.ds_config, command.folder)
     except Refusal as refusal:
@@ -72,6 +77,8 @@ def make_plan(command: Command) -> Plan:
     except Refusal as refusal:
         problems += refusal.problems
         told = True
+    if (architecture or {}).get("auto_map"):
+        notes.append("auto_map: code of the model's own is never run; its class in transformers is used")
     if command.tiny and not told:
         if architecture is None:
             problems.append(
@@ -86,30 +93,10 @@ def make_plan(command: Command) -> Plan:
     elif architecture is not None and recipe.tokenizer == "bytes" and recipe.init == "random":
         architecture = architecture | {"vocab_size": BYTE_VOCAB}
 
-    mesh = Mesh()
     fixed = command.typed | written.keys()
-    try:
-        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")}
-        if command.tiny:
-            layers = ds_config.count_layers(architecture)
-            most = max(1, layers // (2 if recipe.pipeline_schedule == "dualpipev" else 1))
-            few_layers = layers > 0 and most < recipe.pp and "pp" not in fixed
-            fitted = fit_degrees(command.world, degrees | ({"pp": most} if few_layers else {}), frozenset(fixed))
-            if fitted != degrees:
-                lowered = ", ".join(f"{axis} {degrees[axis]} -> {fitted[axis]}" for axis in degrees if fitted[axis] != degrees[axis])
-                notes.append(
-                    f"--tiny lowered {lowered} to fit {command.world} rank{'s' if command.world > 1 else ''}{f' and {layers} layers' if few_layers else ''}"
-                )
-            degrees = fitted
-            recipe = dataclasses.replace(recipe, **degrees)
-        mesh = make_mesh(command.world, **degrees)
-    except Refusal as refusal:
-        problems += refusal.problems
-    if recipe.pp == 1 and ("pp" in fixed or command.tiny) and recipe.pipeline_schedule != "1f1b" and "pipeline_schedule" not in command.typed:
-        notes.append(f"pipeline_schedule: {recipe.pipeline_schedule} of the recipe has no pipeline to order with pp 1")
-        recipe = _with(recipe, {"pipeline_schedule": "1f1b"})
-    if command.tiny:
-        recipe = _tiny(recipe, mesh, frozenset(fixed))
+    asked = recipe
+    recipe, mesh, more, layout_problems = _lay_out(asked, command.world, architecture, fixed, command.tiny)
+    notes += more
     problems += _check_inputs(recipe, model_known=architecture is not None)
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
@@ -118,15 +105,26 @@ def make_plan(command: Command) -> Plan:
         rule = "is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
         problems.append(Problem(f"model = {recipe.model}", rule, f"download it where there is a network: hf download {recipe.model}"))
 
-    out = Path(recipe.out or Path("runs") / command.name)
+    out = command.out
     resume_from = None
     try:
-        resume_from = find_resume(recipe, out, architecture, command.tiny)
+        resume_from = find_resume(recipe, out, architecture, command.tiny, command.typed)
     except Refusal as refusal:
         problems += refusal.problems
     if config or not problems:
         problems += ds_config.check_swap(config, out)
-        problems += ds_config.check(config, world=command.world, mesh=mesh, recipe=recipe, model_config=architecture, typed=command.typed)
+        given: Any = {"model_config": architecture, "typed": command.typed}
+
+        def check_on(world: int | None) -> list[Problem]:
+            if world is None:
+                return ds_config.check(config, recipe=recipe, **given)
+            laid_out, mesh, _, found = _lay_out(asked, world, architecture, fixed, command.tiny)
+            return found or ds_config.check(config, world=world, mesh=mesh, recipe=laid_out, **given)
+
+        layout_problems += ds_config.check(config, world=command.world, mesh=mesh, recipe=recipe, **given)
+        step = math.prod(max(1, getattr(recipe, axis)) for axis in AXES)
+        layout_problems = ds_config.name_worlds(layout_problems, command.world, step, check_on)
+    problems += layout_problems
     if problems:
         raise Refusal(problems)
     resolved, more = ds_config.resolve(config, recipe, mesh, architecture)
@@ -138,7 +136,7 @@ def make_plan(command: Command) -> Plan:
 
 
 def _check_inputs(recipe: Recipe, model_known: bool) -> list[Problem]:
-    """What is wrong with the names of data and tokenizer, as far as this machine can tell: nothing is opened, nor the hub asked."""
+    """What is wrong with local data, the model's files and the tokenizer, as the first row, headers and names tell it; the hub is not asked."""
     problems = []
     try:
         domains = domains_of(recipe) if isinstance(recipe.dataset, str) else []  # of which `check_recipe` has told
@@ -148,9 +146,14 @@ def _check_inputs(recipe: Recipe, model_known: bool) -> list[Problem]:
     for domain in domains:
         try:
             if domain.dataset != "builtin" and (files := local_files(domain.dataset)) is not None:
-                kind_of(files, domain.dataset)
+                check_first_row(files, domain.dataset, recipe)
         except Refusal as refusal:
             problems += refusal.problems
+    try:
+        if model_known and recipe.init == "pretrained" and Path(recipe.model).is_dir():
+            open_folder(Path(recipe.model))
+    except Refusal as refusal:
+        problems += refusal.problems
     if recipe.token_cache not in ("auto", "off"):
         above = Path(recipe.token_cache).expanduser().absolute()
         there = next(folder for folder in (above, *above.parents) if folder.exists())
@@ -165,12 +168,53 @@ def _check_inputs(recipe: Recipe, model_known: bool) -> list[Problem]:
     return problems
 
 
-def _tiny(recipe: Recipe, mesh: Mesh, fixed: frozenset[str]) -> Recipe:
-    """The same recipe small enough for a laptop; nothing in `fixed` is touched."""
-    micro_batch = recipe.micro_batch if "micro_batch" in fixed else 2
+def _lay_out(
+    recipe: Recipe, world: int, architecture: dict[str, Any] | None, fixed: frozenset[str], tiny: bool
+) -> tuple[Recipe, Mesh, list[str], list[Problem]]:
+    """(the recipe as it runs on `world` ranks, their mesh, what was decided, what does not fit).
+
+    Where the degrees do not fit, the mesh is that of one rank.
+    """
+    notes, problems, mesh = [], [], Mesh()
+    if tiny:
+        recipe, notes = _lower(_tiny(recipe, fixed), world, architecture, fixed)
+    try:
+        mesh = make_mesh(world, **{axis: getattr(recipe, axis) for axis in AXES})
+    except Refusal as refusal:
+        problems = refusal.problems
+    if recipe.pp == 1 and ("pp" in fixed or tiny) and recipe.pipeline_schedule != "1f1b" and "pipeline_schedule" not in fixed:
+        notes.append(f"pipeline_schedule: {recipe.pipeline_schedule} of the recipe has no pipeline to order with pp 1")
+        recipe = _with(recipe, {"pipeline_schedule": "1f1b"})
+    if tiny and recipe.micro_batch > 0:
+        rows = 2 * mesh.dp * mesh.pp * recipe.micro_batch
+        micro_batch, global_batch = fit_batch(mesh.dp, recipe.micro_batch, recipe.global_batch if "global_batch" in fixed else rows, fixed)
+        recipe = _with(recipe, {"micro_batch": micro_batch, "global_batch": global_batch})
+    return recipe, mesh, notes, problems
+
+
+def _lower(recipe: Recipe, world: int, architecture: dict[str, Any] | None, fixed: frozenset[str]) -> tuple[Recipe, list[str]]:
+    """The recipe with degrees that fit `world` ranks and the tiny model, and the line that says so."""
+    degrees = {axis: getattr(recipe, axis) for axis in AXES}
+    divisible = ds_config.divisible(architecture, recipe.seq_len)
+    layers = ds_config.count_layers(architecture)
+    most = max(1, layers // (2 if recipe.pipeline_schedule == "dualpipev" else 1)) if layers else degrees["pp"]
+    capped = degrees if "pp" in fixed else degrees | {"pp": min(most, degrees["pp"])}
+    fitted = fit_degrees(world, capped, fixed, {axis: tuple(numbers.values()) for axis, numbers in divisible.items()})
+    if fitted == degrees:
+        return recipe, []
+    lowered = [axis for axis in degrees if fitted[axis] < degrees[axis]]
+    limits = [f"{world} rank{'s' if world > 1 else ''}"]
+    for axis in lowered:
+        limits += [f"{number} {name}" for name, number in divisible.get(axis, {}).items() if number % degrees[axis]]
+    limits += [f"{layers} layers"] if capped != degrees else []
+    listed = ", ".join(f"{axis} {degrees[axis]} -> {fitted[axis]}" for axis in lowered)
+    return dataclasses.replace(recipe, **fitted), [f"--tiny lowered {listed} to fit {', '.join(limits[:-1])}{' and ' if limits[1:] else ''}{limits[-1]}"]
+
+
+def _tiny(recipe: Recipe, fixed: frozenset[str]) -> Recipe:
+    """The same recipe small enough for a laptop, but for its layout; nothing in `fixed` is touched."""
     small = {
-        "micro_batch": micro_batch,
-        "global_batch": 2 * mesh.dp * micro_batch * (mesh.pp if mesh.pp > 1 else 1),
+        "micro_batch": 2,
         "seq_len": min(recipe.seq_len, TINY_SEQ_LEN),
         "eval_rows": min(recipe.eval_rows, 8),
         "dataset": "builtin",
@@ -185,7 +229,7 @@ def _with(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     return dataclasses.replace(recipe, **changes)
 
 
-def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None, tiny: bool) -> Path | None:
+def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None, tiny: bool, typed: frozenset[str] = frozenset()) -> Path | None:
     """The folder to go on from, or None for a new run. Raises `Refusal` with every difference to the run in `out`."""
     if recipe.resume == "never":
         return None
@@ -213,6 +257,9 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None, 
         return None
     now = identity(recipe, architecture)
     others = [name for name in now if before.get(name) != now[name]]
+    others.sort(key=lambda name: name not in typed)  # first what the user may know of
+    if "steps" in others and "warmup_steps" not in typed:  # it was lowered with them, and will be again
+        others = [name for name in others if name != "warmup_steps"]
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
     ways = f"start a new run with --out NEW, accept the differences with --resume {out}, or put the old run aside with --resume never"
     if others and tiny != _saved(out).get("recipe", {}).get("tiny", tiny):
@@ -220,8 +267,8 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None, 
         raise Refusal([Problem(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")])
     if others:
         flags = shlex.join(word for name in others if name in IDENTITY and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name])))
-        problems = [Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}", "see the ways on below") for name in others]
-        raise Refusal([*problems[:-1], dataclasses.replace(problems[-1], fix=f"go on with {flags}, {ways}" if flags else ways)])
+        problems = [Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}", "see the ways on above") for name in others]
+        raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
     return out
 
 

@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 # What DeepSpeed does, left alone with a problem. "" where it never sees it.
 FAILS, IGNORES, REPLACES, HANGS, APPLIES = "fails on it", "ignores it", "replaces it", "hangs", "applies it"
@@ -37,7 +38,7 @@ def refuse(where: str, rule: str, fix: str) -> Refusal:
     return Refusal([Problem(where, rule, fix)])
 
 
-def exit_refused(refusal: Refusal, patience: float = 60) -> None:
+def exit_refused(refusal: Refusal, patience: float = 60) -> NoReturn:
     """Prints the refusal once per host, on local rank 0, and exits.
 
     The launcher kills every rank as soon as one ends, so the other ranks wait until local rank 0 has ended; otherwise its

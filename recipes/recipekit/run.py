@@ -1,6 +1,5 @@
 """`run(RECIPE)`: the one way every recipe starts. Light until it is certain that the run can start."""
 
-import fcntl
 import os
 import signal
 import socket
@@ -9,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from . import memory, op_cache
+from .locks import lock
 from .recipe import Recipe, parse
 from .refusal import Refusal, exit_refused, refuse
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def run(recipe: Recipe, argv: list[str] | None = None) -> None:
@@ -22,7 +21,9 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
 
     quiet_interrupts()
     start_launcher_watch()
-    code, patience = 0, 60.0
+    from .failure import Peers
+
+    code, patience, clean, peers = 0, 60.0, False, Peers()
     try:
         command = parse(recipe, Path(sys.argv[0]), argv)
         from .plan import make_plan  # imports nothing heavy; a refusal takes about a second
@@ -33,14 +34,23 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
 
             show(plan)
             return
-        lock = _lock(plan.out) if command.rank == 0 else None
+        held = _lock(plan.out) if command.rank == 0 else None
+        if memory.pins(plan.ds_config) and memory.pins_exactly():  # before torch is imported, which reads it once
+            name, value = memory.pinning_of(os.environ)
+            os.environ[name] = value
+        from .host_checks import check_start
+
+        if problems := check_start(plan):
+            raise Refusal(problems)
         _single_process_defaults()
         from .train import main
 
         patience = 3.0  # from here on a refusal can be one rank's alone
-        code = main(plan)
-        if lock:
-            lock.close()
+        with peers:
+            code = main(plan, peers)
+        clean = True
+        if held:
+            held.close()
     except Refusal as refusal:
         exit_refused(refusal, patience)
     finally:
@@ -49,7 +59,9 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
         if "torch.distributed" in sys.modules:
             import torch.distributed as dist
 
-            if dist.is_initialized():
+            # after an exception it may wait for peers that wait for this rank (NCCL)
+            if dist.is_initialized() and (clean or dist.get_world_size() == 1):
+                peers.leave()
                 dist.destroy_process_group()  # without it a rank aborts at exit now and then
     sys.exit(code)
 
@@ -64,14 +76,14 @@ def _lock(out: Path) -> IO[str]:
     except OSError as error:
         raise refuse(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out") from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file, f"out = {out}", "choose a folder on another disk with --out")
     except BlockingIOError:
         raise refuse(f"out = {out}", "another job is running in this folder", "wait for it, stop it, or choose another folder with --out") from None
     return file
 
 
 def _single_process_defaults() -> None:
-    """What a launcher would have set; without it DeepSpeed looks for mpi4py. Compiled ops stay in the repository."""
+    """What a launcher would have set; without it DeepSpeed looks for mpi4py, and the folder of compiled ops."""
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -85,5 +97,4 @@ def _single_process_defaults() -> None:
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
-    if (REPOSITORY / "ds_configs").is_dir():
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions"))
+    os.environ.setdefault(op_cache.VARIABLE, str(op_cache.folder()))

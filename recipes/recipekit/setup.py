@@ -1,8 +1,6 @@
 """What happens once before the first step: quiet libraries, compiled ops, the checkpoint to go on from, the facts of the run."""
 
 import contextlib
-import fcntl
-import functools
 import json
 import logging
 import os
@@ -10,58 +8,62 @@ import platform
 import resource
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable
-from datetime import timedelta
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import logger
 
-from . import checkpoint, expert_parallel
+from . import checkpoint, deterministic, expert_parallel
 from .blueprint import Layout
+from .build_facts import build_facts, versions
 from .data import OtherData, Stream, open_stream
 from .data.stream import changed_files, first_of, open_corpus
+from .devices import DEVICES
+from .dry_run import rank_plan
 from .ds_config import check_device
+from .failure import Peers
+from .flops import CONVENTION, Flops, model_flops
+from .groups import time_limit, waiting_group
+from .host_checks import free_memory
+from .memory import ACCELERATOR, HOST, NVME, gib, too_much
 from .mesh import Mesh
 from .model import Built, empty_model, enabled
+from .ops import prepare_ops
 from .plan import Plan, identity
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
+from .torch_builds import gpus_in_use
 
-# Dense bf16 FLOP/s by the name of the device, from NVIDIA's data sheets (those with sparsity are twice as high).
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-}
 DATA_FILES = "data_files.json"  # in the run folder: what was read, so that a resume can name a file that is another one now
 
 
-def start(plan: Plan) -> torch.device:
-    """Compiles what is missing, joins the process group, seeds, and returns this rank's device (a collective)."""
+def start(plan: Plan, peers: Peers | None = None) -> torch.device:
+    """Compiles what is missing, joins the process group, watches the other ranks, seeds, and returns this rank's device (a collective)."""
     quiet()
-    device = torch.device("cuda", plan.command.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if plan.recipe.deterministic:
+        deterministic.switch_on()
+    device = torch.device("cuda", plan.command.local_rank) if gpus_in_use() else torch.device("cpu")
     if problems := check_device(plan.ds_config, device.type):
         raise Refusal(problems)
-    prepare_ops(plan)
-    # DeepSpeed 0.19 lowered its own default to 10 minutes, which a large save on a slow disk outlasts; and all wait while rank 0 asks a server
-    deepspeed.init_distributed(timeout=timedelta(minutes=30, seconds=plan.recipe.retry_s), verbose=False)
+    prepare_ops(plan.ds_config, print if plan.command.local_rank == 0 else lambda _: None)
+    deepspeed.init_distributed(timeout=time_limit(plan.recipe.retry_s), verbose=False)
+    if peers:
+        peers.watch(waiting_group())
+    lacking = None
+    try:
+        check_memory(plan, device)
+    except Refusal as refusal:
+        lacking = refusal
+    problems = shared_problems(lacking)  # of one host, which the others would wait for
+    if once := {(problem.where.partition(" = ")[0], problem.rule): problem for problem in problems}:  # each rank saw a little more or less free
+        raise Refusal(list(once.values()))
     unlink_shared_memory()
     torch.manual_seed(plan.recipe.seed)
     if device.type == "cuda":
@@ -199,11 +201,11 @@ def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
 
 
 def shared_problems(error: BaseException | None) -> list[Problem]:
-    """What is wrong with the data of any rank, the same on all (a collective). An error that is no refusal is raised where it is."""
+    """What is wrong on any rank, the same on all (a collective). An error that is no refusal is raised where it is."""
     if error is not None and not isinstance(error, Refusal):
         raise error
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, error.problems if error else [])
+    dist.all_gather_object(everyone, error.problems if error else [], group=waiting_group())  # one of them may read a slow disk
     return list(dict.fromkeys(problem for problems in everyone for problem in problems))
 
 
@@ -233,10 +235,31 @@ def put_aside(out: Path) -> None:
     print(f"the run that was in {out} is now in {aside}")
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the device's peak of allocated memory, or on a CPU the peak resident size of this process."""
+def check_memory(plan: Plan, device: torch.device) -> None:
+    """Raises `Refusal` where the states of this rank, or those of all ranks of its host, certainly exceed what is free; before anything large is made."""
+    if plan.model_config is None:
+        return
+    stage, rank = plan.mesh.coords(plan.command.rank)["pp"], plan.command.rank
+    terms, problems = rank_plan(plan, stage), []
+    first, ranks = rank - plan.command.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    alike = sum(plan.mesh.coords(other)["pp"] == stage for other in range(max(0, first), min(first + ranks, plan.mesh.world)))
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        if plan.command.rank == 0 and (pinned := sum(term.pinned for term in terms if not term.bound)):
+            print(f"offload pins {gib(pinned)} of host memory on each rank, rounding included")
+        problems += too_much(terms, ACCELERATOR, torch.cuda.mem_get_info(device)[0], on=f"{torch.cuda.get_device_name(device)} that is free")
+    else:
+        # of a bucket, the kernel gives only the pages that are written
+        terms = [replace(term, place=HOST, pinned=0, bound=term.bound or "bucket" in term.what) for term in terms if term.place != NVME]
+    if (free := free_memory()) is not None:
+        problems += too_much(terms, HOST, free, max(1, alike), on=f"{platform.node()} that is free")
+    if problems:
+        raise Refusal(problems)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that the device's allocator has reserved for this rank, by which it runs out; on a CPU the peak resident size of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -264,29 +287,14 @@ def layout_of(plan: Plan, engine: Any, built: Built) -> Layout:
     )
 
 
-def ideal_step_seconds(recipe: Recipe, model_config: dict[str, Any], mesh: Mesh, device_name: str) -> float | None:
-    """Seconds of an optimizer step on devices at their peak; None for one that is not known, and under an adapter, whose frozen weights cost less."""
-    peak = PEAK_FLOPS.get(device_name)
-    flops = flops_per_token(empty_model(recipe, model_config), recipe.seq_len) if peak and recipe.adapt is None else None
-    return flops * recipe.global_batch * recipe.seq_len / (peak * mesh.world) if peak and flops else None
+def step_flops(recipe: Recipe, model_config: dict[str, Any]) -> Flops | None:
+    """What a step has to compute; None for a model of which it is not known."""
+    model = empty_model(recipe, model_config)
+    return model_flops(recipe.adapt(model) if recipe.adapt is not None else model)
 
 
-def flops_per_token(model: Any, seq_len: int) -> float | None:
-    """Forward and backward of a whole model: 6 N + 12 * layers * heads * head_dim * seq_len (PaLM, arXiv 2204.02311, appendix B).
-
-    N leaves out an embedding that is only looked up, and the experts that a token does not meet. None where the
-    config says that a layer attends otherwise, or lacks a number.
-    """
-    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
-    layers, heads, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    other = hasattr(config, "kv_lora_rank") or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    chosen, held = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_local_experts")) if experts else (1, 1)
-    if not (layers and heads and hidden and chosen and held) or other:
-        return None
-    met = sum(parameter.numel() for parameter in model.parameters()) - experts * (1 - chosen / held)
-    met -= 0 if embedding is model.get_output_embeddings().weight else embedding.numel()
-    return 6 * met + 12 * layers * heads * (getattr(config, "head_dim", None) or hidden // heads) * seq_len
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
 
 
 def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
@@ -306,15 +314,17 @@ def run_facts(plan: Plan, model_config: dict[str, Any]) -> dict[str, Any]:
         "mesh": vars(plan.mesh) | {"world": plan.mesh.world, "name": str(plan.mesh)},
         "ds_config": plan.ds_config,
         "model_config": model_config,
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers", "datasets", "accelerate", "wandb")}
-        | {"python": platform.python_version()},
+        "versions": versions(),
+        "build": build_facts(),
         "git_commit": commit or None,
         "host": {
             "name": platform.node(),
             "cpus": os.cpu_count(),
             "devices": torch.cuda.device_count(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "device": device_name(),
         },
+        "deterministic": deterministic.check_in_force() if plan.recipe.deterministic else None,
+        "mfu": {"convention": CONVENTION, "peak": DEVICES[device_name()].flops} if device_name() in DEVICES else None,
         "argv": sys.argv,
     }
 
@@ -328,58 +338,10 @@ def write_facts(plan: Plan, facts: dict[str, Any], files: dict[str, dict[str, st
         os.replace(plan.out / f"{name}.tmp", plan.out / name)  # a kill leaves the old file or the new one
 
 
-def prepare_ops(plan: Plan) -> None:
-    """Compiles the DeepSpeed ops this run needs, saying so; once per machine and TORCH_EXTENSIONS_DIR."""
-
-    zero = plan.ds_config["zero_optimization"]
-    homes = {zero.get(block, {}).get("device", "none") for block in ("offload_optimizer", "offload_param")}
-    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    wanted = [("shared-memory communication", "30 s", "ShareMemCommBuilder")] if not torch.cuda.is_available() else []
-    if offloaded and not plan.ds_config["optimizer"].get("params", {}).get("torch_adam", False):
-        wanted.append(("CPU Adam", "60 s", "CPUAdamBuilder"))
-    if "nvme" in homes:
-        wanted.append(("asynchronous I/O", "180 s", "AsyncIOBuilder"))
-    for title, typical, name in wanted:
-        load_op(name, f"{title} (once, about {typical} on two cores)", print if plan.command.local_rank == 0 else lambda _: None)
-
-
-def load_op(name: str, title: str, say: Callable[[str], None]) -> None:
-    """Loads one of DeepSpeed's C++ ops, compiling it first where it is missing; one process of a host at a time.
-
-    torch 2.13 marks a compile with a plain file (FileBaton); a process that is killed meanwhile leaves it, and every later
-    one waits for ever. The kernel drops our lock with its process, so whoever holds it may remove such a file.
-    """
-    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
-        # It takes a second, and DeepSpeed 0.19.8 asks it twice for each of these ops and once for each CPU Adam.
-        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    if name != "ShareMemCommBuilder":
-        cpuinfo.get_cpu_info()  # now: below, the ranks of a host come one by one
-    accelerator: Any = get_accelerator()
-    builder = accelerator.create_op_builder(name)
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    cache.mkdir(parents=True, exist_ok=True)
-    # another version of ninja than the one that compiled it rebuilds everything: always take this environment's
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    with (cache / f"{builder.name}.flock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not any(cache.glob(f"**/{builder.name}.so")):
-                say(f"waiting for another process that compiles DeepSpeed's {title}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        for left_over in cache.glob(f"**/{builder.name}/lock"):
-            left_over.unlink()
-        missing = not any(cache.glob(f"**/{builder.name}.so"))
-        begun = time.perf_counter()
-        if missing:
-            say(f"compiling DeepSpeed's {title} ...")
-        builder.load(verbose=False)
-        if missing:
-            say(f"compiled in {time.perf_counter() - begun:.0f} s")
-
-
 def quiet() -> None:
     """Leaves warnings and errors of the libraries visible, not their information lines."""
     logger.setLevel(logging.WARNING)
+    # DeepSpeed 0.19.8 prints six lines for each group (bf16_optimizer.py, see_memory_usage with force), and resets the peak of the device's memory with them
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
     # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; the warning repeats for each
     warnings.filterwarnings("ignore", message=r".*is deprecated\. Please use `torch\.distributed", category=FutureWarning)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 REASONS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "launcher gone": 143, "bad data": 1}  # why a run stops -> its exit code
 POLL = 0.5  # seconds between two looks at the launcher and at the clock
@@ -70,11 +70,11 @@ class Stopper:
             self._pressed = now
             self._presses += 1
             if self._presses == 3:
-                _leave(REASONS["SIGINT"], "third Ctrl-C: ended at once, without a checkpoint")
+                leave(REASONS["SIGINT"], "third Ctrl-C: ended at once, without a checkpoint")
         if number is not None:
             self.request(signal.Signals(number).name)
         if self.requested and now > max(self._boundary_due, self._request_due):
-            _tell(f"stuck: no step boundary came in the {self._grace:g} s after {self.requested}; the stacks of its threads:")
+            tell(f"stuck: no step boundary came in the {self._grace:g} s after {self.requested}; the stacks of its threads:")
             faulthandler.dump_traceback(2)
             os._exit(self.exit_code)
 
@@ -84,7 +84,7 @@ def quiet_interrupts() -> None:
 
     def react(number: int | None) -> None:
         if number is not None:
-            _leave(REASONS["SIGINT"], "interrupted before training began")
+            leave(REASONS["SIGINT"], "interrupted before training began")
 
     _listen({signal.SIGINT}, lambda number, frame: None, react)
 
@@ -111,7 +111,7 @@ def start_launcher_watch() -> None:
             time.sleep(POLL)
         stopper = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if not isinstance(stopper, Stopper):
-            _leave(REASONS["launcher gone"], f"the launcher (pid {pid}) has gone: ended")
+            leave(REASONS["launcher gone"], f"the launcher (pid {pid}) has gone: ended")
         else:
             stopper.request("launcher gone")
 
@@ -162,12 +162,13 @@ def _listen(numbers: set[signal.Signals], handler: Callable[[int, Any], None], r
     return stop
 
 
-def _leave(exit_code: int, text: str) -> None:
-    _tell(text)
+def leave(exit_code: int, text: str) -> NoReturn:
+    """Ends this process from any thread, whatever the others do."""
+    tell(text)
     os._exit(exit_code)
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
     """Prints without Python's locks, which the main thread may hold; the reader of stderr may be gone with the launcher."""
     with contextlib.suppress(OSError):
         os.write(2, f"rank {os.environ.get('RANK', '0')}: {text}\n".encode())

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -76,7 +77,10 @@ class Tracker:
     def __init__(self, recipe: Recipe, name: str, run_dir: Path, config: dict):
         self._file = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  (one write per line, so a SIGKILL tears none)
         self._line = ProgressLine(recipe.stop_at or recipe.steps)
-        self._wandb = WandbCopy(recipe, name, run_dir, config, self.say) if recipe.wandb else None
+        installed = importlib.util.find_spec("wandb") is not None
+        self._wandb = WandbCopy(recipe, name, run_dir, config, self.say) if recipe.wandb and installed else None
+        if recipe.wandb and not installed:
+            self.say("the package wandb is not installed, so there is no W&B run; metrics.jsonl holds the same (--no-wandb says that this is meant)")
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Records one optimizer step. Floats are written unrounded, non-finite ones as "NaN", "Infinity", "-Infinity" (JSON has none)."""

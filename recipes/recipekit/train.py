@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch.distributed as dist
 from . import checkpoint, pipeline, schedule
 from .blueprint import describe
 from .data import eval_rows, merge_states, roll
+from .deterministic import check_in_force
+from .devices import DEVICES
 from .export import export, save_small_files
-from .groups import Groups
+from .failure import Peers
+from .flops import Flops, keys_seen
+from .groups import Groups, set_time_limit, time_limit, waiting_group
 from .mesh import Mesh
 from .mixture import domains_of
-from .model import build_model, check_weights, enabled, parameter_groups
+from .model import build_model, check_causal, check_weights, enabled, parameter_groups
 from .plan import Plan
 from .recipe import Recipe
 from .refusal import Refusal, refuse
@@ -28,7 +33,6 @@ from .setup import (
     check_same_data,
     export_dtype,
     find_checkpoint,
-    ideal_step_seconds,
     keep_grad_norm,
     layout_of,
     open_data,
@@ -37,23 +41,33 @@ from .setup import (
     run_facts,
     shared_problems,
     start,
+    step_flops,
     undo_hidden_step,
     write_facts,
 )
 from .stopping import REASONS, Stopper
 from .tokens import load_tokenizer
 from .tracking import open_tracker
-from .weights import fetch_config
+from .weights import fetch_config, weights_folder
 
 PEERS_EVERY = 10  # steps between two proofs that the peers of a data-parallel rank were given the same tokens
 
 
-def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: str | None, mesh: Mesh, by_domain: torch.Tensor | None = None) -> dict[str, Any]:
-    """One optimizer step. Returns {"loss", "grad_norm", "tokens", "stop"}: over the global batch, the same on every rank.
+def train_step(
+    engine: Any,
+    batches: list[MicroBatch],
+    lr: float | None,
+    stop: str | None,
+    mesh: Mesh,
+    by_domain: torch.Tensor | None = None,
+    more: Sequence[int] = (),
+) -> dict[str, Any]:
+    """One optimizer step. Returns {"loss", "grad_norm", "tokens", "stop", "more"}: over the global batch, the same on every rank.
 
     `loss` is the mean over the tokens of the global batch that have a label, so it does not depend on how the rows are
     split into micro-batches and ranks. `stop` is a reason (of stopping.REASONS) that any rank passed. lr None leaves it to the JSON's scheduler.
     `by_domain`, (2, domains) fp64 for a mixture, receives the loss sums and the tokens of each domain, up to one factor.
+    `more` are further numbers to add up over all ranks, which the sum of the tokens takes along.
     """
     if by_domain is not None:
         by_domain.zero_()
@@ -61,7 +75,7 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
     labelled = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    totals = torch.tensor([labelled, *(reason == stop for reason in REASONS)], dtype=torch.int64, device=engine.device)
+    totals = torch.tensor([labelled, *(reason == stop for reason in REASONS), *more], dtype=torch.int64, device=engine.device)
     counting: Any = dist.all_reduce(totals, async_op=True)  # during the first forward
     peers = mesh.tp * mesh.pp  # ranks that count the same tokens
     weight: torch.Tensor | None = None
@@ -87,12 +101,14 @@ def train_step(engine: Any, batches: list[MicroBatch], lr: float | None, stop: s
         mean_loss = loss_sum / totals[0]
     if by_domain is not None:
         dist.all_reduce(by_domain)
-    told = [reason for reason, ranks in zip(REASONS, totals[1:].tolist(), strict=True) if ranks]
+    labelled, *told = totals.tolist()
+    reasons = [reason for reason, ranks in zip(REASONS, told, strict=False) if ranks]
     return {
         "loss": mean_loss.item(),
         "grad_norm": float(engine.get_global_grad_norm()),
-        "tokens": int(totals[0]) // peers,
-        "stop": next(iter(told), None),
+        "tokens": labelled // peers,
+        "stop": next(iter(reasons), None),
+        "more": told[len(REASONS) :],
     }
 
 
@@ -158,16 +174,21 @@ def evaluate(engine: Any, batches: list[MicroBatch], mesh: Mesh) -> float:
     return (sums[0] / sums[1]).item()
 
 
-def main(plan: Plan) -> int:
-    """Trains as planned; returns the exit code: 0 done, 1 the loss or a gradient was not finite, 143 or 130 stopped."""
-    recipe, mesh = plan.recipe, plan.mesh
+def main(plan: Plan, peers: Peers | None = None) -> int:
+    """Trains as planned; returns the exit code: 0 done, 1 the loss or a gradient was not finite, 143 or 130 stopped.
+
+    With `peers`, the failure of one rank ends all from the moment when they have met.
+    """
+    recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     rank0 = plan.command.rank == 0
     say = print if rank0 else lambda *_: None
     for note in plan.notes:
         say(note)
     rows = f"{recipe.global_batch} rows a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
     say(f"{plan.command.name} on {mesh.world} rank{'s' if mesh.world > 1 else ''} ({mesh}), {plan.ds_path or 'strategy of the recipe'}, {rows}")
-    device = start(plan)
+    device = start(plan, peers)
+    if recipe.deterministic:
+        say(f"deterministic, on every rank: {', '.join(f'{name} {value}' for name, value in check_in_force().items())}")
     source = find_checkpoint(plan, say)
     if rank0 and source is None and recipe.resume == "never" and plan.out.exists():
         put_aside(plan.out)
@@ -175,13 +196,18 @@ def main(plan: Plan) -> int:
 
     begun = time.perf_counter()
     model_config = plan.model_config or fetch_config(recipe)
-    groups = Groups(mesh, device.type)
+    if recipe.init == "pretrained":
+        weights_folder(recipe)
+    dist.barrier(waiting_group())  # a host may have to download them
+    groups = Groups(mesh, device.type, limit)
     tokenizer = load_tokenizer(recipe)
     if len(tokenizer) > (vocabulary := model_config.get("vocab_size", len(tokenizer))):
         rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {recipe.model}"
         raise refuse(f"tokenizer = {recipe.tokenizer or recipe.model}", rule, "leave --tokenizer out to take the model's own")
     if source is None:
         check_data(recipe, tokenizer, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
+    if unknown := check_causal(recipe, model_config):
+        say(unknown)
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
     model = built.model
     domains = [domain.name for domain in domains_of(recipe)]
@@ -193,6 +219,7 @@ def main(plan: Plan) -> int:
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model)  # a list of groups, which DeepSpeed takes but does not annotate
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    set_time_limit(limit)
     undo_hidden_step(engine)
     keep_grad_norm(engine)
     compared = check_weights(engine, built, groups)
@@ -231,11 +258,19 @@ def main(plan: Plan) -> int:
         checkpoint.put_aside_later(plan.out / "checkpoints", state["step"], say)
         write_facts(plan, facts, stream.files)
     tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
+    if peers:
+        peers.last_words = partial(tracker.finish, 1)
     write_hf_files = partial(save_small_files, built, tokenizer, export_dtype(plan, model_config))
     saver = checkpoint.Saver(engine, plan.out / "checkpoints", blueprint, layout, recipe.keep, recipe.save_in_background, write_hf_files)
-    ideal = ideal_step_seconds(recipe, model_config, mesh, facts["host"]["device"])
-    with Stopper(recipe.grace) as stopper, contextlib.closing(stream):
-        code = loop(plan, engine, stream, held_out, state, saver, tracker, stopper, by_domain, ideal)
+    peak = DEVICES[name].flops if (name := facts["host"]["device"]) in DEVICES else None
+    if peak is None and device.type != "cpu":
+        say(f"peak unknown: {name} is not in recipekit/devices.py, so metrics.jsonl has no mfu")
+    flops = step_flops(recipe, model_config) if peak else None
+    if peak and flops is None:
+        say("mfu unknown: a layer of this model mixes tokens in a way that recipekit/flops.py does not count")
+    # `peers` is the first to see an exception: closing the stream may wait for a server
+    with Stopper(recipe.grace) as stopper, contextlib.closing(stream), peers or contextlib.nullcontext():
+        code = loop(plan, engine, stream, held_out, state, saver, tracker, stopper, by_domain, flops, peak)
         if code == 0 and last == recipe.steps and recipe.export:
             stopper.boundary(next_within=3600)
             tracker.say(f"writing Hugging Face files to {plan.out}/hf")
@@ -255,11 +290,12 @@ def loop(
     tracker: Any,
     stopper: Stopper,
     by_domain: torch.Tensor | None = None,
-    ideal: float | None = None,
+    flops: Flops | None = None,
+    peak: float | None = None,
 ) -> int:
     """Steps from `state["step"]` to the last one, saving and evaluating on the way; returns the exit code.
 
-    `ideal` is what a step would take on devices at their peak, in seconds; without it there is no `mfu`.
+    `flops` are the model's, `peak` those of a device in a second; without both there is no `mfu`.
     """
     recipe, mesh, saved, data_state = plan.recipe, plan.mesh, state["step"], state["data"]
     sp_rank = mesh.coords(plan.command.rank)["sp"]
@@ -277,8 +313,11 @@ def loop(
         seen = roll(seen, batches)
         batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
         lr = lr_at(recipe, step) if own_schedule else None
+        keys = keys_seen(batches, flops.per_key) if flops and peak else []
+        peaks = [0] * mesh.world
+        peaks[plan.command.rank] = peak_memory(engine.device)  # of the steps before: every rank's own place in the sum
         with schedule.record(engine, on=step == drawn) as spans:
-            result = train_step(engine, batches, lr, "bad data" if broken else stopper.requested, mesh, by_domain)
+            result = train_step(engine, batches, lr, "bad data" if broken else stopper.requested, mesh, by_domain, [*peaks, *keys])
         seconds = time.perf_counter() - begun
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
@@ -298,7 +337,7 @@ def loop(
             "step_s": seconds,
             "tokens_per_s": result["tokens"] / seconds,
             "data_wait_s": data_wait,
-            "peak_mem_bytes": peak_memory(engine.device),
+            "peak_mem_bytes": largest_peak(engine.device, result["more"][: mesh.world], exact=step == last or bool(result["stop"])),
         }
         if by_domain is not None:
             for domain, loss, tokens in zip(data_state["domains"], *by_domain.tolist(), strict=True):
@@ -306,8 +345,9 @@ def loop(
                 metrics[f"tokens/{domain}"] = data_state["domains"][domain]["tokens"]
         if recipe.bad_rows == "skip":
             metrics["bad_rows"] = sum(domain["bad"] for domain in data_state["domains"].values())
-        if ideal:
-            metrics["mfu"] = ideal / seconds
+        if flops and peak:
+            done = flops.of_step(recipe.global_batch * recipe.seq_len, [number // (mesh.tp * mesh.pp) for number in result["more"][mesh.world :]])
+            metrics["mfu"] = done / (peak * mesh.world * seconds)
         if held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
             metrics["eval_loss"] = evaluate(engine, held_out, mesh)
@@ -333,6 +373,19 @@ def loop(
                 tracker.say(f"step {step + 1} cannot be made: {problem}")
             return REASONS[result["stop"]]
     return 0
+
+
+def largest_peak(device: torch.device, told: list[int], exact: bool) -> int:
+    """The most that any rank has taken of its device: of this rank until now, of the others until the step began (`told`).
+
+    `exact`: until now for all (a collective), for the last line of a run.
+    """
+    own = peak_memory(device)
+    if exact:
+        everyone = torch.tensor(own, dtype=torch.int64, device=device)
+        dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
+        return int(everyone)
+    return max(own, *told)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -1,6 +1,8 @@
-"""A model's published files: where its parameters lie in them, and how a rank reads only what it keeps."""
+"""A model's published files: where its parameters lie in them, and how a rank reads only its slices.
 
-import json
+Slices are those of tensor and pipeline parallelism; ZeRO-3 divides what every rank has read whole.
+"""
+
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from . import tensor_parallel
+from . import safetensors_files, tensor_parallel
+from .architecture import read_config
 from .blueprint import Stored
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
@@ -47,7 +50,7 @@ class Weights:
         return {file: {key: self._slice(key).get_dtype() for key in keys} for file, keys in self.files.items()}
 
     def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
-        """What this rank keeps of a tensor; only those bytes of the files are read."""
+        """What a tensor-parallel rank keeps of a tensor; only those bytes of the files are read. ZeRO-3 divides it later."""
         sharded = cut is not None and cut.sharded
         value = self._take(name, *tensor_parallel.local_runs(cut, tp_mesh)) if sharded and cut else self.whole(name)
         self.bytes_read += value.nbytes
@@ -84,13 +87,9 @@ def open_weights(recipe: Recipe, model: Any, opened: Weights | None = None) -> W
 
     Raises `Refusal` naming what the files lack: a parameter is never left at a random value.
     """
-    folder = weights_folder(recipe)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise refuse(
-            f"model = {recipe.model}", f"{folder} holds no .safetensors file", "save the model with save_pretrained, or train from scratch with --init random"
-        )
-    weights = opened or Weights(files)
+    if (weights := opened) is None:
+        folder = weights_folder(recipe)
+        weights = Weights([folder / file for file in sorted({entry.file for entry in safetensors_files.open_folder(folder).values()})])
     persistent = model.state_dict()
     wanted = [*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name in persistent)]
     new = [name for name in wanted if name not in weights.stored]
@@ -173,5 +172,4 @@ def weights_folder(recipe: Recipe) -> Path:
 
 def fetch_config(recipe: Recipe) -> dict[str, Any]:
     """The config.json of a model that is neither shipped nor on this machine, as a dict. Raises `Refusal`."""
-    folder = weights_folder(recipe)
-    return json.loads((folder / "config.json").read_text())
+    return read_config(weights_folder(recipe) / "config.json", recipe.model)

@@ -20,11 +20,12 @@ import numpy as np
 import pyarrow as pa
 from datasets import config as datasets_config
 
+from ..data_files import not_utf8, unreadable
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
 from ..tokens import encode_chats, encode_texts
 from .remote import Unreachable
-from .sources import UNREADABLE, Document, Source, Values, holds_tokens, not_utf8, unreadable
+from .sources import UNREADABLE, Document, Source, Values, holds_tokens
 
 CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # a chunk ends at whichever comes first
 TIMES_FREE = 10  # tokens are kept by themselves where the disk has so many times the bytes of the corpus free

@@ -26,6 +26,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, httpx
 
+from ..groups import waiting_group
 from ..refusal import Refusal, refuse
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others a little later
@@ -148,7 +149,7 @@ def from_rank_0(make: Callable[[], Made]) -> Made:
             box[0] = make()
         except Refusal as refusal:
             box[1] = refusal.problems
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, group=waiting_group())
     if box[1]:
         raise Refusal(box[1])
     return box[0]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..data_files import unreadable
 from ..mixture import domains_of
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
@@ -23,7 +24,7 @@ from ..tokens import IGNORE, encode_chats, pad_id
 from .chunks import CHUNK_ROWS, tell
 from .packing import permutation
 from .remote import Patience, Unreachable
-from .sources import UNREADABLE, Source, open_source, unreadable
+from .sources import UNREADABLE, Source, open_source
 from .stream import PREFETCH, Domains, Held, MicroBatch, Place, Run, Stream, blocks, check_batch, check_identity, lanes, start, steps
 
 BLOCK_SAMPLES = 4096  # the range of the shuffle

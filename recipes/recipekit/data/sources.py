@@ -8,7 +8,6 @@ import ast
 import contextlib
 import functools
 import gzip
-import json
 import threading
 import warnings
 import zlib
@@ -26,7 +25,21 @@ from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from ..data_files import KINDS, digests, fingerprint, kind_of, local_files, standard_library, suffix
+from ..data_files import (
+    KINDS,
+    check_columns,
+    check_value,
+    decoded,
+    digests,
+    fingerprint,
+    kind_of,
+    local_files,
+    no_chats,
+    row_of,
+    standard_library,
+    suffix,
+    unreadable,
+)
 from ..mixture import Domain
 from ..recipe import Recipe
 from ..refusal import Refusal, refuse
@@ -96,11 +109,7 @@ class Wanted:
 
     def check(self, names: list[str], place: str) -> None:
         """Raises `Refusal` if a column is not among `names`."""
-        for column in self.columns:
-            if column not in names:
-                raise refuse(
-                    place, f"has no column {column!r}, only {', '.join(map(repr, names))}", "name the column with --text_field (task sft: --messages_field)"
-                )
+        check_columns(self.columns, names, place)
 
     def are_tokens(self, schema: pa.Schema) -> bool:
         return not self.as_rows and self.columns[0] in schema.names and holds_tokens(schema.field(self.columns[0]).type)
@@ -128,7 +137,7 @@ def open_source(recipe: Recipe, domain: Domain, patience: Patience, columns: tup
     if kind == "text" and columns:
         raise _no_table(domain, columns)
     if kind == "text" and sft:
-        raise refuse(f"--dataset {domain.dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
+        raise no_chats(domain.dataset)
     if kind == "text":
         return _text_source(files, recipe.seq_len, None, recipe.task)
     of_files, stats = digests(files), [file.stat() for file in files]
@@ -264,24 +273,12 @@ def _text_source(
         for span in runs[part][row:]:
             yield [b"".join(_raw_lines(span))]
 
-    def decoded(value: bytes, place: str) -> list[Document]:
-        return documents(_decoded(value, place, errors), place)
+    def of_span(value: bytes, place: str) -> list[Document]:
+        return documents(decoded(value, place, errors), place)
 
     names = tuple(run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it" for run in runs)
     times = tuple(stat.st_mtime_ns for stat in stats)
-    return Source(names, lambda part: 1, read, decoded, fingerprint(of_files, *more), files=of_files, size=sum(sizes), times=times, piece=piece)
-
-
-def _decoded(value: bytes, place: str, errors: str = "strict") -> str:
-    try:
-        return value.decode("utf-8", errors).removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8(place, error) from error
-
-
-def not_utf8(place: str, error: UnicodeDecodeError) -> Refusal:
-    rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
-    return refuse(place, rule, "convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)")
+    return Source(names, lambda part: 1, read, of_span, fingerprint(of_files, *more), files=of_files, size=sum(sizes), times=times, piece=piece)
 
 
 def _pieces(most: int, text: str, place: str) -> list[Document]:
@@ -299,16 +296,7 @@ def _pieces(most: int, text: str, place: str) -> list[Document]:
 def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document]:
     if not line.strip():
         return []
-    text = _decoded(line, place)
-    try:
-        row = json.loads(text)
-        if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
-            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:  # ValueError of its own for a number of more than 4300 digits
-        what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
-        raise refuse(place, f"{what}: {error}", "write one JSON object per line") from error
-    if not isinstance(row, dict):
-        raise refuse(place, f"is not a JSON object but a {type(row).__name__}", "write one JSON object per line")
+    row = row_of(line, place)
     wanted.check(list(row), place)
     return wanted.documents(wanted.of_row(row), place)
 
@@ -462,21 +450,12 @@ def holds_tokens(kind: pa.DataType) -> bool:
 
 
 def _one_document(sft: bool, value: Any, place: str) -> list[Document]:
-    if not sft and isinstance(value, list) and value and all(type(token) is int for token in value):
-        rule = "holds token ids, which are read from Parquet and Arrow files only"
-        raise refuse(place, rule, "make such a file: datasets.load_dataset('json', data_files=FILE, split='train').to_parquet('tokens.parquet')")
-    if value is not None and not isinstance(value, list if sft else str):
-        expected = "a list of messages (--messages_field)" if sft else "text (--text_field)"
-        raise refuse(place, f"holds {type(value).__name__} {str(value)[:40]!r} where {expected} should be", "name another column, or mend the row")
+    check_value(value, sft, place)
     return [(value, place)] if value else []
 
 
 def _one_row(value: dict[str, Any], place: str) -> list[Document]:
     return [(value, place)]
-
-
-def unreadable(place: str, error: Exception) -> Refusal:
-    return refuse(place, f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}", "replace the file, or leave it out")
 
 
 # Chats of the built-in corpus -------------------------------------------------------------------------------------
