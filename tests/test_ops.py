@@ -12,6 +12,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_without_ninja(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True, timeout=60)
     path = os.pathsep.join([environment()["PYTHONPATH"], str(SITE)])
     python = [str(tmp_path / "env" / "bin" / "python"), str(NANO)]
-    told = refusal(start(tmp_path, python=python, PYTHONPATH=path, PATH=programs(tmp_path / "bin", "c++", "gcc")))
+    told = refusal(start(tmp_path, python=python, PYTHONPATH=path, PATH=programs(tmp_path / "bin", "c++", "gcc"), CC="gcc", CXX=None))
     assert told.startswith("ninja: is not there to compile shared-memory communication") and "-m pip install -r requirements.txt" in told
 
 
@@ -99,7 +100,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_without_a_cuda_toolkit_where_a_gpu_is_claimed(tmp_path: Path) -> None:
     """A torch that says it was built with CUDA and sees a GPU; nvcc is not on PATH, and the usual place, if there is one, is empty."""
     hidden = "mount -t tmpfs tmpfs /usr/local/cuda/" if Path("/usr/local/cuda").exists() else ""
-    variables = {"CUDA_HOME": None, "CUDA_PATH": None, "DS_ACCELERATOR": None, "PATH": programs(tmp_path / "bin", "c++", "gcc", "as", "ld")}
+    variables = {"CUDA_HOME": None, "CUDA_PATH": None, "DS_ACCELERATOR": None, "CC": "gcc", "CXX": None, "PATH": programs(tmp_path / "bin", "c++", "gcc", "as", "ld")}
     python = [sys.executable, "-c", CLAIM, str(NANO)]
     told = refusal(start(tmp_path, *NVME, prefix=in_mounts(hidden), python=python, **variables))
     assert re.match(r"CUDA_HOME( is not|:| = /usr/local/cuda: has no bin/nvcc that runs)", told) and "cuda-toolkit-13-0" in told, told
@@ -223,9 +224,7 @@ def test_each_kind_of_host_has_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).write_text(text)
         kinds[name] = op_cache.kind(tmp_path / name)
     assert kinds["old"] == kinds["same"] and len(set(kinds.values())) == 3
-    import torch
-
-    assert f"_torch{torch.__version__}_" in op_cache.kind()
+    assert f"_torch{metadata.version('torch')}_" in op_cache.kind()
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     assert op_cache.folder() == ROOT / ".cache" / "torch_extensions" / op_cache.kind()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/scratch/ops")  # the user's choice stands

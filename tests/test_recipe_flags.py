@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import ROOT, environment
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe, check_recipe, parse
+from recipekit.recipe import Recipe, check_recipe, parse, recipe_of
 from recipekit.refusal import Refusal
 
 RECIPE = Recipe(model="meta-llama/Llama-3.2-1B", tp=4, warmup_steps=10)
@@ -275,3 +275,13 @@ def test_what_would_go_wrong_without_a_word_is_named(fields, where):
     (problem,) = check_recipe(Recipe(model="x", **fields))
     assert problem.where == where
     assert check_recipe(Recipe(model="x", attention="flash_attention_2", sp=2, micro_batch=2)) == []
+
+
+def test_a_recipe_changed_within_a_second_is_read_as_it_is_now(tmp_path):
+    """Of the same size and time as before, as a script leaves it that goes through values; nothing is left beside it."""
+    path = tmp_path / "mine.py"
+    for steps in (11, 22):
+        path.write_text(f"from recipekit import Recipe\nRECIPE = Recipe(model='x', steps={steps})\n")
+        os.utime(path, (1e9, 1e9))
+        assert recipe_of(path).steps == steps
+    assert list(tmp_path.iterdir()) == [path]

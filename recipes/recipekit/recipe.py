@@ -3,12 +3,12 @@
 import argparse
 import dataclasses
 import difflib
-import importlib.util
 import math
 import os
 import re
 import shutil
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,12 +113,11 @@ def recipe_of(path: Path) -> Recipe:
     """The `RECIPE` of a recipe's file, which starts nothing when it is imported. Raises `Refusal` if there is none."""
     if not path.is_file():
         raise refuse(f"--recipe {path}", "no such file on this host", "give a file of recipes/")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise refuse(f"--recipe {path}", "is no Python file", "give a file of recipes/")
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        # not by an importer, whose cache takes a file of the same size for the same one if it was written in the same second
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError, LookupError, OSError) as error:
         raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
     recipe = getattr(module, "RECIPE", None)
