@@ -100,7 +100,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_without_a_cuda_toolkit_where_a_gpu_is_claimed(tmp_path: Path) -> None:
     """A torch that says it was built with CUDA and sees a GPU; nvcc is not on PATH, and the usual place, if there is one, is empty."""
     hidden = "mount -t tmpfs tmpfs /usr/local/cuda/" if Path("/usr/local/cuda").exists() else ""
-    variables = {"CUDA_HOME": None, "CUDA_PATH": None, "DS_ACCELERATOR": None, "CC": "gcc", "CXX": None, "PATH": programs(tmp_path / "bin", "c++", "gcc", "as", "ld")}
+    variables = {
+        "CUDA_HOME": None,
+        "CUDA_PATH": None,
+        "DS_ACCELERATOR": None,
+        "CC": "gcc",
+        "CXX": None,
+        "PATH": programs(tmp_path / "bin", "c++", "gcc", "as", "ld"),
+    }
     python = [sys.executable, "-c", CLAIM, str(NANO)]
     told = refusal(start(tmp_path, *NVME, prefix=in_mounts(hidden), python=python, **variables))
     assert re.match(r"CUDA_HOME( is not|:| = /usr/local/cuda: has no bin/nvcc that runs)", told) and "cuda-toolkit-13-0" in told, told

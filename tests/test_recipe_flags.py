@@ -277,8 +277,9 @@ def test_what_would_go_wrong_without_a_word_is_named(fields, where):
     assert check_recipe(Recipe(model="x", attention="flash_attention_2", sp=2, micro_batch=2)) == []
 
 
-def test_a_recipe_changed_within_a_second_is_read_as_it_is_now(tmp_path):
+def test_a_recipe_changed_within_a_second_is_read_as_it_is_now(tmp_path, monkeypatch):
     """Of the same size and time as before, as a script leaves it that goes through values; nothing is left beside it."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = tmp_path / "mine.py"
     for steps in (11, 22):
         path.write_text(f"from recipekit import Recipe\nRECIPE = Recipe(model='x', steps={steps})\n")
