@@ -1,4 +1,6 @@
 PYTHON := .venv/bin/python
+# what .venv is made with: make setup PYTHON3=python3.12
+PYTHON3 ?= python3
 # The tests that start no ranks. Those that do come after them: they wait for compiled ops.
 FAST := $(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and not processes"
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -11,16 +13,16 @@ export TORCH ?=
 setup: torch-build .venv/ready
 
 torch-build:
-	@test -z "$$TORCH" || python3 tools/torch_build.py "$$TORCH"
+	@test -z "$$TORCH" || $(PYTHON3) tools/torch_build.py "$$TORCH"
 
 .venv/ready: requirements.txt requirements-dev.txt pyproject.toml | torch-build
+	@$(PYTHON3) tools/make_venv.py
 	@echo "setting up .venv (one to three minutes, most of it downloads)"
-	@date +%s > .venv-started
-	python3 -m venv .venv
+	@date +%s > .venv/started
 	DS_BUILD_OPS=0 $(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@echo "set up in $$(( $$(date +%s) - $$(cat .venv-started) )) s"
-	@mv .venv-started $@
+	@echo "set up in $$(( $$(date +%s) - $$(cat .venv/started) )) s"
+	@mv .venv/started $@
 
 quickstart: setup
 	$(PYTHON) tools/quickstart.py

@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which ever
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
-OPS = ("comm", "cpu_adam", "async_io")  # of recipekit.ops
+OPS = ("cpu_adam", "async_io")  # of recipekit.ops
 BUILD = """
 import sys, time
 from recipekit.ops import OPS, load_op
@@ -72,7 +72,7 @@ def compile_early(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def ops(compiling: subprocess.Popen[bytes], ops_log: Path) -> Callable[[str], None]:
-    """`ops("cpu_adam")` waits until that op is compiled; fails with the compiler's output if it cannot be."""
+    """`ops("cpu_adam")` waits until that op is compiled; fails with the compiler's output if it cannot be. Who starts ranks takes it, whatever they need."""
 
     def wait(name: str) -> None:
         line = f"compiled {name} in"
@@ -87,8 +87,7 @@ def ops(compiling: subprocess.Popen[bytes], ops_log: Path) -> Callable[[str], No
 
 
 @pytest.fixture(scope="session")
-def pools(ops: Callable[[str], None], compiling: subprocess.Popen[bytes]) -> Iterator[Pools]:
-    ops("comm")  # every first init_distributed on a CPU needs it
+def pools(compiling: subprocess.Popen[bytes]) -> Iterator[Pools]:
     compiling.wait()  # compilers on every core would make cases outlive their time limits
     made = Pools()
     yield made

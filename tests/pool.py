@@ -169,15 +169,13 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
 
     import deepspeed
     import torch
-    from recipekit.ops import OPS, load_op
-    from recipekit.setup import unlink_shared_memory
+    from recipekit.setup import do_without_shm_op
 
     global LINEAR
     LINEAR = torch.nn.functional.linear
     torch.set_num_threads(1)
-    load_op(OPS["comm"], print)
+    do_without_shm_op()
     deepspeed.init_distributed("gloo", verbose=False)
-    unlink_shared_memory()
     gc.collect()
     gc.freeze()  # what is imported stays, and need not be looked at after every case
     while True:

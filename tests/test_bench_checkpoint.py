@@ -44,7 +44,6 @@ def test_the_page_says_what_was_measured():
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path, ops: Callable[[str], None]):
-    ops("comm")
     out = tmp_path / "out.json"
     tool = [sys.executable, str(ROOT / "tools" / "bench_checkpoint.py"), "--tiny", "--rounds", "1", "--steps-after", "1"]
     ended = subprocess.run([*tool, "--folder", str(tmp_path), "--json", str(out)], env=environment(), capture_output=True, text=True, timeout=300)

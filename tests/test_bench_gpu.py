@@ -209,7 +209,6 @@ def test_a_page_of_what_is_kept_runs_nothing(tmp_path: Path):
 
 @pytest.mark.slow
 def test_every_row_in_tiny_shapes(tmp_path: Path, ops: Callable[[str], None]):
-    ops("comm")
     ops("cpu_adam")
     flags = ["--tiny", "--minutes", 60, "--out", tmp_path / "out", "--page", tmp_path / "page.md"]
     ended = bench(*flags, limit=1800)
@@ -239,7 +238,6 @@ def test_every_row_in_tiny_shapes(tmp_path: Path, ops: Callable[[str], None]):
 
 @pytest.mark.slow
 def test_a_killed_bench_goes_on_and_a_broken_row_stops_no_other(tmp_path: Path, ops: Callable[[str], None]):
-    ops("comm")
     out = tmp_path / "out"
     flags = ["--tiny", "--out", str(out), "--rows"]
     job = Job(tmp_path / "job", [sys.executable, str(TOOL), *flags, "zero2", "again"])

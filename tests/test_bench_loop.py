@@ -123,7 +123,6 @@ def test_bad_input_is_refused(flags: list[object], says: list[str]):
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path, ops: Callable[[str], None]):
-    ops("comm")
     out = tmp_path / "report.json"
     ended = bench("--pairs", 2, "--steps-per-block", 2, "--tiny", "--no-wandb", "--json", out, limit=300)
     assert ended.returncode == 0, ended.stderr[-6000:]

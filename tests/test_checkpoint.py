@@ -393,7 +393,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
     """Starts the smallest recipe, with further lines before its `run`, on two ranks; ends what is left of it after the test."""
-    ops("comm")
     jobs: list[Job] = []
 
     def launch(lines: str, *flags: object) -> Job:

@@ -48,7 +48,6 @@ def trained(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_four_commands_of_the_page(ops: Any, tmp_path: Path) -> None:
     """Word for word; what they leave is what the page says."""
-    ops("comm")
     for name in ("recipes", "ds_configs", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     for command in page_commands():

@@ -150,7 +150,6 @@ def test_a_stop_while_data_are_waited_for_leaves_a_checkpoint(pools: Any, tmp_pa
 @pytest.mark.slow
 def test_a_launched_run_stops_with_exit_code_1(tmp_path: Path, ops: Callable[[str], None]) -> None:
     """The bad row is in the first block: refused before the first step, by every rank, told once and without a traceback."""
-    ops("comm")
     (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + "nonsense\n")
     job = Job(tmp_path, deepspeed(NANO, "--tiny", "--dataset", tmp_path / "a.jsonl", "--steps", 5, "--no-wandb", "--out", tmp_path / "run"))
     try:

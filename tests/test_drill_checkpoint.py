@@ -26,14 +26,12 @@ def drill(folder: Path, *flags: object, limit: int) -> list[str]:
 
 
 def test_a_chain_of_two_kills_ends_as_the_unbroken_run(ops: Callable[[str], None], tmp_path: Path) -> None:
-    ops("comm")
     kills, inside, *_, verified, equal, _ = drill(tmp_path / "drill", "--kills", 2, "--layouts", "zero2", "--seed", 4, limit=400)
     assert (kills, equal) == ("2", "1") and int(inside) >= 1 and int(verified) >= 2
 
 
 @pytest.mark.slow
 def test_twelve_kills_over_all_layouts(ops: Callable[[str], None], tmp_path: Path) -> None:
-    ops("comm")
     kills, inside, *_, equal, _ = drill(tmp_path / "drill", "--kills", 12, "--chain", 3, limit=1800)
     assert (kills, equal) == ("12", "4") and int(inside) >= 6
 

@@ -82,7 +82,6 @@ def by_torchrun(recipe: Path, *flags: object, ranks: int) -> list[str]:
 @pytest.fixture
 def broken(tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]) -> Iterator[Callable[..., Job]]:
     """Starts a job of which one rank fails; returns it when no rank is left, having held the two promises."""
-    ops("comm")
     compiling.wait()  # what is promised in seconds is promised for an idle machine
     jobs: list[Job] = []
 

@@ -89,13 +89,14 @@ def rank(folder: str) -> None:
 
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-    from recipekit.setup import quiet
+    from recipekit.setup import do_without_shm_op, quiet
 
     module, name, arguments, gloo = pickle.loads((Path(folder) / "case").read_bytes())
     quiet()
     if gloo:
         accelerator: Any = get_accelerator()
         accelerator._communication_backend_name = "gloo"
+        do_without_shm_op()
         deepspeed.init_distributed("gloo", verbose=False)
     result = getattr(importlib.import_module(module), name)(**arguments)
     (Path(folder) / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))

@@ -23,7 +23,6 @@ HARD = 60.0  # seconds for the same on a machine that others load
 @pytest.fixture
 def launch(tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]) -> Iterator[Callable[..., Job]]:
     """Starts a command in tmp_path; ends what is left of it after the test."""
-    ops("comm")
     compiling.wait()  # what is promised in seconds is promised for an idle machine
     jobs: list[Job] = []
 

@@ -50,7 +50,6 @@ def start(tmp_path: Path, hosts: TwoHosts) -> Iterator[Callable[..., Job]]:
 @pytest.fixture(scope="module")
 def one_machine(tmp_path_factory: pytest.TempPathFactory, ops: Callable[[str], None], hosts: TwoHosts) -> Path:
     """The run folder of the same four ranks on one machine, under the `deepspeed` launcher."""
-    ops("comm")
     folder = tmp_path_factory.mktemp("one")
     job = Job(folder, [*LAUNCH, "--gpus", "4", str(NANO), *FLAGS, "--steps", "3", "--no-wandb"], PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "recipes")]))
     try:
@@ -125,7 +124,6 @@ def test_a_killed_remote_rank_ends_both_hosts(start: Callable[..., Job], hosts: 
 
 @pytest.mark.slow
 def test_a_lost_coordinator_ends_both_hosts_with_a_checkpoint(start: Callable[..., Job], hosts: TwoHosts, ops: Callable[[str], None], tmp_path: Path) -> None:
-    ops("comm")
     run = tmp_path / "run"
     job = start(NANO, *FLAGS, "--steps", "100000", "--no-wandb")
     job.wait_for(lambda: steps_done(run) > 1 or job.process.poll() is not None, 240)

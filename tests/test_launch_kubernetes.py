@@ -111,7 +111,6 @@ def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> 
     Each is in a network namespace of its own; the name of the first pod gets its address when the second already waits for it.
     """
     with two_hosts_or_skip() as pods:
-        ops("comm")
         flags = [str(NANO), "--tiny", "--steps", "3", "--no-wandb", "--no-export", "--out"]
         _, job = render("--gpus", "1", *flags, str(tmp_path / "run"))
         command = [expanded(word) for word in container(job)["command"]]

@@ -274,13 +274,11 @@ def drill(*flags: str, limit: float) -> str:
 
 @pytest.mark.slow
 def test_two_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
-    ops("comm")
     said = drill("--kills", "2", "--seed", "1", limit=600)
     assert "2 kills (" in said and "goodput" in said
 
 
 @pytest.mark.slow
 def test_fifty_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
-    ops("comm")
     said = drill("--kills", "50", limit=7200)
     assert "50 kills (" in said and "goodput" in said

@@ -44,7 +44,6 @@ def wait_for(true: Callable[[], object], seconds: float, tell: Callable[[], obje
 @pytest.mark.slow
 def test_a_job_trains_stops_and_goes_on_as_one_run(slurm: Slurm, ops: Callable[[str], None], tmp_path: Path) -> None:
     """A preemption (SIGTERM), the requeue, and a stop for good (SIGINT); the steps are those of one machine that nobody disturbed."""
-    ops("comm")
     run, output = tmp_path / "run", tmp_path / "job.log"
     job = submit(slurm, output, "--gpus", "2", str(NANO), *FLAGS, "--out", str(run))
     tell = lambda: f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"  # noqa: E731

@@ -104,7 +104,6 @@ def test_the_support_table_is_the_rules() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_sample_is_recorded_again_as_it_was(ops) -> None:
-    ops("comm")
     again = record(SAMPLE)
     for name in SAMPLE:
         assert {**again[name], "error": None} == {**VERDICTS[name], "error": None}

@@ -234,7 +234,6 @@ def check_tiny(out: Path) -> None:
 
 
 def wait_for_ops(name: str, ops: Callable[[str], None]) -> None:
-    ops("comm")
     zero = plan(name, "--tiny", "--world", "2").ds_config["zero_optimization"]
     offload = {zero.get(block, {}).get("device", "none") for block in ("offload_optimizer", "offload_param")}
     for op, needed in (("cpu_adam", offload != {"none"}), ("async_io", "nvme" in offload)):
@@ -272,7 +271,6 @@ def test_lora_starts_from_published_weights_and_exports_adapter_or_merged_model(
     from peft import PeftModel
     from recipekit.architecture import shrink
 
-    ops("comm")
     config = shrink(json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text()), 264)
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(config.pop("model_type"), **config))

@@ -25,7 +25,6 @@ slow = pytest.mark.slow
 
 @pytest.fixture
 def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
-    ops("comm")
     jobs: list[Job] = []
 
     def launch(*argv: object, **variables: str) -> Job:

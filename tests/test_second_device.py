@@ -23,7 +23,6 @@ from test_weights import save_tiny
 @pytest.fixture(scope="module")
 def run(ops: Callable[[str], None]) -> Iterator[Callable[..., list[Any]]]:
     """Runs a case on two ranks that have the device, in a pool of their own: what `install` does cannot be undone."""
-    ops("comm")
     made: list[Pool] = []
 
     def run(case: Callable[..., Any], **arguments: Any) -> list[Any]:

@@ -11,18 +11,28 @@ import torch
 from pool import environment
 
 
-def shared_memory_names() -> list[str]:
-    """Runs on every rank of a pool, after its start: the names that DeepSpeed's CPU collectives left, of this job's port."""
-    return [path.name for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*")]
+def what_the_shm_op_leaves() -> tuple[list[str], bool]:
+    """Runs on every rank of a pool, after its start: the names that DeepSpeed's CPU collectives give to shared memory, and whether their op is loaded."""
+    names = [path.name for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*")]
+    return names, hasattr(torch.ops.deepspeed, "inference_all_reduce_")
 
 
-def test_no_shared_memory_outlives_its_processes(pools: Any) -> None:
-    assert pools.run(2, shared_memory_names) == [[], []]
+def all_reduced_as_for_inference() -> float:
+    import deepspeed.comm as dist
+
+    told = torch.full((4,), float(dist.get_rank() + 1))
+    dist.inference_all_reduce(told)
+    return told.sum().item()
+
+
+def test_ranks_take_no_shared_memory(pools: Any) -> None:
+    """And what DeepSpeed has its op for is done without."""
+    assert pools.run(2, what_the_shm_op_leaves) == [([], False)] * 2
+    assert pools.run(2, all_reduced_as_for_inference) == [12.0, 12.0]
 
 
 def test_collectives_outwait_the_patience_with_a_server(ops: Callable[[str], None]) -> None:
     """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a collective."""
-    ops("comm")
     argv = ["--tiny", "--retry_s", "7200"]
     code = (
         "import sys, torch; from pathlib import Path; from recipekit.recipe import Recipe, parse; from recipekit.plan import make_plan\n"

@@ -27,7 +27,6 @@ def written() -> dict[str, dict[str, str]]:
 @pytest.mark.slow
 def test_a_sample_of_the_written_marks_is_what_a_rerun_gives(ops, tmp_path):
     """A failed cell ends its group of processes, and the cells after it run all the same."""
-    ops("comm")
     done = support_matrix.run_matrix(SAMPLE, ["tp2", "pp2"], tmp_path / "results.jsonl", say=print)
     marks = {name: {layout: "✓" if done[name][layout]["ok"] else "✗" for layout in ("tp2", "pp2")} for name in SAMPLE}
     assert marks == {name: {layout: written()[name][layout] for layout in ("tp2", "pp2")} for name in SAMPLE}

@@ -19,14 +19,19 @@ from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from recipekit import convert
-from recipekit.blueprint import Blueprint, Layout, default_optimizer
-from recipekit.convert import Effort, Step, open_step, target_layout
-from recipekit.ds_files import expected_bytes
-from recipekit.mesh import Mesh
-from recipekit.refusal import Refusal, refuse
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+
+from recipekit.packages import require_packages
+
+require_packages()
+from recipekit import convert  # noqa: E402
+from recipekit.blueprint import Blueprint, Layout, default_optimizer  # noqa: E402
+from recipekit.convert import Effort, Step, open_step, target_layout  # noqa: E402
+from recipekit.ds_files import expected_bytes  # noqa: E402
+from recipekit.mesh import Mesh  # noqa: E402
+from recipekit.refusal import Refusal, refuse  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn  # noqa: E402
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}

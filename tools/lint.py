@@ -17,11 +17,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import hjson
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
+from recipekit.packages import require_packages  # noqa: E402
+
+require_packages(["hjson"])
+import hjson  # noqa: E402
 from recipekit import ds_config, ds_rules  # noqa: E402
 from recipekit.architecture import model_config  # noqa: E402
 from recipekit.ds_schema import schema  # noqa: E402

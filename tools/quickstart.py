@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from recipekit.packages import require_packages  # noqa: E402
+
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 TOLERANCE = 2e-3  # relative: the engine and transformers run the same bf16 weights, on other batch shapes
 
@@ -31,6 +35,7 @@ def main() -> int:
         parser.error(f"--ranks {arguments.ranks}: must be at least 1")
     began = time.perf_counter()
 
+    require_packages()
     begun = phase(1, "train recipes/llama_nano_zero2.py with the deepspeed launcher")
     import torch
 

@@ -268,15 +268,13 @@ def serve(folder: Path) -> None:
     import deepspeed
     import torch
     import torch.distributed as dist
-    from recipekit.ops import OPS, load_op
     from recipekit.refusal import Refusal
-    from recipekit.setup import quiet, unlink_shared_memory
+    from recipekit.setup import do_without_shm_op, quiet
 
     torch.set_num_threads(1)
     quiet()
-    load_op(OPS["comm"], print)
+    do_without_shm_op()
     deepspeed.init_distributed("gloo", verbose=False)
-    unlink_shared_memory()
     linear = torch.nn.functional.linear
     for line in sys.stdin:
         cell = json.loads(line)

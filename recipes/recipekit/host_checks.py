@@ -32,7 +32,6 @@ from .plan import Plan
 from .recipe import Recipe
 from .refusal import Problem
 
-CPU_BUFFERS = 66 << 20  # bytes of /dev/shm that DeepSpeed's collectives on a CPU take for each rank (DeepSpeed 0.19.8, csrc/cpu/comm/shm.cpp)
 NCCL_BUFFERS = 1 << 30  # bytes of /dev/shm that NCCL's guide asks a container for
 SLOWEST_DRIVE = 0.1  # GB/s; below it is a network folder or a spinning disk, and a step waits for minutes
 PROBE = 1 << 20  # bytes written to find out whether a folder can be written
@@ -112,7 +111,7 @@ def gpus() -> list[Gpu]:
 
 
 def check_devices(local_world: int) -> Findings:
-    """The GPUs, enough for the ranks of this host and free, and room in /dev/shm for the collectives between these ranks."""
+    """The GPUs, enough for the ranks of this host and free, and room in /dev/shm for the messages between them."""
     cores = os.cpu_count() or 1
     try:
         found = gpus()
@@ -128,8 +127,8 @@ def check_devices(local_world: int) -> Findings:
         if gpu.used > gpu.total // 10:
             held = f"another process holds {amount(gpu.used)} of {amount(gpu.total)}"
             yield Problem(f"GPU {gpu.number} ({gpu.name})", held, "end it (nvidia-smi shows it), or leave this GPU out")
-    needed, who = (NCCL_BUFFERS, "NCCL takes") if found else (CPU_BUFFERS * local_world, f"DeepSpeed's CPU collectives of {local_world} ranks take")
-    yield from check_shared_memory(Path("/dev/shm"), needed, who)
+    if found:  # ranks on a CPU take none
+        yield from check_shared_memory(Path("/dev/shm"))
 
 
 def check_start(plan: Plan) -> list[Problem]:
@@ -182,8 +181,8 @@ def check_ordinal(local_rank: int) -> list[Problem]:
     return [Problem(seen, "each rank takes the GPU of its number, and needs the others in sight for direct copies", f"{fix}; or start {count} on each host")]
 
 
-def check_shared_memory(folder: Path, needed: int, who: str) -> Findings:
-    """Room of `needed` bytes; `who` begins the sentence that says what for."""
+def check_shared_memory(folder: Path, needed: int = NCCL_BUFFERS) -> Findings:
+    """Room of `needed` bytes for what the GPUs of a host tell each other through it."""
     if not folder.is_dir():
         yield Problem(str(folder), "is not there, and the ranks of a host talk through it", f"mount -t tmpfs tmpfs {folder}")
         return
@@ -191,7 +190,7 @@ def check_shared_memory(folder: Path, needed: int, who: str) -> Findings:
     yield Row("shared memory", f"{amount(use.free)} of {amount(use.total)} free")
     if use.free < needed:
         fix = "start the container with --shm-size=1g (Kubernetes: an emptyDir with medium: Memory), or remove what is left over in it"
-        yield Problem(f"{folder}: {amount(use.free)} of {amount(use.total)} free", f"{who} {amount(needed)}", fix)
+        yield Problem(f"{folder}: {amount(use.free)} of {amount(use.total)} free", f"NCCL takes {amount(needed)}", fix)
 
 
 def check_toolchain(config: dict[str, Any] | None) -> Findings:

@@ -35,7 +35,6 @@ class Op(NamedTuple):
 
 LIBAIO_NAMES = ("libaio.so.1", "libaio.so.1t64")  # the latter since Debian 13 and Ubuntu 24.04
 OPS = {
-    "comm": Op("ShareMemCommBuilder", "shared-memory communication", "30 s", ("deepspeed_shm_comm",)),
     "cpu_adam": Op("CPUAdamBuilder", "CPU Adam", "60 s", ("cpu_adam",)),
     "cpu_adagrad": Op("CPUAdagradBuilder", "CPU Adagrad", "60 s", ("cpu_adagrad",)),
     "cpu_lion": Op("CPULionBuilder", "CPU Lion", "60 s", ("cpu_lion",)),
@@ -50,10 +49,10 @@ OPS = {
 
 
 def needed(config: dict[str, Any], cuda: bool) -> list[Op]:
-    """The ops that a run with this JSON loads, on GPUs or on a CPU (DeepSpeed 0.19.8: engine.py, _configure_basic_optimizer; comm/torch.py)."""
+    """The ops that a run with this JSON loads, on GPUs or on a CPU (DeepSpeed 0.19.8: engine.py, _configure_basic_optimizer)."""
     homes = [at(config, f"zero_optimization.{block}.device", "none") for block in ("offload_optimizer", "offload_param")]
     offloaded, kind = homes[0] != "none", str(at(config, "optimizer.type", "AdamW")).lower()
-    names = [] if cuda else ["comm"]
+    names = []
     if kind in ("adam", "adamw") and not at(config, "optimizer.params.torch_adam", False):
         names.append("cpu_adam" if offloaded else "fused_adam")
     elif kind == "muon" and offloaded:  # elsewhere it does without fused Adam

@@ -10,6 +10,7 @@ from typing import IO
 
 from . import memory, op_cache
 from .locks import lock
+from .packages import check_packages
 from .recipe import Recipe, parse
 from .refusal import Refusal, exit_refused, refuse
 
@@ -26,6 +27,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
     code, patience, clean, peers = 0, 60.0, False, Peers()
     try:
         command = parse(recipe, Path(sys.argv[0]), argv)
+        check_packages()
         from .plan import make_plan  # imports nothing heavy; a refusal takes about a second
 
         plan = make_plan(command)

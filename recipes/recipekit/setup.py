@@ -1,6 +1,7 @@
 """What happens once before the first step: quiet libraries, compiled ops, the checkpoint to go on from, the facts of the run."""
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -53,6 +54,7 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
     if problems := check_device(plan.ds_config, device.type):
         raise Refusal(problems)
     prepare_ops(plan.ds_config, print if plan.command.local_rank == 0 else lambda _: None)
+    do_without_shm_op()
     deepspeed.init_distributed(timeout=time_limit(plan.recipe.retry_s), verbose=False)
     if peers:
         peers.watch(waiting_group())
@@ -64,23 +66,21 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
     problems = shared_problems(lacking)  # of one host, which the others would wait for
     if once := {(problem.where.partition(" = ")[0], problem.rule): problem for problem in problems}:  # each rank saw a little more or less free
         raise Refusal(list(once.values()))
-    unlink_shared_memory()
     torch.manual_seed(plan.recipe.seed)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def unlink_shared_memory() -> None:
-    """Removes the names of the shared memory that DeepSpeed's CPU collectives have opened (a collective).
+def do_without_shm_op() -> None:
+    """Lets `init_distributed` do without an op that no run here calls.
 
-    DeepSpeed 0.19.8 leaves 66 MiB a rank in /dev/shm after every run on a CPU (csrc/cpu/comm/shm.cpp never calls its
-    destroy), named by port. Once every rank has opened them the names are not needed, and then the memory goes with its
-    processes, however they end.
+    DeepSpeed 0.19.8 builds and opens it on every CPU (comm/torch.py, build_shm_op), for `inference_all_reduce` alone: half a minute of
+    compiling, 66 MiB a rank in /dev/shm, where the rank ends with a SIGBUS if they are not there, and which is never given back
+    (csrc/cpu/comm/shm.cpp). Without it `inference_all_reduce` is torch's `all_reduce`, as all other collectives are.
     """
-    dist.barrier()
-    for name in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"):
-        name.unlink(missing_ok=True)
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm's own attribute `torch` is torch
+    backend.build_shm_op = lambda: None
 
 
 def undo_hidden_step(engine: Any) -> None:

@@ -1,0 +1,36 @@
+"""The packages that a run needs, looked for before one of them is imported. Imports nothing heavy."""
+
+import importlib.util
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .refusal import Refusal, exit_refused, refuse
+
+# What requirements.txt installs, by the names they are imported by; a run can do without wandb, and matplotlib draws at its end.
+NEEDED = (
+    *("torch", "deepspeed", "transformers", "datasets", "accelerate", "peft", "safetensors", "huggingface_hub", "tokenizers"),
+    *("hjson", "pyarrow", "jinja2", "pydantic", "numpy", "rich", "cpuinfo"),
+)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def check_packages(needed: Sequence[str] = NEEDED) -> None:
+    """Raises `Refusal` if this Python lacks a package that a run imports."""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+    activate = ROOT / ".venv" / "bin" / "activate"
+    fix = f". {shlex.quote(str(activate))}" if activate.exists() else "make setup, then . .venv/bin/activate"
+    if sys.prefix == str(ROOT / ".venv"):  # something has gone from the environment
+        fix = f"{shlex.quote(sys.executable)} -m pip install -r requirements.txt"
+    raise refuse(sys.executable, f"has no {', '.join(missing)}", fix if "pip" in fix else f"activate the environment first: {fix}")
+
+
+def require_packages(needed: Sequence[str] = NEEDED) -> None:
+    """For a tool, before it imports them: tells what is missing and ends with exit code 1."""
+    try:
+        check_packages(needed)
+    except Refusal as refusal:
+        exit_refused(refusal)
