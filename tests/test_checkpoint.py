@@ -302,12 +302,15 @@ def test_a_manifest_of_another_form_is_no_manifest(run: Path, content: Any) -> N
 # Full disks and failing writes ------------------------------------------------------------------------------------
 
 
-def train_with(recipe: Any, argv: list[str], rank: int, failing: str = "", free: int | None = None, slow: float = 0.0) -> tuple[Any, str, list[int]]:
-    """`train`, where `rank` cannot write into step folder `failing`, or sees `free` bytes, or hashes slowly. On every rank of a pool: and the
+def train_with(
+    recipe: Any, argv: list[str], rank: int, failing: str = "", free: int | None = None, late: bool = False, slow: float = 0.0
+) -> tuple[Any, str, list[int]]:
+    """`train`, where `rank` cannot write into step folder `failing`, or sees `free` bytes (`late`: once it trains), or hashes slowly. On every rank of a pool: and the
     checkpoints at its end."""
+    from recipekit.checkpoint import Saver
     from torch.distributed import get_rank
 
-    save, usage, hashing = torch.save, shutil.disk_usage, manifest.facts
+    save, usage, hashing, look = torch.save, shutil.disk_usage, manifest.facts, Saver.check_room
 
     def failing_save(content: Any, path: Any, *rest: Any) -> None:
         if failing and failing in str(path):
@@ -323,10 +326,12 @@ def train_with(recipe: Any, argv: list[str], rank: int, failing: str = "", free:
         torch.save, manifest.facts = failing_save, slow_facts
         if free is not None:
             shutil.disk_usage = lambda path: usage(path)._replace(free=free)
+    if late:
+        Saver.check_room = lambda self: None
     try:
         result = train(recipe, argv)
     finally:
-        torch.save, shutil.disk_usage, manifest.facts = save, usage, hashing
+        torch.save, shutil.disk_usage, manifest.facts, Saver.check_room = save, usage, hashing, look
     return *result, checkpoints(Path(argv[1]))
 
 
@@ -363,12 +368,24 @@ def test_too_little_space_is_told_before_anything_is_written(pools: Any, run: Pa
     before = {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*")}
     recipe = dataclasses.replace(BASE, eval_every=0)
     argv = ["--out", str(run), "--stop_at", "3", flag]
-    told = {result for result, *_ in pools.run(2, train_with, recipe=recipe, argv=argv, rank=0, free=1234)}
+    told = {result for result, *_ in pools.run(2, train_with, recipe=recipe, argv=argv, rank=0, free=1234, late=True)}
     assert len(told) == 1
     needed = int(told.pop().partition("step 3 needs ")[2].partition(" bytes, 1,234 are free; the checkpoints before it are intact")[0].replace(",", ""))
     written = sum(path.stat().st_size for path in step_of(run).glob("*states.pt"))
     assert 0.9 * written < needed <= written
     assert {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*")} | {run / "checkpoints": 0} == before | {run / "checkpoints": 0}
+
+
+def test_too_little_space_for_one_checkpoint_is_told_before_the_first_step(pools: Any, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(BASE, eval_every=0)
+    argv = ["--out", str(tmp_path / "run"), "--stop_at", "2"]
+    told = {result for result, *_ in pools.run(2, train_with, recipe=recipe, argv=argv, rank=0, free=1234)}
+    assert len(told) == 1
+    said = told.pop()
+    assert f"checkpoint in {tmp_path / 'run' / 'checkpoints'}: each needs " in said and said.endswith(
+        " bytes, 1,234 are free; free space or choose another --out"
+    )
+    assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
 def test_the_last_good_checkpoint_is_complete_when_a_loss_is_not_finite(pools: Any, tmp_path: Path) -> None:

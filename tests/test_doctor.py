@@ -223,7 +223,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         code, text = doctor(tmp_path, "--quick", "--master_port", port)
     told = only_problem(text)
-    assert code == 1 and told.startswith(f"master port {port}: is in use on ") and "choose another with --master_port" in told
+    assert code == 1 and told.startswith(f"master port {port}: is in use on ") and "choose another with --master_port " in told
 
 
 def test_a_host_that_never_comes(tmp_path: Path) -> None:

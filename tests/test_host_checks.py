@@ -1,6 +1,8 @@
 """recipekit/host_checks.py: which GPUs are looked at, and what keeps a rank from using them. The other checks are in test_doctor.py, as a user meets them."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from job import NANO
 from pool import environment
 from recipekit import host_checks
-from recipekit.host_checks import check_gpus_seen, check_ordinal
+from recipekit.host_checks import check_gpus_seen, check_master_port, check_ordinal
 from recipekit.refusal import Problem
 from test_torch_builds import CLOSED, OPEN
 
@@ -173,3 +175,23 @@ def test_memory_that_a_container_may_take(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\n")
     (group / "memory.max").write_text("max\n")
     assert host_checks.free_memory(tmp_path) is None
+
+
+def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `deepspeed` sets it for every run; a free one is named, only rank 0 opens it, and torchrun itself holds its own."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(NANO), "--tiny", "--out", "run"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment() | place, capture_output=True, text=True, timeout=60, check=False)
+        (told,) = re.findall(r"^  1\. (.*)$", done.stderr, re.M)
+        found = re.fullmatch(rf"master port {port}: is in use on \S+; choose another with --master_port (\d+) \(`ss .*", told)
+        assert done.returncode == 1 and found and "Traceback" not in done.stderr and not (tmp_path / "run").exists(), done.stderr
+        socket.create_server(("", int(found[1]))).close()
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert check_master_port(1) == [] and len(check_master_port(0)) == 1
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        assert check_master_port(0) == []
+    monkeypatch.setenv("MASTER_PORT", "x")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert [str(problem).split(":")[0] for problem in check_master_port(0)] == ["MASTER_PORT = x"]

@@ -104,7 +104,8 @@ def project(folder: Path) -> None:
     for name in ("recipes", "tools"):
         (folder / name).mkdir()
     (folder / "recipes" / "recipekit").symlink_to(ROOT / "recipes" / "recipekit")
-    shutil.copy(ROOT / "tools" / "torch_build.py", folder / "tools")
+    for name in ("torch_build.py", "make_venv.py"):
+        shutil.copy(ROOT / "tools" / name, folder / "tools")
 
 
 def make_environment() -> dict[str, str]:

@@ -223,14 +223,22 @@ class Saver:
             self.thread = None
             self._agree()
 
-    def _agree(self) -> None:
+    def check_room(self) -> None:
+        """Raises `Refusal` on every rank if the disk has no room for one checkpoint (a collective): better now than hours later."""
+        if dist.get_rank() == 0:
+            there = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+            if self.needed > (free := shutil.disk_usage(there).free):
+                self.error = f"each needs {self.needed:,} bytes, {free:,} are free"
+        self._agree("free space or choose another --out")
+
+    def _agree(self, fix: str = "the checkpoints before it are intact; free space or choose another --out, then start again") -> None:
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, self.error, group=waiting_group())
         self.error = ""
         if told := [error for error in errors if error]:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.folder / ".staging", ignore_errors=True)
-            raise refuse(f"checkpoint in {self.folder}", told[0], "the checkpoints before it are intact; free space or choose another --out, then start again")
+            raise refuse(f"checkpoint in {self.folder}", told[0], fix)
 
     def _check_space(self, step: int) -> None:
         if self.needed > shutil.disk_usage(self.folder).free:

@@ -136,6 +136,7 @@ def check_start(plan: Plan) -> list[Problem]:
     return [
         *check_gpus_seen(),
         *check_ordinal(plan.command.local_rank),
+        *check_master_port(plan.command.rank),
         *check_ops(plan.ds_config),
         *check_wandb_installed(plan.recipe, plan.command.typed),
     ]
@@ -358,8 +359,27 @@ def check_port(port: int) -> Findings:
     except (OSError, OverflowError) as error:
         why = "is in use" if getattr(error, "errno", 0) == errno.EADDRINUSE else f"cannot be used ({error})"
         yield Problem(
-            f"master port {port}", f"{why} on {socket.gethostname()}", f"choose another with --master_port (`ss -ltnp 'sport = :{port}'` shows who has it)"
+            f"master port {port}",
+            f"{why} on {socket.gethostname()}",
+            f"choose another with --master_port {_free_port(port)} (`ss -ltnp 'sport = :{port}'` shows who has it)",
         )
+
+
+def check_master_port(rank: int) -> list[Problem]:
+    """The port that a launcher has named for rank 0, if another program has it; without a launcher a free one is taken."""
+    if rank or "MASTER_PORT" not in os.environ:
+        return []
+    if not (port := os.environ["MASTER_PORT"]).isdigit():
+        return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
+    return [found for found in check_port(int(port)) if isinstance(found, Problem)]
+
+
+def _free_port(above: int) -> int:
+    """The first port above that nothing has."""
+    for port in range(above + 1, min(above + 1000, 1 << 16)):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    return above
 
 
 def free_memory(root: Path = Path("/")) -> int | None:

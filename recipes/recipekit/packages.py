@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def check_packages(needed: Sequence[str] = NEEDED) -> None:
     """Raises `Refusal` if this Python lacks a package that a run imports."""
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    missing = [name for name in needed if (spec := importlib.util.find_spec(name)) is None or spec.origin is None]  # a folder alone is no package
     if not missing:
         return
     activate = ROOT / ".venv" / "bin" / "activate"

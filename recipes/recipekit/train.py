@@ -254,14 +254,15 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage
         held_out += [held_out[-1] | {"labels": torch.full_like(held_out[-1]["labels"], -100)}] * max(0, 2 * mesh.pp - len(held_out))
     facts = run_facts(plan, model_config)
+    write_hf_files = partial(save_small_files, built, tokenizer, export_dtype(plan, model_config))
+    saver = checkpoint.Saver(engine, plan.out / "checkpoints", blueprint, layout, recipe.keep, recipe.save_in_background, write_hf_files)
+    saver.check_room()
     if rank0:
         checkpoint.put_aside_later(plan.out / "checkpoints", state["step"], say)
         write_facts(plan, facts, stream.files)
     tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
     if peers:
         peers.last_words = partial(tracker.finish, 1)
-    write_hf_files = partial(save_small_files, built, tokenizer, export_dtype(plan, model_config))
-    saver = checkpoint.Saver(engine, plan.out / "checkpoints", blueprint, layout, recipe.keep, recipe.save_in_background, write_hf_files)
     peak = DEVICES[name].flops if (name := facts["host"]["device"]) in DEVICES else None
     if peak is None and device.type != "cpu":
         say(f"peak unknown: {name} is not in recipekit/devices.py, so metrics.jsonl has no mfu")
