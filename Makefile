@@ -13,7 +13,7 @@ export TORCH ?=
 setup: torch-build .venv/ready
 
 torch-build:
-	@test -z "$$TORCH" || $(PYTHON3) tools/torch_build.py "$$TORCH"
+	@test -z "$$TORCH" || { $(PYTHON3) tools/make_venv.py --look && $(PYTHON3) tools/torch_build.py "$$TORCH"; }
 
 .venv/ready: requirements.txt requirements-dev.txt pyproject.toml | torch-build
 	@$(PYTHON3) tools/make_venv.py

@@ -1,6 +1,7 @@
 """Makes .venv with the Python that runs this, unless one that can be used is there. `make setup` calls it; any Python from 3.7 on reads it.
 
-    python3 tools/make_venv.py
+    python3 tools/make_venv.py             # makes it
+    python3 tools/make_venv.py --look      # only says whether this Python can be used
 
 Exit code 0: .venv is there; 1: this Python is too old, or cannot make environments, and nothing is left behind.
 """
@@ -15,7 +16,9 @@ PYTHON = VENV / "bin" / "python"
 TELL = "import sys; sys.exit(sys.version_info < (3, 11))"
 
 
-def main() -> int:
+def main(look: bool) -> int:
+    if look:
+        return int(too_old())
     if PYTHON.exists() and subprocess.run([str(PYTHON), "-c", TELL], check=False).returncode == 0:
         return 0
     if too_old():
@@ -44,4 +47,4 @@ def refuse(where: str, rule: str, fix: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("--look" in sys.argv))

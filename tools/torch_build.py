@@ -15,16 +15,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from make_venv import PYTHON, refuse, too_old
-from make_venv import main as make_venv
-
-if too_old():
-    sys.exit(1)
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.torch_builds import BUILDS, GONE  # noqa: E402
+
+PYTHON = ROOT / ".venv" / "bin" / "python"
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +31,7 @@ def main(argv: list[str]) -> int:
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M)
     assert pinned
     version = f"{pinned[1]}+{name}"
-    if make_venv():
+    if subprocess.run([sys.executable, ROOT / "tools" / "make_venv.py"], check=False).returncode:
         return 1
     told = subprocess.run([PYTHON, "-c", "import importlib.metadata as m; print(m.version('torch'))"], capture_output=True, text=True, check=False)
     if told.stdout.strip() == version:
@@ -47,6 +43,11 @@ def main(argv: list[str]) -> int:
         where = "set TORCH_INDEX to the address of PyTorch's wheels for it (https://pytorch.org/get-started/locally/ shows it), or to your mirror's"
         return refuse(f"TORCH={name}", f"pip cannot install torch {version} from where it looks", where)
     return 0
+
+
+def refuse(where: str, rule: str, fix: str) -> int:
+    print(f"refused: {where}: {rule}; {fix}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
