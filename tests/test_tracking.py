@@ -1,14 +1,19 @@
 """Tracking: `metrics.jsonl` reads as one unbroken run, W&B holds the same numbers, and neither W&B nor a terminal can fail a step."""
 
 import contextlib
+import http.server
 import json
 import math
 import os
 import pty
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +269,96 @@ def test_unreachable_server_falls_back_to_offline(tmp_path: Path, monkeypatch: p
     tracker.finish(0)
     assert "W&B cannot be reached" in capfd.readouterr().err
     assert read_history(tmp_path) == [step_metrics(1)]
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """The address of a server that answers as W&B's does to a key that it does not know."""
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer = json.dumps({"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}], "data": {"viewer": None}})
+            self.send_response(401)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+KEYED = """
+if sys.argv[2] == "silent":
+    tracking.WANDB_INIT, tracking.WANDB_FINISH = 8.0, 0.5  # the end comes before W&B is given up
+tracker = open_tracker(Path(sys.argv[1]))
+for step in range(1, 4):
+    tracker.log(step_metrics(step))
+if sys.argv[2] == "refused":
+    deadline = time.monotonic() + 60
+    while not any(path.name.startswith("offline-run-") for path in Path(sys.argv[1]).glob("wandb/*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+tracker.finish(0)
+"""
+
+
+@pytest.mark.parametrize("mode", ["online", ""], ids=["online", "as logged in"])
+def test_a_refused_key_is_told_with_the_way_to_another(tmp_path: Path, refusing: str, mode: str) -> None:
+    place = os.environ | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": refusing, "WANDB_MODE": mode}
+    with start_script(KEYED, tmp_path, "refused", stderr=subprocess.PIPE, env={key: value for key, value in place.items() if value}) as job:
+        said = job.communicate(timeout=120)[1]
+    assert job.returncode == 0 and "Traceback" not in said
+    told = f"W&B refuses the key ({refusing}, error 401): give a valid WANDB_API_KEY, for the next start; the run goes on without it"
+    assert told in said.splitlines() and "W&B records offline" in said and "Failed to export" not in said
+    assert [line["step"] for line in read_history(tmp_path)] == [1, 2, 3]
+
+
+def test_a_refused_login_is_mended_by_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert "wandb login --relogin --host https://a.b takes another" in tracking._trouble("returned error 401: user is not logged in", "https://a.b")
+
+
+def test_a_server_that_never_answers_leaves_no_traceback_at_exit(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = os.environ | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}", "WANDB_MODE": "online"}
+        with start_script(KEYED, tmp_path, "silent", stderr=subprocess.PIPE, env=place) as job:
+            said = job.communicate(timeout=120)[1]
+    assert job.returncode == 0
+    assert "metrics.jsonl is complete" in said and "Traceback" not in said and "stopped recording" not in said
+
+
+def test_a_wandb_that_a_launcher_ends_with_the_run_is_started_again_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = tracking.open_tracker(recipe=RECIPE, name="name", run_dir=tmp_path, config=CONFIG, is_main=True, start_step=0, stopping=lambda: True)
+    tracker.log(step_metrics(1))
+    wandb_core(tmp_path).terminate()
+    time.sleep(0.5)
+    tracker.log(step_metrics(2))
+    tracker.finish(130)
+    assert read_history(tmp_path) == [step_metrics(1), step_metrics(2)] and read_exit_codes(tmp_path)[-1:] == [130]
+    assert "stopped recording" not in capfd.readouterr().err
+
+
+def test_without_a_home_wandb_core_tells_nothing(tmp_path: Path) -> None:
+    """Its log, which it writes below HOME, came to the terminal."""
+    body = "tracker = open_tracker(Path(sys.argv[1]))\ntracker.log(step_metrics(1))\ntracker.finish(0)\n"
+    place = {key: value for key, value in os.environ.items() if key not in ("WANDB_CACHE_DIR", "XDG_CACHE_HOME")} | {"HOME": "/proc/nowhere"}
+    with start_script(body, tmp_path / "run", stderr=subprocess.PIPE, env=place) as job:
+        said = job.communicate(timeout=120)[1]
+    assert job.returncode == 0 and "connection: closing" not in said and " INFO " not in said and " ERROR " not in said
+    assert read_history(tmp_path / "run") == [step_metrics(1)]
+
+
+def test_the_command_that_uploads_can_be_pasted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = open_tracker(tmp_path / "it's é folder")
+    tracker.log(step_metrics(1))
+    tracker.finish(0)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "wandb sync" in line]
+    command, folder = shlex.split(line.partition("upload with: ")[2])[:2], Path(shlex.split(line)[-1])
+    assert command == ["wandb", "sync"] and folder.parent == tmp_path / "it's é folder" / "wandb" and folder.is_dir()
 
 
 def test_no_secret_and_no_code_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

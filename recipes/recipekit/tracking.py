@@ -8,8 +8,10 @@ import math
 import os
 import queue
 import secrets
+import shlex
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -29,17 +31,19 @@ WANDB_REPEAT = 10.0  # seconds of metrics that a restarted wandb-core is given a
 WANDB_STARTS = 3
 
 
-def open_tracker(*, recipe: Recipe, name: str, run_dir: Path, config: dict, is_main: bool, start_step: int) -> "Tracker | NoTracker":
+def open_tracker(
+    *, recipe: Recipe, name: str, run_dir: Path, config: dict, is_main: bool, start_step: int, stopping: Callable[[], bool] = lambda: False
+) -> "Tracker | NoTracker":
     """The tracker of this rank: one that writes if `is_main`, else one that does nothing.
 
     `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. `config` is attached to the W&B run,
-    whose id is kept in `run_dir/wandb_id`.
+    whose id is kept in `run_dir/wandb_id`. `stopping` tells whether the run was asked to stop.
     """
     if not is_main:
         return NoTracker()
     run_dir.mkdir(parents=True, exist_ok=True)
     cut_metrics(run_dir / "metrics.jsonl", start_step)
-    return Tracker(recipe, name, run_dir, config)
+    return Tracker(recipe, name, run_dir, config, stopping)
 
 
 def cut_metrics(path: Path, last_step: int) -> None:
@@ -74,11 +78,11 @@ class NoTracker:
 class Tracker:
     """Rank 0's record of the run. Only `metrics.jsonl` can fail a step (a full disk); W&B and the terminal cannot."""
 
-    def __init__(self, recipe: Recipe, name: str, run_dir: Path, config: dict):
+    def __init__(self, recipe: Recipe, name: str, run_dir: Path, config: dict, stopping: Callable[[], bool]):
         self._file = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  (one write per line, so a SIGKILL tears none)
         self._line = ProgressLine(recipe.stop_at or recipe.steps)
         installed = importlib.util.find_spec("wandb") is not None
-        self._wandb = WandbCopy(recipe, name, run_dir, config, self.say) if recipe.wandb and installed else None
+        self._wandb = WandbCopy(recipe, name, run_dir, config, self.say, stopping) if recipe.wandb and installed else None
         if recipe.wandb and not installed:
             self.say("the package wandb is not installed, so there is no W&B run; metrics.jsonl holds the same (--no-wandb says that this is meant)")
 
@@ -94,7 +98,9 @@ class Tracker:
         self._line.say(text)
 
     def finish(self, exit_code: int) -> None:
-        """Ends the record; `exit_code` is the run's state in W&B. Takes at most about WANDB_FINISH seconds."""
+        """Ends the record, once; `exit_code` is the run's state in W&B. Takes at most about WANDB_FINISH seconds."""
+        if self._file.closed:
+            return
         self._line.close()
         if self._wandb:
             self._wandb.finish(exit_code)
@@ -108,14 +114,16 @@ class WandbCopy:
     SIGTERM to them). It is then started again with the same run id, and repeats what may not have reached the disk.
     """
 
-    def __init__(self, recipe: Recipe, name: str, run_dir: Path, config: dict, say: Callable[[str], None]):
+    def __init__(self, recipe: Recipe, name: str, run_dir: Path, config: dict, say: Callable[[str], None], stopping: Callable[[], bool]):
+        _quiet_wandb(run_dir)
         import wandb  # here, not in the thread: one thread imports at a time
 
         self._wandb = wandb
         self._say = say
+        self._stopping = stopping
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the run has ended
         self._recent: deque[tuple[float, dict[str, Any]]] = deque()  # when, what: the last WANDB_REPEAT seconds
-        self._ended = False
+        self._ended = self._left = False  # the last metrics are in; nobody waits for the rest
         self._exit_code = 0
         chosen = recipe.project != Recipe.project
         self._run = {
@@ -138,6 +146,7 @@ class WandbCopy:
         self._queue.put(None)
         self._thread.join(WANDB_FINISH + 3)
         if self._thread.is_alive():
+            self._left = True
             self._say("W&B does not answer, its record may lack the last steps; metrics.jsonl is complete")
 
     def _copy(self) -> None:
@@ -149,11 +158,14 @@ class WandbCopy:
                 self._record()
                 break
             except (self._wandb.Error, MailboxClosedError, HandleAbandonedError, ServerResponseError, OSError) as error:
+                if self._left:
+                    return
                 then = "starting it again" if attempt + 1 < WANDB_STARTS else "given up; metrics.jsonl goes on"
-                self._say(f"W&B stopped recording ({' '.join(str(error).split())}), {then}")
+                if attempt + 1 == WANDB_STARTS or not self._stopping():  # to a stop it belongs: launchers end every process below a rank
+                    self._say(f"W&B stopped recording ({' '.join(str(error).split())}), {then}")
             finally:
                 # wandb does this at exit anyway, but there a dead wandb-core prints a traceback and a hung one hangs the process.
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, AssertionError):  # the latter where the exit of a process that waits no longer does it at the same time
                     self._wandb.teardown(self._exit_code)
 
     def _record(self) -> None:
@@ -185,17 +197,18 @@ class WandbCopy:
             finish_timeout=WANDB_FINISH,
             x_transaction_log_flush_interval=1.0,  # seconds; well below WANDB_REPEAT
         )
+        host = ""
         try:
             host = self._wandb.setup().settings.base_url
             logged_in = wbauth.authenticate_session(host=host, source="recipekit", prompt=False, update_session=False)
             mode = None if logged_in or "WANDB_MODE" in os.environ else "offline"
             run = self._wandb.init(**self._run, mode=mode, settings=settings)
         except self._wandb.Error as error:
-            self._say(f"W&B cannot be reached ({' '.join(str(error).split())})")
+            self._say(f"{_trouble(' '.join(str(error).split()), host)}; the run goes on without it")
             self._wandb.teardown()  # the failed attempt still holds the run's id
             run = self._wandb.init(**self._run, mode="offline", settings=settings)
         if run.offline:
-            self._say(f"W&B records offline; upload with: wandb sync {Path(run.dir).parent}")
+            self._say(f"W&B records offline; upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}")
         elif run.url:
             self._say(f"W&B: {run.url}")
         return run
@@ -248,6 +261,25 @@ class ProgressLine:
         self.say(self._pending)
         self._pending = ""
         self._printed = time.monotonic()
+
+
+def _quiet_wandb(run_dir: Path) -> None:
+    """Keeps the terminal for the run: wandb-core prints its log there if it cannot write it below HOME, and each report on wandb itself that fails."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    try:
+        (home / "wandb" / "logs").mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=home / "wandb" / "logs").close()
+    except OSError:
+        os.environ.setdefault("WANDB_CACHE_DIR", str(run_dir.resolve() / "wandb" / "cache"))
+
+
+def _trouble(error: str, host: str) -> str:
+    """What keeps W&B from taking the run, and how that is mended."""
+    if "error 401" not in error and "not logged in" not in error:
+        return f"W&B cannot be reached ({error})"
+    mend = "give a valid WANDB_API_KEY" if "WANDB_API_KEY" in os.environ else f"wandb login --relogin --host {host} takes another"
+    return f"W&B refuses the key ({host}, error 401): {mend}, for the next start"
 
 
 def _json_number(value: Any) -> Any:
