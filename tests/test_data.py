@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import gzip
 import hashlib
@@ -992,3 +993,36 @@ def test_two_threads_may_parse_at_once() -> None:
         gc.callbacks.remove(change_threads)
         gc.set_threshold(*before)
     assert not failed
+
+
+def test_a_long_document_is_told_before_its_tokens_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "LONG", 3000)
+    rows = [{"text": "short"}, {"text": "long " * 1000}, {"text": "short"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said: list[str] = []
+    recipe = recipe_for(str(tmp_path / "a.jsonl"), token_cache="off")
+    [reader] = stream.open_corpus(recipe, BYTES, said.append).readers(recipe)
+    assert said == []
+    next(reader.chunks(0, 0, 0))
+    assert said == [f"tokenising {tmp_path}/a.jsonl, row 2: 5,005 characters of text"]
+    monkeypatch.setattr(chunks, "LONG", 10_000)
+    next(reader.chunks(0, 0, 0))
+    assert len(said) == 1
+
+
+def test_a_wait_for_the_tokens_of_another_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PATIENT", 0.1)
+    (tmp_path / "a.jsonl").write_text('{"text": "a word"}\n' * 5)
+    said: list[str] = []
+    recipe = recipe_for(str(tmp_path / "a.jsonl"), token_cache=str(tmp_path / "kept"))
+    [reader] = stream.open_corpus(recipe, BYTES, said.append).readers(recipe)
+    assert reader.cache is not None
+    with (reader.cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        reading = threading.Thread(target=lambda: next(reader.chunks(0, 0, 0)))
+        reading.start()
+        deadline = time.monotonic() + 30
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+    reading.join(30)
+    assert said == [f"waiting for the tokens of {tmp_path}/a.jsonl, row 1, which another process of this host makes"]

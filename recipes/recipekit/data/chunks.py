@@ -31,6 +31,8 @@ CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # a chunk ends at whichever comes f
 TIMES_FREE = 10  # tokens are kept by themselves where the disk has so many times the bytes of the corpus free
 FORMAT = 2  # of the files
 TOLD = 5  # rows left out of which a run tells where they are; the others are counted
+LONG = 8_000_000  # characters whose tokens take so long that the run says what it does
+PATIENT = 5.0  # seconds after which it says that it waits for another process
 LOG = logging.getLogger(__name__)
 
 
@@ -178,7 +180,8 @@ class Reader:
             return self._encoded(part, group, row, rows)
         with contextlib.ExitStack() as turn:  # of all processes of this host one makes the tokens, and the others read them
             with self._keeping():
-                turn.enter_context(_turn(self.cache))
+                waited = f"waiting for the tokens of {self.source.place(part, group, row)}, which another process of this host makes"
+                turn.enter_context(_turn(self.cache, lambda: self.say(waited)))
             if (chunk := _load(file)) and self._welcome(chunk):
                 return chunk
             chunk = self._encoded(part, group, row, rows)
@@ -234,6 +237,9 @@ class Reader:
                 row += 1
                 characters += sum(len(content) if isinstance(content, str) else 1000 for content, _ in new)
                 documents += [document for document in new if not is_empty(document[0]) and is_held_out(document[0]) == self.held_out]
+        if documents and characters > LONG:
+            longest = max(documents, key=lambda document: len(document[0]) if isinstance(document[0], str) else 0)
+            self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
         try:
             encoded = self.encoder(documents)
         except Refusal as problem:  # a chat may turn out to be broken only when it is rendered
@@ -328,10 +334,17 @@ def _wrong_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | Non
 
 
 @contextlib.contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel frees when a process dies."""
+def _turn(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds the folder's lock, which the kernel frees when a process dies; calls `waiting`, from a thread, where that takes more than PATIENT."""
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            telling = threading.Timer(PATIENT, waiting)
+            telling.daemon = True
+            telling.start()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            telling.cancel()
         yield
 
 
