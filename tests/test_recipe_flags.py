@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import ROOT, environment
+from pool import ROOT, environment, free_port
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe, check_recipe, parse, recipe_of
 from recipekit.refusal import Refusal
@@ -286,3 +286,22 @@ def test_a_recipe_changed_within_a_second_is_read_as_it_is_now(tmp_path, monkeyp
         os.utime(path, (1e9, 1e9))
         assert recipe_of(path).steps == steps
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [(["--num_processes", "2"], 0), (["--cpu", "--num_processes", "2"], 0), (["--num_processes", "1"], 1), (["--multi_gpu", "--num_processes", "2"], 2)],
+    ids=["several", "several on the CPU", "one", "as the refusal says"],
+)
+def test_accelerate_starts_as_many_ranks_as_it_was_asked_for(tmp_path: Path, flags: list[str], ranks: int) -> None:
+    """Without several GPUs it silently started one of several."""
+    (tmp_path / "mine.py").write_text(
+        "from recipekit.plan import check_launcher\nimport os, sys\nfor problem in check_launcher(os.environ):\n    sys.exit(str(problem))\n"
+        "open(f\"rank{os.environ.get('RANK', '0')}\", 'w').close()\n"
+    )
+    place = environment() | {"HF_HOME": str(tmp_path)} | ({"MASTER_PORT": str(free_port())} if ranks == 1 else {})
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", str(free_port()), *flags, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300, check=False)
+    assert len(list(tmp_path.glob("rank*"))) == ranks, done.stderr[-3000:]
+    told = "accelerate launch: has started 1 of several processes, as it does where it sees fewer than two GPUs; write accelerate launch --multi_gpu"
+    assert (done.returncode == 0) == (ranks > 0) and (told in done.stderr) == (ranks == 0), done.stderr[-3000:]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def make_plan(command: Command) -> Plan:
     if "steps" in command.typed and "warmup_steps" not in command.typed and recipe.warmup_steps >= recipe.steps > 0:
         notes.append(f"warmup_steps: {recipe.warmup_steps} of the recipe lowered to {recipe.steps // 10} for {recipe.steps} steps")
         recipe = _with(recipe, {"warmup_steps": recipe.steps // 10})
-    problems = check_recipe(recipe)
+    problems = check_recipe(recipe) + check_launcher(os.environ)
     problems += check_environment(os.environ) if recipe.deterministic else []
     try:
         config, path = ds_config.load(command.recipe.ds_config, command.folder)
@@ -270,6 +271,34 @@ def find_resume(recipe: Recipe, out: Path, architecture: dict[str, Any] | None, 
         problems = [Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}", "see the ways on above") for name in others]
         raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
     return out
+
+
+def check_launcher(variables: Mapping[str, str]) -> list[Problem]:
+    """`accelerate launch --num_processes 2` starts one process, without RANK, where it sees fewer than two GPUs (accelerate 1.15, simple_launcher).
+
+    What tells of it is the MASTER_PORT that accelerate then sets for that process, and has not itself.
+    """
+    if "RANK" in variables or not {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= variables.keys():
+        return []
+    try:
+        above = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    if any(entry.startswith(b"MASTER_PORT=") for entry in above):
+        return []
+    fix = "write accelerate launch --multi_gpu --num_processes N (on a CPU, too), or deepspeed --num_gpus N"
+    return [Problem("accelerate launch", "has started 1 of several processes, as it does where it sees fewer than two GPUs", fix)]
+
+
+def way_on(recipe: Recipe, out: Path) -> str:
+    """How a run that has ended before its time goes on, as the end of a line."""
+    try:
+        step = int((out / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
+    except (OSError, ValueError):
+        return "no checkpoint is complete yet: the same command begins anew"
+    if recipe.resume == "auto":
+        return f"the same command goes on from step {step}"
+    return f"the same command with --resume auto goes on from step {step}"
 
 
 def _same_beginning(recipe: Recipe, out: Path) -> bool:
