@@ -86,6 +86,14 @@ def meant(parser: argparse.ArgumentParser, flag: str) -> str:
     return f"{flag}: is no flag of launch; {f'did you mean {near[0]}?' if near else 'flags of the recipe come after its file'}"
 
 
+def nearest(missing: Path) -> str:
+    """The way from a file that is not there to the one that was meant."""
+    there = {path.name: path for folder in (Path("recipes"), missing.parent) for path in sorted(folder.glob("*.py"))}
+    if near := difflib.get_close_matches(missing.with_suffix(".py").name, there, 1):
+        return f"did you mean {there[near[0]]}?"
+    return "give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)"
+
+
 def number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
@@ -97,7 +105,7 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     words = (str(DOCTOR), *arguments.words) if arguments.doctor else tuple(arguments.words)
     where = arguments.where or hosts.detect(variables, arguments.hostfile)
     if not Path(words[0]).is_file():
-        raise Refused(f"{words[0]}: no such file; give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)")
+        raise Refused(f"{words[0]}: no such file; {nearest(Path(words[0]))}")
     if arguments.doctor and (late := next((word for word in arguments.words if word in ("--dry-run", "--dry_run")), "")):
         raise Refused(f"{late}: stands after --doctor, and the rest of the line is the doctor's, which has no such flag; put it before --doctor")
     if problems := misplaced(arguments, where, variables):
