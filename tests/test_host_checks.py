@@ -195,3 +195,22 @@ def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypat
     monkeypatch.setenv("MASTER_PORT", "x")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     assert [str(problem).split(":")[0] for problem in check_master_port(0)] == ["MASTER_PORT = x"]
+
+
+def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata still says that it is installed."""
+    for name, top in (("whole-one", "whole"), ("lost-one", "lost\n"), ("bare-one", None)):
+        (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        if top:
+            (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "top_level.txt").write_text(top)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "__init__.py").touch()
+    (tmp_path / "requirements.txt").write_text("whole-one==1.0\nlost-one==1.0\nbare-one==1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = list(host_checks.check_versions(tmp_path / "requirements.txt"))
+    assert [str(problem) for problem in found if isinstance(problem, Problem)] == [
+        "lost-one 1.0: is recorded as installed, but lost is gone; pip install --force-reinstall --no-deps lost-one==1.0",
+        "bare-one 1.0: is recorded as installed, but bare_one is gone; pip install --force-reinstall --no-deps bare-one==1.0",
+    ]
+    assert "1 of 3" in str(found[-1])

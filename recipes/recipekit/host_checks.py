@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +70,15 @@ def check_versions(requirements: Path) -> Findings:
         matching += found == pinned
         if found != pinned:
             yield Problem(f"{name} {found}", f"{requirements.name} pins {pinned}", f"pip install {name}=={pinned}")
+        elif lost := [module for module in _modules(name) if importlib.util.find_spec(module) is None]:
+            matching -= 1
+            yield Problem(f"{name} {found}", f"is recorded as installed, but {lost[0]} is gone", f"pip install --force-reinstall --no-deps {name}=={pinned}")
     yield Row("packages", f"{matching} of {len(pins)} as {requirements.name} pins them")
+
+
+def _modules(name: str) -> list[str]:
+    """What an installed package is imported as."""
+    return (distribution(name).read_text("top_level.txt") or name.replace("-", "_")).split()
 
 
 class Gpu(NamedTuple):
