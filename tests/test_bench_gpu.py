@@ -65,7 +65,7 @@ def test_the_same_bits_are_of_losses_and_norms():
 
 def test_the_plan_is_read_from_what_dry_run_prints():
     one = "memory   accelerator, each rank: 12.50 GiB = parameters 2.00 + gradients 4.00 + optimizer states 6.50\n"
-    two = "memory   accelerator, each rank: 9.99 GiB always, 12.50 GiB while the loss is computed\n            1.11  parameters, bf16\n"
+    two = "memory   accelerator, each rank: 9.99 GiB always, 12.50 GiB while the loss is computed\n            1.11 GiB  parameters, bf16\n"
     host = "memory   host, each rank: 99.00 GiB = optimizer states\n"
     for printed in (one, host + two, f"{two}{host}verdict  states fit, activations not counted: 9.99 GiB of 139 GiB"):
         assert bench_gpu.read_plan(printed) == {"bytes": 12.5 * 2**30, "activations": False}

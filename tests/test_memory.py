@@ -293,3 +293,27 @@ def test_a_start_refuses_what_certainly_exceeds_the_host(monkeypatch: pytest.Mon
     monkeypatch.setattr(setup, "free_memory", lambda: 2 * needed - 1)
     with pytest.raises(Refusal, match=r"host memory of .* that is free = .*: 2 ranks need at least .* activations not counted \(logits .*use more ranks"):
         setup.check_memory(plan, torch.device("cpu"))
+
+
+def test_a_dry_run_of_a_small_model_counts_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    from recipekit.dry_run import show
+
+    show(dry_plan("llama_nano_zero2", "--tiny"))
+    said = capsys.readouterr().out
+    [memory] = [line for line in said.splitlines() if line.startswith("memory")]
+    terms = said.partition(memory)[2].splitlines()[1:]
+    assert "GiB" not in memory + "".join(terms) and terms
+    always = float(memory.partition("each rank: ")[2].partition(" MiB always")[0])
+    kept = sum(float(term.split()[0]) for term in terms if "(" not in term)
+    assert kept == pytest.approx(always, abs=0.05) and all(term.split()[1] == "MiB" for term in terms if not term.startswith("verdict"))
+
+
+def test_what_a_dry_run_refuses_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from recipekit.dry_run import show
+    from transformers import BloomConfig
+
+    BloomConfig(vocab_size=264, hidden_size=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    plan = dry_plan("llama_nano_zero2", "--model", str(tmp_path))
+    with pytest.raises(Refusal, match=r"a bloom cannot use it here: .*; use --attention eager"):
+        show(plan)
+    assert capsys.readouterr().out == ""

@@ -322,7 +322,7 @@ def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, b
 def read_plan(printed: str) -> dict[str, Any]:
     """What `--dry_run` printed: {"bytes": the most at a time on the accelerator, None if not told, "activations": whether they are counted}."""
     told = re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
-    sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", told[0])] if told else []
+    sizes = [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])] if told else []
     counted = re.search(r"^ +[\d.]+ +[^\n]*\bactivations\b", printed, re.MULTILINE)  # among the terms below that line
     return {"bytes": max(sizes) * 2**30 if sizes else None, "activations": bool(counted)}
 

@@ -20,10 +20,12 @@ WHEN = {LOSS: "while the loss is computed", BACKWARD: "while gradients arrive", 
 def show(plan: Plan) -> None:
     """Prints the plan; needs no accelerator, no process group and no weights."""
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
-    unknown = ""
+    unknown, drawn, terms = "", None, []
     if plan.model_config is not None:  # first: what is refused stands alone
         refuse_degrees(empty_model(recipe, plan.model_config), recipe, mesh)
         unknown = check_causal(recipe, plan.model_config)
+        drawn = drawn_up(plan)
+        terms = fullest(plan, *drawn)
     for note in (*plan.notes, *filter(None, [unknown])):
         print(note)
     print(f"layout   {mesh.world} rank{'s' if mesh.world > 1 else ''}: {mesh}")
@@ -34,13 +36,12 @@ def show(plan: Plan) -> None:
     print(f"schedule {recipe.steps} steps = {recipe.steps * recipe.global_batch * recipe.seq_len / 1e9:.3f} billion tokens")
     print(f"JSON     {plan.ds_path or 'from the recipe'}, resolved:")
     print(json.dumps(plan.ds_config, indent=2))
-    if plan.model_config is None:
+    if drawn is None:
         print(f"memory   not known: {recipe.model} is neither shipped in recipes/recipekit/architectures/ nor on this machine")
         return
-    blueprint, layout, load = drawn_up(plan)
+    blueprint, layout, _ = drawn
     if mesh.pp > 1:
         print(f"stages   {describe(blueprint, layout.bounds)}")
-    terms = fullest(plan, blueprint, layout, load)
     for place in dict.fromkeys(term.place for term in terms):
         show_place(terms, place)
     if device is not None:
@@ -57,7 +58,7 @@ def show_place(terms: list[Term], place: str) -> None:
         when = ", ".join(WHEN[moment] for moment in term.when)
         rounding = f" for {gib(term.size)}" if term.pinned > 1.001 * term.size else ""
         notes = "; ".join(note for note in (when, f"page-locked{rounding}" if term.pinned else "", "at most" if term.bound else "") if note)
-        print(f"        {term.taken / 2**30:8.2f}  {term.what}{f' ({notes})' if notes else ''}")
+        print(f"        {gib(term.taken):>12}  {term.what}{f' ({notes})' if notes else ''}")
 
 
 def show_verdict(terms: list[Term], name: str, memory: int) -> None:

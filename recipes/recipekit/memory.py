@@ -111,7 +111,7 @@ def too_much(terms: list[Term], place: str, free: int, ranks: int = 1, on: str =
 
 
 def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def total(terms: list[Term], place: str, moment: str | None = None, bounds: bool = False) -> int:
