@@ -175,7 +175,7 @@ def test_dry_run(name, capsys):
     planned = plan(name, *full_size(name))
     show(planned)
     printed = capsys.readouterr().out
-    assert f"ranks: {planned.mesh}" in printed and "GiB" in printed and '"auto"' not in printed
+    assert f"ranks: {planned.mesh}" in printed and "iB always" in printed and '"auto"' not in printed
 
 
 @pytest.mark.parametrize("argv", [["--tp", "2"], ["--pp", "2", "--deepspeed_config", "zero1.json"]])
