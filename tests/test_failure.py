@@ -6,16 +6,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from job import BIN, Job, checkpoints, contention, deepspeed, metrics
+from job import BIN, NANO, Job, checkpoints, contention, deepspeed, metrics
 from pool import FORKS, ROOT, environment, free_port
 from recipekit.failure import GONE as LATEST
 from recipekit.failure import Peers
 from recipekit.manifest import faults
+from recipekit.plan import way_on
+from recipekit.recipe import Recipe
 from recipekit.refusal import refuse
 from wandb_file import read_exit_codes
 
@@ -191,6 +194,42 @@ def test_what_a_failed_run_leaves_is_whole(broken: Callable[..., Job], tmp_path:
         again.close()
 
 
+@pytest.mark.parametrize(
+    ("command", "rank"),
+    [
+        pytest.param(deepspeed, 1, id="deepspeed, rank 1"),
+        pytest.param(deepspeed, 0, id="deepspeed, rank 0", marks=pytest.mark.slow),
+        pytest.param(by_torchrun, 1, id="torchrun, rank 1", marks=pytest.mark.slow),
+        pytest.param(by_torchrun, 0, id="torchrun, rank 0", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[str], None], command: Any, rank: int) -> None:
+    """What kill -9, or the kernel for want of memory, leaves on the terminal under a plain launcher."""
+    ops("comm")
+    flags = ("--tiny", "--steps", 10**6, "--save_every", 20, "--eval_every", 0, "--no-wandb", "--out", tmp_path / "run")
+    job = Job(tmp_path, command(NANO, *flags, ranks=2))
+    try:
+        job.wait_for(lambda: checkpoints(tmp_path / "run") or job.process.poll() is not None, START)
+        ranks = {process.environ()["RANK"]: process for process in job.processes() if "RANK" in process.environ() and str(NANO) in process.cmdline()}
+        ranks[str(rank)].kill()
+        assert job.wait(START) != 0
+    finally:
+        job.close()
+    step = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    (line,) = [line for line in job.output.splitlines() if "lost rank" in line]
+    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(f"; the same command goes on from step {step}"), line
+    assert "onnection" not in job.output
+
+
+def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
+    recipe = Recipe()
+    assert way_on(recipe, tmp_path) == "no checkpoint is complete yet: the same command begins anew"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000012")
+    assert way_on(recipe, tmp_path) == "the same command goes on from step 12"
+    assert way_on(replace(recipe, resume="never"), tmp_path) == "the same command with --resume auto goes on from step 12"
+
+
 # Ranks that do nothing but watch each other ------------------------------------------------------------------------
 
 
@@ -281,17 +320,56 @@ def test_rank_0_holds_the_store_until_all_have_seen_its_mark(ranks: Callable[...
 
 
 def rank_0_is_killed(peers: Peers) -> None:
+    """The others are in a collective whose connections stay open, as under NCCL."""
+    peers.way_on = lambda: "this is the way on"
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
+def rank_1_is_killed(peers: Peers) -> None:
+    peers.way_on = lambda: "this is the way on"
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def rank_2_is_killed_in_a_collective(peers: Peers) -> None:
+    """The others meet an exception of gloo's."""
+    peers.way_on = lambda: "this is the way on"
+    if os.environ["RANK"] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    blocked()
+
+
+@pytest.mark.parametrize(
+    ("body", "lost"),
+    [
+        pytest.param(rank_0_is_killed, 0, id="rank 0", marks=pytest.mark.slow),
+        pytest.param(rank_1_is_killed, 1, id="rank 1", marks=pytest.mark.slow),
+        pytest.param(rank_2_is_killed_in_a_collective, 2, id="rank 2, in a collective"),
+    ],
+)
+def test_a_killed_rank_is_named_once(ranks: Callable[..., Any], body: Callable[[Peers], None], lost: int) -> None:
+    results = ranks(body)
+    assert results[lost] == (-signal.SIGKILL, "")
+    others = [result for rank, result in enumerate(results) if rank != lost]
+    assert [code for code, _ in others] == [1, 1]
+    first, second = [said for _, said in others]
+    assert first.startswith(f"rank {int(lost == 0)}: lost rank {lost} on {os.uname().nodename} (pid ") and first.endswith("; this is the way on\n"), first
+    assert first.count("\n") == 1 and second == ""
+
+
+def two_are_killed(peers: Peers) -> None:
+    if os.environ["RANK"] in "12":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
 @pytest.mark.slow
-def test_a_killed_rank_0_takes_the_others_with_it(ranks: Callable[..., Any]) -> None:
-    (code, _), *others = ranks(rank_0_is_killed)
-    assert code == -signal.SIGKILL
-    for rank, (code, said) in enumerate(others, 1):
-        assert code == 1 and said.endswith(f"rank {rank}: ended, because rank 0 on 127.0.0.1 failed: it is gone without a word\n")
+def test_two_killed_ranks_are_named_in_one_line(ranks: Callable[..., Any]) -> None:
+    (code, said), *_ = ranks(two_are_killed)
+    assert code == 1 and f"lost ranks 1, 2 on {os.uname().nodename} (pid " in said and said.count("\n") == 1
 
 
 def all_raise(peers: Peers) -> None:

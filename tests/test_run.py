@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import BIN, NANO, Job, checkpoints, metrics, numbers, steps_done
+from job import BIN, NANO, Job, checkpoints, deepspeed, metrics, numbers, steps_done
 from pool import free_port
 from recipekit.manifest import faults
 from recipekit.recipe import Recipe
 from recipekit.train import lr_at
 from test_parity import strategy
 from test_resume import BASE, train
+from wandb_file import read_exit_codes
 
 slow = pytest.mark.slow
 
@@ -206,3 +208,24 @@ def test_what_needs_no_torch_takes_a_second_and_imports_none(tmp_path: Path, fla
     assert job.output.count(told) == 1 and "Traceback" not in job.output
     imported = {line.rpartition("|")[2].strip() for line in job.output.splitlines() if line.startswith("import time:")}
     assert "recipekit.recipe" in imported and not imported & {"torch", "transformers", "deepspeed", "datasets", "numpy", "wandb"}
+
+
+def test_ctrl_c_under_deepspeed_ends_with_the_way_on(tmp_path: Path, ops: Callable[[str], None]) -> None:
+    """Its launcher ends every process below it, W&B's, too, and the prompt comes back before the ranks have saved."""
+    ops("comm")
+    run = tmp_path / "run"
+    job = Job(tmp_path, deepspeed(NANO, "--tiny", "--steps", 10**6, "--eval_every", 0, "--out", run), terminal=True)
+    try:
+        job.wait_for(lambda: (steps_done(run) > 2 and list(run.glob("wandb/*/*.wandb"))) or job.process.poll() is not None, 600)
+        job.press_ctrl_c()
+        job.wait_gone(300)
+        job.wait_for(lambda: "stopped by SIGINT" in job.output, 10)
+    finally:
+        job.close()
+    [step] = checkpoints(run)
+    assert step == steps_done(run)
+    *_, last = [line.strip() for line in job.output.splitlines() if line.strip() and not re.match(r"\S*\[20|\w+ \d+/", line)]  # not DeepSpeed's, not the step's
+    assert f"stopped by SIGINT after step {step}; the checkpoint of it is complete; the same command goes on from step {step}" in job.output
+    assert "stopped recording" not in job.output
+    assert "the same command goes on" in last, job.output[-3000:]
+    assert read_exit_codes(run)[-1:] == [130]

@@ -6,7 +6,8 @@ looks for that mark, and ends its rank although the main thread is blocked in a 
 
     the failed rank     traceback; mark; waits until every rank has seen it, at most SEEN; "gone"; ends with 1
     any other rank      waits until the failed one is gone, so that a launcher names that one; says why; ends with 1
-    rank 0, killed      took the store with it, which counts as a mark (torchrun keeps the store in its agent)
+    a killed rank       leaves no mark: the ranks of its host miss its process, and the first of them leaves the mark and tells
+    rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun keeps the store in its agent)
 """
 
 import contextlib
@@ -22,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 from .refusal import Refusal, exit_refused
@@ -31,6 +33,8 @@ SEEN = 2.0  # seconds in which the other ranks see the mark
 LAST_WORDS = 5.0  # seconds for what a rank still has to write down elsewhere, the state of its W&B run
 GONE = SEEN + LAST_WORDS + 1.0  # seconds after which a failed rank ends whatever it still waits for
 AFTER = 1.0  # seconds that a rank ends later than the one that failed: launchers look at most once in these
+CUT = ("onnection", "ncclRemoteError", "Broken pipe")  # in what gloo, NCCL and the store raise where another rank has gone
+MISSED = 3.0  # seconds in which a rank that has lost its connection learns which rank is gone
 LEAVING = 600.0  # seconds that rank 0, which holds the store, waits at a clean end for the others to come to theirs
 
 
@@ -38,11 +42,12 @@ class Peers:
     """The other ranks of the job. `with peers:` ends this rank on an exception at once, before anything else is undone.
 
     Nothing happens before `watch`, and nothing where there is one rank: there an exception takes its usual way.
-    `last_words` is called, in a thread, when this rank or another one has failed.
+    `last_words` is called, in a thread, when this rank or another one has failed; `way_on` tells how the run goes on.
     """
 
     def __init__(self) -> None:
         self.last_words: Callable[[], None] = lambda: None
+        self.way_on: Callable[[], str] = lambda: "the same command starts it again"
         self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # how this rank ends: its mark, or "" for a clean end
         self._done = threading.Event()  # what the thread had to do for that is done
         self._failed: dict[str, Any] = {}  # the mark of another rank
@@ -59,10 +64,11 @@ class Peers:
             return
         met: Any = _get_default_store()
         own = met.clone()  # a connection of its own: each answers one call at a time
-        start = [secrets.token_hex(8)]  # an agent keeps its store over restarts, with the marks of earlier ones
-        dist.broadcast_object_list(start, group=group)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._store = PrefixStore(f"failure/{start[0]}", own)
+        everyone: list[Any] = [None] * self._world
+        dist.all_gather_object(everyone, (secrets.token_hex(8), os.getpid(), began(os.getpid())), group=group)
+        self._here = {rank: (pid, at) for rank, (_, pid, at) in enumerate(everyone) if began(pid) == at}  # whose processes are seen from here
+        self._store = PrefixStore(f"failure/{everyone[0][0]}", own)  # an agent keeps its store over restarts, with the marks of earlier ones
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # nothing is lost when this rank is ended
         self._thread = threading.Thread(target=self._look, name="peers", daemon=True)
@@ -91,10 +97,14 @@ class Peers:
             code, what = error.exit_code, f"refused: {error.problems[0]}"
             with contextlib.suppress(SystemExit):
                 exit_refused(error, 3.0)  # it can be this rank's alone
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in CUT):
+            self._answered.wait(MISSED)
         self._ends.put(json.dumps({"rank": self._rank, "host": platform.node(), "what": what[:300]}))
         self._answered.wait(1.0)
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif "lost" in self._failed:
+            pass  # nothing that this rank met tells more
         elif not self._refused and self._failed:
             tell(f"failed after rank {self._failed['rank']}: {what}")
         elif not self._refused:
@@ -111,11 +121,55 @@ class Peers:
                 with contextlib.suppress(queue.Empty):
                     own = self._ends.get(timeout=POLL)
                     return self._leave_mark(own) if own else self._stop_looking()
+                if self._gone():  # before the store is asked: where rank 0 has taken it along, torch prints a C++ stack
+                    time.sleep(AFTER)  # ranks that end together, for a reason of their own, are not told of each other
+                    if lost := self._lost():
+                        return self._tell_lost(lost)
                 if self._store.check(["mark"]):
                     return self._follow(json.loads(self._store.get("mark")))
         except RuntimeError:  # the store is gone, and with it what hosts it
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # else the launcher has gone, which stopping.py sees
-                self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it is gone without a word"})
+                time.sleep(0.3)  # a process that ends closes its connections first
+                if gone := self._gone():
+                    self._tell_lost(gone)
+                else:
+                    self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it is gone without a word"})
+
+    def _gone(self) -> list[int]:
+        """The ranks of this host whose process has ended."""
+        return [rank for rank, (pid, at) in self._here.items() if began(pid) != at]
+
+    def _lost(self) -> list[int]:
+        """Those of them that ended without a word: no mark, no clean end."""
+        gone = self._gone()
+        if self._store_lives(gone):
+            if self._store.check(["mark"]):
+                return []
+            gone = [rank for rank in gone if not self._store.check([f"left/{rank}"])]
+        self._here = {rank: place for rank, place in self._here.items() if rank in gone or began(place[0]) == place[1]}
+        return gone
+
+    @staticmethod
+    def _store_lives(gone: list[int]) -> bool:
+        """False if the store went with rank 0: asked for anything then, torch prints a C++ stack."""
+        return 0 not in gone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def _tell_lost(self, lost: list[int]) -> None:
+        """Ends this rank after others that were killed; the first rank that is left on their host tells, and leaves the mark."""
+        teller = min(rank for rank in self._here if rank not in lost)
+        mark = {"rank": lost[0], "host": platform.node(), "what": "it is gone without a word", "lost": len(lost), "teller": teller}
+        if teller == self._rank:
+            self._failed = mark
+            self._answered.set()
+            ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} on {platform.node()}"
+            pids = ", ".join(str(self._here[rank][0]) for rank in lost)
+            cause = "killed by somebody, by the kernel for want of memory (dmesg tells), or crashed"
+            tell(f"lost {ranks} (pid {pids}: {cause}); {self.way_on()}")
+            if self._store_lives(lost):
+                with contextlib.suppress(RuntimeError):
+                    mark = json.loads(self._store.compare_set("mark", "", json.dumps(mark)))
+                    self._store.set("gone", "")
+        self._follow(mark)
 
     def _leave_mark(self, own: str) -> None:
         first = json.loads(self._store.compare_set("mark", "", own))
@@ -138,17 +192,20 @@ class Peers:
         ending.daemon = True
         ending.start()
         saying = self._say_last_words()
-        with contextlib.suppress(RuntimeError):  # rank 0 has gone, and the store with it
-            self._store.add("seen", 1)
-            self._wait_for(lambda: self._store.check(["gone"]) and (self._rank > 0 or self._store.add("seen", 0) == self._world - 1), GONE)
+        if "lost" not in mark or self._store_lives([mark["rank"]]):
+            with contextlib.suppress(RuntimeError):  # rank 0 has gone, and the store with it
+                self._store.add("seen", 1)
+                others = self._world - mark.get("lost", 1)  # this one among them
+                self._wait_for(lambda: self._store.check(["gone"]) and (self._rank > 0 or self._store.add("seen", 0) >= others), GONE)
         saying.join(LAST_WORDS)
         time.sleep(AFTER)
-        if self._refused:  # all ranks meet most refusals at once, and the first rank of the host has told
+        if self._refused or "lost" in mark:  # all ranks meet most refusals at once, and the first rank of the host has told
             os._exit(1)
         leave(1, f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}")
 
     def _stop_looking(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 has waited long enough
+            self._store.set(f"left/{self._rank}", "")
             self._store.add("left", 1)
         if self._rank == 0:
             self._wait_for(lambda: self._store.add("left", 0) == self._world or self._store.check(["mark"]), LEAVING)
@@ -165,3 +222,12 @@ class Peers:
         end = time.monotonic() + seconds
         while not true() and time.monotonic() < end:
             time.sleep(0.05)
+
+
+def began(pid: int) -> str:
+    """When a process began, which tells it from a later one with its number; empty for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

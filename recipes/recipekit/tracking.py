@@ -246,7 +246,7 @@ class ProgressLine:
         # The reader of stderr may have gone (a closed terminal, `| tee` after Ctrl-C), which must not end the run.
         with contextlib.suppress(OSError):
             if self._live:
-                self._live.console.print(text, markup=False, highlight=False)
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)  # a command in it can be copied as a whole
             else:
                 print(text, file=sys.stderr, flush=True)
 

@@ -23,7 +23,7 @@ from .groups import Groups, set_time_limit, time_limit, waiting_group
 from .mesh import Mesh
 from .mixture import domains_of
 from .model import build_model, check_causal, check_weights, enabled, parameter_groups
-from .plan import Plan
+from .plan import Plan, way_on
 from .recipe import Recipe
 from .refusal import Refusal, refuse
 from .sequence_parallel import MicroBatch, own_part
@@ -182,6 +182,8 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     rank0 = plan.command.rank == 0
     say = print if rank0 else lambda *_: None
+    if peers:
+        peers.way_on = partial(way_on, recipe, plan.out)
     for note in plan.notes:
         say(note)
     rows = f"{recipe.global_batch} rows a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
@@ -260,7 +262,16 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     if rank0:
         checkpoint.put_aside_later(plan.out / "checkpoints", state["step"], say)
         write_facts(plan, facts, stream.files)
-    tracker = open_tracker(recipe=recipe, name=f"{plan.command.name}_{mesh}", run_dir=plan.out, config=facts, is_main=rank0, start_step=state["step"])
+    stopper = Stopper(recipe.grace)
+    tracker = open_tracker(
+        recipe=recipe,
+        name=f"{plan.command.name}_{mesh}",
+        run_dir=plan.out,
+        config=facts,
+        is_main=rank0,
+        start_step=state["step"],
+        stopping=lambda: stopper.requested is not None,
+    )
     if peers:
         peers.last_words = partial(tracker.finish, 1)
     peak = DEVICES[name].flops if (name := facts["host"]["device"]) in DEVICES else None
@@ -270,7 +281,7 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     if peak and flops is None:
         say("mfu unknown: a layer of this model mixes tokens in a way that recipekit/flops.py does not count")
     # `peers` is the first to see an exception: closing the stream may wait for a server
-    with Stopper(recipe.grace) as stopper, contextlib.closing(stream), peers or contextlib.nullcontext():
+    with stopper, contextlib.closing(stream), peers or contextlib.nullcontext():
         code = loop(plan, engine, stream, held_out, state, saver, tracker, stopper, by_domain, flops, peak)
         if code == 0 and last == recipe.steps and recipe.export:
             stopper.boundary(next_within=3600)
@@ -369,7 +380,9 @@ def loop(
             stopper.boundary()
         if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             stopper.request(result["stop"])  # on the ranks that were not told themselves
-            tracker.say(f"stopped by {result['stop']} after step {step}; the checkpoint of it is complete")
+            tracker.finish(REASONS[result["stop"]])  # what W&B has to say of its end stands above the last line
+            goes_on = "" if result["stop"] == "bad data" else f"; {way_on(recipe, plan.out)}"
+            tracker.say(f"stopped by {result['stop']} after step {step}; the checkpoint of it is complete{goes_on}")
             for problem in shared_problems(broken) if result["stop"] == "bad data" else []:  # not `requested`: a rank keeps its own first reason
                 tracker.say(f"step {step + 1} cannot be made: {problem}")
             return REASONS[result["stop"]]
