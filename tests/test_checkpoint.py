@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -386,6 +387,19 @@ def test_too_little_space_for_one_checkpoint_is_told_before_the_first_step(pools
         " bytes, 1,234 are free; free space or choose another --out"
     )
     assert not (tmp_path / "run").exists(), "nothing was begun"
+
+
+def test_a_limit_of_files_is_not_taken_for_a_full_disk(tmp_path: Path, ops: Callable[[str], None]) -> None:
+    """`ulimit -f`: torch.save fails as on a full disk, and gigabytes are free."""
+    run = [sys.executable, str(NANO), "--tiny", "--steps", "1", "--eval_every", "0", "--no-wandb", "--out", str(tmp_path / "run")]
+    job = Job(tmp_path, ["sh", "-c", 'ulimit -f 1000 && exec "$@"', "sh", *run])  # blocks of 512 bytes
+    try:
+        assert job.wait(600) == 1
+    finally:
+        job.close()
+    assert "; no file may become larger than 512,000 bytes; the checkpoints before it are intact; raise the limit (ulimit -f unlimited)" in job.output
+    assert "Traceback" not in job.output and "are free" not in job.output
+    assert checkpoints(tmp_path / "run") == []
 
 
 def test_the_last_good_checkpoint_is_complete_when_a_loss_is_not_finite(pools: Any, tmp_path: Path) -> None:

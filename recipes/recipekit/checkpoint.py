@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import shutil
 import threading
 import time
@@ -27,6 +28,8 @@ from .ds_files import MOMENTS, expected_bytes
 from .groups import waiting_group
 from .manifest import BLUEPRINT, MANIFEST, STATE
 from .refusal import Refusal, refuse
+
+LIMIT = "no file may become larger than"
 
 
 class Files(CheckpointEngine):
@@ -238,14 +241,17 @@ class Saver:
         if told := [error for error in errors if error]:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.folder / ".staging", ignore_errors=True)
-            raise refuse(f"checkpoint in {self.folder}", told[0], fix)
+            limited = "the checkpoints before it are intact; raise the limit (ulimit -f unlimited), then start again"
+            raise refuse(f"checkpoint in {self.folder}", told[0], limited if LIMIT in told[0] else fix)
 
     def _check_space(self, step: int) -> None:
         if self.needed > shutil.disk_usage(self.folder).free:
             self.error = f"step {step} {self.space()}"
 
     def space(self) -> str:
-        free = shutil.disk_usage(self.folder).free
+        free, (limit, _) = shutil.disk_usage(self.folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY and free > max(self.needed, limit):
+            return f"{LIMIT} {limit:,} bytes"  # torch.save does not say which of the two it has met
         return f"needs {self.needed:,} bytes, {free:,} are free" if self.needed else f"{free:,} bytes are free"
 
     def _write_own(self, step: Path, content: list[tuple[Any, Path]], generators: dict[str, Any], state: dict[str, Any]) -> None:
