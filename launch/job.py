@@ -30,7 +30,7 @@ LOST_PEER = (
     *("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused"),
     *("onnection closed by remote peer", "DistNetworkError", "DistStoreError", "recvValue failed", "Timed out waiting"),
     *("DistBackendError", "NCCL error", "ncclRemoteError", "ncclSystemError", "NCCL operations have failed or timed out"),
-    *("ended, because rank ", "failed after rank "),
+    *("ended, because rank ", "failed after rank ", ": lost rank"),
 )
 ABORTED = ("Watchdog caught collective", "atchdog thread terminated with exception")  # by torch's watchdog of NCCL, in C++, with many lines after it
 REPOSITORY = Path(__file__).resolve().parents[1]

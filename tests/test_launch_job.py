@@ -45,7 +45,16 @@ WATCHDOG = [
 ]
 FOLLOWED = [f"rank 0: ended, because rank 1 on worker-2 failed: {MEMORY}"]
 AFTER_IT = ["rank 0: failed after rank 1: RuntimeError: something else", *FOLLOWED]
-PEERS = {"gloo": (1, GLOO), "store": (1, STORE), "NCCL": (1, REMOTE), "watchdog": (-6, WATCHDOG), "mark": (1, FOLLOWED), "mark and more": (1, AFTER_IT)}
+LOST = ["rank 0: lost rank 1 on worker-2 (pid 5: killed by somebody, by the kernel for want of memory (dmesg tells), or crashed); the same command goes on"]
+PEERS = {
+    "gloo": (1, GLOO),
+    "store": (1, STORE),
+    "NCCL": (1, REMOTE),
+    "watchdog": (-6, WATCHDOG),
+    "mark": (1, FOLLOWED),
+    "mark and more": (1, AFTER_IT),
+    "killed": (1, LOST),
+}
 
 
 def ended(folder: Path, rank: int, code: int, said: list[str]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ SEEN = 2.0  # seconds in which the other ranks see the mark
 LAST_WORDS = 5.0  # seconds for what a rank still has to write down elsewhere, the state of its W&B run
 GONE = SEEN + LAST_WORDS + 1.0  # seconds after which a failed rank ends whatever it still waits for
 AFTER = 1.0  # seconds that a rank ends later than the one that failed: launchers look at most once in these
-CUT = ("onnection", "ncclRemoteError", "Broken pipe")  # in what gloo, NCCL and the store raise where another rank has gone
+# in what gloo, NCCL and the store raise where another rank has gone
+CUT = ("onnection", "remote process exited", "ncclRemoteError", "recvValue failed", "Broken pipe")
 MISSED = 3.0  # seconds in which a rank that has lost its connection learns which rank is gone
 LEAVING = 600.0  # seconds that rank 0, which holds the store, waits at a clean end for the others to come to theirs
 
@@ -199,7 +200,8 @@ class Peers:
                 self._wait_for(lambda: self._store.check(["gone"]) and (self._rank > 0 or self._store.add("seen", 0) >= others), GONE)
         saying.join(LAST_WORDS)
         time.sleep(AFTER)
-        if self._refused or "lost" in mark:  # all ranks meet most refusals at once, and the first rank of the host has told
+        told = "lost" in mark and "LAUNCH_LOGS" not in os.environ  # by one rank for all; `python -m launch` reads the last line of each
+        if self._refused or told:  # all ranks meet most refusals at once, and the first rank of the host has told
             os._exit(1)
         leave(1, f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}")
 
