@@ -1,12 +1,14 @@
 """Shared fixtures: worker pools, compiled ops, real weights, and an environment without network."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool import ROOT, Pools, environment
@@ -40,8 +42,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if os.environ.get("FAIL_ON_SKIP") and reporter and reporter.stats.get("skipped"):
+    """FAIL_ON_SKIP allows no skipped test. SKIPPED_TO allows those whose reason names a package to install, and gets their node ids, a line each.
+
+    They can be run later with the packages: `pytest @FILE`.
+    """
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):  # the reports of xdist's workers come to the controller
+        return
+    skipped = reporter.stats.get("skipped", [])
+    wrong = skipped if os.environ.get("FAIL_ON_SKIP") else []
+    if file := os.environ.get("SKIPPED_TO"):
+        listed = subprocess.run(["bash", ROOT / "tests" / "system_packages.sh", "--list"], capture_output=True, text=True, check=True).stdout.split()
+        reasons = {report: report.longrepr[2] for report in skipped}
+        wrong = [report for report in skipped if not {word.strip(".") for word in re.findall(r"[\w.+-]+", reasons[report])} & set(listed)]
+        with open(file, "a") as lines:
+            lines.writelines(f"{report.nodeid}\n" for report in skipped if report not in wrong)
+        for report in wrong:
+            reporter.write_line(f"\n{report.nodeid}: its reason names no package of tests/system_packages.sh: {reasons[report]}", red=True)
+    if wrong:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# The Debian packages that some tests need; a test whose package is missing says so and is skipped.
+# The Debian packages that some tests need; a test whose package is missing says so and is skipped. `--list` prints them and installs nothing.
 set -euo pipefail
 packages="libaio-dev python3.11-doc iproute2 openssh-client openssh-server pdsh slurmctld slurmd slurm-client munge dataset-fashion-mnist faketime bible-kjv bible-kjv-text linux-doc-6.1"
+if [ "${1:-}" = --list ]; then
+    echo "$packages"
+    exit
+fi
 missing=""
 for package in $packages; do
-    dpkg -s "$package" >/dev/null 2>&1 || missing="$missing $package"
+    [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] || missing="$missing $package"
 done
 [ -z "$missing" ] && exit 0
 export DEBIAN_FRONTEND=noninteractive
