@@ -47,7 +47,7 @@ def missing() -> str:
         package for package in ("slurmctld", "slurmd", "slurm-client", "munge") if not shutil.which({"slurm-client": "sbatch"}.get(package, package), path=path)
     ]
     if lacking:
-        return f"needs the Debian packages {', '.join(lacking)} (tests/system_packages.sh)"
+        return f"needs Debian's {', '.join(lacking)} (tests/system_packages.sh)"
     return "needs root, as which the daemons start jobs" if os.geteuid() else ""
 
 

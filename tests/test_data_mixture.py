@@ -21,9 +21,9 @@ RECIPE = replace(BASE, ds_config="zero2.json", seq_len=256, micro_batch=2, globa
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    for package, there in (("python3.11-doc", PYTHON), ("linux-doc-6.1", KERNEL), ("bible-kjv", Path("/usr/bin/bible"))):
-        if not there.exists():
-            pytest.skip(f"needs Debian's {package}")
+    wanted = {"python3.11-doc": PYTHON, "linux-doc-6.1": KERNEL, "bible-kjv": Path("/usr/bin/bible")}
+    if missing := [package for package, there in wanted.items() if not there.exists()]:
+        pytest.skip(f"needs Debian's {', '.join(missing)} (tests/system_packages.sh)")
     bible = tmp_path_factory.mktemp("bible") / "kjv.txt"
     said = subprocess.run(["bible", "-f"], input="gen1:1-rev22:21\n", capture_output=True, text=True, check=True, cwd="/usr/lib").stdout
     bible.write_text("\n".join(said.splitlines()[2:]) + "\n")

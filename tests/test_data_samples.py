@@ -65,7 +65,7 @@ def equal(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor
 def fashion(tmp_path_factory) -> Path:
     """1,000 images of Fashion-MNIST: half as PNG, as `datasets` stores them, half as rows of pixels."""
     if not FASHION.exists():
-        pytest.skip("needs Debian's dataset-fashion-mnist")
+        pytest.skip("needs Debian's dataset-fashion-mnist (tests/system_packages.sh)")
     folder = tmp_path_factory.mktemp("fashion")
     pixels = fashion_file("t10k-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28)[:1000]
     labels = fashion_file("t10k-labels-idx1-ubyte.gz", 8)[:1000]

@@ -184,7 +184,7 @@ def test_hosts_that_cannot_start_are_all_named(start: Callable[..., Job], hosts:
 def test_stock_deepspeed_over_pdsh_reaches_both_hosts(hosts: TwoHosts, one_machine: Path, tmp_path: Path) -> None:
     """What recipes/README.md offers without our launcher: it forwards fewer variables, so those of the ranks come from a file."""
     if not shutil.which("pdsh"):
-        pytest.skip("needs the Debian package pdsh (tests/system_packages.sh)")
+        pytest.skip("needs Debian's pdsh (tests/system_packages.sh)")
     deepspeed = Path(sys.executable).with_name("deepspeed")
     home = tmp_path / "home"
     home.mkdir()

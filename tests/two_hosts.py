@@ -25,7 +25,7 @@ def missing() -> str:
         if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
     ]
     if lacking:
-        return f"needs the Debian packages {', '.join(lacking)} (tests/system_packages.sh)"
+        return f"needs Debian's {', '.join(lacking)} (tests/system_packages.sh)"
     if os.geteuid() or subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         return "needs the right to make network namespaces (root)"
     return ""
