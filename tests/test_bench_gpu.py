@@ -39,7 +39,7 @@ def record(name: str, status: str = "pass", **changes: Any) -> dict[str, Any]:
 def table(text: str) -> dict[str, list[str]]:
     """Name of a row -> the other cells of its line."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    assert {len(line) for line in cells} == {5}
+    assert {len(line) for line in cells} == {4}
     return {line[0]: line[1:] for line in cells if line[0] in bench_gpu.BY_NAME}
 
 
@@ -169,11 +169,13 @@ def test_a_job_ends_at_its_limit_and_with_its_first_rank(tmp_path: Path):
 
 def test_the_page_tells_every_row():
     kept = {"cpu": record("cpu"), "zero1": record("zero1", "broke"), "1b": record("1b", "fail", bars="missed: MFU of 38%", date="2030-01-04")}
+    kept["loop"] = record("loop", "broke", measured=f"exit code 1: {'a long line ' * 20}")
     text = bench_gpu.page(kept)
     rows = table(text)
     assert list(rows) == list(bench_gpu.BY_NAME)
-    assert rows["cpu"][2:] == ["what cpu / found", "pass"] and rows["1b"][3] == "fail (missed: MFU of 38%)"
-    assert rows["zero1"][3] == "broke" and rows["zero2"][2:] == ["not measured", ""]
+    assert [rows[name][2] for name in ("cpu", "1b", "zero1", "zero2")] == ["pass", "fail", "broke", "not measured"]
+    assert "\n- cpu: what cpu | found\n" in text and "\n- 1b: what 1b | found (missed: MFU of 38%)\n" in text
+    assert max(map(len, text.splitlines())) <= 120
     assert "on 2030-01-02 and 2030-01-04: NVIDIA H200" in text and "torch 2.11.0" in text and "commit abc" in text
     assert f"2 of {len(bench_gpu.ROWS)} rows measured, 1 pass" in text and "Tiny" not in text
     assert "Tiny shapes" in bench_gpu.page({"cpu": record("cpu", key=KEY | {"tiny": True})})

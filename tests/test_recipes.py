@@ -73,13 +73,23 @@ def full_size(name: str) -> list[str]:
     return ["--world", str(num_gpus(name)), *(["--seq_len", "4096"] if refused_mask(name) else [])]
 
 
-def catalogue_row(name: str) -> str:
-    """What recipes/README.md says of a recipe, made from its file."""
+def catalogue_entry(name: str) -> str:
+    """What recipes/README.md says of a recipe under "The recipes", made from its file."""
     recipe = load(name).RECIPE
     dataset = " ".join(filter(None, (recipe.dataset, recipe.subset)))
-    teaches = " ".join(docstring(name).split("\n\n")[0].split())
+    teaches = docstring(name).split("\n\n")[0]
+    return " ".join(f"[{name}]({name}.py): {teaches} `{recipe.model}` on `{dataset}`".split())
+
+
+def hardware_row(name: str) -> str:
+    """Its row under "Which GPU do I need"."""
+    recipe = load(name).RECIPE
     mesh = make_mesh(num_gpus(name), tp=recipe.tp, pp=recipe.pp, sp=recipe.sp, ep=recipe.ep)
-    return f"| [{name}]({name}.py) | {recipe.model} | {dataset} | {recipe.ds_config} | {mesh} | {teaches} | {needs(name)} |"
+    return f"| `{name}` | {recipe.ds_config} | {mesh} | {needs(name)} |"
+
+
+def section(title: str) -> str:
+    return (ROOT / "recipes" / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def test_every_kind_of_strategy_has_a_recipe():
@@ -131,11 +141,11 @@ for name in sys.argv[1:]:
 
 
 def test_catalogue_lists_every_recipe_as_it_is():
-    text = (ROOT / "recipes" / "README.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| [")]
-    assert sorted(rows) == sorted(catalogue_row(name) for name in FILES), "recipes/README.md; the rows that belong there:\n" + "\n".join(
-        map(catalogue_row, FILES)
-    )
+    entries = [" ".join(entry.split()) for entry in re.findall(r"^- (\[.+\n(?:  .+\n)*)", section("The recipes"), re.MULTILINE)]
+    rows = re.findall(r"^\| `.+$", section("Which GPU do I need"), re.MULTILINE)
+    for found, made in ((entries, catalogue_entry), (rows, hardware_row)):
+        belong = [made(name) for name in FILES]
+        assert sorted(found) == sorted(belong), "recipes/README.md; what belongs there:\n" + "\n".join(belong)
 
 
 @every_recipe

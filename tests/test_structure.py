@@ -1,4 +1,4 @@
-"""Who may import whom, what is pinned, and what no file may hold."""
+"""Who may import whom, what is pinned, what no file may hold, and how wide a page may be."""
 
 import ast
 import importlib.metadata
@@ -18,6 +18,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
 LAUNCH = sorted((ROOT / "launch").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+WIDTH = 120  # columns of a page
 THIRD_PARTY = importlib.metadata.packages_distributions()  # import name -> distributions
 
 
@@ -137,6 +138,38 @@ def test_no_file_names(what):
                 if re.search(FORBIDDEN[what], line):
                     found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
     assert not found, f"{what}:\n" + "\n".join(found)
+
+
+def pages() -> list[Path]:
+    return [path for path in project_files() if path.suffix == ".md"]
+
+
+def test_no_line_of_a_page_is_wider_than_a_screen():
+    """Prose, tables and commands, also of the pages that a tool writes. A word that cannot be broken, such as an address, may stand alone."""
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}: {len(line)} columns: {line.strip()[:60]}"
+        for path in pages()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > WIDTH and len(line.strip(" -*>").split()) > 1
+    ]
+    assert not wide, f"at most {WIDTH} columns, in a file that a tool writes by a change of the tool:\n" + "\n".join(wide)
+
+
+def test_every_link_of_a_page_leads_somewhere():
+    lost = []
+    for path in pages():
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+            name, _, section = target.partition("#")
+            there = path.parent / name if name else path
+            if "://" not in target and (not there.exists() or (section and section not in sections(there))):
+                lost.append(f"{path.relative_to(ROOT)}: {target}")
+    assert not lost
+
+
+def sections(page: Path) -> set[str]:
+    """What a link names the headings of a page by: their small letters, digits and hyphens."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_json_parses_strictly():

@@ -147,24 +147,31 @@ def page(found: dict[str, Any]) -> str:
         small = "a small fraction" if background <= SMALL * at_once else f"**not** a small fraction (at most {SMALL:.0%})"
         tables.append(f"""## {title}: {report["model"]}, {report["parameters"] / 1e6:.1f} M parameters
 
-| save | stall in s, median (least to most) | the first save | {found["steps_after"]} steps after it, s | slow-down of them, s | then still to wait, s | bytes on disk per parameter |
+| save | stall, s | first save, s | {found["steps_after"]} steps after it, s | slow-down, s | still to wait, s | bytes |
 |---|---|---|---|---|---|---|
 {chr(10).join(lines)}
 
-In the background the stall is {background / at_once:.0%} of that of the save at once, {small}, and {background / plain:.0%} of DeepSpeed's plain save.
+In the background the stall is {background / at_once:.0%} of that of the save at once, {small},
+and {background / plain:.0%} of DeepSpeed's plain save.
 """)
     few = "" if found["rounds"] >= ENOUGH_ROUNDS else " **A trial, not a measurement.**"
     return f"""# What a checkpoint costs a training run
 
-Written by `python tools/bench_checkpoint.py` on {found["date"]}: {found["machine"]}; load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
+Written by `python tools/bench_checkpoint.py` on {found["date"]}: {found["machine"]}.
+Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in found["versions"].items())}; commit {found["commit"]}.
 
-{found["ranks"]} ranks train in bf16. {found["rounds"]} saves of each kind after one that is not counted, in random order within a round, medians.{few}
+{found["ranks"]} ranks train in bf16. {found["rounds"]} saves of each kind after one that is not counted, in random order within a round.
+The numbers are medians, of the stall also (least to most).{few}
 
 {chr(10).join(tables)}
-The stall is the time inside the call, of the slowest rank. Ours ends with every byte on the disk (fsync), sha256 of every file and digests of every tensor in a manifest;
-DeepSpeed's own save does none of it, so part of what it wrote is still in memory when it returns. The steps after a save are those that share the
-cores and the disk with a save in the background; "still to wait" is what is left of it after them. Before each save everything else is on the disk.
+The stall is the time inside the call, of the slowest rank. Ours ends with every byte on the disk (fsync), sha256 of
+every file and digests of every tensor in a manifest; DeepSpeed's own save does none of it, so part of what it wrote is
+still in memory when it returns.
+
+The steps after a save are those that share the cores and the disk with a save in the background; the slow-down is
+theirs, and "still to wait" is what is left of the save after them. Bytes are those on the disk, for each parameter.
+Before each save everything else is on the disk.
 """
 
 

@@ -23,6 +23,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,7 +240,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
     rows, lines = report["rows"], []
 
     def target(reached: bool, text: str) -> None:
-        lines.append(f"- {'reached' if reached else '**missed**'}: {text}")
+        lines.extend(wrap(f"- {'reached' if reached else '**missed**'}: {text}", 120, subsequent_indent="  ", break_on_hyphens=False))
 
     for row in ("reshape", "reshape_3d", "to_hf"):
         if row in rows and CP[row] in rows:
@@ -272,22 +273,30 @@ def page(report: dict[str, Any]) -> str:
     few = "" if report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES else " **A trial, not a measurement.**"
     return f"""# The converter beside cp and DeepSpeed's converters
 
-Written by `python tools/bench_convert.py` on {report["date"]}: {report["machine"]}; load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
+Written by `python tools/bench_convert.py` on {report["date"]}: {report["machine"]}.
+Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
 
-A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, in the page cache. {report["rounds"]} rounds of every command, in random order within a round.{few}
+A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, in the page cache.
+{report["rounds"]} rounds of every command, in random order within a round; seconds are medians (least to most).{few}
 
-| command | GB written | seconds, median (least to most) | CPU seconds | MB/s | of `cp`'s speed | GB resident | of them anonymous |
+| command | GB written | seconds | CPU seconds | MB/s | of `cp`'s speed | GB resident | anonymous |
 |---|---|---|---|---|---|---|---|
 {chr(10).join(lines)}
 
 {chr(10).join(verdicts(report))}
 
-The time is that of the whole process, imports included (ours: the row start-up; DeepSpeed's two import torch). Ours and `cp` end with fsync of every file; ours also checks the
-digest of every tensor that it reads, and writes sha256 of every file (not of safetensors) and digests of every tensor. `zero_to_fp32.py` and `ds_to_universal.py` do
-neither: part of what they wrote is still in memory when they end, which is not counted against them. Ours writes past the page cache, so what it wrote has to be read from the disk
-when it is loaded, where the others' may still lie in memory. Before each command everything is written back and the source is
-read once. CPU seconds are those of the process and its children; the system's own writing to the disk is in them only where fsync does it. Memory is the sum over the process and its children of the resident pages (anonymous + mapped files), the most of all rounds, looked at every {1000 * SAMPLE:.0f} ms.
+The time is that of the whole process, imports included (ours: the row start-up; DeepSpeed's two import torch). Before
+each command everything is written back and the source is read once.
+
+Ours and `cp` end with fsync of every file; ours also checks the digest of every tensor that it reads, and writes sha256
+of every file (not of safetensors) and digests of every tensor. `zero_to_fp32.py` and `ds_to_universal.py` do neither:
+part of what they wrote is still in memory when they end, which is not counted against them. Ours writes past the page
+cache, so what it wrote has to be read from the disk when it is loaded, where the others' may still lie in memory.
+
+CPU seconds are those of the process and its children; the system's own writing to the disk is in them only where fsync
+does it. Memory is the sum over the process and its children of the resident pages (anonymous + mapped files), the most
+of all rounds, looked at every {1000 * SAMPLE:.0f} ms.
 """
 
 

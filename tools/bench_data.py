@@ -355,7 +355,8 @@ def page(found: dict[str, Any]) -> str:
     tokenised = ", ".join(f"{name} {speed / 1e6:.2f}" for name, speed in found["tokenising"].items())
     return f"""# How fast the data stream is
 
-Written by `python tools/bench_data.py` on {found["date"]}: {found["machine"]}; load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
+Written by `python tools/bench_data.py` on {found["date"]}: {found["machine"]}.
+Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in found["versions"].items())}; commit {found["commit"]}.
 
 {found["rows"]} rows of {SEQ_LEN} tokens in {FILES} files of each kind, in the page cache; medians of {found["rounds"]} rounds.{few}
@@ -366,21 +367,22 @@ Written by `python tools/bench_data.py` on {found["date"]}: {found["machine"]}; 
 
 {chr(10).join(verdicts)}
 
-Raw and ours write 8 bytes a token: the labels of rows that are one piece, as all are here, lie in the same memory as the ids, one token on, and such rows share
-their positions. Grain's rows lie in memory, those of the others in files.
+Raw and ours write 8 bytes a token: the labels of rows that are one piece, as all are here, lie in the same memory as
+the ids, one token on, and such rows share their positions. Grain's rows lie in memory, those of the others in files.
 
 Tokenising, one core, in Mtok/s: {tokenised}.
 
 ## How long a step waits
 
-A step sleeps {STEP * 1000:.0f} ms, then takes the next global batch of 16 rows from the prefetch thread ({found["steps"]} steps). The target is a 99th percentile of 1 %.
+A step sleeps {STEP * 1000:.0f} ms, then takes the next global batch of 16 rows from the prefetch thread ({found["steps"]} steps).
+The target is a 99th percentile of 1 %.
 
 | data | median, ms | p99, ms | p99 of the step | |
 |---|---|---|---|---|
 {chr(10).join(waiting)}
 
-The quickstart's recipe, one rank, {found["pairs"]} pairs of steps in random order, one on the stream and one on batches kept in memory:
-{train["ratio"]:.4f} times as long (95 % interval {low:.4f} to {high:.4f}; a step takes {median(train["kept"]) * 1000:.0f} ms).
+The quickstart's recipe, one rank, {found["pairs"]} pairs of steps in random order, one on the stream and one on batches
+kept in memory: {train["ratio"]:.4f} times as long (95 % interval {low:.4f} to {high:.4f}; a step takes {median(train["kept"]) * 1000:.0f} ms).
 """
 
 

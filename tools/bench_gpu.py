@@ -32,6 +32,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -401,7 +402,7 @@ def one_device(name: str, runs: str, *more: str) -> Row:
 
 
 def two_ranks(name: str, runs: str, *more: str) -> Row:
-    return Row("A", name, 120, f"{runs}; two ranks on one device", BESIDE, partial(beside_the_cpu, more=more, ranks=2), ("cpu",))
+    return Row("A", name, 120, f"{runs}; two ranks", BESIDE, partial(beside_the_cpu, more=more, ranks=2), ("cpu",))
 
 
 def beside_zero2(name: str, limit: int, runs: str, *more: str, stop: bool = False) -> Row:
@@ -443,7 +444,7 @@ ROWS = [
     Row("C", "8b_lora", 220, "8B, LoRA, rows of 4096", f"{LORA_TOKENS:,} tokens/s; peak beside the plan", lora_8b),
     whole_3b(4096, rows=16),
     whole_3b(8192, rows=8),
-    Row("D", "loop", 150, "our loop and a bare one in turn, SmolLM2-135M, rows of 2048", "5 ms outside the engine; wait under 1 %", loop_costs),
+    Row("D", "loop", 150, "our loop and a bare one, SmolLM2-135M, rows of 2048", "5 ms outside the engine; wait under 1 %", loop_costs),
     Row("D", "checkpoint", 260, "a save of Qwen3-0.6B under ZeRO-2", "under 1 s in the background", stall_of_a_save),
 ]
 BY_NAME = {row.name: row for row in ROWS}
@@ -631,33 +632,37 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
     measured = [record for record in kept.values() if done(record)]
     tables = []
     for part, title in PARTS.items():
-        lines = []
+        lines, found = [], []
         for row in [row for row in ROWS if row.part == part]:
             record = kept.get(row.name)
-            words, result = "not measured", ""
+            lines.append(f"| {row.name} | {row.runs} | {row.bar} | {record['status'] if record else 'not measured'} |")
             if record is not None:
-                words = record["measured"].replace("|", "/").replace("\n", " ")
-                result = record["status"] + (f" ({record['bars']})" if record["bars"] else "")
-            lines.append(f"| {row.name} | {row.runs} | {row.bar} | {words} | {result} |")
-        head = "| row | what runs | bar | measured | result |\n|---|---|---|---|---|"
-        tables.append(f"## {part}: {title}\n\n{head}\n{chr(10).join(lines)}\n")
+                bars = f" ({record['bars']})" if record["bars"] else ""
+                found += wrap(f"- {row.name}: {record['measured']}{bars}", 120, subsequent_indent="  ")
+        head = "| row | what runs | bar | result |\n|---|---|---|---|"
+        tables.append("\n".join([f"## {part}: {title}\n\n{head}", *lines, *(["", *found] if found else []), ""]))
     return f"""# The recipes on one GPU
 
 {heading(kept, len(measured))}
 
 {chr(10).join(tables)}
-A: a model of two layers from published weights, bf16, on the device and on the CPU, relative differences of the losses. "The same bits" is said of every loss and gradient norm.
-NCCL refuses two ranks on one GPU, so those rows run on gloo with tensors of the device. B and C: the recipe's own loop and JSON, weights drawn at random, packed documents of random
-tokens (median 545); medians of the steps after the second; the peak is the largest `peak_mem_bytes`, the plan is what `--dry_run` prints: the peak
-is to be within {NEAR_PLAN:.0%} of a plan that counts activations, and not below one that leaves them out. A run is killed after its last timed step, so that no checkpoint is in it.
-D: [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU the device is waited for after each engine call of the pass
-that times them, so the milliseconds outside are those that nothing hides.
+- A: a model of two layers from published weights, bf16, on the device and on the CPU, relative differences of the
+  losses. "The same bits" is said of every loss and gradient norm. Rows of two ranks run both on one GPU, which NCCL
+  refuses, so they run on gloo with tensors of the device.
+- B and C: the recipe's own loop and JSON, weights drawn at random, packed documents of random tokens (median 545);
+  medians of the steps after the second. The peak is the largest `peak_mem_bytes`, the plan is what `--dry_run` prints:
+  the peak is to be within {NEAR_PLAN:.0%} of a plan that counts activations, and not below one that leaves them out. A run is
+  killed after its last timed step, so that no checkpoint is in it.
+- D: [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU the
+  device is waited for after each engine call of the pass that times them, so the milliseconds outside are those that
+  nothing hides.
 """
 
 
 def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
     if not kept:
-        return f"Written by `python tools/bench_gpu.py --no-run --page tools/bench_gpu.md` on {datetime.date.today().isoformat()}: no GPU was at hand, nothing is measured yet."
+        today = datetime.date.today().isoformat()
+        return f"Written by `python tools/bench_gpu.py --no-run --page tools/bench_gpu.md` on {today}:\nno GPU was at hand, nothing is measured yet."
     key = next(iter(kept.values()))["key"]
     dates, commits = (sorted({record[name] for record in kept.values()}) for name in ("date", "commit"))
     versions = ", ".join(f"{name} {key[name]}" for name in ("driver", "Python", "torch", "cuda", "nccl", "deepspeed", "transformers") if key.get(name))

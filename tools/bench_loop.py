@@ -199,35 +199,45 @@ def page(report: dict[str, Any]) -> str:
     few = "" if report["pairs"] >= ENOUGH_PAIRS else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
     return f"""# The training loop beside three others
 
-Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}; load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
+Written by `python {report["command"]}`
+on {report["date"]}: {report["machine"]}.
+Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
 
 {report["model"]}, {report["ranks"]} ranks, `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
 {report["micro_batch"]} in a micro-batch. {report["pairs"]} pairs of blocks of {steps} steps, in random order within a pair.{few}
 
-| loop | tokens/s | ms per step | tokens/s of ours / of this loop, median (95 % interval) | ms per step outside engine calls: work + collectives |
+| loop | tokens/s | ms per step | ours / this loop (95 % interval) | ms per step outside the engine |
 |---|---|---|---|---|
 {chr(10).join(rows)}
 
-Target: {"; ".join(verdicts) or "none for the loops that were chosen"}.
+Target: {("; " + chr(10)).join(verdicts) or "none for the loops that were chosen"}.
+
+The ratios are the medians of tokens/s over those of the loop. Outside the engine's calls: work + collectives.
 
 Our loop waited {1000 * report["data_wait_s"]:.2f} ms of a step for data, {report["data_wait_s"] / report["step_s"]:.2%} of it.
 After {WARM_UP + 1} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())}.
 
 What is in the time of a block:
 
-- ours: `recipekit.train.loop` as a recipe runs it: its own stream with the thread that tokenises and packs ahead, the copy to the device, the
-  learning rate of the step, the two all-reduces of the loss and the token count, the gradient norm, `metrics.jsonl`, the progress line, and
-  {recorded}. A block ends when the threads it set to work are done. Not in it: start-up, evaluation, checkpoints;
-- bare: forward, backward and step of micro-batches that lie on the device, and `.item()` of the loss on rank 0 each step; no data, no record;
+- ours: `recipekit.train.loop` as a recipe runs it: its own stream with the thread that tokenises and packs ahead, the
+  copy to the device, the learning rate of the step, the two all-reduces of the loss and the token count, the gradient
+  norm, `metrics.jsonl`, the progress line, and {recorded}.
+  A block ends when the threads it set to work are done. Not in it: start-up, evaluation, checkpoints;
+- bare: forward, backward and step of micro-batches that lie on the device, and `.item()` of the loss on rank 0 each
+  step; no data, no record;
 - `Trainer`: its own `train()`, with a log record of every step kept in memory, not printed, no saving, no report;
-- `accelerate`: `accumulate`, `accelerator.backward`, `DummyOptim`, a prepared `DataLoader`, `.item()` of the loss on rank 0 each step.
+- `accelerate`: `accumulate`, `accelerator.backward`, `DummyOptim`, a prepared `DataLoader`, `.item()` of the loss on
+  rank 0 each step.
 
-Bare, `Trainer` and `accelerate` take {PREPARED} global batches, made beforehand, round and round. All start from the same weights, with the JSON's optimizer
-and a constant learning rate. An `"auto"` bucket size has the recipes' number in it for all four: `Trainer` and `accelerate` would fill in hidden_size ** 2,
-and on a small model the bench would then compare bucket sizes. A block's time is that of the slowest rank. The last column comes from a pass of its own ({TIMED_BLOCKS} blocks of each loop, rank 0),
-so that its timers are not in the ratios; engine calls are forward with the loss, backward and step. Collectives wait for the other rank too, which
-without them would happen inside the next engine call.
+Bare, `Trainer` and `accelerate` take {PREPARED} global batches, made beforehand, round and round. All start from the same
+weights, with the JSON's optimizer and a constant learning rate. An `"auto"` bucket size has the recipes' number in it
+for all four: `Trainer` and `accelerate` would fill in hidden_size ** 2, and on a small model the bench would then
+compare bucket sizes.
+
+A block's time is that of the slowest rank. The last column comes from a pass of its own ({TIMED_BLOCKS} blocks of each loop,
+rank 0), so that its timers are not in the ratios; engine calls are forward with the loss, backward and step.
+Collectives wait for the other rank too, which without them would happen inside the next engine call.
 """
 
 

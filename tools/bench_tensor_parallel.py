@@ -134,7 +134,8 @@ def page(report: dict[str, Any]) -> str:
     few = "" if report["pairs"] >= ENOUGH_PAIRS else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
     return f"""# Tensor parallelism beside DeepSpeed's and transformers' own
 
-Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}; load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
+Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}.
+Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
 
 {report["model"]}, tp {report["ranks"]}, `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
@@ -146,9 +147,12 @@ Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}
 
 After {WARM_UP} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({way})" for way, loss in report["losses"].items())}.
 
-A step is forward, backward and optimizer, with `.item()` of the loss; no data is read, nothing recorded. All ways start from the same weights.
-What differs: ours sums the gradient of an activation once for all column-wise layers that read it (q, k and v; gate and up), the other two once for
-each layer; and with transformers' styles each operation of a linear layer passes through a DTensor.
+A step is forward, backward and optimizer, with `.item()` of the loss; no data is read, nothing recorded. All ways
+start from the same weights.
+
+What differs: ours sums the gradient of an activation once for all column-wise layers that read it (q, k and v; gate and
+up), the other two once for each layer; and with transformers' styles each operation of a linear layer passes through a
+DTensor.
 """
 
 

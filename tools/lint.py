@@ -15,6 +15,7 @@ import sys
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,28 +130,30 @@ def verdict(problems: list[Problem]) -> str:
 
 
 def support_table() -> str:
-    """The composition rules, and the keys that are read in some places only, as Markdown."""
-    marks = {APPLIES: "works", FAILS: "fails", IGNORES: "ignored", REPLACES: "replaced", HANGS: "hangs"}
-    rows = [rule for rule in ds_rules.RULES if rule.together]
+    """The composition rules, and the keys that are read in some places only, as Markdown: an entry each, as no table of them fits a screen."""
     lines = [
         f'What DeepSpeed {schema()["deepspeed"]} does with a combination, and where that is decided (files below `deepspeed/runtime`; "run": seen',
         "by running). `lint` tells those that a JSON or a layout shows; the others depend on the script or the model.",
         "",
-        "| combination | DeepSpeed | why | what to do | source |",
-        "|---|---|---|---|---|",
-        *(f"| {rule.together} | {marks[rule.outcome]} | {rule.rule} | {rule.fix or '-'} | {rule.source} |" for rule in rows),
-        "",
-        "Keys that have an effect in some places only:",
-        "",
-        "| key | DeepSpeed | why | what to do | source |",
-        "|---|---|---|---|---|",
     ]
+    for rule in ds_rules.RULES:
+        if rule.together:
+            lines += entry(f"**{rule.together}**", rule)
+    lines += ["", "### Keys that have an effect in some places only", ""]
     alone = [rule for rule in ds_rules.RULES + ds_rules.STOCK_RULES if not rule.together and rule.source]
     same = lambda rule: (rule.key.rpartition(".")[0], *rule[2:6])  # noqa: E731
-    for (block, why, fix, outcome, source), group in groupby(sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same):
-        keys = ", ".join(f"`{rule.key.rpartition('.')[2]}`" for rule in group)
-        lines.append(f"| {f'`{block}`: ' if block else ''}{keys} | {marks[outcome]} | {why} | {fix} | {source} |")
+    for (block, *_), group in groupby(sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same):
+        rules = list(group)
+        keys = ", ".join(f"`{rule.key.rpartition('.')[2]}`" for rule in rules)
+        lines += entry(f"`{block}`: {keys}" if block else keys, rules[0])
     return "\n".join(lines) + "\n"
+
+
+def entry(of: str, rule: ds_rules.Rule) -> list[str]:
+    mark = {APPLIES: "works", FAILS: "fails", IGNORES: "ignored", REPLACES: "replaced", HANGS: "hangs"}[rule.outcome]
+    fix = f" Fix: {rule.fix}." if rule.fix else ""
+    text = f"- {of} ({mark}): {rule.rule}.{fix} Source: {rule.source}"
+    return wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def order(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:

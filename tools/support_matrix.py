@@ -456,23 +456,27 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
     lines = [
         "# Which families train in which layout",
         "",
-        "Made by `python tools/support_matrix.py`, which runs every cell; do not edit. A tiny model of each type (its own config class, every kind of",
-        f"layer kept) trains {STEPS} steps on packed documents in real processes (CPU, fp32). A mark means: every loss and grad_norm within {LOSS:.0e} relative of",
-        f"plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. The number is the largest of the deviations.",
+        *paragraph(
+            "Made by `python tools/support_matrix.py`, which runs every cell; do not edit. A tiny model of each type (its own config class, every kind of "
+            f"layer kept) trains {STEPS} steps on packed documents in real processes (CPU, fp32). A mark means: every loss and grad_norm within {LOSS:.0e} "
+            f"relative of plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. The number is the largest of the deviations."
+        ),
         "",
         f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}, {time.strftime('%Y-%m-%d')}.",
-        "No family has code of its own: stages and cuts come from the plans that the model publishes. Packed rows: whether a document's logits depend on",
-        "another document of its row in transformers itself; where they leak, give each row one document, or know that they do.",
-        "no plan: the family publishes none for that degree; a recipe can give its own for pp (gpt2_xl_zero1_pp4.py). no preset: DeepSpeed's AutoEP has",
-        "none for its experts. no experts: there is nothing to divide.",
+        "No family has code of its own: stages and cuts come from the plans that the model publishes.",
         "",
-        *wrap(f"Refused, since they read the tokens that they should predict: {', '.join(sorted(ahead))}.", 120, break_on_hyphens=False),
+        *paragraph(
+            "- Packed rows: whether a document's logits depend on another document of its row in transformers itself; where they leak, give each row one "
+            "document, or know that they do."
+        ),
+        *paragraph("- no plan: the family publishes none for that degree; a recipe can give its own for pp (gpt2_xl_zero1_pp4.py)."),
+        "- no preset: DeepSpeed's AutoEP has none for its experts. no experts: there is nothing to divide.",
         "",
-        *wrap(
+        *paragraph(f"Refused, since they read the tokens that they should predict: {', '.join(sorted(ahead))}."),
+        "",
+        *paragraph(
             f"Encoder-decoders are refused, too. Of {', '.join(sorted(decoders_alone(ran)))} the rows below are of the decoder alone, "
-            'whose config.json says `"is_encoder_decoder": false`.',
-            120,
-            break_on_hyphens=False,
+            'whose config.json says `"is_encoder_decoder": false`.'
         ),
         "",
     ]
@@ -496,8 +500,12 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
                 why = next(
                     (f"; {why}" for (start, part), why in WHY.items() if name.startswith(start) and part in layout and "differs" in result["reason"]), ""
                 )
-                lines.append(f"- {name}, {layout}: {result['reason']}{why}")
+                lines += paragraph(f"- {name}, {layout}: {result['reason']}{why}")
     return "\n".join(lines) + "\n"
+
+
+def paragraph(text: str) -> list[str]:
+    return wrap(text, 120, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False, break_on_hyphens=False)
 
 
 def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
