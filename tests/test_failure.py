@@ -205,7 +205,6 @@ def test_what_a_failed_run_leaves_is_whole(broken: Callable[..., Job], tmp_path:
 )
 def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[str], None], command: Any, rank: int) -> None:
     """What kill -9, or the kernel for want of memory, leaves on the terminal under a plain launcher."""
-    ops("comm")
     flags = ("--tiny", "--steps", 10**6, "--save_every", 20, "--eval_every", 0, "--no-wandb", "--out", tmp_path / "run")
     job = Job(tmp_path, command(NANO, *flags, ranks=2))
     try:

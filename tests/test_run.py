@@ -212,7 +212,6 @@ def test_what_needs_no_torch_takes_a_second_and_imports_none(tmp_path: Path, fla
 
 def test_ctrl_c_under_deepspeed_ends_with_the_way_on(tmp_path: Path, ops: Callable[[str], None]) -> None:
     """Its launcher ends every process below it, W&B's, too, and the prompt comes back before the ranks have saved."""
-    ops("comm")
     run = tmp_path / "run"
     job = Job(tmp_path, deepspeed(NANO, "--tiny", "--steps", 10**6, "--eval_every", 0, "--out", run), terminal=True)
     try:
