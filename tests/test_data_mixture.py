@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from job import metrics
+from pool import ROOT
 from recipekit.data import open_stream
 from recipekit.recipe import Recipe
 from recipekit.tokens import byte_tokenizer
@@ -34,7 +35,11 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_shares_and_losses_of_three_real_domains(mixture: str, pools: Any, tmp_path: Path) -> None:
     """Shares hold after every batch; each domain's loss is in the metrics, they average to the loss, and a pipeline sees the same."""
     runs = []
-    for name, *flags in (("dp",), ("pp", "--pp", "2", "--deepspeed_config", "zero1.json")):
+    # in fp32: in bf16 the last step's loss of one domain differs by 1 % between ZeRO-1, ZeRO-2 and micro-batches of 1, 2 and 4 without any pipeline
+    zero1 = json.loads((ROOT / "ds_configs" / "zero1.json").read_text())
+    (tmp_path / "fp32.json").write_text(json.dumps(zero1 | {"bf16": {"enabled": False}}))
+    for name, *more in (("dp",), ("pp", "--pp", "2")):
+        flags = ["--deepspeed_config", str(tmp_path / "fp32.json"), *more]
         results = pools.run(2, train, recipe=RECIPE, argv=["--dataset", mixture, "--out", str(tmp_path / name), *flags], timeout=300)
         assert [result for result, _ in results] == [0, 0], results
         runs.append(metrics(tmp_path / name))
@@ -50,11 +55,11 @@ def test_shares_and_losses_of_three_real_domains(mixture: str, pools: Any, tmp_p
         mean = sum(line[f"loss/{name}"] * new[name] for name in SHARES) / sum(new.values())
         assert mean == pytest.approx(line["loss"], rel=1e-3)
         before = tokens
-    assert len({lines[-1][f"loss/{name}"] for name in SHARES}) == 3  # to the last digit: three texts can be equally hard after 12 steps
+    assert len({round(lines[-1][f"loss/{name}"], 3) for name in SHARES}) == 3
 
     for name in SHARES:
         assert [line[f"tokens/{name}"] for line in other] == [line[f"tokens/{name}"] for line in lines]
-        assert [line[f"loss/{name}"] for line in other] == pytest.approx([line[f"loss/{name}"] for line in lines], rel=5e-3)  # bf16
+        assert [line[f"loss/{name}"] for line in other] == pytest.approx([line[f"loss/{name}"] for line in lines], rel=1e-4)
 
 
 def test_every_rank_count_deals_the_same_rows(mixture: str) -> None:
