@@ -30,6 +30,13 @@ def deepspeed(recipe: Path, *flags: object, ranks: int = 2) -> list[str]:
     return [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(recipe), *map(str, flags)]
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Its command line; none of one that has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 class Job:
     """A started command in a session of its own; with `terminal` it has a controlling terminal, on which Ctrl-C can be pressed."""
 
@@ -90,7 +97,7 @@ class Job:
 
     def launcher(self) -> psutil.Process:
         """The process `deepspeed.launcher.launch`."""
-        (found,) = [process for process in psutil.Process(self.process.pid).children() if "deepspeed.launcher.launch" in process.cmdline()]
+        (found,) = [process for process in psutil.Process(self.process.pid).children() if "deepspeed.launcher.launch" in command_line(process)]
         return found
 
     def rank(self, number: int) -> psutil.Process:

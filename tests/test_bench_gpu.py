@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from job import Job
+from job import Job, command_line
 from pool import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -161,7 +161,7 @@ def test_a_job_ends_at_its_limit_and_with_its_first_rank(tmp_path: Path):
     with pytest.raises(bench_gpu.RowFailed, match="not done in time"):
         made.run("late", [str(tmp_path / "say.py"), "none"])
     assert time.monotonic() - began < 20, "the other rank was not waited for"
-    assert not [child for child in psutil.Process().children() if str(tmp_path) in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children() if str(tmp_path) in " ".join(command_line(child))]
 
 
 # The page and the command -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from job import NANO, Job, in_mounts
+from job import NANO, Job, command_line, in_mounts
 from pool import ROOT, environment, free_port
 from recipekit.host_checks import check_shared_memory
 from recipekit.refusal import Problem
@@ -282,7 +282,7 @@ def test_a_stopped_doctor_leaves_nothing(tmp_path: Path, number: int) -> None:
     """Ctrl-C in its terminal, which all ranks get, or a signal to the command alone."""
     argv = [sys.executable, str(DOCTOR), "--out", "run", "--master_port", free_port()]
     job = Job(tmp_path / "job", list(map(str, argv)))
-    job.wait_for(lambda: len([process for process in job.processes() if "--torch-part" in process.cmdline()]) == 2, HARD)
+    job.wait_for(lambda: len([process for process in job.processes() if "--torch-part" in command_line(process)]) == 2, HARD)
     if number == signal.SIGINT:
         os.killpg(job.process.pid, number)
     else:

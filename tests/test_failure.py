@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from job import BIN, NANO, Job, checkpoints, contention, deepspeed, metrics
+from job import BIN, NANO, Job, checkpoints, command_line, contention, deepspeed, metrics
 from pool import FORKS, ROOT, environment, free_port
 from recipekit.failure import GONE as LATEST
 from recipekit.failure import Peers
@@ -209,7 +209,7 @@ def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[s
     job = Job(tmp_path, command(NANO, *flags, ranks=2))
     try:
         job.wait_for(lambda: checkpoints(tmp_path / "run") or job.process.poll() is not None, START)
-        ranks = {process.environ()["RANK"]: process for process in job.processes() if "RANK" in process.environ() and str(NANO) in process.cmdline()}
+        ranks = {process.environ()["RANK"]: process for process in job.processes() if str(NANO) in command_line(process) and "RANK" in process.environ()}
         ranks[str(rank)].kill()
         assert job.wait(START) != 0
     finally:
