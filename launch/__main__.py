@@ -89,7 +89,7 @@ def meant(parser: argparse.ArgumentParser, flag: str) -> str:
 def nearest(missing: Path) -> str:
     """The way from a file that is not there to the one that was meant."""
     there = {path.name: path for folder in (Path("recipes"), missing.parent) for path in sorted(folder.glob("*.py"))}
-    if near := difflib.get_close_matches(missing.with_suffix(".py").name, there, 1):
+    if near := difflib.get_close_matches(f"{missing.stem}.py", there, 1):
         return f"did you mean {there[near[0]]}?"
     return "give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)"
 

@@ -389,6 +389,34 @@ def test_too_little_space_for_one_checkpoint_is_told_before_the_first_step(pools
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
+def room_with_a_left_over(folder: str, needed: int) -> str:
+    """Runs on every rank of a pool: what the look at the disk says where half of it is taken by a save that was killed."""
+    from recipekit.checkpoint import Saver
+    from torch.distributed import barrier, get_rank
+
+    usage, left = shutil.disk_usage, Path(folder) / ".staging" / "step_00000002" / "half"
+    if get_rank() == 0:
+        left.parent.mkdir(parents=True)
+        left.touch()
+    barrier()
+    saver = object.__new__(Saver)
+    saver.folder, saver.needed, saver.error = Path(folder), needed, ""
+    shutil.disk_usage = lambda path: usage(path)._replace(free=needed // 2 if left.exists() else needed)
+    try:
+        saver.check_room()
+    except Refusal as refusal:
+        return str(refusal)
+    finally:
+        shutil.disk_usage = usage
+    return ""
+
+
+def test_what_a_killed_save_has_left_takes_no_room(pools: Any, tmp_path: Path) -> None:
+    """A restart would be refused for it, and goes on instead."""
+    assert pools.run(2, room_with_a_left_over, folder=str(tmp_path), needed=1000) == ["", ""]
+    assert not (tmp_path / ".staging").exists()
+
+
 def test_a_limit_of_files_is_not_taken_for_a_full_disk(tmp_path: Path, ops: Callable[[str], None]) -> None:
     """`ulimit -f`: torch.save fails as on a full disk, and gigabytes are free."""
     run = [sys.executable, str(NANO), "--tiny", "--steps", "1", "--eval_every", "0", "--no-wandb", "--out", str(tmp_path / "run")]

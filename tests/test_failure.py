@@ -1,6 +1,8 @@
 """The failure of one rank: told at once with its traceback and its name, and the end of every rank within seconds, whatever its peers wait in."""
 
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -318,6 +320,35 @@ def test_rank_0_holds_the_store_until_all_have_seen_its_mark(ranks: Callable[...
         assert said.endswith(f"rank {rank}: ended, because rank 0 on {os.uname().nodename} failed: MemoryError: no room\n")
 
 
+def rank_2_is_killed_on_another_host(peers: Peers) -> None:
+    host = "one" if os.environ["RANK"] == "0" else "two"
+    platform.node = lambda: host
+    peers._here = {rank: place for rank, place in peers._here.items() if (rank == 0) == (host == "one")}
+    if os.environ["RANK"] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_every_host_is_told_of_a_killed_rank(ranks: Callable[..., Any]) -> None:
+    """In full on its own."""
+    (code, said), (other_code, told), _ = ranks(rank_2_is_killed_on_another_host)
+    assert (code, other_code) == (1, 1)
+    assert said == "rank 0: ended, because rank 2 on two failed: it is gone without a word\n"
+    assert told.startswith("rank 1: lost rank 2 on two (pid ") and told.count("\n") == 1
+
+
+def rank_1_is_killed_after_rank_0_has_done(peers: Peers) -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60 * (os.environ["RANK"] == "2"))
+
+
+def test_a_rank_that_is_done_leaves_the_telling_to_another(ranks: Callable[..., Any]) -> None:
+    (code, said), _, (other_code, told) = ranks(rank_1_is_killed_after_rank_0_has_done)
+    assert (code, said, other_code) == (1, "", 1) and told.startswith("rank 2: lost rank 1 on "), said + told
+
+
 def rank_0_is_killed(peers: Peers) -> None:
     """The others are in a collective whose connections stay open, as under NCCL."""
     peers.way_on = lambda: "this is the way on"
@@ -354,9 +385,9 @@ def test_a_killed_rank_is_named_once(ranks: Callable[..., Any], body: Callable[[
     assert results[lost] == (-signal.SIGKILL, "")
     others = [result for rank, result in enumerate(results) if rank != lost]
     assert [code for code, _ in others] == [1, 1]
-    first, second = [said for _, said in others]
-    assert first.startswith(f"rank {int(lost == 0)}: lost rank {lost} on {os.uname().nodename} (pid ") and first.endswith("; this is the way on\n"), first
-    assert first.count("\n") == 1 and second == ""
+    silent, told = sorted(said for _, said in others)
+    assert re.match(rf"rank [012]: lost rank {lost} on {os.uname().nodename} \(pid ", told) and told.endswith("; this is the way on\n"), told
+    assert told.count("\n") == 1 and silent == ""
 
 
 def two_are_killed(peers: Peers) -> None:

@@ -185,7 +185,7 @@ def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypat
         command = [sys.executable, str(NANO), "--tiny", "--out", "run"]
         done = subprocess.run(command, cwd=tmp_path, env=environment() | place, capture_output=True, text=True, timeout=60, check=False)
         (told,) = re.findall(r"^  1\. (.*)$", done.stderr, re.M)
-        found = re.fullmatch(rf"master port {port}: is in use on \S+; choose another with --master_port (\d+) \(`ss .*", told)
+        found = re.fullmatch(rf"master port {port}: is in use on \S+; choose another, (\d+) say: --master_port of the launcher, .*", told)
         assert done.returncode == 1 and found and "Traceback" not in done.stderr and not (tmp_path / "run").exists(), done.stderr
         socket.create_server(("", int(found[1]))).close()
         monkeypatch.setenv("MASTER_PORT", str(port))

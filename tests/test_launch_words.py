@@ -243,6 +243,8 @@ USAGE = [
     (["--dry-rnu", "--max-restart=3", "x.py"], 2, "did you mean --dry-run?; --max-restart=3: is no flag of launch; did you mean --max-restarts?"),
     (["missing.py"], 1, "missing.py: no such file; give the path of a recipe"),
     (["recipes/llama_nano_zero3.py", "--tiny"], 1, "recipes/llama_nano_zero3.py: no such file; did you mean recipes/llama_nano_zero2.py?"),
+    ([""], 1, "give the path of a recipe"),
+    (["."], 1, "give the path of a recipe"),
     (["lama_nano_zero2"], 1, "lama_nano_zero2: no such file; did you mean recipes/llama_nano_zero2.py?"),
     (["--nodes", "2", "recipes/llama_nano_zero2.py"], 1, "name the others with --hostfile"),
     (["--where", "hostfile", "recipes/llama_nano_zero2.py"], 1, "give --hostfile FILE"),

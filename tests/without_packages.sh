@@ -12,7 +12,8 @@ warning="WARNING: nothing can be mounted over /usr (not root? no overlayfs?), so
 
 if [ "$1" != --in-namespace ]; then
     [ -z "$installed" ] && exec "$@"
-    unshare -m true && exec unshare -m bash "$0" --in-namespace "$@"
+    # an overlay would hide what is mounted there, a container's driver for example
+    ! cut -d" " -f5 /proc/self/mountinfo | grep -q "^/usr/" && unshare -m true && exec unshare -m bash "$0" --in-namespace "$@"
     echo "$warning $*" >&2
     exec "$@"
 fi

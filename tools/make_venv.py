@@ -27,7 +27,7 @@ def main(look: bool) -> int:
     done = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         shutil.rmtree(str(VENV), ignore_errors=True)
-        why = (done.stdout.split("\n") or ["no message"])[0]
+        why = done.stdout.strip().split("\n")[0] or "no message"
         return refuse(f"{sys.executable} -m venv .venv", why, f"on Debian and Ubuntu: apt-get install python3.{sys.version_info[1]}-venv")
     return 0
 

@@ -229,6 +229,7 @@ class Saver:
     def check_room(self) -> None:
         """Raises `Refusal` on every rank if the disk has no room for one checkpoint (a collective): better now than hours later."""
         if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / ".staging", ignore_errors=True)  # of a save that was killed
             there = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
             if self.needed > (free := shutil.disk_usage(there).free):
                 self.error = f"each needs {self.needed:,} bytes, {free:,} are free"
@@ -250,7 +251,8 @@ class Saver:
 
     def space(self) -> str:
         free, (limit, _) = shutil.disk_usage(self.folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)
-        if limit != resource.RLIM_INFINITY and free > max(self.needed, limit):
+        met = limit < self.needed if self.needed else limit != resource.RLIM_INFINITY  # no file is larger than the checkpoint
+        if limit != resource.RLIM_INFINITY and met and free > max(self.needed, limit):
             return f"{LIMIT} {limit:,} bytes"  # torch.save does not say which of the two it has met
         return f"needs {self.needed:,} bytes, {free:,} are free" if self.needed else f"{free:,} bytes are free"
 

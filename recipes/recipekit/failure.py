@@ -104,8 +104,8 @@ class Peers:
         self._answered.wait(1.0)
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        elif "lost" in self._failed:
-            pass  # nothing that this rank met tells more
+        elif "lost" in self._failed and any(word in str(error) for word in CUT):
+            pass  # it tells no more than that
         elif not self._refused and self._failed:
             tell(f"failed after rank {self._failed['rank']}: {what}")
         elif not self._refused:
@@ -156,10 +156,14 @@ class Peers:
         return 0 not in gone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def _tell_lost(self, lost: list[int]) -> None:
-        """Ends this rank after others that were killed; the first rank that is left on their host tells, and leaves the mark."""
-        teller = min(rank for rank in self._here if rank not in lost)
-        mark = {"rank": lost[0], "host": platform.node(), "what": "it is gone without a word", "lost": len(lost), "teller": teller}
-        if teller == self._rank:
+        """Ends this rank after others of its host that were killed. One rank tells: whose mark is the first, or without a store the first that is left."""
+        mark = {"rank": lost[0], "host": platform.node(), "what": "it is gone without a word", "lost": len(lost), "teller": self._rank}
+        tells = self._rank == min(rank for rank in self._here if rank not in lost)
+        if self._store_lives(lost):
+            with contextlib.suppress(RuntimeError):
+                mark = json.loads(self._store.compare_set("mark", "", json.dumps(mark)))
+                tells = mark.get("teller") == self._rank
+        if tells:
             self._failed = mark
             self._answered.set()
             ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} on {platform.node()}"
@@ -168,7 +172,6 @@ class Peers:
             tell(f"lost {ranks} (pid {pids}: {cause}); {self.way_on()}")
             if self._store_lives(lost):
                 with contextlib.suppress(RuntimeError):
-                    mark = json.loads(self._store.compare_set("mark", "", json.dumps(mark)))
                     self._store.set("gone", "")
         self._follow(mark)
 
@@ -200,7 +203,8 @@ class Peers:
                 self._wait_for(lambda: self._store.check(["gone"]) and (self._rank > 0 or self._store.add("seen", 0) >= others), GONE)
         saying.join(LAST_WORDS)
         time.sleep(AFTER)
-        told = "lost" in mark and "LAUNCH_LOGS" not in os.environ  # by one rank for all; `python -m launch` reads the last line of each
+        # by one rank for its host; `python -m launch` reads the last line of each
+        told = "lost" in mark and mark["host"] == platform.node() and "LAUNCH_LOGS" not in os.environ
         if self._refused or told:  # all ranks meet most refusals at once, and the first rank of the host has told
             os._exit(1)
         leave(1, f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}")
@@ -231,5 +235,5 @@ def began(pid: int) -> str:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # it has ended, or is not ours to look at
         return ""

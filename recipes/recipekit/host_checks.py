@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -369,7 +370,7 @@ def check_port(port: int) -> Findings:
         yield Problem(
             f"master port {port}",
             f"{why} on {socket.gethostname()}",
-            f"choose another with --master_port {_free_port(port)} (`ss -ltnp 'sport = :{port}'` shows who has it)",
+            f"choose another with --master_port (`ss -ltnp 'sport = :{port}'` shows who has it)",
         )
 
 
@@ -379,7 +380,8 @@ def check_master_port(rank: int) -> list[Problem]:
         return []
     if not (port := os.environ["MASTER_PORT"]).isdigit():
         return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
-    return [found for found in check_port(int(port)) if isinstance(found, Problem)]
+    fix = f"choose another, {_free_port(int(port))} say: --master_port of the launcher, or MASTER_PORT (`ss -ltnp 'sport = :{port}'` shows who has it)"
+    return [replace(found, fix=fix) for found in check_port(int(port)) if isinstance(found, Problem)]
 
 
 def _free_port(above: int) -> int:

@@ -22,10 +22,10 @@ def check_packages(needed: Sequence[str] = NEEDED) -> None:
     if not missing:
         return
     activate = ROOT / ".venv" / "bin" / "activate"
-    fix = f". {shlex.quote(str(activate))}" if activate.exists() else "make setup, then . .venv/bin/activate"
+    fix = f"activate the environment first: {f'. {shlex.quote(str(activate))}' if activate.exists() else 'make setup, then . .venv/bin/activate'}"
     if sys.prefix == str(ROOT / ".venv"):  # something has gone from the environment
         fix = f"{shlex.quote(sys.executable)} -m pip install -r requirements.txt"
-    raise refuse(sys.executable, f"has no {', '.join(missing)}", fix if "pip" in fix else f"activate the environment first: {fix}")
+    raise refuse(sys.executable, f"has no {', '.join(missing)}", fix)
 
 
 def require_packages(needed: Sequence[str] = NEEDED) -> None:

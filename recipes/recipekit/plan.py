@@ -295,7 +295,8 @@ def way_on(recipe: Recipe, out: Path) -> str:
     try:
         step = int((out / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
     except (OSError, ValueError):
-        return "no checkpoint is complete yet: the same command begins anew"
+        start = "begins anew" if recipe.resume in ("auto", "never") else f"starts again from {recipe.resume}"
+        return f"no checkpoint is complete yet: the same command {start}"
     if recipe.resume == "auto":
         return f"the same command goes on from step {step}"
     return f"the same command with --resume auto goes on from step {step}"

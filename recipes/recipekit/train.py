@@ -182,8 +182,6 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     rank0 = plan.command.rank == 0
     say = print if rank0 else lambda *_: None
-    if peers:
-        peers.way_on = partial(way_on, recipe, plan.out)
     for note in plan.notes:
         say(note)
     rows = f"{recipe.global_batch} rows a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
@@ -273,6 +271,7 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
         stopping=lambda: stopper.requested is not None,
     )
     if peers:
+        peers.way_on = partial(way_on, recipe, plan.out)
         peers.last_words = partial(tracker.finish, 1)
     peak = DEVICES[name].flops if (name := facts["host"]["device"]) in DEVICES else None
     if peak is None and device.type != "cpu":
@@ -380,6 +379,7 @@ def loop(
             stopper.boundary()
         if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             stopper.request(result["stop"])  # on the ranks that were not told themselves
+            stopper.boundary(next_within=60)
             tracker.finish(REASONS[result["stop"]])  # what W&B has to say of its end stands above the last line
             goes_on = "" if result["stop"] == "bad data" else f"; {way_on(recipe, plan.out)}"
             tracker.say(f"stopped by {result['stop']} after step {step}; the checkpoint of it is complete{goes_on}")
