@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -462,6 +463,18 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
     yield launch
     for job in jobs:
         job.close()
+
+
+def test_a_disk_of_20_mb_is_refused_before_the_first_step(ops: Callable[[str], None], disk: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path, [sys.executable, str(NANO), "--out", "disk/run", "--eval_every", "0", "--no-wandb"])
+    try:
+        assert job.wait(150) == 1, job.output[-8000:]
+    finally:
+        job.close()
+    assert "step 1/" not in job.output and "Traceback" not in job.output and not (disk / "run").exists()
+    assert re.search(r"1\. checkpoint in disk/run/checkpoints: each needs [\d,]+ bytes, [\d,]+ are free; free space or choose another --out\n", job.output), (
+        job.output
+    )
 
 
 UNCHECKED = "from recipekit.checkpoint import Saver\n\nSaver._check_space = lambda self, step: None"  # as if the disk had been filled by others meanwhile

@@ -73,10 +73,11 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 
 
 def test_what_needs_no_op_needs_no_compiler(tmp_path: Path, ops: Callable[[str], None]) -> None:
-    """Nor ninja, nor a folder for ops, nor shared memory (DeepSpeed's own start on a CPU would take all four); to the end of the run."""
-    (tmp_path / "ops").mkdir()
-    hidden = f"mount -t tmpfs -o ro tmpfs {tmp_path / 'ops'}\nmount -t tmpfs -o size=64k tmpfs /dev/shm"
-    code, text = start(tmp_path, prefix=in_mounts(hidden), PATH=programs(tmp_path / "bin", "git"), CXX=None, CC=None)
+    """Nor ninja, nor a folder for ops, nor shared memory (DeepSpeed's own start on a CPU would take all four), nor a home; to the end of the run."""
+    for name in ("ops", "home"):
+        (tmp_path / name).mkdir()
+    hidden = "".join(f"mount -t tmpfs -o ro tmpfs {tmp_path / name}\n" for name in ("ops", "home")) + "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    code, text = start(tmp_path, prefix=in_mounts(hidden), PATH=programs(tmp_path / "bin", "git"), HOME=str(tmp_path / "home"), CXX=None, CC=None)
     assert code == 0 and "compil" not in text, text
 
 
