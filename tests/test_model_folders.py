@@ -15,7 +15,7 @@ from pool import ROOT, environment
 from recipekit.architecture import READS_AHEAD, causal_types, default_config
 from recipekit.dry_run import show
 from recipekit.model import check_causal
-from recipekit.plan import make_plan
+from recipekit.plan import POSITIONS, make_plan
 from recipekit.recipe import Recipe, parse
 from recipekit.refusal import Refusal
 from recipekit.safetensors_files import INDEX
@@ -281,3 +281,39 @@ def test_a_type_reads_ahead_if_the_table_says_so(model_type):
 def test_a_copy_that_does_not_run_is_said():
     told = check_causal(Recipe(model="blt"), default_config("blt").to_dict())
     assert told.startswith("not known whether a blt looks back only: cannot shrink a blt")
+
+
+LIMITED: dict[str, dict[str, Any]] = {
+    **{key: {"n_embd": 16, "n_layer": 1, "n_head": 2} for key in ("gpt2", "gpt_bigcode", "openai-gpt")},
+    **{key: {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4} for key in ("gptj", "codegen")},
+    "ctrl": {"n_embd": 16, "n_layer": 1, "n_head": 2, "dff": 16},
+    "gpt_neo": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
+    "opt": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16},
+    "biogpt": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+    "mpt": {"d_model": 16, "n_layers": 1, "n_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_a_row_longer_than_the_positions_of_a_model_is_refused(tmp_path: Path, kind: str) -> None:
+    """The last one that fits runs in the model itself, one more does not."""
+    config = transformers.AutoConfig.for_model(kind, vocab_size=264, **{POSITIONS[kind]: 32}, **LIMITED[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    row = torch.randint(0, 264, (1, 33))  # (B, T)
+    with torch.no_grad():
+        model(input_ids=row[:, :32], position_ids=torch.arange(32)[None])
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=row, position_ids=torch.arange(33)[None])
+    config.save_pretrained(tmp_path / "model")
+    recipe = Recipe(model=str(tmp_path / "model"), init="random", tokenizer="bytes", dataset="builtin", ds_config="zero1.json")
+
+    def plan(seq_len: int) -> None:
+        flags = ["--dry_run", "--seq_len", str(seq_len), "--global_batch", "4", "--micro_batch", "1", "--out", str(tmp_path / "run")]
+        make_plan(parse(recipe, ROOT / "recipes" / "x.py", flags))
+
+    plan(32)
+    with pytest.raises(Refusal) as refusal:
+        plan(33)
+    assert [str(problem) for problem in refusal.value.problems] == [
+        f"seq_len = 33: a {kind} has positions for 32 tokens ({POSITIONS[kind]} in its config.json); use --seq_len 32 or less"
+    ]

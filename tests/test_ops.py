@@ -201,7 +201,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 weight = torch.nn.Parameter(torch.ones(8))
 weight.grad = torch.ones(8)
 DeepSpeedCPUAdam([weight], lr=0.5).step()
-print("weights", weight.tolist())
+print("weights", [round(value, 3) for value in weight.tolist()])
 """
 
 

@@ -81,7 +81,7 @@ def test_a_python_that_cannot_make_environments_says_what_to_install(tmp_path: P
     assert not (tmp_path / ".venv").exists()
 
 
-TOOLS = ("tools/lint.py ds_configs/zero3.json", "tools/convert_checkpoint.py inspect x", "tools/quickstart.py")
+TOOLS = ("tools/lint.py ds_configs/zero3.json", "tools/convert_checkpoint.py inspect x", "tools/quickstart.py", "tools/doctor.py --quick")
 
 
 @pytest.mark.parametrize("command", [f"{NANO} --tiny --dry_run", *TOOLS])

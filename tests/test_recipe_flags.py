@@ -277,6 +277,11 @@ def test_what_would_go_wrong_without_a_word_is_named(fields, where):
     assert check_recipe(Recipe(model="x", attention="flash_attention_2", sp=2, micro_batch=2)) == []
 
 
+def test_a_typo_brings_no_problem_that_is_none():
+    """A short trial lowers the warm-up by itself."""
+    assert [problem.where for problem in refused(["--steps", "5", "--worldd", "2"]).problems] == ["--worldd 2"]
+
+
 def test_a_recipe_changed_within_a_second_is_read_as_it_is_now(tmp_path, monkeypatch):
     """Of the same size and time as before, as a script leaves it that goes through values; nothing is left beside it."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)

@@ -15,6 +15,7 @@ Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import os
 import signal
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import ds_config, fabric, host_checks, op_cache  # noqa: E402
 from recipekit.host_checks import Findings, Row, amount, existing  # noqa: E402
 from recipekit.meeting import Chair, Line, Member, echo, meet, reach  # noqa: E402
+from recipekit.packages import require_packages  # noqa: E402
 from recipekit.plan import Plan, make_plan  # noqa: E402
 from recipekit.recipe import Command, parse, recipe_of  # noqa: E402
 from recipekit.refusal import Problem, Refusal  # noqa: E402
@@ -663,6 +665,8 @@ def start_ranks(first: int, count: int, place: dict[str, str], more: list[str]) 
 
 def main() -> None:
     parser, arguments = read_arguments()
+    if importlib.util.find_spec("torch") is None:  # another Python's complaints would be of no use
+        require_packages()
     place = os.environ
     if "RANK" not in place:
         raise SystemExit(local_main(arguments))

@@ -23,6 +23,11 @@ from .safetensors_files import open_folder
 
 BYTE_VOCAB = 264  # of the byte-level tokenizer: 256 bytes and 8 special tokens (tokens.py)
 TINY_SEQ_LEN = 128
+POSITIONS = {  # by model_type: what bounds the length of its rows (transformers 5.22.2)
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "openai-gpt", "gptj", "codegen", "ctrl"), "n_positions"),
+    **dict.fromkeys(("gpt_neo", "opt", "biogpt"), "max_position_embeddings"),
+    "mpt": "max_seq_len",
+}
 AXES = ("tp", "pp", "sp", "ep")
 
 # What a run is made of: a run folder is continued only if these are the same.
@@ -98,6 +103,7 @@ def make_plan(command: Command) -> Plan:
     asked = recipe
     recipe, mesh, more, layout_problems = _lay_out(asked, command.world, architecture, fixed, command.tiny)
     notes += more
+    problems += _check_positions(recipe, architecture) if architecture else []
     problems += _check_inputs(recipe, model_known=architecture is not None)
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
@@ -134,6 +140,15 @@ def make_plan(command: Command) -> Plan:
         if (offload := resolved["zero_optimization"].get(block, {})).get("device") == "nvme":
             offload["nvme_path"] = str((out / Path(offload["nvme_path"]).expanduser()).resolve())  # an absolute path stays
     return Plan(command, recipe, mesh, resolved, path, architecture, out, resume_from, tuple(notes))
+
+
+def _check_positions(recipe: Recipe, architecture: dict[str, Any]) -> list[Problem]:
+    """Rows longer than a model without rotary positions has places for: its forward pass ends in an IndexError."""
+    kind = architecture.get("model_type", "")
+    limit = architecture.get(key := POSITIONS.get(kind, ""))
+    if not isinstance(limit, int) or recipe.seq_len <= limit:
+        return []
+    return [Problem(f"seq_len = {recipe.seq_len}", f"a {kind} has positions for {limit} tokens ({key} in its config.json)", f"use --seq_len {limit} or less")]
 
 
 def _check_inputs(recipe: Recipe, model_known: bool) -> list[Problem]:

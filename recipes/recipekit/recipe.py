@@ -164,7 +164,8 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         changes["ds_config"] = given["deepspeed_config"]
     changed = dataclasses.replace(recipe, **changes)
     if parser.problems:
-        raise Refusal(parser.problems + check_recipe(changed), exit_code=2)
+        lowered = {"warmup_steps": 0} if "steps" in changes and "warmup_steps" not in changes else {}  # as the plan does
+        raise Refusal(parser.problems + check_recipe(dataclasses.replace(changed, **lowered)), exit_code=2)
     return Command(
         recipe=changed,
         name=path.stem,
@@ -250,7 +251,7 @@ def _kind(item: dataclasses.Field[Any]) -> type:
 ELSEWHERE = {
     "dp": "leave it out: data parallelism takes the ranks that are left by --tp, --pp, --sp and --ep",
     "batch_size": "use --global_batch (rows of a step) or --micro_batch (rows of a forward pass)",
-    "per_device_train_batch_size": "use --micro_batch",
+    **dict.fromkeys(("bs", "per_device_train_batch_size"), "use --micro_batch"),
     "gradient_accumulation_steps": "use --global_batch: a step has global_batch / (micro_batch x data-parallel ranks) micro-batches",
     "learning_rate": "use --lr",
     "max_steps": "use --steps",
@@ -259,7 +260,10 @@ ELSEWHERE = {
     **dict.fromkeys(("max_length", "max_seq_length"), "use --seq_len"),
     **dict.fromkeys(("bf16", "fp16"), "the JSON sets the precision: --deepspeed_config FILE.json"),
     **dict.fromkeys(("stage", "zero", "zero_stage"), "the JSON sets the ZeRO stage: --deepspeed_config zero3.json"),
-    **dict.fromkeys(("num_gpus", "num_nodes", "nproc_per_node", "hostfile", "master_port"), "is the launcher's: write it before the recipe's file"),
+    "deepspeed": "leave it out: every run is DeepSpeed's, and --deepspeed_config names its JSON",
+    **dict.fromkeys(
+        ("gpus", "nodes", "num_gpus", "num_nodes", "nproc_per_node", "hostfile", "master_port"), "is the launcher's: write it before the recipe's file"
+    ),
 }
 
 
