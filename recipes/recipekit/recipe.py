@@ -260,7 +260,6 @@ ELSEWHERE = {
     **dict.fromkeys(("max_length", "max_seq_length"), "use --seq_len"),
     **dict.fromkeys(("bf16", "fp16"), "the JSON sets the precision: --deepspeed_config FILE.json"),
     **dict.fromkeys(("stage", "zero", "zero_stage"), "the JSON sets the ZeRO stage: --deepspeed_config zero3.json"),
-    "deepspeed": "leave it out: every run is DeepSpeed's, and --deepspeed_config names its JSON",
     **dict.fromkeys(
         ("gpus", "nodes", "num_gpus", "num_nodes", "nproc_per_node", "hostfile", "master_port"), "is the launcher's: write it before the recipe's file"
     ),
