@@ -4,7 +4,7 @@
     python tools/doctor.py --recipe recipes/NAME.py --out runs/x --tp 2 # what this run needs; the recipe's own flags may follow
     python -m launch --hostfile HOSTS --doctor --recipe recipes/NAME.py # all hosts of a run
 
-Looks at versions, devices, shared memory, adapters, what compiling ops takes, the NVMe folder, logins, the master port, the
+Looks at versions, devices, shared memory (GPUs), adapters, what compiling ops takes, the NVMe folder, logins, the master port, the
 clocks, the run folder, the room for checkpoints, and at the connections between all ranks: plain sockets first, then two
 seconds of all-reduce and point-to-point messages. A launcher starts it once for each rank, as it would a recipe; without
 one it starts the ranks of this machine itself. A rank that is missing, silent or slow is named; every wait for it has an end.

@@ -6,7 +6,7 @@ looks for that mark, and ends its rank although the main thread is blocked in a 
 
     the failed rank     traceback; mark; waits until every rank has seen it, at most SEEN; "gone"; ends with 1
     any other rank      waits until the failed one is gone, so that a launcher names that one; says why; ends with 1
-    a killed rank       leaves no mark: the ranks of its host miss its process, and the first of them leaves the mark and tells
+    a killed rank       leaves no mark: the ranks of its host miss its process, and the first to leave the mark tells
     rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun keeps the store in its agent)
 """
 
