@@ -5,7 +5,7 @@ PYTHON3 ?= python3
 FAST := $(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and not processes"
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-# make setup TORCH=cu126: another build of torch than the one that pip takes by itself (tools/torch_build.py)
+# make setup TORCH=cu126: another build of torch than the one that pip takes by itself (tools/make/torch_build.py)
 export TORCH ?=
 
 .PHONY: setup torch-build quickstart test test-slow test-gpu check
@@ -13,10 +13,10 @@ export TORCH ?=
 setup: torch-build .venv/ready
 
 torch-build:
-	@test -z "$$TORCH" || { $(PYTHON3) tools/make_venv.py --look && $(PYTHON3) tools/torch_build.py "$$TORCH"; }
+	@test -z "$$TORCH" || { $(PYTHON3) tools/make/make_venv.py --look && $(PYTHON3) tools/make/torch_build.py "$$TORCH"; }
 
 .venv/ready: requirements.txt requirements-dev.txt pyproject.toml | torch-build
-	@$(PYTHON3) tools/make_venv.py
+	@$(PYTHON3) tools/make/make_venv.py
 	@echo "setting up .venv (one to three minutes, most of it downloads)"
 	@date +%s > .venv/started
 	DS_BUILD_OPS=0 $(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt

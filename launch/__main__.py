@@ -8,7 +8,7 @@
     python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host: RANK is the host's first rank, LOCAL_WORLD_SIZE the
                                                                              ranks of the host, WORLD_SIZE those of all hosts; MASTER_ADDR, MASTER_PORT
 
-The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. recipes/README.md says more.
+The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. launch/README.md says more.
 Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a checkpoint.
 """
 

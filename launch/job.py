@@ -25,7 +25,7 @@ SETTLE_LOST = 15.0  # the same when those that have ended only lost the one that
 SETTLE_STOP = 60.0  # the same when a rank ended because it was asked to: the others are on their way out too
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_CODES = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
-# What a rank says last when it is another one that failed: gloo and sockets, torch's stores, NCCL, recipekit/failure.py
+# What a rank says last when it is another one that failed: gloo and sockets, torch's stores, NCCL, recipekit/runtime/failure.py
 LOST_PEER = (
     *("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused"),
     *("onnection closed by remote peer", "DistNetworkError", "DistStoreError", "recvValue failed", "Timed out waiting"),

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import ROOT, Pools, environment
+from pool import FOLDERS, ROOT, Pools, environment
 
 os.environ.update(environment())
+sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which every process of the tests would inherit
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
-OPS = ("cpu_adam", "async_io")  # of recipekit.ops
+OPS = ("cpu_adam", "async_io")  # of recipekit.hosts.ops
 BUILD = """
 import sys, time
-from recipekit.ops import OPS, load_op
+from recipekit.hosts.ops import OPS, load_op
 for name in sys.argv[1:]:
     begun = time.perf_counter()
     load_op(OPS[name], print)

@@ -24,14 +24,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 from recipekit.packages import require_packages
 
 require_packages()
-from recipekit import convert  # noqa: E402
-from recipekit.blueprint import Blueprint, Layout, default_optimizer  # noqa: E402
-from recipekit.convert import Effort, Step, open_step, target_layout  # noqa: E402
-from recipekit.ds_files import expected_bytes  # noqa: E402
-from recipekit.mesh import Mesh  # noqa: E402
-from recipekit.refusal import Refusal, refuse  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn  # noqa: E402
+from recipekit.architectures.lookup import read_config
+from recipekit.checkpoints import (
+    convert,
+    journal,
+    published,
+)
+from recipekit.checkpoints.copying import Effort
+from recipekit.checkpoints.places import expected_bytes
+from recipekit.checkpoints.step_folder import Step, open_step, target_layout
+from recipekit.mesh import Mesh
+from recipekit.parallel.blueprint import Blueprint, Layout, default_optimizer
+from recipekit.refusal import Refusal, refuse
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -48,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         where = Path(error.filename or arguments.out or arguments.source)
         free = shutil.disk_usage(existing(where)).free
-        kept = arguments.out and convert.journal_file(arguments.out).exists()
+        kept = arguments.out and journal.journal_file(arguments.out).exists()
         again = "what was done is kept, start the same command again to go on" if kept else "start the same command again"
         print(f"{where}: {error.strerror}; {free:,} bytes are free; {again}", file=sys.stderr)
         return 1
@@ -141,8 +147,8 @@ def check_space(out: Path, needed: int) -> None:
 def to_hf(arguments: argparse.Namespace) -> int:
     step = open_step(arguments.source)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
-    blueprint, contents = convert.published_as(step, dtype)
-    nbytes = convert.published_bytes(blueprint, contents)
+    blueprint, contents = published.published_as(step, dtype)
+    nbytes = published.published_bytes(blueprint, contents)
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     print(
         f"{len(contents)} file{'s' if len(contents) > 1 else ''}, {nbytes / 2**30:.3f} GiB, {', '.join(sorted({own for keys in contents.values() for own in keys.values()}))}"
@@ -158,18 +164,26 @@ def to_hf(arguments: argparse.Namespace) -> int:
 
 
 def from_hf(arguments: argparse.Namespace) -> int:
-    from recipekit.model import published_blueprint  # transformers, which only this command needs
+    from recipekit.model.describe import published_blueprint  # transformers, which only this command needs
 
     dtype = DTYPES[arguments.dtype]
     blueprint = published_blueprint(arguments.source)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
-    layout = target_layout(blueprint, start, dp=arguments.dp, tp=arguments.tp, pp=arguments.pp, zero=arguments.zero)
+    layout = target_layout(
+        blueprint,
+        start,
+        read_config(arguments.source / "config.json", str(arguments.source)),
+        dp=arguments.dp,
+        tp=arguments.tp,
+        pp=arguments.pp,
+        zero=arguments.zero,
+    )
     return write(arguments, blueprint, layout, lambda own: convert.from_hf(arguments.source, arguments.out, blueprint, layout, own))
 
 
 def reshape(arguments: argparse.Namespace) -> int:
     step = open_step(arguments.source)
-    layout = target_layout(step.blueprint, step.layout, dp=arguments.dp, tp=arguments.tp, pp=arguments.pp, zero=arguments.zero)
+    layout = target_layout(step.blueprint, step.layout, step.model_config, dp=arguments.dp, tp=arguments.tp, pp=arguments.pp, zero=arguments.zero)
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     return write(arguments, step.blueprint, layout, lambda own: convert.reshape(step.folder, arguments.out, layout, effort=own))
 

@@ -20,11 +20,9 @@ import itertools
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,25 +30,28 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit import ds_config, fabric, host_checks, op_cache  # noqa: E402
-from recipekit.host_checks import Findings, Row, amount, existing  # noqa: E402
-from recipekit.meeting import Chair, Line, Member, echo, meet, reach  # noqa: E402
-from recipekit.packages import require_packages  # noqa: E402
-from recipekit.plan import Plan, make_plan  # noqa: E402
-from recipekit.recipe import Command, parse, recipe_of  # noqa: E402
-from recipekit.refusal import Problem, Refusal  # noqa: E402
-from recipekit.stopping import start_launcher_watch  # noqa: E402
-from recipekit.torch_builds import gpus_in_use  # noqa: E402
+from recipekit.architectures.lookup import is_local
+from recipekit.command import Command, parse, recipe_of
+from recipekit.hosts import accounts, checks, fabric, findings, folders, gpus, op_cache, ports
+from recipekit.hosts.findings import Findings, Row, existing
+from recipekit.hosts.rendezvous import Chair, Line, Member, echo, meet, reach
+from recipekit.hosts.report import Report
+from recipekit.hosts.torch_builds import gpus_in_use
+from recipekit.packages import require_packages
+from recipekit.plan import Plan, make_plan
+from recipekit.refusal import Problem, Refusal
+from recipekit.runtime.stopping import start_launcher_watch
+from recipekit.strategy import (
+    check,
+    json_file,
+)
 
 LOOK = 180.0  # seconds in which a host has to answer what it is like
 CONNECT = 5.0  # seconds in which a rank has to connect to another
 PREPARE = 1800.0  # seconds for imports, compiles and counting
 JOIN = 600.0  # seconds for connecting all ranks, which a large NCCL job takes minutes for
 MEASURE = 120.0  # seconds in which the two seconds of measuring have to be over
-SKEW = 1.0  # seconds that clocks may differ, beside what the network leaves open
-SLOW = 3.0  # times the other ranks' seconds: then a rank is slow
 SUSPECT = 1.5  # times the others' seconds: then they are measured once more
-SLOW_LINK = 10.0  # times slower than the median of the links of its kind
 
 
 class Slot(NamedTuple):
@@ -116,7 +117,7 @@ def read_subject(arguments: argparse.Namespace, slot: Slot) -> Subject:
     out = command.out
     config: dict[str, Any] = {}
     with contextlib.suppress(Refusal):  # `make_plan` tells what is wrong with the JSON
-        config = ds_config.load(command.recipe.ds_config, command.folder)[0]
+        config = json_file.load(command.recipe.ds_config, command.folder)[0]
     try:
         plan = make_plan(command)
         return Subject(out, command, plan, [], plan.ds_config)
@@ -140,32 +141,32 @@ def swap_folder(plan: Plan | None) -> Path | None:
 def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: int) -> Findings:
     """Everything that can be found out on this host alone."""
     recipe = subject.plan.recipe if subject.plan else subject.command.recipe if subject.command else None
-    yield from host_checks.check_versions(ROOT / "requirements.txt")
-    yield from host_checks.check_devices(slot.local_world)
-    yield from host_checks.check_toolchain(subject.config)
+    yield from checks.check_versions(ROOT / "requirements.txt")
+    yield from gpus.check_devices(slot.local_world)
+    yield from checks.check_toolchain(subject.config)
     if local_gpus():
         yield from fabric.check_adapters(slot.world > slot.local_world)
-    yield from host_checks.check_out(subject.out, mark)
+    yield from folders.check_out(subject.out, mark)
     yield from subject.problems
     if folder := swap_folder(subject.plan):
-        yield from host_checks.check_drive(folder)
+        yield from folders.check_drive(folder)
     if slot.rank == 0:  # it alone records the run, and opens the port
-        yield from host_checks.check_wandb(recipe)
-        yield from host_checks.check_port(master_port)
-    yield from host_checks.check_hub(recipe)
+        yield from accounts.check_wandb(recipe is None or recipe.wandb)
+        yield from ports.check_port(master_port)
+    yield from accounts.check_hub(None if recipe is None or recipe.init == "random" or is_local(recipe.model) else recipe.model)
 
 
 def local_gpus() -> list[int]:
     """The numbers of the GPUs of this host's ranks, in their order."""
     try:
-        return [gpu.number for gpu in host_checks.gpus()]
+        return [gpu.number for gpu in gpus.gpus()]
     except OSError:
         return []  # `check_devices` tells
 
 
 def room(subject: Subject) -> dict[str, int]:
     """place -> bytes that are free on this host."""
-    folder, memory = swap_folder(subject.plan), host_checks.free_memory()
+    folder, memory = swap_folder(subject.plan), checks.free_memory()
     return {"out": _free(subject.out)} | ({"host": memory} if memory is not None else {}) | ({"NVMe": _free(folder)} if folder else {})
 
 
@@ -241,7 +242,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
         if isinstance(meeting, Chair):
             with left_mark(subject.out, meeting.id) as mark:
                 meeting.tell(mark)
-                report = Report(slot, meeting, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "what its host is like"))
+                report = Report(slot.local_world, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "what its host is like"))
             return conduct(arguments, slot, subject, meeting, report, listener)
         mark = meeting.hear(LOOK + 1.5 * arguments.patience)  # rank 0 may be waiting for others
         meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
@@ -265,7 +266,7 @@ def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, liste
         "port": listener.getsockname()[1],
     }
     if slot.local_rank == 0:
-        seen |= {"findings": host_checks.to_json(examine_host(subject, slot, mark, master_port)), "room": room(subject), "ranks": slot.local_world}
+        seen |= {"findings": findings.to_json(examine_host(subject, slot, mark, master_port)), "room": room(subject), "ranks": slot.local_world}
         seen |= {"fabric": fabric.facts(local_gpus()[: slot.local_world])}
     return seen
 
@@ -284,7 +285,7 @@ def to_reach(slot: Slot, addresses: dict[str, Any], member: Member | None) -> di
 # Rank 0
 
 
-def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting: Chair, report: "Report", listener: socket.socket) -> int:
+def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting: Chair, report: Report, listener: socket.socket) -> int:
     """Leads all ranks through what they find out together, prints the report and tells them the exit code."""
     report.clocks(meeting.clocks())
     addresses = {str(rank): (seen["node"], seen["address"], seen["port"]) for rank, seen in report.seen.items()}
@@ -294,7 +295,7 @@ def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting
         print(f"doctor: starting torch on {len(report.seen)} ranks", flush=True)
         with contextlib.closing(TorchPart()) as torch_part:
             ready = meeting.gather(torch_part.ask(None, PREPARE), PREPARE, "its torch and ops")
-            report.prepared(ready, subject)
+            report.prepared(ready, subject.out)
 
             def together(order: dict[str, Any], about: str) -> dict[int, dict[str, Any]]:
                 meeting.tell(order)
@@ -334,199 +335,6 @@ def _torch_port(slot: Slot) -> int:
     return slot.port
 
 
-class Report:
-    """What is known of all hosts: rows and problems, each with the hosts it was found on."""
-
-    def __init__(self, slot: Slot, meeting: Chair, seen: dict[int, dict[str, Any]]):
-        self.slot, self.seen = slot, seen
-        self.rows: list[tuple[Row, list[int]]] = []
-        self.problems: list[tuple[Problem, list[int]]] = []
-        self.connected = True
-        self.nodes = sorted(rank for rank, told in seen.items() if "findings" in told)
-        for node in self.nodes:
-            for item in host_checks.from_json(seen[node]["findings"]):
-                self.add(item, [node])
-
-    def add(self, item: Row | Problem, nodes: list[int]) -> None:
-        """Notes a row or a problem; the same of several hosts is one."""
-        known: list[Any] = self.rows if isinstance(item, Row) else self.problems
-        for other, where in known:
-            if other == item:
-                where += [node for node in nodes if node not in where]
-                return
-        known.append((item, list(nodes)))
-
-    def host(self, node: int) -> str:
-        """The name of a host; two of the same name are told apart by their first rank."""
-        name = next(told["name"] for told in self.seen.values() if told["node"] == node)
-        twins = [other for other in self.nodes if self.seen[other]["name"] == name]
-        return name if len(twins) < 2 else f"{name} (rank {node})"
-
-    def rank(self, rank: int) -> str:
-        if rank in self.seen:
-            return f"rank {rank} on {self.host(self.seen[rank]['node'])}"
-        return f"rank {rank}"
-
-    def clocks(self, clocks: dict[int, tuple[float, float]]) -> None:
-        """Compares the hosts' clocks with the one in the middle."""
-        ahead = {node: clocks.get(node, (0.0, 0.0)) for node in self.nodes if node in clocks or node == 0}
-        middle = statistics.median_low(offset for offset, _ in ahead.values())
-        reference = next(node for node, (offset, _) in ahead.items() if offset == middle)
-        offsets = {node: offset - middle for node, (offset, _) in ahead.items()}
-        if len(offsets) > 1:
-            self.add(Row("clocks", f"within {max(map(abs, offsets.values())):.3f} s"), [0])
-        for node, offset in offsets.items():
-            if abs(offset) > SKEW + ahead[node][1] / 2 + ahead[reference][1] / 2:
-                rule = (
-                    f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {self.host(reference)}; more than {SKEW:.0f} s breaks logins and file times"
-                )
-                self.add(Problem("clock", rule, "let a time service set it: timedatectl set-ntp true"), [node])
-
-    def reached(self, told: dict[int, dict[Any, Any]]) -> None:
-        """Which ranks do not reach each other."""
-        trips = {(rank, int(peer)): value for rank, found in told.items() for peer, value in found.items()}
-        times = [value for value in trips.values() if isinstance(value, float)]
-        if times:
-            worst = max((value, pair) for pair, value in trips.items() if isinstance(value, float))
-            slowest = f"rank {worst[1][0]} to rank {worst[1][1]}"
-            self.add(
-                Row("connections", f"{len(times)} of {len(trips)} work, {statistics.median(times) * 1e3:.2f} ms, longest {worst[0] * 1e3:.2f} ms ({slowest})"),
-                [0],
-            )
-        failed = {pair: str(value) for pair, value in trips.items() if not isinstance(value, float)}
-        self.connected = not failed
-        for where, why in self._name(failed):
-            fix = "let the hosts connect to each other on all ports (firewall, routes, the interface that the address belongs to)"
-            self.add(Problem(where, f"cannot be reached: {why}", fix), [])
-
-    def _name(self, pairs: dict[tuple[int, int], str]) -> list[tuple[str, str]]:
-        """(who, what of them) for links at fault: a rank that several of them have in common is named instead of each."""
-        left, named = dict(pairs), []
-        while left:
-            rank, count = Counter(itertools.chain.from_iterable(left)).most_common(1)[0]
-            own = [pair for pair in left if rank in pair]
-            one, other = own[0]
-            text = f"{left[own[0]]} (rank {one} to rank {other}{f', and {count - 1} links more' if count > 1 else ''})"
-            several = len({peer for pair in own for peer in pair}) > 2
-            named.append((self.rank(rank) if several else f"{self.rank(other)} from {self.rank(one)}", text))
-            for pair in own:
-                del left[pair]
-        return named
-
-    def prepared(self, told: dict[int, dict[str, Any]], subject: Subject) -> None:
-        """What torch sees, what could not be compiled, and whether memory and disks have the room that the run needs."""
-        for rank, found in told.items():
-            node = self.seen[rank]["node"]
-            if "error" in found:
-                self.add(Problem(self.rank(rank), f"torch {found['error']}", "mend the installation: pip install -r requirements.txt"), [])
-                continue
-            for item in host_checks.from_json(found["findings"]):
-                self.add(item, [node])
-        if not (needs := told[0].get("needs")):
-            return
-        for node in self.nodes:
-            ranks, free = self.seen[node]["ranks"], self.seen[node]["room"]
-            for place, what, fix in (
-                ("host", "host memory", "use more hosts, or a strategy of less memory (ds_configs/README.md)"),
-                ("NVMe", "the NVMe folder", "free space, or write the folder of a larger drive as nvme_path"),
-            ):
-                if place in free and needs[place] * ranks > free[place]:
-                    rule = f"{ranks} ranks of this run need {amount(needs[place] * ranks)} for their states"
-                    self.add(Problem(f"{what}: {amount(free[place])} free", rule, fix), [node])
-        free, size, count = self.seen[0]["room"]["out"], needs["checkpoint"], needs["checkpoints"]
-        total = size * count + needs["export"]
-        files = f" and Hugging Face files of {amount(needs['export'])}" if needs["export"] else ""
-        made = f"{count} checkpoint{'s' if count > 1 else ''} of {amount(size)}{files}"
-        self.add(Row("disk", f"{made}, {amount(free)} free"), [0])
-        if total > free:
-            fix = "free space, keep fewer with --keep, leave out --export, or choose a folder on another disk with --out"
-            self.add(Problem(f"out = {subject.out}: {amount(free)} free", f"the run writes {amount(total)}: {made}", fix), [])
-
-    def measured(self, told: dict[int, dict[str, Any]], joined: dict[int, dict[str, Any]]) -> None:
-        """Names ranks and links that the others would wait for; `joined` is what each rank told when it had joined the others."""
-        failed = {rank: found["error"] for rank, found in told.items() if "error" in found}
-        for rank, why in failed.items():
-            fix = "for NCCL start again with NCCL_DEBUG=INFO, and choose the interface with NCCL_SOCKET_IFNAME (gloo: GLOO_SOCKET_IFNAME)"
-            self.add(Problem(self.rank(rank), f"the all-reduce failed: {why}", fix), [])
-        if failed or not told:
-            return
-        slow = self.slow(told)
-        for rank, (seconds, others) in slow.items():
-            rule = f"is slow: it needs {seconds * 1e3:.1f} ms for what takes others {others * 1e3:.1f} ms, and in a run all wait for it"
-            self.add(Problem(self.rank(rank), rule, "look for other jobs, a throttled clock or failing hardware on its host"), [])
-        for rank in (rank for rank, found in told.items() if found["wrong"]):
-            self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", "do not train on this host; test its memory and devices"), [])
-        links = {(int(source), rank): speed for rank, found in told.items() for source, speed in found["links"].items()}
-        bus = statistics.median(found["bus"] for found in told.values())
-        if links:
-            all_reduce = statistics.median(found["all_reduce"] for found in told.values())
-            self.add(Row("all-reduce", f"{all_reduce * 1e3:.1f} ms, {bus:.2f} GB/s"), [0])
-            complete = "" if all(found["complete"] for found in told.values()) else ", as many as two seconds allow"
-            self.add(Row("messages", f"{len(links)} links{complete}: {min(links.values()):.2f} to {max(links.values()):.2f} GB/s"), [0])
-        for inside in (True, False):
-            kind = {pair: speed for pair, speed in links.items() if (self.seen[pair[0]]["node"] == self.seen[pair[1]]["node"]) == inside}
-            usual = statistics.median(kind.values()) if kind else 0.0
-            bad = {
-                pair: f"{speed:.3f} GB/s instead of {usual:.2f}" for pair, speed in kind.items() if speed * SLOW_LINK < usual and not slow.keys() & set(pair)
-            }
-            for where, text in self._name(bad):
-                self.add(Problem(where, f"the link is slow: {text}", "look at the cable, the switch port and the interface that is used"), [])
-        if all(found["cuda"] for found in told.values()):
-            self.too_slow(links, joined)
-
-    def too_slow(self, links: dict[tuple[int, int], float], joined: dict[int, dict[str, Any]]) -> None:
-        """Names links between GPUs that do not reach what their kind should."""
-        facts = {node: self.seen[node]["fabric"] for node in self.nodes}
-        networks = {rank: found["network"] for rank, found in joined.items()}
-        if len(self.nodes) > 1:
-            for problem in fabric.over_sockets(networks, [fabric.Port(*port) for told in facts.values() for port in told["ports"]]):
-                self.add(problem, [])
-        firsts = {node: min(rank for rank, seen in self.seen.items() if seen["node"] == node) for node in self.nodes}
-        places = {rank: fabric.Place(seen["node"], rank - firsts[seen["node"]]) for rank, seen in self.seen.items()}
-        for where, text in self._name(fabric.below(links, fabric.floors(places, facts, networks.get(0, "")))):
-            fix = "look at nvidia-smi topo -m, nvidia-smi nvlink -s, ibstat, and what NCCL chooses with NCCL_DEBUG=INFO"
-            self.add(Problem(where, f"the link is slow: {text}", fix), [])
-
-    def slow(self, told: dict[int, dict[str, Any]], times: float = SLOW) -> dict[int, tuple[float, float]]:
-        """rank -> (seconds that it needs for a piece of work, those of others) of each rank that all others wait for.
-
-        The ranks of a host without GPUs share its cores as the scheduler likes, so there the fastest one stands for its host.
-        """
-        own = {rank: found["work"] for rank, found in told.items() if "work" in found}
-        if not all(found.get("cuda") for found in told.values()):
-            node = {rank: self.seen[rank]["node"] for rank in own}
-            own = {rank: seconds for rank, seconds in own.items() if (seconds, rank) == min((own[other], other) for other in own if node[other] == node[rank])}
-        others = {rank: statistics.median_low([value for other, value in own.items() if other != rank] or [own[rank]]) for rank in own}
-        return {rank: (seconds, others[rank]) for rank, seconds in own.items() if seconds > times * others[rank]}
-
-    def absent(self, lost: dict[int, str]) -> None:
-        """Ranks that did not come or went."""
-        by_reason: dict[str, list[int]] = {}
-        for rank, why in sorted(lost.items()):
-            by_reason.setdefault(why, []).append(rank)
-        for why, ranks in by_reason.items():
-            names = ", ".join(self.rank(rank) for rank in ranks)
-            hosts = sorted({rank // self.slot.local_world for rank in ranks})
-            place = f" (host {', '.join(map(str, hosts))} of the job, counted from 0)" if "come" in why else ""
-            fix = "see that it was started and reaches rank 0: its own output tells" if "come" in why else "see its output"
-            self.add(Problem(f"{names}{place}", why, fix), [])
-
-    def __str__(self) -> str:
-        count = len(self.nodes)
-        width = max(len(row.check) for row, _ in self.rows)
-        lines = [f"{len(self.seen)} rank{'s' if len(self.seen) > 1 else ''} on {count} host{'s' if count > 1 else ''}"]
-        for row, nodes in sorted(self.rows, key=lambda item: [other.check for other, _ in self.rows].index(item[0].check)):
-            shared = len(nodes) == count or row.check in ("clocks", "connections", "all-reduce", "messages", "disk", "W&B", "master port")
-            lines.append(f"  {row.check:{width}}  {row.value}{'' if shared else '  [' + ', '.join(self.host(node) for node in nodes) + ']'}")
-        if not self.problems:
-            return "\n".join([*lines, "ok: no problem found"])
-        lines.append(f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}")
-        for number, (problem, nodes) in enumerate(self.problems, 1):
-            hosts = "" if count == 1 or not nodes else "all hosts: " if len(nodes) == count else ", ".join(self.host(node) for node in nodes) + ": "
-            lines.append(f"  {number}. {hosts}{problem}")
-        return "\n".join(lines)
-
-
 # The part that needs torch
 
 
@@ -535,16 +343,16 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
     start_launcher_watch()
     line = Line(socket.socket(fileno=arguments.torch_part))
     subject = read_subject(arguments, slot)
-    unfit = [*host_checks.check_gpus_seen(), *host_checks.check_ordinal(slot.local_rank)]
-    told: dict[str, Any] = {"findings": host_checks.to_json(itertools.chain(unfit, prepare(subject, slot))), "unfit": bool(unfit), "gpus": gpus_in_use()}
+    unfit = [*gpus.check_gpus_seen(), *gpus.check_ordinal(slot.local_rank)]
+    told: dict[str, Any] = {"findings": findings.to_json(itertools.chain(unfit, prepare(subject, slot))), "unfit": bool(unfit), "gpus": gpus_in_use()}
     if slot.rank == 0 and subject.plan and subject.plan.model_config:
         try:
             told["needs"] = count_bytes(subject.plan)
         except Refusal as refusal:  # a model without a pipeline plan, say
-            told["findings"] += host_checks.to_json(iter(refusal.problems))
+            told["findings"] += findings.to_json(iter(refusal.problems))
     line.send(told)
     os.environ["MASTER_PORT"] = str(line.read(2 * PREPARE)["port"])
-    from recipekit.links import join, measure
+    from recipekit.hosts.speed import join, measure
 
     line.send(join())
     while line.read(2 * PREPARE):  # until the rank ends this process
@@ -563,11 +371,11 @@ def prepare(subject: Subject, slot: Slot) -> Findings:
     from recipekit.run import _single_process_defaults
 
     _single_process_defaults()
-    from recipekit.ops import prepare_ops
-    from recipekit.setup import quiet
+    from recipekit.hosts.ops import prepare_ops
+    from recipekit.runtime.start import quiet
 
     quiet()
-    yield from ds_config.check_device(subject.plan.ds_config, "cuda" if gpus_in_use() else "cpu")
+    yield from check.check_device(subject.plan.ds_config, "cuda" if gpus_in_use() else "cpu")
     if slot.local_rank == 0:
         try:
             prepare_ops(subject.plan.ds_config, print)
@@ -593,15 +401,16 @@ def count_bytes(plan: Plan) -> dict[str, int]:
     Raises `Refusal` where the states exceed a GPU of this host.
     """
     import torch
-    from recipekit.dry_run import drawn_up, fullest
-    from recipekit.memory import ACCELERATOR, HOST, NVME, too_much
-    from recipekit.memory import total as bytes_at
-    from recipekit.model import empty_model, enabled
-    from recipekit.pipeline import plan_of
+    from recipekit.model.empty import empty_model
+    from recipekit.parallel.pipeline import plan_of
+    from recipekit.planner.show import drawn_up, fullest
+    from recipekit.planner.terms import ACCELERATOR, HOST, NVME, too_much
+    from recipekit.planner.terms import total as bytes_at
+    from recipekit.strategy.numbers import enabled
 
     recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
     assert plan.model_config is not None
-    model = empty_model(recipe, plan.model_config)
+    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every)
     if plan.mesh.pp > 1:
         plan_of(model, recipe.pp_plan)  # refused if it has none
     terms = fullest(plan, *drawn_up(plan))
@@ -632,7 +441,7 @@ def count_bytes(plan: Plan) -> dict[str, int]:
 def local_main(arguments: argparse.Namespace) -> int:
     """Starts all ranks on this machine; their exit code."""
     try:
-        count = arguments.ranks or len(host_checks.gpus()) or 2
+        count = arguments.ranks or len(gpus.gpus()) or 2
     except OSError:
         count = 2  # `check_devices` tells
     with socket.create_server(("127.0.0.1", 0)) as free:

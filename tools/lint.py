@@ -6,7 +6,7 @@
     python tools/lint.py --table                                    # writes the support table into ds_configs/README.md
 
 Prints every problem with its fix and what DeepSpeed alone would do: fail, ignore the key, or replace the value. Exit code
-0: clean; 1: problems; 2: wrong command line. The rules are recipekit's ds_rules.py, the keys its ds_schema.json.
+0: clean; 1: problems; 2: wrong command line. The rules are recipekit's rules.py, the keys its schema.json.
 """
 
 import argparse
@@ -21,17 +21,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit.packages import require_packages  # noqa: E402
+from recipekit.packages import require_packages
 
 require_packages(["hjson"])
-import hjson  # noqa: E402
-from recipekit import ds_config, ds_rules  # noqa: E402
-from recipekit.architecture import model_config  # noqa: E402
-from recipekit.ds_schema import schema  # noqa: E402
-from recipekit.mesh import make_mesh  # noqa: E402
-from recipekit.mixture import domains_of  # noqa: E402
-from recipekit.recipe import check_recipe, recipe_of  # noqa: E402
-from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal  # noqa: E402
+import hjson
+from recipekit.architectures.lookup import model_config
+from recipekit.command import recipe_of
+from recipekit.data.mixture import domains_of
+from recipekit.mesh import make_mesh
+from recipekit.recipe import check_recipe
+from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal
+from recipekit.strategy import (
+    check,
+    divisions,
+    json_file,
+    numbers,
+    resolve,
+)
+from recipekit.strategy import rules as ds_rules
+from recipekit.strategy.schema import schema
 
 README = ROOT / "ds_configs" / "README.md"
 BEGIN, END = "<!-- written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
@@ -41,7 +49,7 @@ def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dic
     """The JSON, its path, and what is wrong with its text if it is one to DeepSpeed only, which reads Hjson: comments, no
     quotes, spare commas. That is an advice where a script hands it to DeepSpeed."""
     try:
-        return *ds_config.load(name, folder), []
+        return *json_file.load(name, folder), []
     except Refusal as refusal:
         found = [replace(problem, outcome=FAILS) for problem in refusal.problems] if json_only else refusal.problems
         try:
@@ -76,9 +84,9 @@ def lint(
         try:
             recipe = recipe_of(path)
             problems += check_recipe(recipe)
-            shape = model_config(recipe)
+            shape = model_config(recipe.model)
             if isinstance(recipe.dataset, str):
-                domains_of(recipe)
+                domains_of(recipe.dataset)
         except Refusal as refusal:
             problems += refusal.problems
     try:
@@ -91,12 +99,12 @@ def lint(
         return problems, []
 
     def check_on(ranks: int | None) -> list[Problem]:
-        return ds_config.check(config, world=ranks, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout)
+        return check.check(config, world=ranks, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout)
 
     found = check_on(world)
     if recipe and world:
-        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | ds_config.degrees(config)
-        found = ds_config.name_worlds(found, world, math.prod(max(1, degree) for degree in degrees.values()), check_on)
+        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
+        found = divisions.name_worlds(found, world, math.prod(max(1, degree) for degree in degrees.values()), check_on)
     problems += found
     advice = [problem for problem in problems if json_only and problem.outcome == APPLIES]
     problems = [problem for problem in problems if problem not in advice]
@@ -107,9 +115,9 @@ def lint(
     if recipe and shape is None:
         lines.append(f"{recipe.model} is not on this machine, so its heads and sizes were not checked")
     if recipe and world and not problems:
-        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | ds_config.degrees(config)
+        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
         mesh = make_mesh(world, **degrees)
-        resolved, notes = ds_config.resolve(config, recipe, mesh, shape)
+        resolved, notes = resolve.resolve(config, recipe, mesh, shape)
         rows, micro, steps = (resolved[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         lines += [*notes, f"{mesh}: {rows} rows of a step = {mesh.dp} data-parallel * {micro} micro_batch * {steps} accumulation"]
     return problems, lines

@@ -19,13 +19,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit.packages import require_packages  # noqa: E402
+from recipekit.packages import require_packages
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 TOLERANCE = 2e-3  # relative: the engine and transformers run the same bf16 weights, on other batch shapes
 
 
-def main() -> int:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="run folder (default: %(default)s); a finished run in it is used again")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps (default: the recipe's)")
@@ -33,6 +33,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.ranks is not None and arguments.ranks < 1:
         parser.error(f"--ranks {arguments.ranks}: must be at least 1")
+    return arguments
+
+
+def main() -> int:
+    arguments = read_arguments()
     began = time.perf_counter()
 
     require_packages()
@@ -90,8 +95,8 @@ def main() -> int:
 
 def training(ranks: int, out: Path, steps: int | None) -> list[str]:
     """What follows `deepspeed` on the command line; a global batch that the ranks cannot share evenly is raised."""
+    from recipekit.command import recipe_of
     from recipekit.mesh import fit_batch
-    from recipekit.recipe import recipe_of
 
     recipe = recipe_of(RECIPE)
     _, rows = fit_batch(ranks, recipe.micro_batch, recipe.global_batch, frozenset())
@@ -102,12 +107,13 @@ def training(ranks: int, out: Path, steps: int | None) -> list[str]:
 def held_out_loss(model, tokenizer, recipe) -> float:
     """The token-mean loss of a plain transformers model on the rows that the run held out."""
     import torch
-    from recipekit.data import eval_rows
+    from recipekit.data.held_out import eval_rows
+    from recipekit.data.request import request_of
 
     total, tokens = 0.0, 0
     model.eval()
     with torch.no_grad():
-        for batch in eval_rows(recipe, tokenizer, dp=1, dp_rank=0):
+        for batch in eval_rows(request_of(recipe), tokenizer, dp=1, dp_rank=0):
             logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.float()
             total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum").item()
             tokens += int((batch["labels"] != -100).sum())

@@ -3,9 +3,12 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+Say = Callable[[str], None]  # prints a line to the user
 
 # What DeepSpeed does, left alone with a problem. "" where it never sees it.
 FAILS, IGNORES, REPLACES, HANGS, APPLIES = "fails on it", "ignores it", "replaces it", "hangs", "applies it"

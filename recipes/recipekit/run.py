@@ -8,21 +8,23 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from . import memory, op_cache
-from .locks import lock
+from .command import parse
+from .hosts import op_cache
+from .hosts.locks import lock
 from .packages import check_packages
-from .recipe import Recipe, parse
+from .planner import pinned
+from .recipe import Recipe
 from .refusal import Refusal, exit_refused, refuse
 
 
 def run(recipe: Recipe, argv: list[str] | None = None) -> None:
     """Reads the command line, refuses what cannot work, trains, and exits: 0 done, 1 refused or failed, 2 usage,
     143 stopped by a signal after a checkpoint (130 by Ctrl-C)."""
-    from .stopping import quiet_interrupts, start_launcher_watch
+    from .runtime.stopping import quiet_interrupts, start_launcher_watch
 
     quiet_interrupts()
     start_launcher_watch()
-    from .failure import Peers
+    from .runtime.failure import Peers
 
     code, patience, clean, peers = 0, 60.0, False, Peers()
     try:
@@ -32,15 +34,15 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
 
         plan = make_plan(command)
         if command.dry_run:
-            from .dry_run import show
+            from .planner.show import show
 
             show(plan)
             return
         held = _lock(plan.out) if command.rank == 0 else None
-        if memory.pins(plan.ds_config) and memory.pins_exactly():  # before torch is imported, which reads it once
-            name, value = memory.pinning_of(os.environ)
+        if pinned.pins(plan.ds_config) and pinned.pins_exactly():  # before torch is imported, which reads it once
+            name, value = pinned.pinning_of(os.environ)
             os.environ[name] = value
-        from .host_checks import check_start
+        from .hosts.checks import check_start
 
         if problems := check_start(plan):
             raise Refusal(problems)

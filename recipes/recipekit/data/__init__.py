@@ -1,6 +1,33 @@
-"""The data of a run: one global stream, the same on any number of ranks."""
+"""Rows in one global order: from files and the hub to micro-batches. The words for "some of the data", in the order of the way:
 
-from .evaluation import eval_rows
-from .stream import OtherData, Stream, merge_states, open_stream, roll
+    corpus  part 0 (a file)           part 1 (a file)      source.py: read from any row of any group on
+            group 0      group 1      group 0
+            row row row  row row row  row row row          formats.py: lines, records, runs of text
+                |            |            |                encode.py: a row's documents become tokens
+            [ chunk ][c] [  chunk   ] [ chunk ][c]         chunks.py: kept on disk, shared by the ranks of a host
+                |                                          parts and groups follow each other in an order drawn for the epoch
+            [    block 0    ][    block 1    ] ...         blocks.py: the range of packing and shuffle
+                |
+            |piece |piece|piece |pad|  row 0               packing.py: rows of seq_len tokens, tiled by pieces
+            |piece              |piece|  row 1
+                |
+    step    slot 0  slot 1  slot 2  slot 3                 lanes.py: rows of all corpora dealt to the global batch
+            lanes of dp rank 0      lanes of dp rank 1
 
-__all__ = ["OtherData", "Stream", "eval_rows", "merge_states", "open_stream", "roll"]
+    part      a file, a run of bytes of a text file, some small text files together, or a shard that `datasets` streams
+    group     a Parquet row group, or a shard of a streamed part; every other part is one group
+    row       of a group: a line, a record, or a span of text; of a batch: seq_len tokens
+    span      the lines of a file that begin in a run of its bytes (`Span`)
+    document  a text or a chat; a row holds one, none if it is empty, and several where a long text is cut or `builtin` has chats
+    chunk     the documents of some hundred rows of a group as tokens (`Chunk`); another number of ranks cuts no other chunks
+    block     documents with the tokens of some hundred packed rows, and their packing (`Block`); may end within a chunk
+    piece     what lies together in a packed row: a document, seq_len tokens or the rest of a longer one, or padding
+    run       rows of one block that fill neighbouring slots (`Run`)
+    slot      the number of a row in the global batch of a step, 0 to global_batch - 1
+    lane      a slot over all steps; a data-parallel rank owns neighbouring lanes
+    place     the document at which a block begins, as a few integers (`Place`): what a checkpoint keeps
+    domain    one corpus of a mixture, with its share of the tokens (`Domain`)
+
+Begin with stream.py. A micro-batch does not depend on the number of ranks: each rank follows the dealing of all rows, and
+builds the rows of its own lanes.
+"""

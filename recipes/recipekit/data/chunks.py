@@ -20,24 +20,20 @@ import numpy as np
 import pyarrow as pa
 from datasets import config as datasets_config
 
-from ..data_files import not_utf8, unreadable
-from ..recipe import Recipe
 from ..refusal import Refusal, refuse
-from ..tokens import encode_chats, encode_texts
+from .encode import encode_chats, encode_texts
+from .files import not_utf8, unreadable
 from .remote import Unreachable
-from .sources import UNREADABLE, Document, Source, Values, holds_tokens
+from .request import Sizes
+from .source import UNREADABLE, Document, Source, Values, holds_tokens
 
-CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # a chunk ends at whichever comes first
-TIMES_FREE = 10  # tokens are kept by themselves where the disk has so many times the bytes of the corpus free
 FORMAT = 2  # of the files
 TOLD = 5  # rows left out of which a run tells where they are; the others are counted
-LONG = 8_000_000  # characters whose tokens take so long that the run says what it does
-PATIENT = 5.0  # seconds after which it says that it waits for another process
 LOG = logging.getLogger(__name__)
 
 
 class Chunk(NamedTuple):
-    """Documents to train on, one after the other. Those held out for evaluation, and those without a target, are not among them."""
+    """Holds the documents of some rows as tokens, one after the other, without those held out for evaluation and those without a target."""
 
     ids: np.ndarray  # (tokens,) int32
     labels: np.ndarray | None  # (tokens,) int32: the target of each position or IGNORE; None: the next token of the document
@@ -52,7 +48,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """What makes tokens of a recipe's documents."""
+    """Makes tokens of documents."""
 
     tokenizer: Any
     task: str
@@ -70,7 +66,7 @@ class Encoder:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash that differs for tokenizers that differ."""
+        """Hashes what the tokenizer makes of a text: another value for another tokenizer."""
         tokenizer = self.tokenizer
         own = tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
         probe = [*own, tokenizer.chat_template if self.task == "sft" else None]
@@ -78,13 +74,13 @@ class Encoder:
 
 
 def is_held_out(content: Any) -> bool:
-    """True for about 1 % of all documents, which are for evaluation only; depends on the content alone."""
+    """Chooses about 1 % of all documents, for evaluation only; depends on the content alone."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big") % 100 == 0
 
 
 def held_out_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """(documents,) bool: the same for documents of ready tokens, none of them empty, told by their length and their first and last four tokens."""
+    """Chooses documents of ready tokens, (documents,) bool, as `is_held_out` does texts: by length and first and last four tokens. None may be empty."""
     mixed, last = lengths.astype(np.uint64), lengths - 1
     for offset in range(4):
         inside = np.minimum(offset, last)
@@ -94,29 +90,29 @@ def held_out_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) ->
     return mixed % np.uint64(100) == 0
 
 
-def open_cache(recipe: Recipe, source: Source, encoder: Encoder) -> Path | None:
-    """The folder of this corpus' tokens; None where none are kept: for what is not local, or with `--token_cache off`."""
-    if source.ready or recipe.token_cache == "off" or (recipe.token_cache == "auto" and not source.local):
+def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes) -> Path | None:
+    """Makes the folder of this corpus' tokens; None where none are kept: for what is not local, or with `--token_cache off`."""
+    if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
-    base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if recipe.token_cache == "auto" else Path(recipe.token_cache).expanduser()
-    limits = (CHUNK_ROWS, CHUNK_CHARACTERS, encoder.seq_len if encoder.task == "sft" else 0, source.piece, FORMAT)
+    base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else Path(token_cache).expanduser()
+    limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.seq_len if encoder.task == "sft" else 0, source.piece, FORMAT)
     key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, source.times)).encode(), digest_size=12).hexdigest()
     folder = base / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if recipe.token_cache == "auto" and source.size * TIMES_FREE > (free := shutil.disk_usage(folder).free) and not any(folder.iterdir()):
+        if token_cache == "auto" and source.size * sizes.times_free > (free := shutil.disk_usage(folder).free) and not any(folder.iterdir()):
             LOG.warning("tokens are not kept: %.1f GB of data, %.1f GB free in %s; --token_cache FOLDER keeps them", source.size / 1e9, free / 1e9, base)
             return None
     except OSError as error:
-        if recipe.token_cache != "auto":
-            raise refuse(f"--token_cache {recipe.token_cache}", f"cannot be made: {error.strerror}", "name a folder you may write to, or off") from error
+        if token_cache != "auto":
+            raise refuse(f"--token_cache {token_cache}", f"cannot be made: {error.strerror}", "name a folder you may write to, or off") from error
         LOG.warning("tokens are not kept: %s", error)
         return None
     return folder
 
 
 class Rows:
-    """The values of a group, read on from where they were left, past those of chunks that another process has made."""
+    """Reads the values of a group on from where reading stopped, past the values of chunks that another process has made."""
 
     def __init__(self, source: Source, part: int, group: int):
         self._open = partial(source.read, part, group)
@@ -124,7 +120,7 @@ class Rows:
         self._end = 0  # the row after the last value read
 
     def at(self, row: int) -> Values | None:
-        """Some values from `row` on, which is behind all that were given; None at the end of the group."""
+        """Reads some values from `row` on, which lies behind all values given before; None at the end of the group."""
         if self._values is None:
             self._values, self._end = self._open(row), row
         for some in self._values:
@@ -141,15 +137,17 @@ class Reader:
     source: Source
     encoder: Encoder
     skip: bool  # broken rows are counted, not refused
+    sizes: Sizes
     cache: Path | None
     held_out: bool = False  # read those documents only that are held out
     say: Callable[[str], None] = LOG.warning
     told: list[str] = field(default_factory=list)  # what was said of rows left out
     closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
     not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
+    patient: float = 5.0  # seconds after which it says that it waits for another process
 
     def groups(self, part: int) -> int | Chunk:
-        """How many groups a part has; a chunk without documents that counts it, if it cannot be read and is to be skipped."""
+        """Counts the groups of a part. For a part that cannot be read and is to be skipped: a chunk without documents that counts the part as broken."""
         try:
             return self.source.groups(part)
         except Refusal as problem:
@@ -158,7 +156,7 @@ class Reader:
             return _no_documents(problem)
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk]:
-        """The chunks of a group from `row` on. Raises `Refusal` for what cannot be read, if it is not to be skipped."""
+        """Yields the chunks of a group from `row` on. Raises `Refusal` for a row that cannot be read, unless broken rows are skipped."""
         rows = Rows(self.source, part, group)
         while True:
             if self.closed.is_set():
@@ -181,7 +179,7 @@ class Reader:
         with contextlib.ExitStack() as turn:  # of all processes of this host one makes the tokens, and the others read them
             with self._keeping():
                 waited = f"waiting for the tokens of {self.source.place(part, group, row)}, which another process of this host makes"
-                turn.enter_context(_turn(self.cache, lambda: self.say(waited)))
+                turn.enter_context(_turn(self.cache, self.patient, lambda: self.say(waited)))
             if (chunk := _load(file)) and self._welcome(chunk):
                 return chunk
             chunk = self._encoded(part, group, row, rows)
@@ -192,7 +190,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Tokens can be made again, so a folder of somebody else, a full disk or one without locks must not end the run: it is told once."""
+        """Warns and keeps no more tokens if the folder does not allow it: one of somebody else, a full disk or one without locks must not end the run."""
         try:
             yield
         except OSError as error:
@@ -211,7 +209,7 @@ class Reader:
             self.refuse_unless_skipped(problem)
             problems.append(problem)
 
-        while row - begin < CHUNK_ROWS and characters < CHUNK_CHARACTERS:
+        while row - begin < self.sizes.chunk_rows and characters < self.sizes.chunk_characters:
             try:
                 some = rows.at(row)
             except UNREADABLE as error:
@@ -237,7 +235,7 @@ class Reader:
                 row += 1
                 characters += sum(len(content) if isinstance(content, str) else 1000 for content, _ in new)
                 documents += [document for document in new if not is_empty(document[0]) and is_held_out(document[0]) == self.held_out]
-        if documents and characters > LONG:
+        if documents and characters > self.sizes.long_text:
             longest = max(documents, key=lambda document: len(document[0]) if isinstance(document[0], str) else 0)
             self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
         try:
@@ -258,7 +256,7 @@ class Reader:
         return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told)
 
     def _ready(self, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
-        """A chunk of documents that are tokens already; they are taken as they are."""
+        """Makes a chunk of documents that are tokens already; the tokens are taken as they are."""
         if self.encoder.task == "sft":
             raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
         end, vocabulary = row + len(lists), self.encoder.vocabulary
@@ -287,7 +285,7 @@ class Reader:
 
 
 def tell(problems: list[str], told: list[str], say: Callable[[str], None]) -> None:
-    """Says what was left out, up to `TOLD` times in all; `told` keeps what was said."""
+    """Says which rows were left out, up to `TOLD` times in all; `told` keeps what was said."""
     for problem in problems:
         if len(told) < TOLD and problem not in told:
             told.append(problem)
@@ -301,7 +299,7 @@ def _no_documents(problem: Refusal) -> Chunk:
 
 
 def _as_python(values: pa.Array) -> list[Any]:
-    """The values as Python objects; the error in place of one that is not UTF-8."""
+    """Makes Python objects of the values; a value that is not UTF-8 becomes its error."""
     try:
         return values.to_pylist()
     except UnicodeDecodeError:
@@ -319,7 +317,7 @@ def is_empty(content: Any) -> bool:
 
 
 def _wrong_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | None]]:
-    """(row, the first wrong token) of each document that holds what is no token of the vocabulary. Where there is none, one pass finds that."""
+    """Finds the documents with a number that is no token of the vocabulary: (row, the first such number). Needs one pass where there is none."""
     flat = lists.flatten()
     if not flat.null_count:
         values = flat.to_numpy()
@@ -334,13 +332,13 @@ def _wrong_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | Non
 
 
 @contextlib.contextmanager
-def _turn(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel frees when a process dies; calls `waiting`, from a thread, where that takes more than PATIENT."""
+def _turn(folder: Path, patient: float, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds the folder's lock, which the kernel frees when a process dies; calls `waiting`, from a thread, if another holds the lock for `patient` seconds."""
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            telling = threading.Timer(PATIENT, waiting)
+            telling = threading.Timer(patient, waiting)
             telling.daemon = True
             telling.start()
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -349,7 +347,7 @@ def _turn(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _load(file: Path) -> Chunk | None:
-    """The chunk kept in `file`, mapped into memory; None if there is none, or it is damaged."""
+    """Maps the chunk kept in `file` into memory; None if there is no such file, or it is damaged."""
     try:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
     except FileNotFoundError:

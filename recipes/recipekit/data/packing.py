@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..tokens import IGNORE
+from ..task import IGNORE
 
 
 def permutation(count: int, *key: object) -> np.ndarray:
-    """0 .. count-1 in an order that depends on `key` only, in every version of everything.
+    """Orders 0 .. count-1 in a way that depends on `key` only, in every version of everything.
 
     Each number is sorted by a hash of (key, number): splitmix64 (Steele, Lea and Flood, OOPSLA 2014), begun at a hash of the key.
     """
@@ -21,7 +21,7 @@ def permutation(count: int, *key: object) -> np.ndarray:
 
 
 class Packing(NamedTuple):
-    """Rows tiled by pieces: documents, parts of seq_len tokens of longer ones, and padding. Pieces are in the order of their rows."""
+    """Describes rows tiled by pieces: documents, parts of seq_len tokens of longer ones, and padding. Pieces are in the order of their rows."""
 
     starts: np.ndarray  # (pieces,) int64: first token of the piece, among the tokens of all documents and the padding after them
     lengths: np.ndarray  # (pieces,) int64
@@ -30,10 +30,11 @@ class Packing(NamedTuple):
 
 
 def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *key: object) -> Packing:
-    """The documents of `lengths` (> 0) tokens that start at token `begin`, in as few rows of `seq_len` as best-fit decreasing needs.
+    """Packs the documents of `lengths` (> 0) tokens that start at token `begin` into as few rows of `seq_len` as best-fit decreasing needs.
 
     Rows, and documents of one length, are in an order drawn by `key`. Only a document longer than a row is cut: into whole
-    rows and a rest (best-fit packing: arXiv 2404.10830), and the rest once more where that saves a row. A row that stays in part empty ends with tokens from `padding` on.
+    rows and a rest (best-fit packing: arXiv 2404.10830), and the rest once more where that saves a row. A row that is not
+    full ends with tokens from `padding` on.
     """
     whole = lengths // seq_len  # pieces that fill a row
     rest = lengths - whole * seq_len
@@ -66,7 +67,7 @@ def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *ke
 
 
 def _best_fit(sizes: list[int], seq_len: int) -> list[int]:
-    """The row of each piece (sizes descending): the fullest one that has room, else a new one."""
+    """Chooses the row of each piece (sizes descending): the fullest one that has room, else a new one."""
     rows_with_room: dict[int, list[int]] = {}  # tokens of room -> rows that have just that
     rooms = 0  # a bit for each key of it that is not empty, so that the smallest room that does is found at once
     rows, count = [], 0
@@ -93,9 +94,9 @@ Piece = tuple[int, int, int]  # first token, tokens, row
 
 
 def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list[Piece]:
-    """The pieces in fewer rows, where the rests of longer documents, cut once more, fill the gaps of other rows.
+    """Puts the pieces into fewer rows: rests of longer documents, cut once more, fill the gaps of other rows.
 
-    An emptiest row is dissolved if it holds nothing but such rests, and the gaps of the others take it in parts of a 32nd of a row at least.
+    The emptiest row is dissolved if it holds nothing but such rests, and the gaps of the other rows take them in parts of a 32nd of a row at least.
     """
     count = max((row for _, _, row in pieces), default=-1) + 1
     gaps = [seq_len] * count
@@ -136,10 +137,10 @@ def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list
 
 
 class Block(NamedTuple):
-    """Documents, and the packed rows that they make."""
+    """Holds documents and the packed rows made of them."""
 
     parts: list[np.ndarray]  # each (tokens,) int32; none where `ids` holds them joined
-    bases: np.ndarray  # (parts + 1,) int64: where the tokens of each part begin among all; the last are seq_len of padding, which no part holds
+    bases: np.ndarray  # (parts + 1,) int64: start of each part in the joined ids; bases[-1] is where seq_len padding tokens begin
     ids: np.ndarray | None  # (tokens + seq_len,) int32, all parts and the padding; None where every row is one piece
     labels: np.ndarray | None  # like ids, the target of each token or IGNORE; None: every next token of a piece is one
     packing: Packing
@@ -150,7 +151,7 @@ class Block(NamedTuple):
 
 
 def make_block(ids: list[np.ndarray], labels: list[np.ndarray], begin: np.ndarray, lengths: np.ndarray, seq_len: int, pad: int, *key: object) -> Block:
-    """The documents at `begin` in the joined `ids`, (tokens,) int32 each, packed as `key` draws; `labels` like them or none."""
+    """Packs the documents at `begin` in the joined `ids`, (tokens,) int32 each, in an order drawn by `key`; `labels` has the shape of `ids`, or is empty."""
     bases = np.cumsum([0, *map(len, ids)])
     packing = pack(begin, lengths, int(bases[-1]), seq_len, *key)
     if not labels and (packing.lengths == seq_len).all() and (packing.fill == seq_len).all():

@@ -1,6 +1,6 @@
-"""Files over HTTP: read in ranges, each of which is asked for again until it came whole or the time is over.
+"""Files over HTTP: read in ranges; each range is asked for again until it came whole or the time is over.
 
-A range can be asked for any number of times, so what fails on the way neither loses nor repeats a row.
+A range can be asked for any number of times, so a fault on the way neither loses nor repeats a row.
 """
 
 import http.client
@@ -26,7 +26,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, httpx
 
-from ..groups import waiting_group
+from ..parallel.groups import waiting_group
 from ..refusal import Refusal, refuse
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others a little later
@@ -42,19 +42,19 @@ Made = TypeVar("Made")
 
 
 class Unreachable(Refusal):
-    """A server gave no answer in the time it had: no fault of the data, so nothing that could be skipped."""
+    """Says that a server gave no answer in the time it had: no fault of the data, so nothing to skip."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a server that does not answer well is asked again, and who is told."""
+    """Asks a server that does not answer well again, for `seconds`; `say` is told of each wait."""
 
     seconds: float
     say: Callable[[str], None]
     closed: threading.Event = field(default_factory=threading.Event)  # ends the waiting
 
     def __call__(self, where: str, attempt: Callable[[], Made]) -> Made:
-        """What `attempt` returns; it must be of a kind that can be made twice. Raises `Unreachable` when the time is over."""
+        """Returns the value of `attempt`, which is called again after each passing fault. Raises `Unreachable` when the time is over."""
         begun, tries = time.monotonic(), 0
         while True:
             try:
@@ -80,7 +80,7 @@ class Patience:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """The error and all that led to it; `datasets` raises some anew without a cause, so contexts count."""
+    """Lists the error and all errors that led to it; `datasets` raises some anew without a cause, so contexts count."""
     found: list[BaseException] = []
     waiting: list[Any] = [error]
     while waiting:
@@ -114,7 +114,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def retry_after(error: BaseException) -> float:
-    """Seconds that the server asks to wait; 0 if it does not say."""
+    """Reads how many seconds the server asks to wait; 0 if it does not say."""
     for link in chain(error):
         headers = getattr(link, "headers", None) or getattr(getattr(link, "response", None), "headers", None)
         text = headers.get("Retry-After") if headers else None
@@ -129,7 +129,7 @@ def retry_after(error: BaseException) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """The fault below all others, in one line."""
+    """Names the fault below all others, in one line."""
     if (status := status_of(error)) is not None:
         return f"the server answers {status} {http.client.responses.get(status, '')}".rstrip()
     links = chain(error)
@@ -140,7 +140,10 @@ def describe(error: BaseException) -> str:
 
 
 def from_rank_0(make: Callable[[], Made]) -> Made:
-    """What rank 0 makes, on every rank of the job (a collective): one rank asks the server, whose patience 512 would try. Raises its `Refusal` on all."""
+    """Calls `make` on rank 0 and gives its value to every rank of the job (a collective): 512 ranks would be too much for a server.
+
+    Raises its `Refusal` on all ranks.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     box: list[Any] = [None, None]
@@ -157,7 +160,7 @@ def from_rank_0(make: Callable[[], Made]) -> Made:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file behind an address, of which ranges can be had."""
+    """Names a file behind an address that gives ranges of it."""
 
     url: str
     size: int
@@ -175,13 +178,13 @@ class RemoteFile:
 
 
 def shown(url: str) -> str:
-    """The address without user, password and query, which may hold secrets."""
+    """Shortens the address: without user, password and query, which may hold secrets."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 class Ranges(io.RawIOBase):
-    """A remote file as a Python file; nothing is fetched that is not read."""
+    """Makes a Python file of a remote file; fetches only what is read."""
 
     def __init__(self, file: RemoteFile, patience: Patience):
         self._file, self._patience, self._position = file, patience, 0
@@ -210,7 +213,7 @@ class Ranges(io.RawIOBase):
 
 
 def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
-    """Size and version of what lies behind the address; `pinned`: its content can never be another. Raises `Refusal` if it cannot be had."""
+    """Asks for size and version of the file behind an address; `pinned` says that its content never changes. Raises `Refusal` if the file cannot be read."""
 
     def ask() -> RemoteFile:
         try:
@@ -235,7 +238,7 @@ def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
 
 
 def fetch(file: RemoteFile, start: int, end: int) -> bytes:
-    """Bytes `start` to before `end`. Raises OSError for what a second try may mend, `Refusal` if the file is another one now."""
+    """Fetches bytes `start` to before `end`. Raises OSError for a fault that a second try may mend, `Refusal` if the file has changed."""
     with request(file.url, f"bytes={start}-{end - 1}") as answer:
         size = int(answer.headers.get("Content-Range", "").rpartition("/")[2] or -1)
         changed = size != file.size or (file.version and version_of(answer.headers) != file.version)

@@ -16,18 +16,24 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..data_files import unreadable
-from ..mixture import domains_of
-from ..recipe import Recipe
 from ..refusal import Refusal, refuse
-from ..tokens import IGNORE, encode_chats, pad_id
-from .chunks import CHUNK_ROWS, tell
+from ..task import IGNORE, MicroBatch
+from .blocks import Held, Place, blocks
+from .chunks import tell
+from .encode import encode_chats
+from .files import unreadable
+from .lanes import Domains, Run, lanes, steps
+from .mixture import domains_of
 from .packing import permutation
+from .prefetch import PREFETCH, Stream
+from .processors import pad_id
 from .remote import Patience, Unreachable
-from .sources import UNREADABLE, Source, open_source
-from .stream import PREFETCH, Domains, Held, MicroBatch, Place, Run, Stream, blocks, check_batch, check_identity, lanes, start, steps
+from .request import Request, Sizes
+from .sameness import check_identity
+from .source import UNREADABLE, Source
+from .sources import open_source
+from .stream import check_batch, start
 
-BLOCK_SAMPLES = 4096  # the range of the shuffle
 LOG = logging.getLogger(__name__)
 
 Row = dict[str, Any]
@@ -35,7 +41,7 @@ Collate = Callable[[list[Row], list[int]], MicroBatch]  # samples, and the key o
 
 
 class SampleChunk(NamedTuple):
-    """Some rows that follow each other."""
+    """Holds some samples that follow each other."""
 
     rows: list[Row]
     places: list[str]
@@ -47,7 +53,7 @@ class SampleChunk(NamedTuple):
 
 
 class SampleBlock(NamedTuple):
-    """Samples in the order in which they are dealt."""
+    """Holds samples in the order in which they are dealt."""
 
     rows: list[Row]
     places: list[str]
@@ -57,15 +63,16 @@ class SampleBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reads the rows of one corpus."""
+    """Reads chunks of samples of one corpus."""
 
     source: Source
     skip: bool
+    sizes: Sizes
     say: Callable[[str], None]
     told: list[str]  # what was said of rows left out
 
     def groups(self, part: int) -> int | SampleChunk:
-        """How many groups a part has; a chunk that counts it, if it cannot be read and is to be skipped."""
+        """Counts the groups of a part. For a part that cannot be read and is to be skipped: a chunk without samples that counts the part as broken."""
         try:
             return self.source.groups(part)
         except Refusal as problem:
@@ -73,14 +80,14 @@ class SampleReader:
             return SampleChunk([], [], np.empty(0, dtype=np.int64), 0, True, 1)
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[SampleChunk]:
-        """The rows of a group from `row` on. Raises `Refusal` for what cannot be read, if it is not to be skipped."""
+        """Yields the samples of a group from `row` on. Raises `Refusal` for a row that cannot be read, unless broken rows are skipped."""
         values = self.source.read(part, group, row)
         last = False
         while not last:
             rows: list[Row] = []
             places: list[str] = []
             bad = 0
-            while len(rows) < CHUNK_ROWS:
+            while len(rows) < self.sizes.chunk_rows:
                 try:
                     some = next(values, None)
                 except UNREADABLE as error:
@@ -108,7 +115,7 @@ class SampleReader:
 
 
 def open_samples(
-    recipe: Recipe,
+    request: Request,
     columns: tuple[str, ...],
     collate: Collate,
     *,
@@ -117,20 +124,20 @@ def open_samples(
     state: dict | None = None,
     say: Callable[[str], None] = LOG.warning,
 ) -> Stream:
-    """The stream of one data-parallel rank over rows of `columns`; a step has `global_batch` of them. Otherwise like `open_stream`.
+    """Opens the stream of one data-parallel rank over rows of `columns`; a step has `global_batch` rows. Otherwise like `open_stream`.
 
     A row that `collate` cannot take raises `Refusal` from `next`.
     """
-    check_batch(recipe, dp)
-    domains, patience, told = domains_of(recipe), Patience(recipe.retry_s, say), list[str]()
+    check_batch(request.global_batch, request.micro_batch, dp)
+    domains, patience, told = domains_of(request.dataset, request.subset), Patience(request.retry_s, say), list[str]()
     before = state["identity"]["corpus"] if state else {}
-    opened = [open_source(recipe, domain, patience, columns, before.get(domain.name, "")) for domain in domains]
-    readers = [SampleReader(source, recipe.bad_rows == "skip", say, told) for source in opened]
+    opened = [open_source(request, domain, patience, columns, before.get(domain.name, "")) for domain in domains]
+    readers = [SampleReader(source, request.skip, request.sizes, say, told) for source in opened]
     identity = {
         "corpus": {domain.name: reader.source.fingerprint for domain, reader in zip(domains, readers, strict=True)},
-        "seed": recipe.seed,
-        "global_batch": recipe.global_batch,
-        "blocks": [BLOCK_SAMPLES, CHUNK_ROWS],
+        "seed": request.seed,
+        "global_batch": request.global_batch,
+        "blocks": [request.sizes.block_samples, request.sizes.chunk_rows],
     }
     files = {domain.name: reader.source.files for domain, reader in zip(domains, readers, strict=True)}
     if state is not None:
@@ -138,9 +145,10 @@ def open_samples(
     state = state or start(domains, identity)
 
     def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, SampleBlock]]:
-        return blocks(readers[number], recipe.seed, BLOCK_SAMPLES, _shuffled, place)
+        return blocks(readers[number], request.seed, request.sizes.block_samples, _shuffled, place)
 
-    made = steps(Domains(domains, open_blocks, 1, state), partial(_micro_batches, collate, recipe.micro_batch), recipe, identity, lanes(recipe, dp, dp_rank))
+    build, owned = partial(_micro_batches, collate, request.micro_batch), lanes(request.global_batch, dp, dp_rank)
+    made = steps(Domains(domains, open_blocks, 1, state), build, request, identity, owned)
     return Stream(made, state, PREFETCH, patience.closed, files)
 
 
@@ -171,7 +179,7 @@ def _collated(collate: Collate, numbers: list[tuple[SampleBlock, int]]) -> Micro
 
 
 def pairs(tokenizer: Any, seq_len: int, rows: list[Row], keys: list[int]) -> MicroBatch:
-    """Preference pairs: {"input_ids", "labels", "position_ids"}, (2 B, seq_len) int64: the chosen ones, then the rejected ones.
+    """Collates preference pairs: {"input_ids", "labels", "position_ids"}, (2 B, seq_len) int64: the chosen ones, then the rejected ones.
 
     A row has `prompt`, `chosen` and `rejected`, each a text or a list of messages. Loss on the answers only; what is longer than seq_len is cut.
     """
@@ -193,7 +201,7 @@ def _messages(value: Any, role: str) -> list[dict[str, str]]:
 
 
 def images(image: str, label: str, augment: Callable[[torch.Tensor, np.random.Generator], torch.Tensor], rows: list[Row], keys: list[int]) -> MicroBatch:
-    """{"pixel_values": (B, C, H, W) fp32 of 0 to 1, "labels": (B,) int64}; an image is encoded (PNG, JPEG) or rows of pixels, 0 to 255."""
+    """Collates images: {"pixel_values": (B, C, H, W) fp32 of 0 to 1, "labels": (B,) int64}; an image is encoded (PNG, JPEG) or rows of pixels, 0 to 255."""
     pixels = [augment(_pixels(row[image]), np.random.default_rng(key)) for row, key in zip(rows, keys, strict=True)]
     return {"pixel_values": torch.stack(pixels), "labels": torch.tensor([int(row[label]) for row in rows])}
 
@@ -206,7 +214,7 @@ def _pixels(value: Any) -> torch.Tensor:
 
 
 def shifted_and_mirrored(pixels: torch.Tensor, draw: np.random.Generator) -> torch.Tensor:
-    """The image, (C, H, W), moved by up to 2 pixels each way and, every second time, mirrored."""
+    """Moves the image, (C, H, W), by up to 2 pixels each way and mirrors it every second time."""
     down, right, mirror = (int(draw.integers(limit)) for limit in (5, 5, 2))
     height, width = pixels.shape[1:]
     moved = torch.nn.functional.pad(pixels, (2, 2, 2, 2))[:, down : down + height, right : right + width]
@@ -214,7 +222,7 @@ def shifted_and_mirrored(pixels: torch.Tensor, draw: np.random.Generator) -> tor
 
 
 def table(numbers: tuple[str, ...], categories: dict[str, int], label: str, rows: list[Row], keys: list[int]) -> MicroBatch:
-    """{"numbers": (B, N) fp32, "categories": (B, M) int64, "labels": (B,) fp32}.
+    """Collates rows of a table: {"numbers": (B, N) fp32, "categories": (B, M) int64, "labels": (B,) fp32}.
 
     A missing number is 0. A category is hashed to one of the `categories[column]` - 1 buckets from 1 on; 0 is a missing one.
     """

@@ -1,0 +1,220 @@
+"""A model's config.json with the same traits and small numbers."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..refusal import refuse
+
+# What the families call the same number, the commonest name first.
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
+HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "attention_heads")
+KEY_VALUES = ("num_key_value_heads", "num_kv_heads")
+HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim")
+HEAD_DIM = ("head_dim", "dim_head", "d_head", "kv_channels", "attention_head_size")
+# How the numbers of a tiny model fall: pattern of the key -> the largest value, or the sort that `_proportions` knows. First match wins.
+EXPERTS = r"(moe_)?num(_local)?_experts|n_routed_experts"
+RULES = {
+    # Experts: four, of which two serve a token, in two groups.
+    EXPERTS: 4,
+    r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|n_group|num_expert_group|zero_expert_num": 2,
+    r"topk_group": 1,
+    r"moe_.*intermediate_size|shared_(expert_)?intermediate_size|expert_ffn_hidden_size": 64,
+    # What a token sees: less than a tiny row, so that it matters.
+    r"(.*_)?window(_size)?|local_attention|.*chunk_size": 32,
+    r".*chunk_length": 16,
+    r"index_topk|indexer_budget|compress_rates": 8,
+    r"(index_)?block_size|indexer_compress_ratio": 4,
+    r"index_topk_blocks|num_random_blocks": 1,
+    # Low ranks, the indexer, state spaces.
+    r"q_lora_rank|index_head_dim|router_hidden_size": 32,
+    r".*_(low)?rank|laurel_rank|hidden_size_per_layer_input|(.*_)?state(_size)?|linear_head_dim": 16,
+    r"index_n_heads|linear_num_heads": 4,
+    r"o_groups|n_groups|mamba_n_?groups": 2,
+    r"rel_extent": 64,
+    # Positions and vocabularies.
+    r"original_max_position_embeddings": 512,
+    r".*max.*_positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|model_max_length|context_length": 2048,
+    r".*vocab_size.*": "vocabulary",
+    # Every how many layers a kind returns, and the layers of other stacks than the decoder.
+    r".*_(interval|pattern|period|every_n_layers|step)": 4,
+    r".*_layer_offset|encoder_layers|num_encoder_layers|num_layers_per_stack": 2,
+    # Widths.
+    r"image_size|crop_size": 56,
+    r".*_multiple_of": 16,
+    r"linear_num_(key|value)_heads": "linear heads",
+    r"linear_(key|value)_head_dim": "linear head_dim",
+    r"mamba_n_heads|mamba_num_heads|n_mamba_heads": "state heads",
+    r"mamba_d_head|mamba_head_?dim": "state head_dim",
+    r"(.*_)?(num_.*key_value|kv|kv_n)_heads.*": "key-value heads",
+    r"(.*_)?(n|num|attention)_heads.*|num_query_groups|n_head": "heads",
+    r"(.*_)?head_dim|rotary_dim|dim_head|d_head|kv_channels|attention_head_size": "head_dim",
+    r"(.*_)?intermediate_size.*|(.*_)?ffn_(dim|hidden_size)|n_inner|d_inner|dff|dim_ff|feed_forward_size": "intermediate",
+    r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embe?d|d_model": "hidden",
+}
+# Families to which a token id cannot be None: they count positions from it, or their config class is strict about it.
+ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+NEEDS_ID = {
+    "pad_token_id": (*ROBERTAS, "emu3_text_model", "modernbert-decoder", "prophetnet", "reformer", "xlm"),
+    "bos_token_id": ("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder"),
+    "eos_token_id": ("emu3_text_model", "modernbert-decoder"),
+}
+
+
+def shrink(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Makes a model of a few hundred thousand parameters of the same class, which tp 2 and 4 can cut: numbers fall, structural traits stay.
+
+    Kept: tied embeddings, the ratio of query to key-value heads (up to 8), a head_dim that is not hidden_size / heads,
+    windows, every kind of layer, experts, low ranks, soft caps, rotary type. Raises `Refusal` for a config that names its
+    layers or its width in a way not known here.
+    """
+    count = _count_layers(config)
+    if unknown := [names[0] for value, names in ((count, LAYERS), (_name(config, HIDDEN), HIDDEN)) if not value]:
+        rule = f"cannot shrink a {config['model_type']}: its config.json has no {', '.join(unknown)}"
+        raise refuse("--tiny", rule, "make a small model of that class, save it with save_pretrained, and give the folder with --model, without --tiny")
+    kept = _kept_layers(config)
+    proportions = _proportions(config, vocab_size)
+    tiny = {key: _fall(key, _cut(key, value, kept, count), proportions) for key, value in config.items()}
+    tiny |= {key: value for key, value in _derived(config, tiny).items() if key in config}
+    tiny["vocab_size"] = vocab_size
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        tiny[key] = 1 if config["model_type"] in NEEDS_ID[key] else None  # those of the real vocabulary
+    return tiny
+
+
+def _derived(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
+    """Computes the values that repeat others of a tiny config in another form."""
+    derived: dict[str, Any] = {}
+    if config.get("qk_nope_head_dim"):  # latent attention: a head is made of two parts
+        derived |= {"qk_head_dim": tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"], "head_dim": tiny["qk_rope_head_dim"]}
+    if config.get("num_layers_per_stack"):  # hrm_text runs its stacks several times, and counts every run of a layer
+        derived["num_hidden_layers"] = config["num_hidden_layers"] // config["num_layers_per_stack"] * tiny["num_layers_per_stack"]
+    if config.get("attention_types"):  # gpt_neo: its attention_layers as a list of [kinds, how often]
+        derived["attention_types"] = [[[kind], 1] for kind in tiny["attention_layers"]]
+    return derived
+
+
+def _count_layers(config: dict[str, Any]) -> int:
+    """Reads the number of layers; 0 if the config has it in a way not known here."""
+    layers = _name(config, LAYERS)
+    return config[layers] if layers else len(config.get("layers_block_type") or ())
+
+
+def _name(config: dict[str, Any], names: tuple[str, ...]) -> str:
+    return next((name for name in names if config.get(name)), "")
+
+
+def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[[int], int]]:
+    """Computes how far a number of each sort falls. 1 stays 1: a single head or group is a trait too."""
+    heads, key_values, hidden, head_dim = (_name(config, names) for names in (HEADS, KEY_VALUES, HIDDEN, HEAD_DIM))
+    queries = config[heads] if heads else 4
+    keys = config[key_values] if key_values else queries
+    tiny_queries = 4 * min(queries // keys, 8) if keys > 1 else 4
+    tiny_dim = 16 if tiny_queries <= 8 else 8 if tiny_queries <= 16 else 4
+    dim = config[head_dim] if head_dim else config[hidden] // queries
+    latent = config.get("qk_nope_head_dim")
+    wide = latent or dim * queries == config[hidden]
+    tiny_hidden = tiny_dim * tiny_queries // (1 if wide else 2)
+    linear_heads = min((config[f"linear_num_{part}_heads"] for part in ("key", "value") if config.get(f"linear_num_{part}_heads")), default=1)
+    linear_dim = min((config[f"linear_{part}_head_dim"] for part in ("key", "value") if config.get(f"linear_{part}_head_dim")), default=1)
+    state_heads = next((value for key, value in config.items() if re.fullmatch(r"mamba_n_heads|mamba_num_heads|n_mamba_heads", key)), 1)
+
+    mlp = config | (config.get("ffn_config") or {})
+    mixture = any(re.fullmatch(EXPERTS, key) and (number or 0) > 1 for key, number in mlp.items())
+    expert_sized = mixture and not config.get("moe_intermediate_size")  # every expert is so wide as intermediate_size says
+
+    def scale(tiny: int, real: int) -> Callable[[int], int]:
+        return lambda value: value if value == 1 else max(2, value * tiny // real // 2 * 2)
+
+    def cap(most: int) -> Callable[[int], int]:
+        return lambda value: min(value, most)
+
+    return {
+        "vocabulary": lambda value: vocab_size if value > 256 else value,
+        "heads": scale(tiny_queries, queries),
+        "key-value heads": scale(4 if keys > 1 else 1, keys),
+        "head_dim": cap(16) if latent else scale(tiny_dim, dim),
+        "linear heads": scale(4, linear_heads),
+        "linear head_dim": scale(16, linear_dim),
+        "state heads": cap(4),
+        "state head_dim": scale(tiny_hidden * state_heads, config[hidden] * min(state_heads, 4)),
+        "hidden": lambda value: value if value <= 32 else scale(tiny_hidden, config[hidden])(value),  # a kernel or a patch stays
+        "intermediate": cap(tiny_hidden if expert_sized else 2 * tiny_hidden),
+    }
+
+
+def _fall(key: str, value: Any, proportions: dict[str, Callable[[int], int]], outer: str = "") -> Any:
+    """Makes the numbers in a value as small as RULES say for its key, or for the key around it if no rule names its key."""
+    if isinstance(value, dict):
+        if _count_layers(value) and _name(value, HIDDEN):  # of a tower beside the language model
+            return shrink(value, proportions["vocabulary"](1 << 20))
+        return {inner: _fall(str(inner), its, proportions, key) for inner, its in value.items()}
+    if key in ("long_factor", "short_factor"):  # of longrope: one for each pair of a head's rotated dimensions
+        return value[: proportions["head_dim"](2 * len(value)) // 2]
+    if isinstance(value, list):
+        return [_fall(key, its, proportions, outer) for its in value]
+    if type(value) is not int or value <= 0:
+        return value
+    rule = next((rule for name in (key, outer) for pattern, rule in RULES.items() if re.fullmatch(pattern, name)), None)
+    if rule is None:
+        return value
+    return min(value, rule) if isinstance(rule, int) else proportions[rule](value)
+
+
+# Counts of the layers at the beginning or at the end that are of another kind, and lists that name layers by their number.
+FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
+LAST = ("num_kv_shared_layers",)
+NUMBERED = r".*(_layers|_idxs|_indices|_ids)"
+
+
+def _kept_layers(config: dict[str, Any]) -> list[int]:
+    """Chooses the numbers of four layers, up to eight if there are more kinds: one of each kind, and the rest as frequent as before."""
+    count = _count_layers(config)
+    kinds = [repr([_of_layer(key, value, layer, count) for key, value in config.items()]) for layer in range(count)]
+    kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:8]
+    if "hybrid" in (config.get("layers_block_type") or ()):  # zamba: all layers of this kind share one block, so two of them
+        kept += [layer for layer, kind in enumerate(config["layers_block_type"]) if kind == "hybrid"][1:2]
+    while len(kept) < min(4, count):
+        taken = [kinds[layer] for layer in kept]
+        left = [layer for layer in range(count) if layer not in kept]
+        kept.append(max(left, key=lambda layer: kinds.count(kinds[layer]) / (taken.count(kinds[layer]) + 1)))
+    return sorted(kept)
+
+
+def _of_layer(key: str, value: Any, layer: int, count: int) -> Any:
+    """Finds what a key says of one of the `count` layers alone; None if it says the same of all."""
+    if not value:
+        return None
+    if key in FIRST:
+        return layer < value
+    if key in LAST:
+        return layer >= count - value
+    if key == "moe_layer_end_index":
+        return layer <= value % count  # -1 is the last
+    if key == "per_layer_config":
+        return {int(number): own for number, own in value.items()}.get(layer)
+    if _names_layers(key, value, count):
+        return layer in value
+    listed = isinstance(value, list) or key == "hybrid_override_pattern"  # a letter for each layer
+    return value[layer] if listed and len(value) == count else None
+
+
+def _cut(key: str, value: Any, kept: list[int], count: int) -> Any:
+    """Cuts a value for a model that has only the `kept` layers of `count`."""
+    if key in LAYERS and value == count:
+        return len(kept)
+    says = [_of_layer(key, value, layer, count) for layer in kept]
+    if key == "per_layer_config" and value:
+        return {str(layer): own for layer, own in enumerate(says) if own}
+    if all(say is None for say in says):
+        return value
+    if isinstance(value, int):
+        return sum(says) - (key == "moe_layer_end_index")
+    if isinstance(value, str):
+        return "".join(says)
+    return [layer for layer, named in enumerate(says) if named] if _names_layers(key, value, count) else says
+
+
+def _names_layers(key: str, value: Any, count: int) -> bool:
+    numbers = isinstance(value, list) and bool(re.fullmatch(NUMBERED, key)) and all(type(number) is int for number in value)
+    return numbers and value == sorted({*value} & {*range(count)})

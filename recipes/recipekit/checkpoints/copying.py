@@ -1,0 +1,256 @@
+"""Copying tensors between two sets of files, in bounded memory and with several threads."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..parallel.blueprint import Blueprint, Tensor
+from . import manifest, torch_files
+from .digest import digest
+from .direct_files import DirectFiles
+from .journal import Journal
+from .places import MOMENTS, Piece, Shard, originals
+from .tensor_files import BITS, TensorFiles
+
+CHUNK = 256 * 1024  # elements that are moved at a time, at most: what was read is still in the cache when it is digested and written
+BUFFERS = 256 * 2**20  # bytes, at most, that wait for the disk or to be hashed
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much of the machine a conversion may use. `progress` is called with (bytes just done, bytes in all), from several threads."""
+
+    workers: int = 2
+    mem_limit: int = 512 * 1024**2  # bytes of buffers
+    progress: Callable[[int, int], None] = lambda done, total: None
+
+    @property
+    def chunk(self) -> int:
+        """Elements that one worker moves at a time, in three copies: read, cut and written."""
+        return max(65536, min(CHUNK, self.mem_limit // (self.workers * 16)))
+
+    @property
+    def buffers(self) -> int:
+        """Bytes that may be on their way to the disk."""
+        return min(BUFFERS, self.mem_limit - self.workers * self.chunk * 16)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor in one role of the source, and the roles that its copy has in the target (none: it is only read)."""
+
+    tensor: Tensor
+    role: str
+    to: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.tensor.name}|{self.role}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel * (4 if self.role != "weight" else 2)
+
+
+def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None) -> list[Copy]:
+    """Lists what has to be copied. A master also makes the 16-bit weight that a layout keeps beside it.
+
+    Without a target: everything that the source holds, to be digested.
+    """
+    found = []
+    for tensor in blueprint.tensors:
+        roles = [role for role in ("master", *MOMENTS, "weight") if (tensor.name, role) in source.shards]
+        trained = tensor.group is not None
+        for role in roles:
+            if trained and role == "weight" and "master" in roles:
+                continue  # a rounded copy of the master
+            wanted = (role, *(["weight"] if role == "master" else []), *(["master"] if role == "weight" and trained else []))
+            to = tuple(own for own in wanted if target is not None and (tensor.name, own) in target.shards)
+            if target is None or to:
+                found.append(Copy(tensor, role, to))
+    return found
+
+
+def run(
+    todo: list[Copy], source: TensorFiles, effort: Effort, target: TensorFiles | None = None, journal: Journal | None = None, hashed: bool = False
+) -> tuple[dict[str, Any], dict[str, manifest.Facts]]:
+    """Copies tensors, and returns {"tensor|role": [shape, dtype, digest]} and the facts of each file that was written.
+
+    The digests include those that an interrupted conversion had noted in the `journal`. The files are on the disk when
+    this returns; without `hashed` their facts have no sha256. Without a `target` the source is only read.
+    """
+    digests: dict[str, Any] = dict(journal.done) if journal else {}
+    total_bytes = sum(copy.nbytes for copy in todo)
+    for copy in todo:
+        if copy.key in digests:
+            effort.progress(copy.nbytes, total_bytes)
+    rest = _in_order_of_bytes([copy for copy in todo if copy.key not in digests], source, target)
+    left, sums, lock = {copy.key: copy.tensor.numel for copy in rest}, Counter(), threading.Lock()
+    unnoted: dict[str, list[str]] = {}  # tensor -> keys
+
+    def parts() -> Iterator[tuple[Copy, int, int]]:
+        for copy in rest:
+            unit = unit_of(copy.tensor, source, *([target] if target else []))
+            spans = chunks(copy.tensor.numel, unit, effort.chunk) if copy.tensor.numel else [(0, 0)]
+            yield from ((copy, start, stop) for start, stop in spans)
+
+    def move(part: tuple[Copy, int, int]) -> None:
+        copy, start, stop = part
+        values, dtype = source.read(copy.tensor, copy.role, start, stop), source.dtype_of(copy.tensor, copy.role)
+        added = digest(values, start)
+        for role in copy.to:
+            assert target
+            target.write(copy.tensor, role, start, cast(values, dtype, target.dtype_of(copy.tensor, role)))
+        effort.progress((stop - start) * values.itemsize, total_bytes)
+        with lock:
+            sums[copy.key] += added
+            left[copy.key] -= stop - start
+            if left[copy.key]:
+                return
+            digests[copy.key] = [list(copy.tensor.shape), dtype, f"{sums[copy.key] % 2**64:016x}"]
+            unnoted.setdefault(copy.tensor.name, []).append(copy.key)
+        if target and target.direct:
+            target.direct.finish(copy.tensor.name)
+
+    def stored(name: str) -> None:
+        with lock:
+            keys = unnoted.pop(name, [])
+        for key in keys:
+            if journal:
+                journal.note(key, digests[key])
+
+    if target is None:
+        share_work(move, parts(), effort.workers)
+        return digests, {}
+    try:
+        with DirectFiles(target.folder, _extents(rest, target), effort.buffers, hashed, stored) as target.direct:
+            share_work(move, parts(), effort.workers)
+        return digests, target.direct.facts
+    finally:
+        if journal and target.direct and target.direct.lost:
+            journal.forget()
+        target.direct = None
+
+
+def _in_order_of_bytes(rest: list[Copy], source: TensorFiles, target: TensorFiles | None) -> list[Copy]:
+    """Sorts copies by where they are written (without a target: read): one file after the other, each from its beginning."""
+    places = {copy.key: (target or source).place(copy.tensor, copy.to[0] if target else copy.role) for copy in rest}
+    order = {file: number for number, file in enumerate(dict.fromkeys(file for file, _ in places.values()))}
+    return sorted(rest, key=lambda copy: (order[places[copy.key][0]], places[copy.key][1]))
+
+
+def _extents(todo: list[Copy], target: TensorFiles) -> dict[str, set[tuple[int, int]]]:
+    """File -> the ranges of bytes that the copies will fill."""
+    extents: dict[str, set[tuple[int, int]]] = {}
+    for copy in todo:
+        for role in copy.to:
+            for file, own in target.extents(copy.tensor, role).items():
+                extents.setdefault(file, set()).update(own)
+    return extents
+
+
+def share_work(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> list[Any]:
+    """Calls `work` for each item on several threads; returns the results in the order of the items. After an error no item is begun."""
+    numbered, found, lock, failed = enumerate(items), {}, threading.Lock(), threading.Event()
+
+    def turn() -> None:
+        while not failed.is_set():
+            with lock:
+                number, item = next(numbered, (-1, None))
+            if number < 0:
+                return
+            try:
+                result = work(item)
+            except BaseException:
+                failed.set()
+                raise
+            if result is not None:
+                found[number] = result
+
+    with ThreadPoolExecutor(workers) as pool:
+        turns = [pool.submit(turn) for _ in range(workers)]
+        try:
+            for one in turns:
+                one.result()
+        except BaseException:
+            failed.set()
+            raise
+    return [found[number] for number in sorted(found)]
+
+
+def partial_digests(blueprint: Blueprint, source: TensorFiles, files: frozenset[str], chunk: int = CHUNK) -> dict[str, Any]:
+    """Returns {"tensor|role": [shape, dtype, what `files` add to its digest]}. Zero bits add nothing, so no other file is read."""
+    digests = {}
+    for copy in copies(blueprint, source, None):
+        spans = [_span(shard, piece) for shard in originals(source.shards[copy.tensor.name, copy.role]) for piece in shard.pieces if piece.file in files]
+        if not spans:
+            continue
+        total, unit = 0, unit_of(copy.tensor, source)
+        for start, stop in chunks(copy.tensor.numel, unit, chunk):
+            inside = [(max(start, low), min(stop, high)) for low, high in spans if low < stop and high > start]
+            if inside:
+                low, high = min(low for low, _ in inside), max(high for _, high in inside)
+                low, high = low // unit * unit if unit <= chunk else low, min(stop, -(-high // unit) * unit) if unit <= chunk else high
+                total += digest(source.read(copy.tensor, copy.role, low, high, files), low)
+        digests[f"{copy.tensor.name}|{copy.role}"] = [list(copy.tensor.shape), source.dtype_of(copy.tensor, copy.role), total % 2**64]
+    return digests
+
+
+def _span(shard: Shard, piece: Piece) -> tuple[int, int]:
+    """Returns a range of the whole tensor that encloses the piece."""
+    if shard.dim is None:
+        return shard.base + piece.start, shard.base + piece.stop
+    inner = prod(shard.shape[shard.dim + 1 :])
+    row, width = shard.shape[shard.dim] * inner, sum(last - first for first, last in shard.runs) * inner
+    return shard.base + piece.start // width * row, shard.base + -(-piece.stop // width) * row
+
+
+def unit_of(tensor: Tensor, *files: TensorFiles) -> int:
+    """Returns the elements of the largest row that a cut of any of the files takes apart."""
+    unit = 1
+    for opened in files:
+        for role in ("master", *MOMENTS, "weight"):
+            shards = opened.shards.get((tensor.name, role), [])
+            unit = max([unit, *(prod(shard.shape[shard.dim :]) for shard in shards if shard.dim is not None)])
+    return unit
+
+
+def chunks(numel: int, unit: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of at most `most` elements: runs of whole units, or parts of one."""
+    if unit <= most:
+        step = most // unit * unit
+        yield from ((start, min(numel, start + step)) for start in range(0, numel, step))
+        return
+    for row in range(0, numel, unit):
+        yield from ((start, min(row + unit, start + most)) for start in range(row, row + unit, most))
+
+
+def cast(bits: np.ndarray, dtype: str, to: str) -> np.ndarray:
+    """Rounds values to another dtype, to nearest even; returns the same bits where the dtype is the same."""
+    if dtype == to:
+        return bits
+    if dtype == "bfloat16":
+        values = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        values = bits.view(dtype)
+    if to != "bfloat16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.astype(to).view(BITS[torch_files.SIZES[to]])
+    with np.errstate(over="ignore", invalid="ignore"):
+        word = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = word >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += word  # of a number: no overflow
+    rounded >>= np.uint32(16)
+    short = rounded.astype(np.uint16)
+    numbers = word.view(np.float32)
+    if len(numbers) and np.isnan(numbers.max()):  # one pass; the largest is NaN if any is
+        short[np.isnan(numbers)] = 0x7FC0
+    return short

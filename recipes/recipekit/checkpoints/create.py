@@ -1,0 +1,188 @@
+"""Writes the files of a step folder without an engine."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..parallel.blueprint import Blueprint, Extent, Layout, Tensor, flat_groups, flat_tensors, held, state_keys
+from . import torch_files
+from .places import MOMENTS, Holder, holders, is_swapped, layer_file, swap_files, swap_folder
+from .torch_files import FileTensor, Fragment, LossScaler, Size, ZeroStage
+
+
+@dataclass
+class Carried:
+    """What a checkpoint holds besides tensors: step counts, and the numbers of each optimizer group."""
+
+    groups: dict[int, dict[str, Any]]
+    step: float  # of Adam
+    engine: dict[str, Any]  # global_steps, skipped_steps, global_samples, lr_scheduler, ds_config
+
+    @property
+    def clipping(self) -> float:
+        """The run's clipping norm; DeepSpeed 0.19.8's own default for a checkpoint that no run made."""
+        return float(self.engine["ds_config"].get("gradient_clipping", 1.0))
+
+
+def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
+    """Reads what a step folder holds besides tensors."""
+    groups: dict[int, dict[str, Any]] = {}
+    step, engine = 0.0, {}
+    for holder in holders(blueprint, layout):
+        numbers = sorted({tensor.group for tensor in held(blueprint, layout, holder.pp_rank) if tensor.group is not None})
+        model = _numbers(torch_files.read(folder / holder.model_file()))
+        if layout.zero_stage == 0:
+            optimizer = model["optimizer"] if layout.optimizer == "torch" else model["optimizer"]["optimizer_state_dict"]
+        else:
+            whole = _numbers(torch_files.read(folder / holder.optimizer_file(0)))["optimizer_state_dict"]
+            optimizer = whole["optimizer_state_dict"] if layout.zero_stage == 3 else whole["base_optimizer_state"]
+        for number, group in zip(numbers, optimizer["param_groups"], strict=False):
+            groups.setdefault(number, {key: value for key, value in group.items() if key != "params"})
+        steps = [state["step"] for state in optimizer["state"].values() if "step" in state] or [group.get("step", 0) for group in optimizer["param_groups"]]
+        step = max([step, *map(float, steps)])
+        if not engine:
+            engine = {key: model.get(key) for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
+    return Carried(groups, step, engine)
+
+
+def _numbers(value: Any) -> Any:
+    """Replaces tensors of one element by their numbers, so that nobody has to read them from the file again."""
+    if isinstance(value, FileTensor):
+        return value if value.value is None else value.value
+    if isinstance(value, dict):
+        return type(value)({key: _numbers(item) for key, item in value.items()})
+    return type(value)(map(_numbers, value)) if type(value) in (list, tuple) else value
+
+
+def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried) -> None:
+    """Writes files that DeepSpeed loads in `layout`, whose tensors are zeros (holes) to be filled in."""
+    for holder in holders(blueprint, layout):
+        if layout.mesh.pp > 1:
+            for stage in holder.stages:
+                torch_files.write(folder / layer_file(stage, holder.tp_rank), OrderedDict(_weights(holder, stage)))
+        for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
+            torch_files.write(folder / holder.model_file(rank), module_states(holder, carried) | carried.engine)
+        for rank in range(layout.partitions) if layout.zero_stage else ():
+            if layout.swapped:
+                _create_swap_files(folder, holder, rank)
+            state = zero3_states(holder, carried) if layout.zero_stage == 3 else zero12_states(holder, carried, rank)
+            content = {"optimizer_state_dict": state, "ds_config": carried.engine["ds_config"], "ds_version": version("deepspeed")}
+            torch_files.write(folder / holder.optimizer_file(rank), content)
+
+
+def _weights(holder: Holder, stage: int) -> dict[str, FileTensor]:
+    """The `state_dict()` of a stage. An alias is the same tensor again; under ZeRO-3 parameters are empty."""
+    made: dict[str, FileTensor] = {}
+    for key, tensor in state_keys(holder.blueprint, holder.layout, stage).items():
+        gone = holder.layout.zero_stage == 3 and not tensor.buffer
+        dtype = tensor.buffer or holder.layout.dtype
+        made[key] = made[tensor.name] if tensor.name in made else FileTensor((0,) if gone else holder.shapes[tensor.name], dtype)
+    return made
+
+
+def module_states(holder: Holder, carried: Carried) -> dict[str, Any]:
+    """A model file without the numbers of `carried.engine`: the weights, and under ZeRO-0 the optimizer's states beside them."""
+    layout, shapes, trained = holder.layout, holder.shapes, holder.trained
+    tensors = held(holder.blueprint, layout, holder.pp_rank)
+    frozen = [tensor for tensor in tensors if tensor.name not in trained and not tensor.buffer]
+    module = _weights(holder, 0) if layout.mesh.pp == 1 else None
+    if layout.zero_stage == 3:
+        fragments = {tensor.name: FileTensor((-(-prod(shapes[tensor.name]) // layout.partitions),), layout.dtype) for tensor in frozen}
+    else:
+        fragments = {tensor.name: (module or {}).get(tensor.name) for tensor in frozen}
+    zero, groups = layout.zero_stage > 0, flat_tensors(holder.groups, layout)
+    return {
+        "module": module,
+        "buffer_names": [tensor.name for tensor in tensors if tensor.buffer],
+        "optimizer": None if zero else zero0_states(holder, carried),
+        "param_shapes": [OrderedDict((tensor.name, Size(shapes[tensor.name])) for tensor, _ in group) for group in groups] if zero else None,
+        "frozen_param_shapes": {tensor.name: Size(shapes[tensor.name]) for tensor in frozen} if layout.zero_stage > 1 else None,
+        "shared_params": {alias: name for alias, (name, _) in holder.blueprint.aliases.items() if name in shapes} if zero else None,
+        "frozen_param_fragments": fragments if layout.zero_stage > 1 else None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "dp_world_size": layout.partitions,
+        "mp_world_size": layout.mesh.tp * layout.mesh.pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": layout.mesh.pp, "tp_degree": layout.mesh.tp},
+        "ds_version": version("deepspeed"),
+    }
+
+
+def zero0_states(holder: Holder, carried: Carried) -> dict[str, Any]:
+    """The optimizer of a model file of ZeRO-0: torch's, or FP16_UnfusedOptimizer with a master of each parameter."""
+    shapes, first = [[holder.shapes[tensor.name] for tensor, _ in group] for group in holder.groups], 0
+    indices = []
+    for group in shapes:
+        indices.append(list(range(first, first + len(group))))
+        first += len(group)
+    optimizer = _base_optimizer(holder, carried, indices, shapes)
+    if holder.layout.optimizer == "torch":
+        return optimizer
+    scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": carried.engine["global_steps"]}
+    return scale | {"optimizer_state_dict": optimizer, "fp32_groups": [[FileTensor(shape) for shape in group] for group in shapes]}
+
+
+def zero12_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]:
+    """The optimizer of a data rank's file of ZeRO-1 or -2: its partition of each group, in the form of the layout's class."""
+    layout, groups, flats = holder.layout, holder.groups, flat_groups(holder.groups, holder.layout)
+    sizes = [size for _, size, _ in flats]
+    bf16 = layout.optimizer == "BF16_Optimizer"
+    paddings = [max(0, min(size, (rank + 1) * size - sum(numel for _, numel in group))) for size, group in zip(sizes, groups, strict=True)]
+    own = {"partition_count": [layout.partitions] * len(groups), "ds_version": version("deepspeed"), "clip_grad": carried.clipping}
+    own |= {
+        "base_optimizer_state": _base_optimizer(holder, carried, [[number] for number in range(len(groups))], [[(size,)] for size in sizes]),
+        "single_partition_of_fp32_groups": [FileTensor((size if bf16 else size - end,)) for size, end in zip(sizes, paddings, strict=True)],
+        "group_paddings": paddings,
+        "param_slice_mappings": [_slice_mapping(group, extents, rank) for group, (_, _, extents) in zip(groups, flats, strict=True)],
+    }
+    if bf16:
+        return own
+    return _scaler() | own | {"param_alignment_paddings": [[0] * len(group) for group in groups], "zero_stage": ZeroStage(layout.zero_stage)}
+
+
+def _slice_mapping(group: list[tuple[Tensor, int]], extents: list[list[Extent]], rank: int) -> OrderedDict[str, Fragment]:
+    """Tensor -> where a rank's partition of the group holds its elements."""
+    pairs = [(tensor.name, at) for (tensor, _), places in zip(group, extents, strict=True) for at in places if at.rank == rank]
+    return OrderedDict((name, Fragment(numel=at.stop - at.start, start=at.offset)) for name, at in pairs)
+
+
+def zero3_states(holder: Holder, carried: Carried) -> dict[str, Any]:
+    """The optimizer of a data rank's file of ZeRO-3: its partition of each sub-group; empty tensors for what lies in swap files."""
+    layout, flats = holder.layout, flat_groups(holder.groups, holder.layout)
+    kept = [0 if is_swapped(layout, size) else size for _, size, _ in flats]
+    indices = [[index for index, flat in enumerate(flats) if flat[0] == number] for number in range(len(holder.groups))]
+    base = _base_optimizer(holder, carried, indices, [[(kept[index],) for index in own] for own in indices])
+    masters = [FileTensor((size,)) for size in kept]
+    states = {"zero_stage": ZeroStage(3), "partition_count": layout.partitions, "fp32_flat_groups": masters, "optimizer_state_dict": base}
+    return _scaler() | states
+
+
+def _create_swap_files(folder: Path, holder: Holder, rank: int) -> None:
+    """Makes the swap files of a data rank, in full size and of zeros."""
+    layout, tensors = holder.layout, flat_tensors(holder.groups, holder.layout)
+    (folder / swap_folder(layout, holder.tp_rank, rank)).mkdir(parents=True)
+    for index, (_, size, _) in enumerate(flat_groups(holder.groups, layout)):
+        if is_swapped(layout, size):
+            for name in swap_files(holder.blueprint, layout, tensors[index], holder.tp_rank, rank).values():
+                with (folder / name).open("wb") as stream:
+                    stream.truncate(-(-4 * size // layout.swap_align) * layout.swap_align)
+
+
+def _base_optimizer(holder: Holder, carried: Carried, indices: list[list[int]], shapes: list[list[tuple[int, ...]]]) -> dict[str, Any]:
+    """The `state_dict()` of the optimizer that DeepSpeed wraps: of each group the numbers of its tensors, and their shapes."""
+    step, state, param_groups = carried.step, {}, []
+    for group, numbers, sizes in zip(holder.groups, indices, shapes, strict=True):
+        for index, shape in zip(numbers, sizes, strict=True):
+            counted: Any = int(step) if holder.layout.int_step else FileTensor((), value=step)
+            state[index] = {"step": counted} | {role: FileTensor(shape) for role in MOMENTS}
+        number = group[0][0].group
+        param_groups.append(carried.groups.get(number if number is not None else -1, {}) | {"params": numbers})
+    return {"state": state, "param_groups": param_groups}
+
+
+def _scaler() -> dict[str, Any]:
+    """What a loss scaler that is off leaves in an optimizer file."""
+    return {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False, "overflow": False}

@@ -1,0 +1,118 @@
+"""DeepSpeed's reading and writing of files, with ours in between."""
+
+import copy
+import importlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from . import torch_files
+
+
+class DeepSpeedFiles(CheckpointEngine):
+    """Reads and writes DeepSpeed's files. Unpickles no code. `take` returns what was written, or in background mode what is still to be written."""
+
+    def __init__(self, own_part: str = "") -> None:
+        super().__init__()
+        self.own_part = own_part  # the file of this rank's optimizer states
+        self.pending: list[tuple[Any, Path]] = []
+        self.kept: list[torch.UntypedStorage] = []  # memory of the last snapshot, used again for the next
+        self.snapshots = False
+        self.failure: OSError | RuntimeError | None = None
+
+    def create(self, info: Any) -> None:
+        pass
+
+    def commit(self, info: Any) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        if self.snapshots:
+            self.pending.append((state_dict, Path(path)))
+            return
+        try:
+            torch.save(state_dict, path)
+            self.pending.append((None, Path(path)))
+        except (OSError, RuntimeError) as error:  # for `take` to raise: DeepSpeed has collectives ahead that the other ranks wait in
+            self.failure = self.failure or error
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        content = read_pickle(Path(path))  # mapped
+        if path.endswith("_optim_states.pt") and path != self.own_part:
+            return restored(content)  # DeepSpeed opens those of all ranks and takes its own: the others are never read
+        return restored(_Memory([]).copied(content))  # training must not depend on a file that may be removed
+
+    def take(self) -> list[tuple[Any, Path]]:
+        """What was saved since the last call; with `snapshots` as copies on the CPU that training does not change.
+
+        Raises the first error of a write since then.
+        """
+        if self.failure:
+            raise self.failure
+        memory = _Memory(self.kept)
+        pending, self.pending = [(memory.copied(content), path) for content, path in self.pending], []
+        self.kept = memory.used
+        return pending
+
+
+class _Memory:
+    """Copies of nested containers of tensors; tensors that share memory share it in the copy too."""
+
+    def __init__(self, free: list[torch.UntypedStorage]):
+        self.free, self.used = {index: storage for index, storage in enumerate(free)}, []
+        self.copies: dict[int, torch.UntypedStorage] = {}
+
+    def copied(self, value: Any) -> Any:
+        if torch.is_tensor(value):
+            value = value.detach()
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in self.copies or storage.nbytes() == 0:
+                size = storage.nbytes()
+                index = next((index for index, kept in self.free.items() if kept.nbytes() == size), None)
+                fresh = torch.UntypedStorage(size) if index is None else self.free.pop(index)
+                fresh.copy_(storage)
+                self.used.append(fresh)
+                self.copies[storage.data_ptr()] = fresh
+            empty = torch.empty(0, dtype=value.dtype)
+            return empty.set_(self.copies[storage.data_ptr()], value.storage_offset(), value.size(), value.stride())
+        if isinstance(value, dict):
+            return type(value)((key, self.copied(item)) for key, item in value.items())
+        if isinstance(value, list):
+            return [self.copied(item) for item in value]
+        if type(value) is tuple:
+            return tuple(self.copied(item) for item in value)
+        return copy.deepcopy(value)
+
+
+_SAFE: list[Any] = [*((kind, kind.place) for kind in torch_files.STANDS), (torch_files.member, "builtins.getattr")]
+_READING = threading.Lock()  # safe_globals is of the whole process: the first thread to leave it would take it from the others
+
+
+def read_pickle(path: Path) -> Any:
+    """A file of torch.save, mapped and not read.
+
+    Raises `Refusal` for a file that is damaged, or that names a class which no checkpoint needs: nothing of it is run.
+    """
+    try:
+        with _READING, torch.serialization.safe_globals(_SAFE):
+            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except Exception as error:  # torch raises what it pleases for a damaged or hostile file
+        raise torch_files.unsafe(path, error) from None
+
+
+def restored(value: Any) -> Any:
+    """What `read_pickle` gives, with DeepSpeed's own objects in the places of their stand-ins."""
+    if isinstance(value, torch_files.Stand):
+        module, _, name = type(value).place.rpartition(".")  # not an attribute that a file gave it
+        kind = getattr(importlib.import_module(module), name)
+        if value.values:
+            return kind(*value.values)
+        made = kind.__new__(kind)
+        made.__dict__.update(vars(value))
+        return made
+    if isinstance(value, dict):
+        return type(value)((key, restored(item)) for key, item in value.items())
+    return [restored(item) for item in value] if isinstance(value, list) else value

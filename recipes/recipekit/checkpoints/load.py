@@ -1,0 +1,146 @@
+"""Finding the newest complete checkpoint, and loading it into an engine."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..engine import Engine
+from ..parallel.blueprint import Blueprint, Layout
+from ..parallel.groups import waiting_group
+from ..refusal import Refusal, Say, refuse
+from ..run_folder import CHECKPOINTS
+from . import convert, copying, manifest
+from .deepspeed_io import DeepSpeedFiles, read_pickle
+from .manifest import BLUEPRINT, MANIFEST, STATE
+from .places import MOMENTS
+from .state import SavedState, State
+
+
+def newest(path: Path, say: Say) -> Path | None:
+    """The newest complete and verified step folder of a run (or `path` itself if it is a step folder); None if none is.
+
+    The ranks share the work (a collective). Calls `say` with one line for each folder that is passed over.
+    """
+    steps: list[Any] = [[path] if (path / MANIFEST).exists() or path.name.startswith("step_") else sorted(path.glob(f"{CHECKPOINTS}/step_*"), reverse=True)]
+    dist.broadcast_object_list(steps)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in steps[0]:
+        try:
+            names = sorted(manifest.read(step)["files"])
+        except ValueError:
+            names = []
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, manifest.faults(step, names[rank::world]), group=waiting_group())
+        faults = list(dict.fromkeys(fault for own in everyone for fault in own))
+        if not faults:
+            return step
+        say(f"checkpoint {step} is damaged, passed over: {faults[0]}" + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""))
+    return None
+
+
+def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[SavedState, bool]:
+    """(the state of a step folder, whether it is of this layout). Raises `Refusal` for one of another model, or that cannot be converted."""
+    state: SavedState = json.loads((step / STATE).read_text())
+    saved = json.loads((step / BLUEPRINT).read_text())
+    was = Layout.from_json(state["layout"])
+    if was == layout:
+        return state, True
+    if saved is None or blueprint is None:
+        rule = f"was written by another layout ({was}) than this one ({layout}), and experts that DeepSpeed divided are not converted"
+        raise refuse(f"resume from {step}", rule, "start with the same ranks, degrees and strategy, or begin a new run from its Hugging Face files")
+    differ = _differences(Blueprint.from_json(saved), blueprint)
+    if differ:
+        raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was made with, or --out NEW")
+    return state, False
+
+
+def _differences(saved: Blueprint, now: Blueprint) -> str:
+    """The first difference in names, shapes or optimizer groups, in words."""
+    before, after = ({tensor.name: (tensor.shape, tensor.group) for tensor in blueprint.tensors} for blueprint in (saved, now))
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            return f"{name} is {before.get(name, 'not there')} in the checkpoint and {after.get(name, 'not there')} in the model (shape, optimizer group)"
+    return ""
+
+
+def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout, scratch: Path, say: Say) -> State:
+    """Loads a verified step folder into the engine and this rank's random generators; returns its state (a collective).
+
+    One of another layout is converted into the folder `scratch` on the way, which is removed. The optimizer's numbers
+    (betas, eps, weight decay, clipping) stay those of this start.
+    """
+    state, same = check(step, blueprint, layout)
+    source = step
+    if not same:
+        assert blueprint is not None
+        source = scratch / step.name
+        failed: list[Any] = [""]
+        if dist.get_rank() == 0:
+            say(f"converting {step} from {Layout.from_json(state['layout'])} to {layout}")
+            shutil.rmtree(scratch, ignore_errors=True)
+            try:
+                convert.reshape(step, source, layout, blueprint, copying.Effort(workers=min(8, os.cpu_count() or 1)))
+            except (OSError, Refusal) as error:  # the other ranks wait
+                failed = [f"cannot be converted in {scratch}: {error}"]
+        dist.broadcast_object_list(failed, group=waiting_group())
+        if failed[0]:
+            raise refuse(f"resume from {step}", failed[0], "free space there, or start with the layout it was written in")
+    optimizer = engine.optimizer
+    before = [dict(group) for group in optimizer.param_groups]
+    clipping = getattr(optimizer, "clip_grad", None)
+    zero = layout.zero_stage > 0
+    own = engine._get_zero_ckpt_name(str(source.parent), source.name) if zero else ""
+    if layout.swapped:
+        _restore_swapped(optimizer, Path(own))
+    engine.checkpoint_engine = DeepSpeedFiles(own)
+    with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
+        path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
+    assert path is not None, f"DeepSpeed did not load {source}"
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        # DeepSpeed puts the saved numbers there, though the user may have changed them (--resume PATH), and only those that the
+        # optimizer of the other layout had
+        group.update({key: value for key, value in own.items() if key in ("betas", "eps", "weight_decay") or key not in group})
+    if clipping is not None:
+        optimizer.clip_grad = clipping
+    if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
+        restore_generator_states(read_pickle(generators))
+    dist.barrier(waiting_group())
+    if not same and dist.get_rank() == 0:
+        shutil.rmtree(scratch)
+    return state
+
+
+def _restore_swapped(optimizer: Any, file: Path) -> None:
+    """Makes ready what DeepSpeed does not restore with NVMe offload; to be called before its `load_checkpoint`.
+
+    0.19.8 (engine.py) copies the swap files back, makes the 16-bit weights of all masters anew, and reads nothing else: small
+    flat tensors, which are not swapped, stay as they began, step counts and learning rates are lost, and moments in swap files are not looked
+    for, since a new optimizer has none. Here it gets some, of one element as wide as the file, which are then read from there.
+    """
+    saved = read_pickle(file)["optimizer_state_dict"]
+    for group, numbers in zip(optimizer.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
+        group.update({key: value for key, value in numbers.items() if key != "params"})
+    states = saved["optimizer_state_dict"]["state"].values()
+    for number, (flat, master, state) in enumerate(zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], states, strict=True)):
+        optimizer.optimizer.state[flat]["step"] = state["step"]
+        for role in MOMENTS:
+            swapped = torch.empty(1).expand(int(optimizer.fp16_partitioned_groups_flat_numel[number]))
+            optimizer.optimizer.state[flat][role] = state[role].clone() if master.numel() else swapped
+        if master.numel():
+            flat.data.copy_(master)
+
+
+def restore_generator_states(generators: dict[str, Any]) -> None:
+    torch.set_rng_state(generators["torch"].clone())
+    random.setstate(generators["python"])
+    np.random.set_state(generators["numpy"])
+    if "cuda" in generators:
+        torch.cuda.set_rng_state(generators["cuda"])

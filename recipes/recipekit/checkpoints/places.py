@@ -1,0 +1,213 @@
+"""DeepSpeed's checkpoint files: what is in which of them, where a tensor's bytes lie, and empty ones to be filled in.
+
+Read from 0.19.8: runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py, fp16/unfused_optimizer.py,
+pipe/module.py.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from ..parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, local_shape, runs, stages_of, state_keys
+from .torch_files import Keys
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps beside the master weights
+STATE = ("optimizer_state_dict", "base_optimizer_state", "state")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a tensor as it is stored: the indices `runs` of dimension `dim` (None: all) of the sub-tensor `shape` that begins at
+    element `base` of the whole, row-major, in pieces. `tp_rank` tells shards of different content apart."""
+
+    shape: tuple[int, ...]
+    pieces: tuple["Piece", ...]
+    dim: int | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+    base: int = 0
+    tp_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start..stop of a shard lie in `file`: in the tensor at `keys` of the pickled object, `offset` elements from its beginning."""
+
+    file: str
+    keys: Keys
+    offset: int
+    start: int
+    stop: int
+
+
+def model_file(layout: Layout, pp_rank: int, tp_rank: int, rank: int = 0) -> str:
+    mp = pp_rank * layout.mesh.tp + tp_rank
+    return f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt" if layout.zero_stage == 3 else f"mp_rank_{mp:02d}_model_states.pt"
+
+
+def optimizer_file(layout: Layout, pp_rank: int, tp_rank: int, rank: int) -> str:
+    prefix = "bf16_" if layout.dtype == "bfloat16" else ""
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{pp_rank * layout.mesh.tp + tp_rank:02d}_optim_states.pt"
+
+
+def layer_file(stage: int, tp_rank: int) -> str:
+    return f"layer_{stage:02d}-model_{tp_rank:02d}-model_states.pt"
+
+
+def swap_folder(layout: Layout, tp_rank: int, rank: int) -> str:
+    return f"offloaded_tensors/rank{rank * layout.mesh.tp + tp_rank:02d}"
+
+
+def swap_files(blueprint: Blueprint, layout: Layout, group: list[tuple[Tensor, int]], tp_rank: int, rank: int) -> dict[str, str]:
+    """Role -> the file of a swapped flat tensor: raw fp32, padded. DeepSpeed names it after its first and last parameter."""
+    numbers = {tensor.name: layout.swap_first + index for index, tensor in enumerate(tensor for tensor in blueprint.tensors if not tensor.buffer)}
+    own = f"{numbers[group[0][0].name]}_{numbers[group[-1][0].name]}.tensor.swp"
+    folder = swap_folder(layout, tp_rank, rank)
+    return {"master": f"{folder}/{own}"} | {role: f"{folder}/{role}-{own}" for role in MOMENTS}
+
+
+def is_swapped(layout: Layout, numel: int) -> bool:
+    """Whether a flat fp32 tensor of ZeRO-3 lies in a swap file (swap_tensor/optimizer_utils.py, `is_swappable_tensor`)."""
+    return layout.swapped and 4 * numel >= layout.swap_bytes
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A model-parallel rank of a layout and what it holds: its optimizer's groups in the order of the flat buffers, and the shapes of its shards."""
+
+    blueprint: Blueprint
+    layout: Layout
+    pp_rank: int
+    tp_rank: int
+    groups: list[list[tuple[Tensor, int]]]  # (tensor, elements of its shard), as `groups_of` gives them
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def trained(self) -> set[str]:
+        return {tensor.name for group in self.groups for tensor, _ in group}
+
+    @property
+    def stages(self) -> list[int]:
+        return stages_of(self.pp_rank, self.layout.mesh.pp, self.layout.schedule)
+
+    def model_file(self, rank: int = 0) -> str:
+        return model_file(self.layout, self.pp_rank, self.tp_rank, rank)
+
+    def optimizer_file(self, rank: int) -> str:
+        return optimizer_file(self.layout, self.pp_rank, self.tp_rank, rank)
+
+
+def holders(blueprint: Blueprint, layout: Layout) -> Iterator[Holder]:
+    """Every model-parallel rank of a layout."""
+    for pp_rank in range(layout.mesh.pp):
+        for tp_rank in range(layout.mesh.tp):
+            shapes = {tensor.name: local_shape(tensor, layout.mesh.tp, tp_rank) for tensor in held(blueprint, layout, pp_rank)}
+            yield Holder(blueprint, layout, pp_rank, tp_rank, groups_of(blueprint, layout, pp_rank, tp_rank), shapes)
+
+
+def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[Shard]]:
+    """(tensor, role) -> where its shards lie; copies of the same content follow each other.
+
+    Roles: "master" (fp32) and MOMENTS of what is trained; "weight" (in the training dtype) of every tensor, as far as
+    the layout stores it.
+    """
+    found: dict[tuple[str, str], list[Shard]] = {}
+    for holder in holders(blueprint, layout):
+        states = _zero0_states(holder) if layout.zero_stage == 0 else _flat_states(holder)
+        for tensor, role, pieces in itertools.chain(states, _weights(holder)):
+            if tensor.cut is None or layout.mesh.tp == 1:
+                found.setdefault((tensor.name, role), []).append(Shard(tensor.shape, tuple(pieces)))
+            elif own := tuple(runs(tensor, layout.mesh.tp, holder.tp_rank)):
+                shard = Shard(tensor.shape, tuple(pieces), tensor.cut[0], own, 0, holder.tp_rank)
+                found.setdefault((tensor.name, role), []).append(shard)
+    if layout.optimizer == "torch":  # what it trains are the weights themselves
+        for tensor in blueprint.tensors:
+            if tensor.group is not None and (tensor.name, "weight") in found:
+                found[tensor.name, "master"] = found.pop((tensor.name, "weight"))
+    return found
+
+
+Placed = Iterator[tuple[Tensor, str, list[Piece]]]  # tensor, role, where a holder's shard lies
+
+
+def _zero0_states(holder: Holder) -> Placed:
+    """Places the moments and masters of ZeRO-0: whole, in the model's file."""
+    plain = holder.layout.optimizer == "torch"
+    state: Keys = ("optimizer", "state") if plain else ("optimizer", "optimizer_state_dict", "state")
+    number, file = 0, holder.model_file()
+    for g, group in enumerate(holder.groups):
+        for j, (tensor, numel) in enumerate(group):
+            for role in MOMENTS:
+                yield tensor, role, [Piece(file, (*state, number, role), 0, 0, numel)]
+            if not plain:
+                yield tensor, "master", [Piece(file, ("optimizer", "fp32_groups", g, j), 0, 0, numel)]
+            number += 1
+
+
+def _flat_states(holder: Holder) -> Placed:
+    """Places the moments and masters of ZeRO-1, -2 and -3: in flat tensors, a part of each in every rank's optimizer file or swap file."""
+    layout, tensors = holder.layout, flat_tensors(holder.groups, holder.layout)
+    for index, (group, numel, extents) in enumerate(flat_groups(holder.groups, layout)):
+        swapped = is_swapped(layout, numel)
+        keys = _zero3_keys(index) if layout.zero_stage == 3 else _zero12_keys(group)
+        for (tensor, _), pieces in zip(tensors[index], extents, strict=True):
+            for role in ("master", *MOMENTS):
+                if swapped:
+                    names = [swap_files(holder.blueprint, layout, tensors[index], holder.tp_rank, at.rank)[role] for at in pieces]
+                    yield tensor, role, [Piece(name, (), at.offset, at.start, at.stop) for at, name in zip(pieces, names, strict=True)]
+                else:
+                    yield tensor, role, [Piece(holder.optimizer_file(at.rank), keys[role], at.offset, at.start, at.stop) for at in pieces]
+
+
+def _zero12_keys(group: int) -> dict[str, Keys]:
+    """Role -> the keys of a group's flat tensor in an optimizer file of ZeRO-1 or -2."""
+    masters: Keys = ("optimizer_state_dict", "single_partition_of_fp32_groups", group)
+    return {"master": masters} | {role: (*STATE, group, role) for role in MOMENTS}
+
+
+def _zero3_keys(index: int) -> dict[str, Keys]:
+    """Role -> the keys of a sub-group's flat tensor in an optimizer file of ZeRO-3."""
+    masters: Keys = ("optimizer_state_dict", "fp32_flat_groups", index)
+    return {"master": masters} | {role: ("optimizer_state_dict", "optimizer_state_dict", "state", index, role) for role in MOMENTS}
+
+
+def _weights(holder: Holder) -> Placed:
+    """Places the weights and buffers of the training dtype. ZeRO-3 has no place for trained weights: DeepSpeed makes them from the masters."""
+    layout, trained = holder.layout, holder.trained
+    for stage in holder.stages:
+        for key, tensor in state_keys(holder.blueprint, layout, stage).items():
+            numel = prod(holder.shapes[tensor.name])
+            if key != tensor.name or not numel:
+                continue
+            if layout.zero_stage == 3 and not tensor.buffer:
+                if key not in trained:
+                    yield tensor, "weight", _frozen_parts(holder, key, numel)
+            elif layout.mesh.pp > 1:
+                yield tensor, "weight", [Piece(layer_file(stage, holder.tp_rank), (key,), 0, 0, numel)]
+            else:
+                for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
+                    yield tensor, "weight", [Piece(holder.model_file(rank), ("module", key), 0, 0, numel)]
+                if layout.zero_stage == 2 and not tensor.buffer and key not in trained:
+                    yield tensor, "weight", [Piece(holder.model_file(), ("frozen_param_fragments", key), 0, 0, numel)]
+
+
+def _frozen_parts(holder: Holder, name: str, numel: int) -> list[Piece]:
+    """The parts of a frozen parameter under ZeRO-3, one in each rank's model file."""
+    part = -(-numel // holder.layout.partitions)
+    ends = [(rank, rank * part, min((rank + 1) * part, numel)) for rank in range(holder.layout.partitions)]
+    return [Piece(holder.model_file(rank), ("frozen_param_fragments", name), 0, start, stop) for rank, start, stop in ends if start < stop]
+
+
+def originals(copies: list[Shard]) -> list[Shard]:
+    """The first shard of each content: what is read, where there are copies."""
+    first: dict[tuple[int, int], Shard] = {}
+    for shard in copies:
+        first.setdefault((shard.base, shard.tp_rank) if shard.dim is not None else (shard.base, 0), shard)
+    return list(first.values())
+
+
+def expected_bytes(blueprint: Blueprint, layout: Layout) -> int:
+    """Bytes of the tensors that a checkpoint holds, every copy counted."""
+    width = {"weight": 4 if layout.dtype == "float32" else 2}
+    found = shards(blueprint, layout)
+    return sum((piece.stop - piece.start) * width.get(role, 4) for (_, role), own in found.items() for shard in own for piece in shard.pieces)

@@ -1,0 +1,237 @@
+"""Saving and loading checkpoints: a step folder is complete and verified, or it does not count."""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..engine import Engine
+from ..parallel.blueprint import Blueprint, Layout
+from ..parallel.groups import waiting_group
+from ..refusal import Refusal, Say, refuse
+from . import copying, manifest, tensor_files
+from .deepspeed_io import DeepSpeedFiles
+from .digest import add
+from .manifest import BLUEPRINT, STATE
+from .places import expected_bytes
+from .state import State
+
+LIMIT = "no file may become larger than"
+
+
+@dataclass
+class Saver:
+    """Writes the checkpoints of a run into `folder`. `blueprint` None: of a model that only DeepSpeed can take apart (expert parallelism).
+
+    Every rank writes, hashes and flushes its own files in a staging folder and leaves a note of them; when all notes are
+    there the first rank writes the manifest, renames the folder and moves `latest`. So a kill at any moment leaves `latest` on a
+    complete checkpoint. With `in_background` only the copy of the states to host memory delays training: a thread of each
+    rank does the rest, without collectives. The oldest steps beyond `keep` (0: none) are removed after a save.
+    """
+
+    engine: Engine
+    folder: Path
+    blueprint: Blueprint | None
+    layout: Layout
+    keep: int
+    in_background: bool
+    write_hf_files: Callable[[Path], None]
+
+    def __post_init__(self) -> None:
+        self.files = DeepSpeedFiles()
+        self.files.snapshots = self.in_background
+        self.engine.checkpoint_engine = self.files
+        self.engine._copy_recovery_script = lambda _: None  # they would go with the staging folder; a full disk must not end rank 0 among collectives
+        self.thread: threading.Thread | None = None
+        self.written = threading.Event()  # this rank's part of a save in the background, or it failed
+        self.error: str = ""
+        self.needed = expected_bytes(self.blueprint, self.layout) if self.blueprint else 0  # bytes of a checkpoint, 0: not known
+
+    def save(self, state: State) -> None:
+        """Saves the step state["step"] (a collective); returns when it is complete, or in the background when it is copied.
+
+        `state` (JSON) is the same on every rank. Raises `Refusal` on every rank if a save failed on any: for want of space
+        before anything is written, the sizes named.
+        """
+        self.wait()
+        tag = f"step_{state['step']:08d}"
+        staging = self.folder / ".staging"
+        failures = partial(_failures_as, self, f"checkpoint of step {state['step']}")
+        if dist.get_rank() == 0:
+            with failures():
+                shutil.rmtree(staging, ignore_errors=True)
+                (staging / tag).mkdir(parents=True)
+                self._check_space(state["step"])
+        self._agree()
+        content: list[tuple[Any, Path]] = []
+        with failures():
+            self.engine.save_checkpoint(str(staging), tag=tag, save_latest=False)
+            content = self.files.take()
+        self._agree()
+        generators = generator_states()
+
+        def finish() -> None:
+            with failures():
+                self._write_own(staging / tag, content, generators, state)
+
+        if not self.in_background:
+            finish()
+            self._agree()  # every rank's note is there
+            if dist.get_rank() == 0:
+                with failures():
+                    self._commit(staging / tag, state)
+            self._agree()
+            return
+
+        def finish_and_commit() -> None:
+            try:
+                finish()
+            except BaseException as error:  # whatever it is, it belongs to the thread that waits
+                self.error = f"checkpoint of step {state['step']}: rank {dist.get_rank()}: {error!r}"
+            failed = bool(self.error)
+            self.written.set()
+            if dist.get_rank() == 0 and not failed:
+                with failures():
+                    self._commit(staging / tag, state)
+
+        self.written.clear()
+        self.thread = threading.Thread(target=finish_and_commit, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Returns when the save in the background, if any, is complete (a collective). Raises `Refusal` if it failed."""
+        if self.thread is not None:
+            self.written.wait()
+            self._agree()  # before the first rank's thread is waited for: it waits in turn for the notes of ranks that may have failed or died
+            self.thread.join()
+            self.thread = None
+            self._agree()
+
+    def check_room(self) -> None:
+        """Raises `Refusal` on every rank if the disk has no room for one checkpoint (a collective): better now than hours later."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / ".staging", ignore_errors=True)  # of a save that was killed
+            there = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+            if self.needed > (free := shutil.disk_usage(there).free):
+                self.error = f"each needs {self.needed:,} bytes, {free:,} are free"
+        self._agree("free space or choose another --out")
+
+    def _agree(self, fix: str = "the checkpoints before it are intact; free space or choose another --out, then start again") -> None:
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, self.error, group=waiting_group())
+        self.error = ""
+        if told := [error for error in errors if error]:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.folder / ".staging", ignore_errors=True)
+            limited = "the checkpoints before it are intact; raise the limit (ulimit -f unlimited), then start again"
+            raise refuse(f"checkpoint in {self.folder}", told[0], limited if LIMIT in told[0] else fix)
+
+    def _check_space(self, step: int) -> None:
+        if self.needed > shutil.disk_usage(self.folder).free:
+            self.error = f"step {step} {self.space()}"
+
+    def space(self) -> str:
+        free, (limit, _) = shutil.disk_usage(self.folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)
+        met = limit < self.needed if self.needed else limit != resource.RLIM_INFINITY  # no file is larger than the checkpoint
+        if limit != resource.RLIM_INFINITY and met and free > max(self.needed, limit):
+            return f"{LIMIT} {limit:,} bytes"  # torch.save does not say which of the two it has met
+        return f"needs {self.needed:,} bytes, {free:,} are free" if self.needed else f"{free:,} bytes are free"
+
+    def _write_own(self, step: Path, content: list[tuple[Any, Path]], generators: dict[str, Any], state: State) -> None:
+        rank, names = dist.get_rank(), []
+        for value, path in content:
+            if value is not None:
+                torch.save(value, path)
+            names.append(path)
+        names.append(step / f"rng_rank_{rank}.pt")
+        torch.save(generators, names[-1])
+        names += [path for path in (step / "offloaded_tensors" / f"rank{rank:02d}").rglob("*") if path.is_file()]
+        if rank == 0:
+            (step / STATE).write_text(json.dumps({**state, "layout": self.layout.to_json()}, indent=1))
+            (step / BLUEPRINT).write_text(json.dumps(self.blueprint.to_json() if self.blueprint else None))
+            (step / "hf_files").mkdir()
+            self.write_hf_files(step / "hf_files")
+            names += [step / STATE, step / BLUEPRINT, *(path for path in (step / "hf_files").rglob("*") if path.is_file())]
+        files = {str(path.relative_to(step)): manifest.facts(path) for path in names}
+        tensors = {}
+        if self.blueprint is not None:
+            opened = tensor_files.open_checkpoint(step, self.blueprint, self.layout)
+            tensors = copying.partial_digests(self.blueprint, opened, frozenset(files))
+            opened.close()
+        note = step.parent / f"rank_{rank}.json"
+        note.with_suffix(".tmp").write_text(json.dumps({"files": files, "tensors": tensors}))
+        os.rename(note.with_suffix(".tmp"), note)
+
+    def _commit(self, step: Path, state: State) -> None:
+        files: dict[str, Any] = {}
+        tensors: dict[str, list[Any]] = {}
+        for rank in range(self.layout.mesh.world):
+            path = step.parent / f"rank_{rank}.json"
+            while not path.exists():  # in the background only: another rank is still writing
+                if not step.exists():
+                    return  # or it failed, and `_agree` has removed the staging folder
+                time.sleep(0.02)
+            note = json.loads(path.read_text())
+            files |= note["files"]
+            for key, (shape, dtype, part) in note["tensors"].items():
+                tensors[key] = [shape, dtype, add(part, tensors[key][2] if key in tensors else 0)]
+        manifest.write(step, state["step"], files, {key: [shape, dtype, f"{total:016x}"] for key, (shape, dtype, total) in tensors.items()})
+        shutil.rmtree(self.folder / step.name, ignore_errors=True)  # a broken one of the same step, if any
+        os.rename(step, self.folder / step.name)
+        point_latest(self.folder, step.name)
+        shutil.rmtree(self.folder / ".staging", ignore_errors=True)
+        for old in sorted(self.folder.glob("step_*"))[: -self.keep] if self.keep else []:
+            shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def _failures_as(saver: Saver, what: str) -> Any:
+    """Keeps what the disk or a library raises for `_agree`, which tells every rank: a rank that raised alone would leave the others waiting."""
+    try:
+        yield
+    except (OSError, RuntimeError, Refusal) as error:
+        saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {saver.space()}"
+
+
+def point_latest(folder: Path, name: str) -> None:
+    """Lets `latest`, which stock DeepSpeed loads, name a step folder; a crash leaves the old name or the new one."""
+    (folder / "latest.tmp").write_text(name)
+    manifest.fsync(folder / "latest.tmp")
+    manifest.fsync(folder)  # the step folder is on the disk before it is named
+    os.rename(folder / "latest.tmp", folder / "latest")
+    manifest.fsync(folder)
+
+
+def put_aside_later(folder: Path, step: int, say: Say) -> None:
+    """Renames the step folders after `step`: the run goes another way from here, and no later start may go on from them."""
+    here = f"step_{step:08d}"
+    if (folder / here).is_dir() and not ((folder / "latest").is_file() and (folder / "latest").read_bytes() == here.encode()):
+        point_latest(folder, here)
+    for later in sorted(folder.glob("step_*")):
+        if later.name > here:
+            number = 1
+            while (aside := folder / f"aside_{later.name}.{number}").exists():
+                number += 1
+            os.rename(later, aside)
+            say(f"{later} lies after step {step}: it is now {aside.name}, remove it if you do not need it")
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of this rank's random generators, in types that `weights_only` loads."""
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    generators = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
+    return generators | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})

@@ -1,0 +1,118 @@
+"""A step folder as it describes itself, and the layouts that it can be given."""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..architectures import safetensors_files
+from ..mesh import Mesh
+from ..parallel.blueprint import Blueprint, Layout, default_optimizer, stage_bounds
+from ..refusal import Problem, Refusal, refuse
+from ..run_folder import CHECKPOINTS
+from ..strategy.divisions import check_tp
+from . import manifest, other_programs
+from .state import State
+
+
+@dataclass(frozen=True)
+class Step:
+    """A complete step folder, as its own files describe it."""
+
+    folder: Path
+    state: State
+    blueprint: Blueprint
+    layout: Layout
+    tensors: dict[str, Any]  # of its manifest
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Another one for other content, as far as names, sizes and times tell."""
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(self.folder.iterdir())]
+        return [str(self.folder.resolve()), stats]
+
+    @property
+    def small_files(self) -> list[Path]:
+        """Config and tokenizer: our own copies of them, or those that HF Trainer leaves beside its checkpoint."""
+        own = self.folder / "hf_files"
+        return sorted(own.iterdir()) if own.is_dir() else [path for path in sorted(self.folder.parent.iterdir()) if path.is_file() and is_small(path)]
+
+    @property
+    def model_config(self) -> dict[str, Any] | None:
+        """The model's config.json; None if the checkpoint has none that can be read."""
+        with suppress(OSError, ValueError):
+            return next((json.loads(path.read_bytes()) for path in self.small_files if path.name == "config.json"), None)
+
+    def check(self, digests: dict[str, Any]) -> None:
+        """Raises `Refusal` if what was read is not what was saved."""
+        for key, (_, _, read) in digests.items():
+            if key in self.tensors and self.tensors[key][2] != read:
+                name, role = key.split("|")
+                raise refuse(f"{self.folder}: {name} ({role})", "is not what was saved, its digest is another", "use another checkpoint; nothing was written")
+
+
+def open_step(path: Path) -> Step:
+    """The step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
+    if not path.is_dir():
+        raise refuse(str(path), "there is no such folder", "give a run folder, such as runs/NAME, or a step folder of one")
+    steps = sorted(path.glob(f"{CHECKPOINTS}/step_*"), reverse=True) or [path]
+    found: list[str] = []
+    if not (steps[0] / manifest.MANIFEST).exists() and not (steps[0] / manifest.STATE).exists() and (folder := other_programs.tag_folder(steps[0])):
+        blueprint, layout, state = other_programs.describe(folder)
+        return Step(folder, state, blueprint, layout, {})
+    for step in steps:
+        if faults := manifest.faults(step, ()):
+            found.append(f"{step}: {faults[0]}")
+            continue
+        state = json.loads((step / manifest.STATE).read_text())
+        saved = json.loads((step / manifest.BLUEPRINT).read_text())
+        layout = Layout.from_json(state["layout"])
+        if saved is None:
+            raise refuse(
+                str(step),
+                "was trained with expert parallelism, whose files only DeepSpeed takes apart",
+                "go on in the same layout: a run writes OUT/hf at its end",
+            )
+        return Step(step, state, Blueprint.from_json(saved), layout, manifest.read(step)["tensors"])
+    raise refuse(str(path), f"holds no complete checkpoint ({'; '.join(found)})", "give a run folder, or a step folder of one")
+
+
+def target_layout(
+    blueprint: Blueprint, was: Layout, model_config: dict[str, Any] | None = None, *, dp: int | None, tp: int | None, pp: int | None, zero: int | None
+) -> Layout:
+    """The layout asked for; what is None stays. Raises `Refusal` for one that the model, whose config.json tells its heads, cannot have."""
+    dp, tp, pp, zero = (now if now is not None else before for now, before in ((dp, was.mesh.dp), (tp, was.mesh.tp), (pp, was.mesh.pp), (zero, was.zero_stage)))
+    problems = [Problem(f"{name} = {value}", "a degree is at least 1", f"use --{name} 1") for name, value in (("dp", dp), ("tp", tp), ("pp", pp)) if value < 1]
+    if zero not in range(4):
+        problems.append(Problem(f"zero = {zero}", "ZeRO has the stages 0 to 3", "use --zero 1"))
+    if pp > 1 and zero > 1:
+        problems.append(Problem(f"pp = {pp} with zero = {zero}", "a pipeline keeps its gradients, which ZeRO-2 and -3 divide", "use --zero 1, or --pp 1"))
+    if tp > 1 and not blueprint.can_tp:
+        problems.append(Problem(f"tp = {tp}", "this model publishes no tensor-parallel plan", "use --tp 1"))
+    else:
+        problems += check_tp(tp, model_config)
+    if pp > max(1, blueprint.num_layers):
+        rule = f"the model has {blueprint.num_layers} layers" if blueprint.num_layers else "this model publishes no pipeline plan"
+        problems.append(Problem(f"pp = {pp}", rule, f"use --pp {max(1, blueprint.num_layers)}"))
+    if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, pp):
+        problems.append(Problem("fp16", "its loss scaler is not carried from one ZeRO stage to another", "use the same --zero"))
+    if problems:
+        raise Refusal(problems)
+    bounds = stage_bounds(blueprint, pp) if pp > 1 else ()
+    same = zero == was.zero_stage
+    return replace(
+        was,
+        mesh=Mesh(dp=dp, tp=tp, pp=pp),
+        zero_stage=zero,
+        optimizer=was.optimizer if same else default_optimizer(zero, was.dtype),
+        bounds=bounds,
+        schedule="1f1b",
+        swapped=was.swapped and zero == 3,
+    )
+
+
+def is_small(path: Path) -> bool:
+    """Whether a file of a model's folder is config or tokenizer, neither weights nor code nor a record of training."""
+    known = path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in (safetensors_files.INDEX, "trainer_state.json", "run.json")
+    return known and not path.name.startswith("all_results")

@@ -1,0 +1,234 @@
+"""The command line of a recipe: its flags are the fields of `Recipe`."""
+
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+import shutil
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .recipe import Recipe, check_recipe, kind_of_field
+from .refusal import Problem, Refusal, refuse
+
+
+@dataclass(frozen=True)
+class Command:
+    """A recipe with its command line applied. `typed` names the fields that the user typed; they are never changed."""
+
+    recipe: Recipe
+    name: str  # of the recipe's file, without .py
+    folder: Path  # the recipe's file lies here
+    typed: frozenset[str]
+    tiny: bool = False
+    dry_run: bool = False
+    device: str = ""  # of which a dry run tells whether the states fit
+    world: int = 1
+    rank: int = 0
+    local_rank: int = 0
+
+    @property
+    def out(self) -> Path:
+        """The run folder. A trial has one of its own, so that it never stands in the way of the run."""
+        return Path(self.recipe.out or f"runs/{self.name}{'_tiny' if self.tiny else ''}")
+
+
+def recipe_of(path: Path) -> Recipe:
+    """The `RECIPE` of a recipe's file, which starts nothing when it is imported. Raises `Refusal` if there is none."""
+    if not path.is_file():
+        raise refuse(f"--recipe {path}", "no such file on this host", "give a file of recipes/")
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    try:
+        # not by an importer, whose cache takes a file of the same size for the same one if it was written in the same second
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError, LookupError, OSError) as error:
+        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
+    recipe = getattr(module, "RECIPE", None)
+    if not isinstance(recipe, Recipe):
+        raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", "give a file of recipes/")
+    return recipe
+
+
+def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
+    """Reads the command line into a `Command`; has no side effect. Raises `Refusal` (exit code 2) with every mistake.
+
+    Flags are the plain fields of `Recipe`, with `-` or `_`. World size and rank are read from WORLD_SIZE, RANK and
+    LOCAL_RANK, which every launcher sets; without them the job is one rank.
+    """
+    parser = _Parser(path.name)
+    trial = parser.group("try it")
+    trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; built-in text; no network")
+    trial.add_argument("--dry_run", action="store_true", help="print layout, batch, JSON and memory, then exit")
+    parser.flag("try it", "world", int, "with --dry_run: number of ranks to plan for", 1)
+    parser.flag("try it", "device", str, "with --dry_run: does it fit this device? H200, A100-40GB, ...; default: the one here", "")
+    group, flags = "", []
+    for item in dataclasses.fields(recipe):
+        group = item.metadata.get("group", group)
+        if item.name == "ds_config":
+            name = recipe.ds_config if isinstance(recipe.ds_config, str) else "written in the recipe"
+            parser.flag("layout", "deepspeed_config", str, "memory strategy: a JSON, looked up as typed, beside the recipe, in ds_configs/", name)
+        if "help" in item.metadata:
+            flags.append(item.name)
+            parser.flag(group, item.name, kind_of_field(item), item.metadata["help"], getattr(recipe, item.name), item.metadata.get("choices", ()))
+    parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    given = parser.read(sys.argv[1:] if argv is None else argv)
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if "device" in given and not given["dry_run"]:
+        parser.wrong("--device", "goes with --dry_run only", "a real run has the devices that it sees")
+    if "world" in given:
+        if not given["dry_run"]:
+            parser.wrong("--world", "goes with --dry_run only", "a real run has the ranks its launcher starts")
+        world = given["world"]
+        if world < 1:
+            parser.wrong(f"--world {world}", "a job has at least 1 rank", "write --world 1 or more")
+    changes = {name: given[name] for name in flags if name in given}
+    if "deepspeed_config" in given:
+        changes["ds_config"] = given["deepspeed_config"]
+    changed = dataclasses.replace(recipe, **changes)
+    if parser.problems:
+        lowered = {"warmup_steps": 0} if "steps" in changes and "warmup_steps" not in changes else {}  # as the plan does
+        raise Refusal(parser.problems + check_recipe(dataclasses.replace(changed, **lowered)), exit_code=2)
+    return Command(
+        recipe=changed,
+        name=path.stem,
+        folder=path.resolve().parent,
+        typed=frozenset(changes),
+        tiny=given["tiny"],
+        dry_run=given["dry_run"],
+        device=given.get("device", ""),
+        world=world,
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK") or given.get("local_rank", 0)),
+    )
+
+
+# What people type who come from elsewhere, and what it is called here.
+ELSEWHERE = {
+    "dp": "leave it out: data parallelism takes the ranks that are left by --tp, --pp, --sp and --ep",
+    "batch_size": "use --global_batch (rows of a step) or --micro_batch (rows of a forward pass)",
+    **dict.fromkeys(("bs", "per_device_train_batch_size"), "use --micro_batch"),
+    "gradient_accumulation_steps": "use --global_batch: a step has global_batch / (micro_batch x data-parallel ranks) micro-batches",
+    "learning_rate": "use --lr",
+    "max_steps": "use --steps",
+    **dict.fromkeys(("epochs", "num_train_epochs"), "use --steps: a run is as long as its optimizer steps"),
+    "output_dir": "use --out",
+    **dict.fromkeys(("max_length", "max_seq_length"), "use --seq_len"),
+    **dict.fromkeys(("bf16", "fp16"), "the JSON sets the precision: --deepspeed_config FILE.json"),
+    **dict.fromkeys(("stage", "zero", "zero_stage"), "the JSON sets the ZeRO stage: --deepspeed_config zero3.json"),
+    **dict.fromkeys(
+        ("gpus", "nodes", "num_gpus", "num_nodes", "nproc_per_node", "hostfile", "master_port"), "is the launcher's: write it before the recipe's file"
+    ),
+}
+
+
+class _Help(argparse.HelpFormatter):
+    """One spelling of each flag: `--[no-]wandb`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=min(120, shutil.get_terminal_size().columns))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.dest}"
+        return " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that collects every mistake of a command line in `problems`, instead of ending at the first."""
+
+    def __init__(self, prog: str) -> None:
+        about = "Every flag is a number of the recipe and may be written with - or _; in brackets is what the recipe's file says."
+        super().__init__(prog, f"python {prog} [--FLAG VALUE ...]", about, allow_abbrev=False, formatter_class=_Help)
+        self.problems: list[Problem] = []
+        self._titles: dict[str, argparse._ArgumentGroup] = {}
+
+    def group(self, title: str) -> "argparse._ArgumentGroup":
+        if title not in self._titles:
+            self._titles[title] = self.add_argument_group(title)
+        return self._titles[title]
+
+    def flag(self, group: str, name: str, kind: type, about: str, default: Any, choices: tuple[str, ...] = ()) -> None:
+        """A flag of the `group` that sets `name`; left out, it is not among what `read` returns."""
+        about += f" (here: {default})" if default != "" else ""
+        if kind is bool:
+            self.group(group).add_argument(f"--{name}", help=about, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
+            return
+
+        def read(text: str) -> Any:
+            try:
+                value = kind(text)
+            except ValueError:
+                self.wrong(f"--{name} {text}", f"is no {'whole ' if kind is int else ''}number", f"for example --{name} {default}")
+                return None
+            if choices and value not in choices:
+                self.wrong(f"--{name} {text}", "is not known", f"use --{name} {' or '.join(choices)}")
+                return None
+            return value
+
+        metavar = "|".join(choices) or {int: "N", float: "X", str: "TEXT"}[kind]
+        # `nargs`: argparse would end at a flag without its value
+        self.group(group).add_argument(f"--{name}", metavar=metavar, help=about, type=read, nargs="?", const=self, default=argparse.SUPPRESS)
+
+    def read(self, argv: list[str]) -> dict[str, Any]:
+        """name -> value of every flag that is right."""
+        spelled = {name.replace("_", "-"): name for name in self._option_string_actions}
+        words: list[str] = []
+        for word in argv:
+            name, equals, value = word.partition("=")
+            if re.match(r"-[\d.]", word) and words and words[-1] in self._option_string_actions:
+                words[-1] += f"={word}"  # a negative number, which argparse takes for a flag when it is written 1e-3
+            else:
+                words.append(spelled.get(name.replace("_", "-"), name) + equals + value if word.startswith("--") else word)
+        found, unknown = self.parse_known_args(words)
+        for flag, *values in _with_values(unknown):
+            if flag.startswith("-"):
+                self.wrong(" ".join([flag, *values]), "is no flag of a recipe", self._meant(flag))
+            else:
+                self.wrong(flag, "is no flag", "flags begin with --, and a value follows its flag")
+        for name in [name for name, value in vars(found).items() if value is self]:
+            self.wrong(f"--{name}", "needs a value", f"write --{name} VALUE")
+        return {name: value for name, value in vars(found).items() if value is not None and value is not self}
+
+    def wrong(self, where: str, rule: str, fix: str) -> None:
+        self.problems.append(Problem(where, rule, fix))
+
+    def error(self, message: str) -> Any:
+        raise Refusal([*self.problems, Problem("command line", message, f"python {self.prog} --help lists the flags")], exit_code=2)
+
+    def print_help(self, file: Any = None) -> None:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print(self.format_help(), end="", file=file or sys.stdout)
+
+    def _meant(self, flag: str) -> str:
+        name = flag.partition("=")[0].lstrip("-").replace("-", "_")
+        if name in ELSEWHERE:
+            return ELSEWHERE[name]
+        near = _nearest(f"--{name}", list(self._option_string_actions))
+        return f"did you mean {near}?" if near else f"python {self.prog} --help lists the flags"
+
+
+def _with_values(words: list[str]) -> list[list[str]]:
+    """The words that are no flags, each behind the flag before it."""
+    found: list[list[str]] = []
+    for word in words:
+        if found and not word.startswith("-") and found[-1][0].startswith("-"):
+            found[-1].append(word)
+        else:
+            found.append([word])
+    return found
+
+
+def _nearest(typed: str, flags: list[str]) -> str | None:
+    """The flag that was probably meant; of two that are about as near, the one that begins alike. None if none is near."""
+
+    def likeness(flag: str) -> float:
+        matcher = difflib.SequenceMatcher(None, flag, typed)
+        return matcher.ratio() + matcher.get_matching_blocks()[0].size / 20
+
+    return max(difflib.get_close_matches(typed, flags, 5), key=likeness, default=None)

@@ -1,0 +1,106 @@
+"""A corpus as an endless sequence of packed blocks, in an order drawn for each epoch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..refusal import Refusal, refuse
+from .packing import Block, make_block, permutation
+
+
+@dataclass(frozen=True)
+class Place:
+    """Says where reading of an endless corpus goes on.
+
+    Part and group are positions in the orders drawn for the epoch; then come the row, and the document of the chunk that begins there.
+    """
+
+    epoch: int = 0
+    part: int = 0
+    group: int = 0
+    row: int = 0
+    document: int = 0
+    bad: int = 0  # broken rows skipped before it
+
+
+Held = list[tuple[Any, int, int]]  # chunks, and from which to before which of their documents
+
+
+def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: Place) -> Iterator[tuple[Place, Any]]:
+    """Yields blocks of `limit` tokens from `place` on, without end: (the place after the block, what `join` makes of its documents and a key).
+
+    Raises `Refusal` if there is no document.
+    """
+    barren = 0
+    while True:
+        held: Held = []
+        tokens, begin, epoch, any_document = 0, place, place.epoch, place != Place(epoch=place.epoch, bad=place.bad)
+        for at, chunk in _epoch(reader, seed, place):
+            first = at.document
+            barren = 0 if len(chunk.lengths) else barren + chunk.barren
+            if barren >= reader.sizes.barren_documents:
+                raise _no_target(barren)
+            while first < len(chunk.lengths):
+                sums = np.cumsum(chunk.lengths[first:])
+                count = max(int(np.searchsorted(sums, limit - tokens, side="right")), 0 if held else 1)
+                if count:
+                    held.append((chunk, first, first + count))
+                    tokens += int(sums[count - 1])
+                    first += count
+                    any_document = True
+                if first < len(chunk.lengths) or tokens >= limit:
+                    place = Place(at.epoch, at.part, at.group, at.row, first, at.bad)
+                    yield place, join(held, seed, *vars(begin).values())
+                    held, tokens, begin = [], 0, place
+            place = Place(at.epoch, at.part, at.group, chunk.row, 0, at.bad + chunk.bad)
+        if held:
+            place = Place(epoch=epoch + 1, bad=place.bad)
+            yield place, join(held, seed, *vars(begin).values())
+        elif not any_document:
+            raise (
+                _no_target(barren)
+                if barren
+                else refuse("--dataset", "holds no document to train on: each is empty, broken or among the held-out 1 %", "give more data")
+            )
+        place = Place(epoch=epoch + 1, bad=place.bad)
+
+
+def _no_target(documents: int) -> Refusal:
+    fix = "give longer documents; with task sft an answer must begin within --seq_len tokens"
+    return refuse("--dataset", f"{documents} documents in a row hold no token to train on", fix)
+
+
+def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
+    """Yields the chunks of the epoch from `place` on, each with its place."""
+    source, bad = reader.source, place.bad
+    parts = permutation(len(source.parts), seed, place.epoch)
+    for part in range(place.part, len(parts)):
+        number = int(parts[part])
+        count = reader.groups(number)
+        if not isinstance(count, int):  # a chunk that counts what cannot be read
+            yield Place(place.epoch, part, bad=bad), count
+            bad += count.bad
+            continue
+        groups = permutation(count, seed, place.epoch, number)
+        for group in range(place.group if part == place.part else 0, len(groups)):
+            resumed = part == place.part and group == place.group
+            row, document = (place.row, place.document) if resumed else (0, 0)
+            for chunk in reader.chunks(number, int(groups[group]), row):
+                yield Place(place.epoch, part, group, row, document, bad), chunk
+                row, document, bad = chunk.row, 0, bad + chunk.bad
+
+
+def packed(seq_len: int, pad: int, held: Held, *key: object) -> Block:
+    """Packs documents of several chunks into rows of `seq_len` tokens."""
+    ids, labels, starts, lengths, base = [], [], [], [], 0
+    for chunk, first, last in held:
+        low, high = int(chunk.starts[first]), int(chunk.starts[last - 1] + chunk.lengths[last - 1])
+        ids.append(chunk.ids[low:high])
+        if chunk.labels is not None:
+            labels.append(chunk.labels[low:high])
+        starts.append(chunk.starts[first:last] + (base - low))
+        lengths.append(chunk.lengths[first:last])
+        base += high - low
+    return make_block(ids, labels, np.concatenate(starts), np.concatenate(lengths), seq_len, pad, *key)

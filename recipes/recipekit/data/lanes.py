@@ -1,0 +1,145 @@
+"""Rows dealt to the slots ("lanes") of the global batch; a data-parallel rank owns a run of neighbouring lanes."""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..task import MicroBatch
+from .blocks import Place
+from .mixture import Domain, furthest_behind
+from .packing import fill_positions, fill_rows, fill_whole_rows
+from .request import Request
+
+
+class Domains:
+    """Deals rows of the corpora of a stream, and counts the tokens that each corpus has given.
+
+    `open_blocks(domain, place)` iterates over that domain's packed blocks from `place` on; a row holds at most `row_tokens`.
+    """
+
+    def __init__(self, domains: list[Domain], open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]], row_tokens: int, state: dict):
+        self.domains = domains
+        self.step = state["step"]
+        self.weights = [state["domains"][domain.name]["weight"] for domain in domains]  # in force when the tokens were given
+        self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
+        self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
+        self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
+        self.bad = [state["domains"][domain.name]["bad"] for domain in domains]  # rows left out up to its end
+        self.streams = [open_blocks(number, place) for number, place in enumerate(self.before)]
+        self.after: list[Place | None] = [None] * len(domains)
+        self.block: list[Any] = [None] * len(domains)
+        self.row_tokens = row_tokens
+
+    def state(self) -> dict[str, dict]:
+        """Describes each domain: place of its block, rows used of the block, weight, tokens given since the weights changed, broken rows left out."""
+        return {
+            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
+            for domain, place, used, weight, tokens, bad in zip(self.domains, self.before, self.used, self.weights, self.tokens, self.bad, strict=True)
+        }
+
+    def ready(self, number: int) -> Any:
+        """Finds the block whose next row is the domain's next."""
+        block = self.block[number]
+        while block is None or self.used[number] >= len(block.fill):
+            if block is not None:
+                after = self.after[number]
+                assert after is not None
+                self.before[number], self.used[number] = after, 0
+            self.after[number], self.block[number] = after, block = next(self.streams[number])
+            self.bad[number] = after.bad
+        return block
+
+    def deal(self, count: int) -> list["Run"]:
+        """Deals the rows of the next global batch."""
+        self.step += 1
+        weights = [domain.weight(self.step) for domain in self.domains]
+        if weights != self.weights:  # as the mixture says, or since it was resumed with others
+            self.weights, self.tokens = weights, [0] * len(self.domains)
+        runs: list[Run] = []
+        dealt = 0
+        while dealt < count:
+            number = furthest_behind(self.tokens, weights, self.row_tokens) if len(self.domains) > 1 else 0
+            block = self.ready(number)
+            row = self.used[number]
+            size = 1 if len(self.domains) > 1 else min(count - dealt, len(block.fill) - row)
+            runs.append(Run(number, block, row, dealt, size))
+            self.tokens[number] += int(block.fill[row : row + size].sum())
+            self.used[number] += size
+            dealt += size
+        return runs
+
+
+class Run(NamedTuple):
+    """Names rows of one block that fill neighbouring slots of a global batch."""
+
+    domain: int
+    block: Any
+    row: int  # the first
+    slot: int  # of the first
+    size: int
+
+
+def steps(
+    domains: Domains, build: Callable[[list[Run]], list[MicroBatch]], request: Request, identity: dict, owned: range
+) -> Iterator[tuple[list[MicroBatch], dict]]:
+    """Yields (micro-batches, state) of each step for the lanes `owned`; `build` makes the micro-batches of runs whose slots count from the first owned lane."""
+    pinned = torch.cuda.is_available()
+    while True:
+        mine = []
+        for run in domains.deal(request.global_batch):
+            low, high = max(owned.start, run.slot), min(owned.stop, run.slot + run.size)
+            if low < high:
+                mine.append(Run(run.domain, run.block, run.row + low - run.slot, low - owned.start, high - low))
+        batches = build(mine)
+        if len(domains.domains) > 1:
+            of_rows = torch.tensor([run.domain for run in mine for _ in range(run.size)])
+            for batch, part in zip(batches, of_rows.split(request.micro_batch), strict=True):
+                batch["domain"] = part
+        if pinned:
+            batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
+        yield batches, {"identity": identity, "step": domains.step, "domains": domains.state()}
+
+
+def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:
+    """Makes the micro-batches of a step that has `rows` packed rows on this rank."""
+    # Fresh memory costs more than what is written into it, so steps that are gone give theirs back; by the number of dimensions.
+    buffers: dict[int, deque[np.ndarray]] = {2: deque(), 3: deque()}
+    whole = torch.arange(seq_len).repeat(micro_batch, 1)  # the positions of rows that are one piece
+
+    def build(runs: list[Run]) -> list[MicroBatch]:
+        if all(run.block.ids is None for run in runs):
+            out = _buffer(buffers[2], (rows, seq_len + 1))
+            for run in runs:
+                fill_whole_rows(out[run.slot : run.slot + run.size], run.block, run.row)
+            parts = [out[first : first + micro_batch] for first in range(0, rows, micro_batch)]
+            return [{"input_ids": torch.from_numpy(part[:, :-1]), "labels": torch.from_numpy(part[:, 1:]), "position_ids": whole} for part in parts]
+        out = _buffer(buffers[3], (3, rows, seq_len))
+        for run in runs:
+            ids, labels, positions = out[:, run.slot : run.slot + run.size]
+            fill_rows(ids, labels, run.block, run.row)
+            fill_positions(positions, run.block, run.row)
+        names = ("input_ids", "labels", "position_ids")
+        parts = [out[:, first : first + micro_batch] for first in range(0, rows, micro_batch)]
+        return [{name: torch.from_numpy(tensor) for name, tensor in zip(names, part, strict=True)} for part in parts]
+
+    return build
+
+
+def _buffer(buffers: deque[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Takes the oldest of `buffers` to which no batch refers any more, else a new one."""
+    for _ in range(len(buffers)):  # one turn: a batch that somebody keeps must not stand before the others
+        buffers.rotate(-1)
+        if sys.getrefcount(buffers[-1]) == 2:  # the deque, and the call
+            return buffers[-1]
+    buffers.append(np.empty(shape, dtype=np.int64))
+    return buffers[-1]
+
+
+def lanes(global_batch: int, dp: int, dp_rank: int) -> range:
+    """Names the slots of the global batch that a data-parallel rank owns."""
+    count = global_batch // dp
+    return range(dp_rank * count, (dp_rank + 1) * count)

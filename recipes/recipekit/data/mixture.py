@@ -1,0 +1,73 @@
+"""Mixtures: several corpora in given shares of the tokens, dealt row by row to whichever is furthest behind."""
+
+import re
+from dataclasses import dataclass
+
+from ..refusal import Problem, Refusal
+
+_DOMAIN = re.compile(r"\s*([A-Za-z][\w-]*)\s*=(.+)@([^@]+)", re.DOTALL)
+_FORM = 'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70; docs=docs@30"; 70|1000:50 is 70, and 50 from step 1000 on'
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Names one corpus of a mixture, or the only one (name "")."""
+
+    name: str
+    dataset: str
+    subset: str = ""
+    weights: tuple[tuple[int, float], ...] = ((1, 1.0),)  # (from this step on, weight), steps ascending from 1
+
+    def weight(self, step: int) -> float:
+        return [weight for first, weight in self.weights if first <= step][-1]
+
+
+def domains_of(dataset: str, subset: str = "") -> list[Domain]:
+    """Reads which corpora the flag `--dataset` names. Raises `Refusal` for a mixture that is written wrong.
+
+    A mixture is NAME=DATASET@WEIGHT, joined by `;`. A hub id in it may carry its subset, ORG/NAME:SUBSET; the others have `subset`.
+    """
+    if ";" not in dataset and not _DOMAIN.fullmatch(dataset):
+        return [Domain("", dataset, subset)]
+    domains, problems = [], []
+    for part in filter(str.strip, dataset.split(";")):
+        found = _DOMAIN.fullmatch(part)
+        weights = _weights(found[3]) if found else None
+        if found is None or weights is None:
+            problems.append(Problem(f"--dataset: {part.strip()!r}", "is no part of a mixture", _FORM))
+            continue
+        corpus = found[2].strip()
+        name, _, own = corpus.partition(":") if re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.-]+", corpus) else (corpus, "", "")
+        domains.append(Domain(found[1], name, own or subset, weights))
+    names = [domain.name for domain in domains]
+    problems += [Problem(f"--dataset: {name}", "names two corpora of the mixture", "give each its own name") for name in set(names) if names.count(name) > 1]
+    steps = {first for domain in domains for first, _ in domain.weights}
+    for step in sorted(steps):
+        if not problems and sum(domain.weight(step) for domain in domains) <= 0:
+            problems.append(Problem(f"--dataset, from step {step} on", "all weights of the mixture are 0", "give one of them a weight"))
+    if problems:
+        raise Refusal(problems)
+    return domains
+
+
+def _weights(text: str) -> tuple[tuple[int, float], ...] | None:
+    """Reads `70|1000:50` as ((1, 70.0), (1000, 50.0)); None if it is written wrong."""
+    found = [(1, text.split("|")[0])]
+    for change in text.split("|")[1:]:
+        step, colon, weight = change.partition(":")
+        if not colon or not step.strip().isdecimal() or int(step) <= found[-1][0]:
+            return None
+        found.append((int(step), weight))
+    if not all(re.fullmatch(r"\s*\d+(\.\d*)?\s*", weight) for _, weight in found):
+        return None
+    return tuple((step, float(weight)) for step, weight in found)
+
+
+def furthest_behind(tokens: list[int], weights: list[float], row: int) -> int:
+    """Finds the domain whose tokens, once a row of `row` tokens is dealt, are furthest below its share of all; the first of equals.
+
+    The greedy choice of the largest error is the rule of Megatron-LM's blended data sets: after any row every domain is within about one row of its share.
+    """
+    total, of_all = sum(tokens) + row, sum(weights)
+    behind = [weight / of_all * total - have if weight else float("-inf") for have, weight in zip(tokens, weights, strict=True)]
+    return behind.index(max(behind))

@@ -1,0 +1,66 @@
+"""Tokenizers: loaded from the hub or a folder, or made in code."""
+
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ..architectures.lookup import local_tokenizer
+from ..hub import hub_is_away, hub_refusal
+from ..refusal import refuse
+
+_SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
+BYTE_VOCAB = 256 + len(_SPECIAL)  # 264 divides by 2, 3, 4, 6 and 8, so tensor parallel degrees can cut it
+
+_CHATML = """\
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
+
+
+def load_tokenizer(model: str, tokenizer: str = "") -> Any:
+    """Loads the tokenizer that `tokenizer` names: `bytes`, a hub id or a folder; the model's own if that is empty.
+
+    A folder without tokenizer files but with a .gguf file gives the tokenizer inside that file. Raises `Refusal` when there is none.
+    """
+    if tokenizer == "bytes":
+        return byte_tokenizer()
+    flag, name = ("--tokenizer", tokenizer) if tokenizer else ("--model", model)
+    options = {}
+    if (found := local_tokenizer(model, tokenizer)) is not None:
+        name, options = (str(found.parent), {"gguf_file": found.name}) if found.is_file() else (str(found), {})
+    elif hub_is_away():
+        options = {"local_files_only": True}
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise hub_refusal(f"{flag} {name}", name, error) from error
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes a tokenizer of one token per UTF-8 byte and a few special tokens: `BYTE_VOCAB` in all, lossless for any text, made without a file."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    eos, bos, pad, *rest = _SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=eos, bos_token=bos, pad_token=pad, extra_special_tokens=rest, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = _CHATML
+    assert len(tokenizer) == BYTE_VOCAB
+    return tokenizer
+
+
+def pad_id(tokenizer: Any) -> int:
+    """Names the token that fills a row; it never carries loss, and no other token attends to it."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
+def check_tokenizer(tokenizer: Any, task: str) -> None:
+    """Raises `Refusal` if the tokenizer lacks what `task` needs."""
+    if tokenizer.eos_token_id is None:
+        raise refuse("--tokenizer", "has no end-of-text token, which separates documents", "use the tokenizer of a causal language model")
+    if task == "sft" and not tokenizer.chat_template:
+        raise refuse("--tokenizer", "has no chat template, which task sft needs", "use the tokenizer of a chat model, or bytes")
+    if task == "sft" and not tokenizer.is_fast:
+        raise refuse("--tokenizer", "is a slow one, which cannot say where its tokens lie in the text", "use a fast tokenizer (tokenizer.json)")

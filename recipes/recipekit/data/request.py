@@ -1,0 +1,63 @@
+"""What a run asks of its data: the values of a recipe that reading, packing and dealing need, and the sizes they work in."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from ..recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Says how much is read, packed and shuffled at a time. The order of the rows depends on most sizes, so runs have the defaults; tests have smaller ones."""
+
+    read_rows: int = 64  # rows of text taken from a file at a time
+    part_bytes: int = 1 << 20  # text files are cut, at line ends, into parts of this size
+    chunk_rows: int = 256  # a chunk ends at so many rows
+    chunk_characters: int = 1 << 20  # or at so many characters, whichever comes first
+    block_rows: int = 512  # a block, the range of packing and shuffle, has the tokens of so many rows,
+    block_tokens: tuple[int, int] = (1 << 20, 1 << 22)  # but at least and at most so many
+    block_samples: int = 4096  # a block of samples that are not packed
+    barren_documents: int = 10_000  # so many documents in a row without a target mean that there is none
+    long_text: int = 8_000_000  # characters whose tokens take so long that the run says what it does
+    times_free: int = 10  # tokens are kept by themselves where the disk has so many times the bytes of the corpus free
+
+    def tokens_of_block(self, seq_len: int) -> int:
+        """Computes the tokens of a block: those of 32 rows at least, so that long rows are packed well, too."""
+        least, most = self.block_tokens
+        return max(min(max(self.block_rows * seq_len, least), most), 32 * seq_len)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Says which data a run reads, how, and into what batches. Fields have the names, meanings and defaults of `Recipe`; `sizes` is added."""
+
+    dataset: str = Recipe.dataset
+    subset: str = Recipe.subset
+    split: str = Recipe.split
+    text_field: str = Recipe.text_field
+    messages_field: str = Recipe.messages_field
+    task: str = Recipe.task
+    bad_rows: str = Recipe.bad_rows
+    retry_s: float = Recipe.retry_s
+    token_cache: str = Recipe.token_cache
+    seq_len: int = Recipe.seq_len
+    micro_batch: int = Recipe.micro_batch
+    global_batch: int = Recipe.global_batch
+    eval_rows: int = Recipe.eval_rows
+    seed: int = Recipe.seed
+    sizes: Sizes = Sizes()
+
+    @property
+    def column(self) -> str:
+        """Names the column that holds a document: a chat for the task sft, else a text."""
+        return self.messages_field if self.task == "sft" else self.text_field
+
+    @property
+    def skip(self) -> bool:
+        """Says whether rows that cannot be read are counted, not refused."""
+        return self.bad_rows == "skip"
+
+
+def request_of(recipe: Recipe) -> Request:
+    """Takes from a recipe what it asks of its data."""
+    return Request(**{item.name: getattr(recipe, item.name) for item in dataclasses.fields(Request) if item.name != "sizes"})

@@ -1,0 +1,60 @@
+"""Whether two streams are the same: their identity, their files, and a hash of the tokens given out."""
+
+import numpy as np
+
+from ..refusal import Problem, Refusal
+from ..task import MicroBatch
+
+NAMED_FILES = 5  # changed files that a refusal names
+
+
+class OtherData(Refusal):
+    """Says that a state is of another stream than the one that is opened."""
+
+
+def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
+    """Raises `OtherData` if two streams differ in what their order depends on; `changed` says which files do."""
+    fix = "go on with the value of the saved run, or start a new one with --out NEW"
+    problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
+    if changed and saved.get("corpus") != now.get("corpus"):
+        fix = "bring the old files back, or start a new run with --out NEW"
+        problems = [
+            Problem("--dataset", f"files are others than the saved run read: {first_of(changed)}", fix) if problem.where.startswith("corpus = ") else problem
+            for problem in problems
+        ]
+    if problems:
+        raise OtherData(problems)
+
+
+def first_of(changed: list[str]) -> str:
+    """Joins the first few of `changed_files`, for a message."""
+    return ", ".join(changed[:NAMED_FILES]) + (f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else "")
+
+
+def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
+    """Lists each file that differs between two runs, with what happened to it."""
+    found = []
+    for domain in before.keys() & now.keys():
+        old, new = before[domain], now[domain]
+        found += [f"{name} has changed" for name in old if name in new and new[name] != old[name]]
+        found += [f"{name} is gone" for name in old if name not in new]
+        found += [f"{name} is new" for name in new if name not in old]
+    return found
+
+
+def roll(seen: int, batches: list[MicroBatch]) -> int:
+    """Hashes all tokens and labels handed out so far into 64 bits; `seen` is the hash before these batches (0 at first)."""
+    for batch in batches:
+        for name in ("input_ids", "labels"):
+            values = batch[name].numpy().ravel().view(np.uint64)
+            mixed = (values + np.arange(1, len(values) + 1, dtype=np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+            seen = (seen * 0x94D049BB133111EB + int((mixed ^ (mixed >> np.uint64(31))).sum())) % (1 << 64)
+    return seen
+
+
+def merge_states(states: list[dict]) -> dict:
+    """Returns the state that all ranks have after the same step. Raises RuntimeError if their states differ."""
+    for state in states:
+        if state != states[0]:
+            raise RuntimeError(f"ranks read different data: {states[0]} and {state}")
+    return states[0]

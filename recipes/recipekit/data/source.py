@@ -1,0 +1,80 @@
+"""What a corpus is: its parts and groups, how their values are read, and what is wanted of a row."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from datasets.exceptions import DatasetsError
+
+from .files import check_columns, check_value
+
+UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
+
+Document = tuple[Any, str]  # a text, or a chat (list of messages); and where it was found
+Values = list[Any] | pa.Array
+
+
+@dataclass(frozen=True)
+class Source:
+    """Describes a corpus: how many groups each part has, how a group's values are read, and how a value becomes documents."""
+
+    parts: tuple[str, ...]  # names, for messages
+    groups: Callable[[int], int]  # of a part
+    read: Callable[[int, int, int], Iterator[Values]]  # part, group, first row: the values from there on, some at a time
+    documents: Callable[[Any, str], list[Document]]
+    fingerprint: str
+    files: dict[str, str] = field(default_factory=dict)  # name -> digest, of local files
+    local: bool = True
+    ready: bool = False  # documents are tokens already
+    size: int = 0  # bytes of local files
+    times: tuple[int, ...] = ()  # when local files were written: one may change in its middle, which its digest does not cover
+    piece: int = 0  # characters at which text is cut
+
+    def place(self, part: int, group: int, row: int) -> str:
+        """Names a row for a person; rows count from 1."""
+        return f"{self.parts[part]}{f', row group {group}' if self.groups(part) > 1 else ''}, row {row + 1}"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Says what is read of a row: one column, or, for samples that are no text, a dictionary of several."""
+
+    columns: tuple[str, ...]
+    task: str
+    read_rows: int  # so many values are taken at a time, unless they are tokens
+    as_rows: bool = False
+
+    def documents(self, value: Any, place: str) -> list[Document]:
+        """Makes documents of a wanted value: one, or none if the value is empty. Raises `Refusal` for a value of a wrong kind."""
+        if self.as_rows:
+            return [(value, place)]
+        check_value(value, self.task == "sft", place)
+        return [(value, place)] if value else []
+
+    def of_row(self, row: dict[str, Any]) -> Any:
+        return {column: row[column] for column in self.columns} if self.as_rows else row[self.columns[0]]
+
+    def of_table(self, table: Any) -> pa.Array:
+        """Takes the wanted values from a pyarrow table or record batch."""
+        values = pa.Table.from_batches([table]) if self.as_rows and isinstance(table, pa.RecordBatch) else table
+        values = values.select(list(self.columns)).to_struct_array() if self.as_rows else values.column(self.columns[0])
+        if isinstance(values, pa.ChunkedArray):
+            values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
+        if pa.types.is_fixed_size_list(values.type):
+            values = values.cast(pa.list_(values.type.value_type))
+        return values
+
+    def check(self, names: list[str], place: str) -> None:
+        """Raises `Refusal` if a column is not among `names`."""
+        check_columns(self.columns, names, place)
+
+    def are_tokens(self, schema: pa.Schema) -> bool:
+        return not self.as_rows and self.columns[0] in schema.names and holds_tokens(schema.field(self.columns[0]).type)
+
+
+def holds_tokens(kind: pa.DataType) -> bool:
+    """Recognises a column of lists of integers: documents that are tokenised already."""
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return lists and pa.types.is_integer(kind.value_type)

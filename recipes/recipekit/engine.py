@@ -1,0 +1,43 @@
+"""What the loop, the checkpoints and our repairs call of the engine that trains a model; DeepSpeed's has all of it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Engine(Protocol):
+    """A model with its optimizer. Every rank has one, and calls it in the same order as the others."""
+
+    device: torch.device
+    module: nn.Module
+    optimizer: Any  # torch's, or DeepSpeed's around it; has `param_groups`
+    basic_optimizer: Any  # the one inside, which computes the update
+    mpu: Any  # the model-parallel groups, None where DeepSpeed's own are right
+    micro_batches: int  # of a step, under a pipeline
+    checkpoint_engine: Any  # reads and writes files
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any: ...
+    def backward(self, loss: torch.Tensor) -> Any: ...
+    def step(self) -> Any: ...
+    def train(self) -> Any: ...
+    def eval(self) -> Any: ...
+    def destroy(self) -> None: ...
+    def is_gradient_accumulation_boundary(self) -> bool: ...
+    def get_global_grad_norm(self) -> Any: ...
+    def gradient_clipping(self) -> float: ...
+
+    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...  # a whole step of a pipeline
+    def eval_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...
+
+    def save_checkpoint(self, save_dir: str, tag: str, save_latest: bool) -> Any: ...
+    def load_checkpoint(self, load_dir: str, tag: str) -> tuple[str | None, Any]: ...
+
+    # what is private to DeepSpeed 0.19.8: replaced, or asked for, where it has no other way
+    _global_grad_norm: Any
+    _take_model_step: Callable[..., None]
+    _copy_recovery_script: Callable[[str], None]
+    clip_fp32_gradients: Callable[[], None]
+
+    def _get_zero_ckpt_name(self, folder: str, tag: str) -> str: ...

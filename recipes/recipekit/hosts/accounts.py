@@ -1,0 +1,79 @@
+"""Accounts that a run uses: W&B and the Hugging Face hub."""
+
+import importlib.util
+import os
+import threading
+import urllib.error
+import urllib.request
+
+from ..refusal import Problem
+from .findings import Findings, Row
+
+
+def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
+    """Refuses a wish for W&B without its package. `wanted`: the recipe records with W&B; without a wish a run does without it."""
+    mode = os.environ.get("WANDB_MODE", "")
+    wished = "--wandb" if "wandb" in typed else f"WANDB_MODE = {mode}" if mode in ("online", "shared") else ""
+    if not wanted or not wished or importlib.util.find_spec("wandb"):
+        return []
+    return [Problem(wished, "the package wandb is not installed", "pip install -r requirements.txt, or leave it out: metrics.jsonl holds the same")]
+
+
+def check_wandb(wanted: bool) -> Findings:
+    """Looks for a login, where W&B is to record online."""
+    mode = os.environ.get("WANDB_MODE", "")
+    if not wanted or mode not in ("", "online", "shared"):
+        yield Row("W&B", mode or "off")
+        return
+    try:
+        import wandb
+        from wandb.sdk.lib import wbauth
+    except ImportError:
+        return  # `check_versions` tells
+    try:
+        host = wandb.setup().settings.base_url
+        known = wbauth.authenticate_session(host=host, source="doctor", prompt=False, update_session=False) is not None
+    except (wandb.Error, ValueError) as error:  # its text may hold a part of the key
+        yield Problem("W&B login", f"cannot be used ({type(error).__name__})", "wandb login --relogin, or set WANDB_API_KEY")
+        return
+    yield Row("W&B", "logged in" if known else "not logged in: records offline")
+    if mode and not known:
+        yield Problem(f"WANDB_MODE = {mode}", "this host is not logged in to W&B", "wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline")
+
+
+def check_hub(model: str | None, patience: float = 10.0) -> Findings:
+    """Asks the hub whether this host may download `model`; None: the run downloads no model."""
+    try:
+        from huggingface_hub import constants, get_token
+    except ImportError:
+        return  # `check_versions` tells
+    token = get_token()
+    if model is None or constants.HF_HUB_OFFLINE:
+        yield Row("Hugging Face", f"{'' if token else 'not '}logged in, no model to download")
+        return
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{constants.ENDPOINT}/api/models/{model}/auth-check", headers=headers)
+    answer: list[str] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(request, timeout=patience):
+                answer.append("")
+        except urllib.error.HTTPError as error:
+            answer.append(error.headers.get("X-Error-Code") or str(error.code))
+        except (OSError, ValueError) as error:
+            answer.append(f"unreachable: {getattr(error, 'reason', error)}")
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(patience)  # a name server that is silent takes longer than any timeout
+    found = answer[0] if answer else f"unreachable: no answer within {patience:.0f} s"
+    page = f"https://huggingface.co/{model}"
+    yield Row("Hugging Face", f"{'' if token else 'not '}logged in, {model} {'may be read' if not found else 'may not be read'}")
+    if found.startswith("unreachable"):
+        yield Problem(f"model = {model}", f"is not on this host, and the hub is {found}", f"download it where there is a network: hf download {model}")
+    elif found == "GatedRepo":
+        fix = f"ask for access at {page}, then `hf auth login`"
+        yield Problem(f"model = {model}", "is gated, and this host is not logged in with an account that may read it", fix)
+    elif found:
+        yield Problem(f"model = {model}", f"does not exist at {page}, or is private ({found})", "check the name; if it is right, `hf auth login`")

@@ -1,0 +1,45 @@
+"""The port on which rank 0 lets the other ranks join."""
+
+import contextlib
+import errno
+import os
+import socket
+from dataclasses import replace
+
+from ..refusal import Problem
+from .findings import Findings, Row
+
+
+def check_port(port: int) -> Findings:
+    """Checks that the master port is free, on which rank 0 lets the others join; torchrun itself holds it already."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield Row("master port", f"{port}, held by torchrun")
+        return
+    try:
+        with socket.create_server(("", port)):
+            yield Row("master port", f"{port} is free")
+    except (OSError, OverflowError) as error:
+        why = "is in use" if getattr(error, "errno", 0) == errno.EADDRINUSE else f"cannot be used ({error})"
+        yield Problem(
+            f"master port {port}",
+            f"{why} on {socket.gethostname()}",
+            f"choose another with --master_port (`ss -ltnp 'sport = :{port}'` shows who has it)",
+        )
+
+
+def check_master_port(rank: int) -> list[Problem]:
+    """Refuses the port that a launcher has named for rank 0, if another program has it. Without a launcher a free port is taken."""
+    if rank or "MASTER_PORT" not in os.environ:
+        return []
+    if not (port := os.environ["MASTER_PORT"]).isdigit():
+        return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
+    fix = f"choose another, {_free_port(int(port))} say: --master_port of the launcher, or MASTER_PORT (`ss -ltnp 'sport = :{port}'` shows who has it)"
+    return [replace(found, fix=fix) for found in check_port(int(port)) if isinstance(found, Problem)]
+
+
+def _free_port(above: int) -> int:
+    """Returns the first free port after `above`."""
+    for port in range(above + 1, min(above + 1000, 1 << 16)):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    return above

@@ -1,0 +1,260 @@
+"""Ranks that report to rank 0 over plain sockets. Every wait has a deadline: a rank that is missing, silent or gone is named, never waited for.
+
+Needs the standard library only, so that it works where torch or the network between the hosts does not.
+"""
+
+import contextlib
+import json
+import secrets
+import socket
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..refusal import refuse
+
+PORTS = 8  # rank 0 listens on the first free one of so many beside the master port, which itself belongs to the launcher and torch
+ANSWER = 2.0  # seconds for a greeting; whoever does not greet is another program
+LONGEST = 1 << 26  # bytes of a message
+
+
+class Line:
+    """A connection that carries one JSON value a line."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._read = b""
+
+    def send(self, value: Any) -> None:
+        """Raises OSError if the other end is gone, or reads nothing for 10 s."""
+        self.connection.settimeout(10)
+        self.connection.sendall(json.dumps(value).encode() + b"\n")
+
+    def read(self, seconds: float) -> Any:
+        """The next value. Raises OSError if none comes in time, ValueError if it is not JSON."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._read:
+            self.connection.settimeout(max(0.01, deadline - time.monotonic()))
+            part = self.connection.recv(1 << 16)
+            if not part:
+                raise ConnectionError("it closed the connection")
+            self._read += part
+            if len(self._read) > LONGEST:
+                raise ValueError(f"a message of more than {LONGEST} bytes")
+        line, _, self._read = self._read.partition(b"\n")
+        return json.loads(line)
+
+
+class Chair:
+    """Rank 0's end of the meeting. `lost` tells why a rank that should be there is not."""
+
+    def __init__(self, world: int, lines: dict[int, Line], lost: dict[int, str], id: str):
+        self.world, self.lost, self.id = world, lost, id
+        self._lines = lines
+
+    def _drop(self, rank: int, why: str) -> None:
+        self._lines.pop(rank).connection.close()
+        self.lost[rank] = why
+
+    def gather(self, own: Any, seconds: float, about: str) -> dict[int, Any]:
+        """rank -> what it reported; ranks that are silent for `seconds` are lost, `about` says what they were asked."""
+        found = {0: own}
+        deadline = time.monotonic() + seconds
+        for rank, line in list(self._lines.items()):
+            try:
+                found[rank] = line.read(max(0.05, deadline - time.monotonic()))
+            except TimeoutError:
+                self._drop(rank, f"did not report {about} within {seconds:.0f} s")
+            except (OSError, ValueError) as error:
+                self._drop(rank, f"ended while it was asked for {about} ({error})")
+        return found
+
+    def tell(self, value: Any) -> None:
+        """Sends a value to all ranks that are there."""
+        for rank, line in list(self._lines.items()):
+            try:
+                line.send({"told": value})
+            except OSError as error:
+                self._drop(rank, f"cannot be written to ({error})")
+
+    def clocks(self, times: int = 5) -> dict[int, tuple[float, float]]:
+        """rank -> (seconds that its clock is ahead of this one, round trip in seconds), of ranks that wait to be told something."""
+        found = {}
+        for rank, line in list(self._lines.items()):
+            trips: list[tuple[float, float]] = []
+            try:
+                for _ in range(times):
+                    sent, begun = time.time(), time.perf_counter()
+                    line.send({"clock": True})
+                    theirs = line.read(5)
+                    trip = time.perf_counter() - begun
+                    trips.append((trip, theirs - sent - trip / 2))
+                trip, ahead = min(trips)
+                found[rank] = (ahead, trip)
+            except (OSError, ValueError) as error:
+                self._drop(rank, f"did not tell its clock ({error})")
+        return found
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            line.connection.close()
+
+
+class Member:
+    """The end of any other rank. Every call raises `Refusal` if rank 0 is gone."""
+
+    def __init__(self, line: Line, id: str):
+        self.id = id
+        self.own_address: str = line.connection.getsockname()[0]
+        self.chair_address: str = line.connection.getpeername()[0]
+        self._line = line
+
+    def gather(self, own: Any) -> None:
+        """Reports a value to rank 0."""
+        try:
+            self._line.send(own)
+        except OSError as error:
+            raise self._gone(error) from None
+
+    def hear(self, seconds: float) -> Any:
+        """What rank 0 tells all ranks next; tells the clock whenever it is asked."""
+        while True:
+            try:
+                message = self._line.read(seconds)
+                if "told" in message:
+                    return message["told"]
+                self._line.send(time.time())
+            except (OSError, ValueError) as error:
+                raise self._gone(error) from None
+
+    def _gone(self, error: Exception) -> Exception:
+        return refuse(f"rank 0 at {self.chair_address}", f"stopped answering ({error})", "see what rank 0 printed")
+
+    def close(self) -> None:
+        self._line.connection.close()
+
+
+def meet(rank: int, world: int, address: str, port: int, patience: float) -> Chair | Member:
+    """Joins the meeting of `world` ranks; rank 0 waits at most `patience` seconds for the others, they a little longer for it.
+
+    Raises `Refusal` if rank 0 cannot be reached, or has no port to listen on.
+    """
+    key = f"{address}:{port}:{world}"  # several jobs may have neighbouring ports
+    return _chair(world, port, key, patience) if rank == 0 else _member(rank, address, port, key, 1.5 * patience)
+
+
+def _chair(world: int, port: int, key: str, patience: float) -> Chair:
+    listener, id = None, secrets.token_hex(4)
+    for candidate in beside(port):
+        with contextlib.suppress(OSError):
+            listener = listen(candidate)
+            break
+    if listener is None:
+        raise refuse(f"ports {_span(port)} of rank 0", "are all in use", "choose another master port")
+    lines: dict[int, Line] = {}
+    deadline = time.monotonic() + patience
+    with listener:
+        while len(lines) < world - 1 and time.monotonic() < deadline:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                line = Line(listener.accept()[0])
+            except TimeoutError:
+                break
+            try:
+                greeting = line.read(ANSWER)
+                if greeting["key"] != key or greeting["rank"] in lines:
+                    raise ValueError("not of this job")
+                line.send({"id": id})
+                line.read(5 * ANSWER)  # fails at once if that rank has hung up meanwhile, to greet again
+                lines[greeting["rank"]] = line
+            except (OSError, ValueError, KeyError, TypeError):
+                line.connection.close()
+    absent = {rank: f"did not come within {patience:.0f} s" for rank in range(1, world) if rank not in lines}
+    return Chair(world, dict(sorted(lines.items())), absent, id)
+
+
+def _member(rank: int, address: str, port: int, key: str, patience: float) -> Member:
+    deadline, why = time.monotonic() + patience, "no answer"
+    while time.monotonic() < deadline:
+        for candidate in beside(port):
+            try:
+                line = Line(socket.create_connection((address, candidate), timeout=max(0.1, min(ANSWER, deadline - time.monotonic()))))
+            except OSError as error:
+                why = error.strerror or str(error)
+                if time.monotonic() > deadline:
+                    break
+                continue
+            try:
+                line.send({"key": key, "rank": rank})
+                id = line.read(ANSWER)["id"]
+                line.send("here")
+                return Member(line, id)
+            except (OSError, ValueError, KeyError, TypeError):  # another program, or another job
+                line.connection.close()
+        time.sleep(0.1)
+    raise refuse(
+        f"rank 0 at {address}, ports {_span(port)}",
+        f"cannot be reached from rank {rank} on {socket.gethostname()} ({why})",
+        "check the address, that rank 0 was started, and that no firewall is between the hosts",
+    )
+
+
+def beside(port: int) -> range:
+    """The ports next to the master port on which rank 0 may listen."""
+    return range(port + 1, port + 1 + PORTS) if port + PORTS < 65536 else range(port - PORTS, port)
+
+
+def _span(port: int) -> str:
+    return f"{beside(port)[0]} to {beside(port)[-1]}"
+
+
+def listen(port: int) -> socket.socket:
+    """A socket that listens on all addresses of this host; port 0 takes a free one. Raises OSError if the port is in use."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
+
+
+def echo() -> socket.socket:
+    """A listening socket whose connections get back, from threads, what they send; closing it ends that."""
+    listener = listen(0)
+
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(30)
+            while data := connection.recv(4096):
+                connection.sendall(data)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return listener
+
+
+def reach(addresses: dict[int, tuple[str, int]], seconds: float) -> dict[int, float | str]:
+    """rank -> round trip to it in seconds, or why it cannot be reached; no address is waited for longer than `seconds`."""
+
+    def ping(address: tuple[str, int]) -> float | str:
+        try:
+            with socket.create_connection(address, timeout=seconds) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                trips = []
+                for _ in range(3):
+                    begun = time.perf_counter()
+                    connection.sendall(b"ping")
+                    if not connection.recv(4):
+                        return "closed the connection"
+                    trips.append(time.perf_counter() - begun)
+                return statistics.median(trips)
+        except OSError as error:
+            return error.strerror or str(error)
+
+    with ThreadPoolExecutor(32) as pool:
+        return dict(zip(addresses, pool.map(ping, addresses.values()), strict=True))

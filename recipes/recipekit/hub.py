@@ -1,0 +1,63 @@
+"""Whether the hub can be asked, what is in the local cache, and how the hub's errors read."""
+
+import contextlib
+import functools
+import os
+import socket
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from .refusal import Refusal, refuse
+
+HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # connections, a second apart, of so many seconds at most, before the hub counts as away
+
+
+@functools.cache
+def hub_is_away() -> bool:
+    """Tries to connect to the hub; True if that fails. The hub's own client needs a minute of retries for each file to find out (huggingface_hub 2.4)."""
+    from urllib.request import getproxies  # heavy, and a plan needs neither
+
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():  # which a proxy reaches, if anything does
+        return constants.HF_HUB_OFFLINE
+    for attempt in range(HUB_ATTEMPTS):
+        time.sleep(min(attempt, 1))
+        with contextlib.suppress(OSError):
+            socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_PATIENCE).close()
+            return False
+    return True
+
+
+def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> Refusal:
+    """Explains, as a refusal, why `name` could not be read from the hub or a folder; `kind` is the page's prefix, `datasets/` for a dataset."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    page = f"https://huggingface.co/{kind}{name}"
+    chain: list[BaseException] = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    text = " ".join(f"{error}".split("\n")[:2]).strip()
+    names = {type(link).__name__ for link in chain}
+    if Path(name).expanduser().exists() or not is_hub_id(name):
+        exists = Path(name).expanduser().exists()
+        return refuse(where, text if exists else "there is no such folder, and it is not a hub id (ORG/NAME)", "check the path")
+    if any(isinstance(link, GatedRepoError) for link in chain) or "gated" in text:
+        return refuse(where, "is gated, and this machine is not logged in with an account that may read it", f"ask for access at {page}, then `hf auth login`")
+    if any(isinstance(link, RepositoryNotFoundError) for link in chain) or "DatasetNotFoundError" in names:
+        return refuse(where, f"does not exist at {page}, or is private or gated", "check the name; if it is right, `hf auth login`")
+    if names & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"}:
+        fix = f"go online (and leave HF_HUB_OFFLINE unset), or give a local folder; if {page} asks for it, `hf auth login`"
+        return refuse(where, "is not in the local cache, and the hub cannot be reached", fix)
+    return refuse(where, text, f"see {page}")
+
+
+def is_hub_id(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and " " not in name
+
+
+def in_hub_cache(model: str) -> Path:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / ("models--" + model.replace("/", "--"))

@@ -1,0 +1,1 @@
+"""Which arithmetic runs on the device."""

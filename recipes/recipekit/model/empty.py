@@ -1,0 +1,103 @@
+"""A model from its config.json, its parameters on the meta device."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..refusal import refuse
+
+
+def leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Finds the blocks of experts that ZeRO-3 must gather as one: experts in a module of their own, or in a list of such.
+
+    Else a rank on which an expert gets no tokens gathers less than its peers, and all wait for ever; or, in DBRX, the
+    weights that every expert reads are gone after the first.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts":
+            own = [child for child in module.children() if any(True for _ in child.parameters())]
+            if own and isinstance(module, nn.ModuleList):
+                found.append(model.get_submodule(name.rpartition(".")[0]))
+            elif len(own) == 1:
+                found.append(module)
+    return found
+
+
+def empty_model(model_config: dict[str, Any], attention: str = "sdpa", name: str = "", recompute_every: int = 0) -> PreTrainedModel:
+    """Makes the model of a config.json with its parameters on the meta device, its buffers real, its embeddings tied.
+
+    `name`, a hub id or folder, is what a refusal calls the model. Every `recompute_every`-th layer is recomputed in the
+    backward pass. The attribute `made` of the model holds the constructors' values of small parameters, by name: needed
+    for the few that no initialiser sets (Apertus' activation), the rest is uninitialised memory. Raises `Refusal` for an
+    attention implementation that the model does not have.
+    """
+    with no_init_weights(), parameters_on_meta() as small:
+        model = construct(config_of(model_config, name), attention, name)
+    made: Any = {
+        f"{place}.{key}" if place else key: small[id(module), key]
+        for place, module in model.named_modules()
+        for key in module._parameters
+        if (id(module), key) in small
+    }
+    model.made = made
+    model.tie_weights()
+    if recompute_every:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpointed = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for number, layer in enumerate(checkpointed):
+            layer.gradient_checkpointing = number % recompute_every == 0
+    return model
+
+
+def config_of(model_config: dict[str, Any], name: str = "") -> PreTrainedConfig:
+    """Makes a config of transformers' own class. Raises `Refusal` for values that the class does not take."""
+    model_config = dict(model_config)
+    kind = model_config.pop("model_type")
+    try:
+        return transformers.AutoConfig.for_model(kind, **model_config)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        rule = f"transformers {transformers.__version__} does not take its config.json: {' '.join(str(error).split())}"
+        raise refuse(f"model = {name}", rule, "mend the value") from None
+
+
+def construct(config: PreTrainedConfig, attention: str, name: str = "") -> PreTrainedModel:
+    """Makes transformers' model of a config, in fp32."""
+    config._attn_implementation = attention
+    config._name_or_path = name  # what an exported adapter names as its base
+    config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, ImportError) as error:  # of an attention that the class, or this machine, does not have
+        if "attention" not in str(error).lower():
+            raise
+        fix = "use --attention eager" if attention != "eager" else "use another model"
+        raise refuse(f"attention = {attention}", f"a {config.model_type} cannot use it here: {str(error).split('.')[0]}", fix) from None
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[dict[tuple[int, str], torch.Tensor]]:
+    """Puts every new parameter on the meta device; yields copies of the small ones, by (id of the module, key)."""
+    small: dict[tuple[int, str], torch.Tensor] = {}
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            if parameter.numel() <= 4096:
+                small[id(module), name] = parameter.detach().clone()
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield small
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

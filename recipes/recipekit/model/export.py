@@ -1,0 +1,159 @@
+"""The trained model as Hugging Face files, written from a live engine in any layout."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from safetensors.torch import save_file
+from torch import nn
+
+from ..engine import Engine
+from ..parallel import expert, tensor
+from ..parallel.groups import Groups
+from .build import Built
+
+SHARD_BYTES = 4 * 1024**3
+
+
+def whole_parameters(model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, whole tensor on the CPU) of every parameter of this rank's stages, one at a time, on every rank (a collective).
+
+    Names and tensors are the Hugging Face model's, whatever a layout made of them. Where the training dtype is smaller than
+    `dtype`, the optimizer's fp32 master weights are given.
+    """
+    return expert.published(model, _joined(model, built, groups, dtype))
+
+
+def _joined(model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "ds_pipe_replicated", False):
+            continue  # an earlier stage has it too
+        master = None
+        kept = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")  # the marks of ZeRO-3, and of ZeRO-1 and -2
+        if kept and parameter.requires_grad and dtype == torch.float32 and parameter.dtype != dtype:
+            master = safe_get_full_fp32_param(parameter)
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            value = (parameter if master is None else master).detach()
+            cut = built.cuts.get(built.names.get(id(parameter), ""))
+            if cut is not None:
+                assert groups.tp_mesh is not None
+                value = tensor.join(value.to(parameter.device).view_as(parameter), cut, groups.tp_mesh)
+            value = expert.whole(parameter, value.to(parameter.device)).to("cpu", dtype, copy=True)
+        yield name, value
+
+
+def export(engine: Engine, built: Built, groups: Groups, tokenizer: Any, folder: Path, dtype: torch.dtype, merge: bool) -> None:
+    """Writes safetensors, config and tokenizer into `folder`, complete or not at all (a collective).
+
+    The first rank of each pipeline stage writes its files.
+
+    A LoRA model writes its adapter, or the merged weights with `merge`. Tensors that transformers ties are written once.
+    """
+    model: Any = engine.module  # maybe wrapped by an adapter
+    adapter = hasattr(model, "peft_config")
+    if adapter and not merge:
+        _export_adapter(model, built, groups, tokenizer, folder, dtype)
+        return
+    tensors = _merged(model, built, groups, dtype) if adapter else whole_parameters(model, built, groups, dtype)
+    models = [model.get_base_model()] if adapter else built.models
+    staging = folder.with_name(f".{folder.name}.tmp")
+    rank0 = dist.get_rank() == 0
+    if rank0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    dist.barrier()
+    writes = groups.coords["dp"] == groups.coords["tp"] == groups.coords["sp"] == 0
+    shard: dict[str, torch.Tensor] = {}
+    files: list[tuple[str, list[str]]] = []  # (file, its tensors)
+    total = size = 0
+    for name, value in tensors:
+        if not writes:
+            continue
+        if size and size + value.nbytes > SHARD_BYTES:
+            files.append(_write(shard, staging, groups.coords["pp"], len(files)))
+            shard, size = {}, 0
+        shard[name] = value.contiguous()
+        size += value.nbytes
+        total += value.nbytes
+    if writes:
+        parameters = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name in [name for model in models for name in model.state_dict() if name not in parameters]:
+            if (buffer := next((buffers[name] for model in models if name in (buffers := dict(model.named_buffers()))), None)) is not None:
+                shard[expert.own_name(models[0], name)] = buffer.cpu()
+        files.append(_write(shard, staging, groups.coords["pp"], len(files)))
+    everyone: list[Any] = [None] * groups.mesh.world
+    dist.all_gather_object(everyone, (files, total))
+    if rank0:
+        files = [file for written, _ in everyone for file in written]
+        names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))] if len(files) > 1 else ["model.safetensors"]
+        for (part, _), name in zip(files, names, strict=True):
+            os.rename(staging / part, staging / name)
+        if len(files) > 1:
+            weight_map = {key: name for (_, keys), name in zip(files, names, strict=True) for key in keys}
+            index = {"metadata": {"total_size": sum(size for _, size in everyone)}, "weight_map": weight_map}
+            (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        save_small_files(built, tokenizer, dtype, staging)
+        (staging / "adapter_config.json").unlink(missing_ok=True)  # the adapter is merged
+        _publish(staging, folder)
+    dist.barrier()
+
+
+def save_small_files(built: Built, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Writes what Hugging Face files have besides weights: config, generation config, tokenizer, the adapter's config."""
+    model: Any = built.models[0]
+    if hasattr(model, "peft_config"):
+        model.peft_config["default"].save_pretrained(folder)
+        model = model.get_base_model()
+    config = model.config.__class__.from_dict(model.config.to_dict())
+    config.dtype, config.use_cache = dtype, True
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write(shard: dict[str, torch.Tensor], staging: Path, stage: int, number: int) -> tuple[str, list[str]]:
+    name = f"part-{stage}-{number}"
+    save_file(shard, staging / name, metadata={"format": "pt"})
+    return name, list(shard)
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(staging, folder)
+
+
+def _export_adapter(adapted: Any, built: Built, groups: Groups, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the adapter as peft does: adapter_model.safetensors and adapter_config.json."""
+    adapter = {name.replace(".default", ""): value for name, value in whole_parameters(adapted, built, groups, dtype) if "lora_" in name}
+    if dist.get_rank() == 0:
+        staging = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        save_file({name: value.contiguous() for name, value in adapter.items()}, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        adapted.peft_config["default"].save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        _publish(staging, folder)
+    dist.barrier()
+
+
+def _merged(adapted: Any, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the base model's names and weights with each adapter added: W + scaling * B @ A (LoRA, arXiv 2106.09685, section 4.1)."""
+    scaling = {f"base_model.model.{name}": module.scaling["default"] for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    adapter = {name: value.float() for name, value in whole_parameters(adapted, built, groups, torch.float32) if "lora_" in name}
+    for name, value in whole_parameters(adapted, built, groups, dtype):
+        if "lora_" in name:
+            continue
+        owner = name.removesuffix(".base_layer.weight")
+        if owner in scaling:
+            delta = scaling[owner] * adapter[f"{owner}.lora_B.default.weight"] @ adapter[f"{owner}.lora_A.default.weight"]
+            value = (value.float() + delta).to(dtype)
+        yield name.removeprefix("base_model.model.").replace(".base_layer", ""), value

@@ -1,0 +1,171 @@
+"""A model's published files: where its parameters lie in them, and how a rank reads only its slices.
+
+Slices are those of tensor and pipeline parallelism; ZeRO-3 divides what every rank has read whole.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ..architectures import safetensors_files
+from ..architectures.lookup import read_config
+from ..hub import hub_is_away
+from ..parallel import tensor
+from ..parallel.blueprint import Stored
+from ..parallel.tensor import Cut
+from ..refusal import refuse
+
+
+class Weights:
+    """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them."""
+
+    def __init__(self, files: list[Path]):
+        handles = [safe_open(file, framework="pt") for file in files]
+        self.where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
+        self.files = {file.name: list(handle.keys()) for file, handle in zip(files, handles, strict=True)}
+        self.stored: dict[str, Stored] = {}  # by parameter
+        self.bytes_read = 0
+
+    def shape(self, name: str) -> list[int]:
+        stored = self.stored[name]
+        shapes = [self._slice(keys[0]).get_shape() for keys in stored.parts]
+        if not stored.stacked:
+            return shapes[0]
+        whole = [len(stored.parts[0]), *shapes[0]]
+        if len(shapes) > 1:
+            whole[stored.dim] = sum(shape[stored.dim - 1] for shape in shapes)
+        return whole
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole tensor in the files' dtype; a view of the mapped file where it is stored under one key."""
+        return self._take(name, None, [])
+
+    def contents(self) -> dict[str, dict[str, str]]:
+        """Of each file its keys and their dtypes, as safetensors names them."""
+        return {file: {key: self._slice(key).get_dtype() for key in keys} for file, keys in self.files.items()}
+
+    def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
+        """What a tensor-parallel rank keeps of a tensor; only those bytes of the files are read. ZeRO-3 divides it later."""
+        sharded = cut is not None and cut.sharded
+        value = self._take(name, *tensor.local_runs(cut, tp_mesh)) if sharded and cut else self.whole(name)
+        self.bytes_read += value.nbytes
+        return value
+
+    def _take(self, name: str, dim: int | None, runs: list[tuple[int, int]]) -> torch.Tensor:
+        """The indices `runs` of dimension `dim`; all of the tensor if that is None."""
+        stored = self.stored[name]
+        if not stored.stacked:
+            return self._read(stored.parts[0][0], dim, runs)
+        pieces, begin = [], 0
+        for keys in stored.parts:
+            experts = [number for start, stop in runs for number in range(start, stop)] if dim == 0 else range(len(keys))
+            inner, size = runs, self._slice(keys[0]).get_shape()[max(stored.dim - 1, 0)]
+            if dim == stored.dim and dim:
+                clipped = [(max(start, begin) - begin, min(stop, begin + size) - begin) for start, stop in runs]
+                inner = [(start, stop) for start, stop in clipped if start < stop]
+            pieces.append(torch.stack([self._read(keys[number], dim - 1 if dim else None, inner) for number in experts]))
+            begin += size
+        return torch.cat(pieces, stored.dim) if len(pieces) > 1 else pieces[0]
+
+    def _read(self, key: str, dim: int | None, runs: list[tuple[int, int]]) -> torch.Tensor:
+        if dim is None:
+            return self.where[key].get_tensor(key)
+        pieces = [self._slice(key)[(*[slice(None)] * dim, slice(start, stop))] for start, stop in runs]
+        return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+
+    def _slice(self, key: str) -> Any:
+        return self.where[key].get_slice(key)
+
+
+def open_weights(name: str, model: PreTrainedModel, opened: Weights | None = None) -> Weights:
+    """Opens the files of a model's weights, a hub id or a folder, and finds every parameter in them.
+
+    `opened` serves a further stage of the same model.
+
+    Raises `Refusal` naming what the files lack: a parameter is never left at a random value.
+    """
+    if (weights := opened) is None:
+        folder = weights_folder(name)
+        weights = Weights([folder / file for file in sorted({entry.file for entry in safetensors_files.open_folder(folder).values()})])
+    persistent = model.state_dict()
+    wanted = [*dict(model.named_parameters()), *(key for key, _ in model.named_buffers() if key in persistent)]
+    new = [key for key in wanted if key not in weights.stored]
+    found = find_stored(model, list(weights.where))
+    if missing := [key for key in new if key not in found]:
+        rule = f"its files lack {len(missing)} of {len(new)} parameters, first {missing[0]}"
+        raise refuse(f"model = {name}", rule, "give the files that match this config.json and transformers version")
+    weights.stored |= {key: found[key] for key in new}
+    wrong = [key for key in new if weights.shape(key) != list(persistent[key].shape)]
+    if wrong:
+        rule = f"{wrong[0]} is {weights.shape(wrong[0])} in its files and {list(persistent[wrong[0]].shape)} by its config.json"
+        raise refuse(f"model = {name}", rule, "give files and config of one model")
+    return weights
+
+
+def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
+    """Finds where each parameter lies in files that hold `keys`, by the conversions that transformers publishes for the model.
+
+    Published files of many mixtures have a matrix for each expert, where the model has one tensor of all of them.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    found: dict[str, Stored] = {}
+    joined: dict[str, dict[str, list[str]]] = {}  # parameter -> source pattern -> keys
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if key in state or pattern is None:
+            found[key if key in state else name] = Stored(((key,),))
+        else:
+            joined.setdefault(name, {}).setdefault(pattern, []).append(key)
+    for name, patterns in joined.items():
+        converter = by_pattern[next(iter(patterns))]
+        operations: list[Any] = converter.operations
+        kinds = [type(operation).__name__ for operation in operations]
+        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or operations[0].dim != 0:
+            rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
+            raise refuse(
+                f"model = {model.config._name_or_path}", rule, "load and save it once with transformers' save_pretrained(..., save_original_format=False)"
+            )
+        parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in converter.source_patterns if pattern in patterns)
+        found[name] = Stored(parts, stacked=True, dim=operations[1].dim if len(kinds) > 1 else 0)
+    return found
+
+
+def _expert(key: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\.(\d+)(?=\.)", key)]
+
+
+def weights_folder(name: str) -> Path:
+    """Returns the folder of a model's safetensors; downloads a hub model once per host. Raises `Refusal` if it cannot be had."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    page = f"https://huggingface.co/{name}"
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], local_files_only=hub_is_away()))
+    except GatedRepoError:
+        raise refuse(f"model = {name}", f"is gated: its licence has to be accepted at {page}", "then log in with: hf auth login") from None
+    except RepositoryNotFoundError:
+        raise refuse(f"model = {name}", f"{page} does not exist or is private", "check the name, or log in with: hf auth login") from None
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise refuse(
+            f"model = {name}",
+            f"cannot be downloaded ({type(error).__name__}) and is not in the local cache",
+            f"download it where there is a network: hf download {name}",
+        ) from None
+
+
+def fetch_config(name: str) -> dict[str, Any]:
+    """Downloads a model that is neither shipped nor on this machine, and reads its config.json. Raises `Refusal`."""
+    return read_config(weights_folder(name) / "config.json", name)

@@ -1,0 +1,65 @@
+"""What we mend in DeepSpeed around the optimizer's step: this file and `train_step` are all that changes weights."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+from ..engine import Engine
+from ..parallel import expert
+
+
+def undo_hidden_step(engine: Engine) -> None:
+    """Makes step 1 the first one that the optimizer takes.
+
+    DeepSpeed 0.19.8 allocates the states of its ZeRO-0 mixed-precision optimizer by a step with zero gradients
+    (unfused_optimizer.py, initialize_optimizer_states): it decays the weights once, and Adam's bias correction is one
+    step ahead ever after, which makes the first update a quarter too small.
+    """
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        engine.basic_optimizer.state.clear()
+        with torch.no_grad():
+            for masters, weights in zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True):
+                for master, weight in zip(masters, weights, strict=True):
+                    master.copy_(weight)
+
+
+def keep_grad_norm(engine: Engine) -> None:
+    """Computes the gradient norm and clips by it, in the two cases where DeepSpeed 0.19.8 does not.
+
+    It has no norm with a plain optimizer (fp32, ZeRO-0). Under a pipeline its clipping counts, in the stages behind the
+    first, only what tensor parallelism cut (runtime/utils.py, clip_grad_norm_).
+    """
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        return
+    take_step = engine._take_model_step
+
+    def clip_and_step(*args: Any) -> None:
+        norm = grad_norm(engine)
+        if (most := engine.gradient_clipping()) > 0:
+            scale = torch.clamp(most / (norm + 1e-6), max=1.0)
+            for parameter in engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        engine._global_grad_norm = norm
+        take_step(*args)
+
+    engine._take_model_step = clip_and_step
+    engine.clip_fp32_gradients = lambda: None
+
+
+def grad_norm(engine: Engine) -> torch.Tensor:
+    """Computes the norm of all gradients, each parameter counted once over the tensor, pipeline and expert ranks (a collective)."""
+    first = engine.mpu is None or engine.mpu.get_tensor_model_parallel_rank() == 0
+    squares = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for parameter in engine.module.parameters():
+        counted = (first or getattr(parameter, "model_parallel", False)) and not getattr(parameter, "ds_pipe_replicated", False)
+        if parameter.grad is not None and counted:
+            square = parameter.grad.detach().double().square().sum()
+            if (holders := expert.group_of(parameter)) is not None:
+                dist.all_reduce(square, group=holders)
+            squares += square
+    if engine.mpu is not None:
+        dist.all_reduce(squares, group=engine.mpu.get_model_parallel_group())
+    return squares.sqrt()

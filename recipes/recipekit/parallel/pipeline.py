@@ -1,0 +1,254 @@
+"""Pipeline parallelism on an unmodified model: a stage is the model with the layers it does not own taken out.
+
+The model's own forward still makes masks, rotary embeddings and everything else that differs between families, and the
+parameter names of every stage are the model's. `Away` modules stand where layers were taken out: the one before the
+stage's first layer hands in what the stage before sent, the one after its last layer leaves the forward with the result.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..refusal import refuse
+from .blueprint import Blueprint, stage_bounds, stages_of
+from .groups import Groups
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which stage holds what. Stage s owns the layers `bounds[s]` to `bounds[s + 1] - 1` of the module list `layers`.
+
+    `first` and `last` are module names that only the first and the last stage need; whatever is named nowhere is on
+    every stage. `tied`: the last stage needs the input embedding as its head.
+    """
+
+    layers: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    bounds: tuple[int, ...]
+    tied: bool
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+
+def plan_of(model: PreTrainedModel, own: dict[str, str] | None = None) -> dict[str, str]:
+    """Module name -> "first", "split" or "last": the recipe's own plan, or else the one that the model publishes.
+
+    A published plan lists modules in the order of the forward pass; what comes before its module list is first. Raises
+    `Refusal`, with the lines to write, for a model without a plan, and for a plan that does not fit the model.
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    plan = dict(own or {})
+    if not plan:
+        place, head = "first", model.get_output_embeddings()
+        for name in [name for name in model.pp_plan or {} if name in modules and modules[name] is not head]:
+            is_list = isinstance(modules[name], nn.ModuleList)
+            plan[name] = "split" if is_list else place
+            place = "last" if is_list else place
+        plan |= {name: "last" for name, module in modules.items() if plan and module is head}
+    if list(plan.values()).count("split") != 1 or set(plan.values()) - {"first", "split", "last"} or set(plan) - set(modules):
+        raise refuse(
+            f"pp > 1 with {type(model).__name__}",
+            "this model publishes no pipeline plan" if not own else f"its plan {own} must name modules of the model, one of them the list to split",
+            f"write one into the recipe:\n    pp_plan={{{', '.join(f'{name!r}: {stage!r}' for name, stage in _guess(model, modules).items())}}}",
+        )
+    assert isinstance(modules[next(name for name, place in plan.items() if place == "split")], nn.ModuleList)
+    return plan
+
+
+def _guess(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[str, str]:
+    """The likely plan of a model that publishes none: its largest module list is split, its siblings with parameters lie around it."""
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
+    layers = max(lists, key=lambda name: sum(parameter.numel() for parameter in modules[name].parameters()), default="layers")
+    parent = layers.rpartition(".")[0]
+    plan, place = {}, "first"
+    for child, module in modules[parent].named_children() if lists else []:
+        name = f"{parent}.{child}" if parent else child
+        if name == layers:
+            plan[name], place = "split", "last"
+        elif any(True for _ in module.parameters()):
+            plan[name] = place
+    head = model.get_output_embeddings()
+    return plan | {name: "last" for name, module in modules.items() if module is head}
+
+
+def split(model: PreTrainedModel, blueprint: Blueprint, num_stages: int, own: dict[str, str] | None = None) -> Split:
+    """The split into the stages of `stage_bounds`. Raises `Refusal` if the model has fewer layers, or no plan."""
+    plan = plan_of(model, own)
+    layers = next(name for name, place in plan.items() if place == "split")
+    first, last = (tuple(name for name, where in plan.items() if where == place) for place in ("first", "last"))
+    if num_stages > (count := blueprint.num_layers):
+        raise refuse(f"{num_stages} pipeline stages", f"{type(model).__name__} has only {count} layers", f"use --pp {count} or less")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return Split(layers, first, last, stage_bounds(blueprint, num_stages), head is not None and head.weight is embedding.weight)
+
+
+class Away(nn.Module):
+    """Stands in the module list where a layer was taken out."""
+
+    def __init__(self, layer: nn.Module, does: Callable[[Any], Any]):
+        super().__init__()
+        self._does = does
+        for name, value in vars(layer).items():  # some models read an attribute of the layer, such as its attention type
+            if isinstance(value, str | int | float | bool) and not name.startswith("_"):
+                setattr(self, name, value)
+        self.training = layer.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._does(next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)))
+
+
+class Placeholder(nn.Module):
+    """Stands where an embedding was taken out: zeros of the width, since an `Away` replaces what comes of them."""
+
+    def __init__(self, width: int, dtype: torch.dtype):
+        super().__init__()
+        self._width, self._dtype = width, dtype
+
+    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if ids.is_floating_point():
+            return ids
+        return torch.zeros((), dtype=self._dtype, device=ids.device).expand(*ids.shape, self._width)  # (B, T, D), one element of memory
+
+
+class _Left(Exception):
+    """Carries the hidden states out of the model's forward."""
+
+
+def cut(model: PreTrainedModel, split: Split, stage: int, dtype: torch.dtype) -> list[str]:
+    """Makes `model` one stage, in place; returns the names of the modules it took out besides layers.
+
+    Its forward takes (input_ids, position_ids) on the first stage and (hidden_states, ..., input_ids, position_ids) on the
+    others, and returns the latter, or logits on the last stage: ids int64 (B, T), hidden states (B, T, D) of `dtype`. Where
+    a layer returns more than hidden states, the rest travels between them: tensors, and which of its places are None.
+    """
+    first, last = stage == 0, stage == split.num_stages - 1
+    start, stop = split.bounds[stage], split.bounds[stage + 1]
+    modules = dict(model.named_modules())
+    embedded: Any = model.get_input_embeddings().weight
+    width = embedded.shape[-1]
+    embedding = next(name for name, module in modules.items() if module is model.get_input_embeddings())
+    received: list[Any] = []  # what the last layer of the stage before returned
+    returned: list[Any] = []  # what the last layer of this stage returns
+
+    def leave(hidden: torch.Tensor) -> Any:
+        raise _Left(hidden, returned[0])
+
+    layers: Any = modules[split.layers]
+    for number, layer in enumerate(list(layers)):
+        if number < start:
+            layers[number] = Away(layer, lambda hidden: received[0])
+        elif number >= stop:
+            layers[number] = Away(layer, leave)
+        elif number == stop - 1:
+            layer.register_forward_hook(lambda module, inputs, output: returned.__setitem__(slice(None), [output]))
+    absent = [] if first else [name for name in split.first if not (last and split.tied and name == embedding)]
+    for name in absent:
+        model.set_submodule(name, Placeholder(width, dtype))
+    for name in () if last else split.last:
+        model.set_submodule(name, nn.Identity())
+
+    whole_forward = model.forward
+
+    form: list[list[int]] = []  # of what is received, the same for every micro-batch
+
+    def forward(inputs: tuple[torch.Tensor, ...]) -> Any:
+        *states, input_ids, position_ids = inputs
+        if states:
+            if len(states) > 1 and not form:
+                form.append(states[-1].tolist())
+            received[:] = [_unpack(states, form[0]) if form else states[0]]
+        try:
+            output = whole_forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        except _Left as left:
+            return *_pack(*left.args), input_ids, position_ids
+        return output.logits
+
+    model.forward = forward
+    return absent if last else [*absent, *split.last]
+
+
+def _pack(hidden: torch.Tensor, output: Any) -> tuple[torch.Tensor, ...]:
+    """(hidden states,), or for a layer that returns a tuple (hidden states, its other tensors, 1 or 0 for each of its places)."""
+    if not isinstance(output, tuple):
+        return (hidden,)
+    there = torch.tensor([int(torch.is_tensor(value)) for value in output], device=hidden.device)
+    return hidden, *(value for value in output[1:] if torch.is_tensor(value)), there
+
+
+def _unpack(states: list[torch.Tensor], there: list[int]) -> tuple[torch.Tensor | None, ...]:
+    values = iter(states)
+    return tuple(next(values) if present else None for present in there)
+
+
+def assemble(models: list[Any], groups: Groups, loss_fn: Callable[..., torch.Tensor], schedule: str, num_stages: int) -> Any:
+    """DeepSpeed's module of this rank's stages, whose parameters have the model's own names (a collective)."""
+    mesh = groups.mesh
+    stages = stages_of(groups.coords["pp"], mesh.pp, schedule)
+    layers: list[Any] = [nn.Identity() for _ in range(num_stages)]
+    for stage, model in zip(stages, models, strict=True):
+        layers[stage] = model
+    kind = DualPipeVModule if schedule == "dualpipev" else PipelineModule
+    with contextlib.redirect_stdout(None):  # it prints every layer's class
+        net: Any = kind(
+            layers=layers,
+            topology=PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.dp),
+            loss_fn=loss_fn,
+            partition_method="uniform",
+        )
+    net.named_parameters = lambda *args, **kwargs: _named_parameters(models, *args, **kwargs)
+    return net
+
+
+def _named_parameters(models: list[Any], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    seen: set[int] = set()
+    for model in models:
+        for name, parameter in model.named_parameters(prefix, recurse, remove_duplicate):
+            if not remove_duplicate or id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+
+def share(net: Any, groups: Groups) -> None:
+    """Keeps parameters that lie on several pipeline ranks equal: their gradients are summed (a collective).
+
+    Those are tied embeddings and whatever the split leaves on every stage. DeepSpeed counts in the gradient norm only
+    the copy on the lowest rank.
+    """
+    mine = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
+    everyone: list[Any] = [None] * groups.mesh.pp
+    dist.all_gather_object(everyone, list(mine), group=groups.pp_group)
+    holders: dict[str, list[int]] = {}
+    for rank, names in enumerate(everyone):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
+    shared = {name: tuple(ranks) for name, ranks in holders.items() if len(ranks) > 1}
+    made = {}
+    for ranks in sorted(set(shared.values())):
+        for fiber in groups.mesh.groups("pp"):  # every rank makes every group, in the same order
+            group = dist.new_group([fiber[rank] for rank in ranks], groups.limit)
+            if groups.rank in fiber:
+                made[ranks] = group
+    held = [(mine[name], made[ranks]) for name, ranks in sorted(shared.items()) if name in mine]
+    for name, ranks in shared.items():
+        if name in mine and groups.coords["pp"] != ranks[0]:
+            mine[name].ds_pipe_replicated = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def weights_and_groups() -> list[tuple[nn.Parameter, Any]]:
+        for parameter, _ in held:
+            if parameter.grad is None and not hasattr(parameter, "_hp_grad"):
+                parameter.grad = torch.zeros_like(parameter)  # unused on this stage; its peers wait for it
+        return held
+
+    net.get_tied_weights_and_groups = weights_and_groups

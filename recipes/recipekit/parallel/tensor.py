@@ -1,0 +1,282 @@
+"""Tensor parallelism by the model's own published plan, with parameters that are plain local shards.
+
+DeepSpeed and ZeRO see ordinary tensors; a module meets its shards as DTensors only inside its forward, where
+transformers' plan styles need them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.distributed import tensor_parallel as styles
+
+from ..refusal import refuse
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter lies on the tensor group: DTensor placements, whole shape and stride."""
+
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def sharded(self) -> bool:
+        return not self.placements[0].is_replicate()
+
+
+def plan_of(model: PreTrainedModel) -> dict[str, str]:
+    """The model's tensor-parallel plan, module pattern -> style; a tied head stays whole, like its embedding.
+
+    Raises `Refusal` for a model that publishes none.
+    """
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if not plan:
+        raise refuse(f"tp > 1 with {type(model).__name__}", "this model publishes no base_model_tp_plan", "use --tp 1")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        names = {module: name for name, module in model.named_modules()}
+        # One parameter cannot be cut in two ways; cutting the head alone would untie it.
+        plan.pop(names[head], None)
+        plan.pop(names[embedding], None)
+        for pattern in [key for key in plan if key.rsplit(".", 1)[-1] == "embed_tokens"]:
+            plan.pop(pattern)
+    return plan
+
+
+def apply(model: PreTrainedModel, tp_mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, Cut]:
+    """Cuts a model whose parameters are on the meta device by `plan`, in place, and returns the cut of every parameter it cut.
+
+    Afterwards each cut parameter is a plain meta parameter of this rank's local shape.
+    """
+    original = styles.ReplicatedWithGradAllReduce.install_forward
+    styles.ReplicatedWithGradAllReduce.install_forward = _sum_incoming_gradient
+    try:
+        styles.apply_tensor_parallelism(model, tp_mesh, plan)
+    finally:
+        styles.ReplicatedWithGradAllReduce.install_forward = original
+    known: Any = styles
+    shared = _Shared(tp_mesh.get_group())
+    cuts: dict[str, Cut] = {}
+    whole: list[tuple[nn.Module, str]] = []
+    for name, module in model.named_modules():
+        own = {}
+        for key, parameter in list(module._parameters.items()):
+            if not isinstance(parameter, DTensor):
+                if parameter is not None and styles._get_parameter_plan(f"{name}.{key}", plan) != "replicated_with_grad_allreduce":
+                    whole.append((module, key))
+                continue
+            cut = Cut(tuple(parameter.placements), parameter.shape, parameter.stride())
+            local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+            # The clipping norm sums over the tensor group what carries this mark, and counts once what does not.
+            local.model_parallel = local.tensor_model_parallel = cut.sharded  # pyright: ignore[reportAttributeAccessIssue]
+            module._parameters[key] = local
+            own[key] = cuts[f"{name}.{key}"] = cut
+        # a module without a style of its own, such as an attention with a sink for each head, uses its shard beside local activations
+        style = styles._get_parameter_plan(name, plan, is_weight=False) if own else None
+        if style is not None:
+            _present_as_dtensors(module, own, tp_mesh)
+            _use_shards(module, known.ALL_PARALLEL_STYLES[style], shared)
+    for module, key in whole:
+        _complete_gradient(module, key, tp_mesh)
+    return cuts
+
+
+def cut_rules(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """Parameter name -> (dim, blocks) of every parameter that the plan cuts, for any number of ranks (see blueprint.Tensor); no group is made.
+
+    Each style is asked what it does to a parameter, by taking note of the placement that it gives to `distribute_tensor`.
+    """
+    rules: dict[str, tuple[int, int]] = {}
+    placed: list[Any] = []
+    known: Any = styles
+    distribute, known.distribute_tensor = known.distribute_tensor, lambda tensor, mesh, placements, **_: (placed.append(placements[0]), tensor)[1]
+    try:
+        for name, module in model.named_modules():
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                style = styles._get_parameter_plan(f"{name}.{key}", plan)
+                if style is None or style not in known.ALL_PARALLEL_STYLES:
+                    continue
+                placed.clear()
+                known.ALL_PARALLEL_STYLES[style].shard_param(module, key, None)
+                module._parameters[key] = parameter
+                if placed and not placed[0].is_replicate():
+                    dim = placed[0].dim % parameter.ndim
+                    rules[f"{name}.{key}"] = dim, getattr(placed[0], "split_factor", 1)
+    finally:
+        known.distribute_tensor = distribute
+    return rules
+
+
+def shard(whole: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of a whole tensor, a copy; no communication."""
+    return distribute_tensor(whole, tp_mesh, list(cut.placements), src_data_rank=None).to_local().clone()
+
+
+def local_runs(cut: Cut, tp_mesh: DeviceMesh) -> tuple[int, list[tuple[int, int]]]:
+    """(dim, [(start, stop), ...]): which indices of a sharded tensor's dim this rank keeps, in order; no communication."""
+    dim = cut.placements[0].dim % len(cut.shape)
+    index = torch.arange(cut.shape[dim]).view([-1 if axis == dim else 1 for axis in range(len(cut.shape))])
+    mine = distribute_tensor(index, tp_mesh, list(cut.placements), src_data_rank=None).to_local().flatten().tolist()
+    runs: list[tuple[int, int]] = []
+    for number in mine:
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1
+        else:
+            runs.append((number, number + 1))
+    return dim, runs
+
+
+def join(local: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """The whole tensor on every rank of the tensor group (a collective)."""
+    return DTensor.from_local(local, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride).full_tensor()
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """x itself; its gradient is the sum over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of x over the group, in its place; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _Shared:
+    """What the projections that follow each other read, so that the gradients of q, k and v, or of gate and up, are summed in one all-reduce."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.latest: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self.latest is None or self.latest[0] is not x or self.latest[1] != x._version:
+            self.latest = x, x._version, _SumOfGradients.apply(x, self.group)
+        return self.latest[2]
+
+
+def _use_shards(module: nn.Module, style: Any, shared: _Shared) -> None:
+    """Lets a linear layer of one of the two usual styles work on its plain shards, without DTensors.
+
+    What is computed is the same. A DTensor costs the CPU time at each operation, and every column-wise layer an all-reduce
+    of its own in the backward pass (tools/bench/bench_tensor_parallel.md).
+    """
+    if type(module) is not nn.Linear:
+        return
+    presented: Any = module.forward
+    layouts = type(style), getattr(style, "input_layouts", None), getattr(style, "output_layouts", None), getattr(style, "use_local_output", None)
+
+    def colwise(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            return presented(x)
+        return nn.functional.linear(shared.read(x), module.weight, module.bias)
+
+    def rowwise(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            return presented(x)
+        shared.latest = None
+        total = _Sum.apply(nn.functional.linear(x, module.weight), shared.group)
+        return total if module.bias is None else total + module.bias
+
+    if layouts == (styles.ColwiseParallel, Replicate(), Shard(-1), True):
+        module.forward = colwise  # type: ignore[method-assign]
+    elif layouts == (styles.RowwiseParallel, Shard(-1), Replicate(), True):
+        module.forward = rowwise  # type: ignore[method-assign]
+
+
+def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: DeviceMesh) -> None:
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        locals_ = {key: module._parameters[key] for key in own}
+        for key, cut in own.items():
+            tensor = locals_[key]
+            assert tensor is not None
+            module._parameters[key] = DTensor.from_local(tensor, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride)  # type: ignore
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            module._parameters.update(locals_)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _complete_gradient(module: nn.Module, key: str, tp_mesh: DeviceMesh) -> None:
+    """Sums the gradient of a parameter that the plan does not name, if it works on cut activations (Apertus' activation).
+
+    Then every rank has only a part of its gradient, while that of any other whole parameter is the same on all ranks but
+    for rounding. Which it is shows at the first gradient that is not zero: parts differ by about their own size.
+    """
+    inner = module.forward
+    group, hooked, partial = tp_mesh.get_group(), set(), []
+
+    def complete(gradient: torch.Tensor) -> torch.Tensor:
+        if partial and not partial[0]:
+            return gradient
+        total = gradient.detach().clone()
+        dist.all_reduce(total, group=group)
+        if not partial:
+            mean = total.float() / tp_mesh.size()
+            apart = torch.stack([(gradient.float() - mean).norm(), mean.norm()])
+            dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
+            if apart.max() > 0:
+                partial.append(bool(apart[0] > 0.05 * apart[1]))
+        return total if partial and partial[0] else gradient
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        parameter = module._parameters[key]
+        if parameter is not None and parameter.requires_grad and id(parameter) not in hooked:
+            parameter.register_hook(complete)
+            hooked.add(id(parameter))
+        return inner(*args, **kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _sum_incoming_gradient(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    # transformers 5.22.2 all-reduces the accumulated .grad after every backward, which counts earlier micro-batches
+    # again and runs after ZeRO's own hooks; the incoming gradient is the one to sum.
+    inner = module.forward
+    hooked: set[int] = set()
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=mesh.get_group())
+        return gradient
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in hooked:
+                parameter.register_hook(summed)
+                hooked.add(id(parameter))
+        return inner(*args, **kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]
+    return module

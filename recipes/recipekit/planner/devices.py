@@ -1,0 +1,72 @@
+"""The accelerators that people rent: peak of dense bf16 matrix products, and memory, by the name that torch reports.
+
+From the vendors' data sheets (NVIDIA: A10, A10G on AWS, A100, GH200, H20, H100, H200, HGX B200, L4, L40S, Ada
+whitepaper; AMD: MI300X), without sparsity, which doubles the figure that most of them print first. The memory is the
+nominal one in GiB; what a program can have is up to 7 % less (ECC, the driver's own), so what exceeds it certainly does
+not fit.
+"""
+
+import re
+from dataclasses import dataclass
+
+from ..refusal import refuse
+
+
+@dataclass(frozen=True)
+class Device:
+    """`flops`: dense bf16 operations a second at the peak, a multiply-add counted as two. `memory` in bytes. `also`:
+    words that people call it by.
+    """
+
+    flops: float
+    memory: int
+    also: str = ""
+
+
+def _device(teraflops: float, gib: int, also: str = "") -> Device:
+    return Device(teraflops * 1e12, gib * 2**30, f"{gib}gb {also}")
+
+
+DEVICES = {
+    "NVIDIA B200": _device(2250, 180),
+    "NVIDIA GH200 480GB": _device(989, 96),
+    "NVIDIA GH200 144G HBM3e": _device(989, 141),
+    "NVIDIA H200": _device(989, 141, "sxm sxm5"),
+    "NVIDIA H200 NVL": _device(835, 141),
+    "NVIDIA H100 80GB HBM3": _device(989, 80, "sxm sxm5"),
+    "NVIDIA H100 NVL": _device(835, 94),
+    "NVIDIA H100 PCIe": _device(756, 80),
+    "NVIDIA H20": _device(148, 96),
+    "NVIDIA A100-SXM4-80GB": _device(312, 80),
+    "NVIDIA A100-SXM4-40GB": _device(312, 40),
+    "NVIDIA A100 80GB PCIe": _device(312, 80),
+    "NVIDIA A100-PCIE-40GB": _device(312, 40),
+    "NVIDIA A10": _device(125, 24),
+    "NVIDIA A10G": _device(70, 24),
+    "NVIDIA L4": _device(121, 24),
+    "NVIDIA L40S": _device(362, 48),
+    "NVIDIA GeForce RTX 4090": _device(165, 24),
+    "AMD Instinct MI300X": _device(1307, 192),
+}
+
+
+def device_called(name: str) -> tuple[str, Device]:
+    """The device that a user means: "H200", "a100-sxm4-40gb", "RTX4090". Raises `Refusal` with the names if none, or
+    several unlike ones, are meant.
+    """
+    text = "".join(_words(name))
+    meant = [known for known, device in DEVICES.items() if text and _made_of(text, {*_words(f"{known} {device.also}")})]
+    if len({DEVICES[known].memory for known in meant}) == 1:  # H200 is meant before H200 NVL
+        known = min(meant, key=len)
+        return known, DEVICES[known]
+    rule = f"may be any of {', '.join(meant)}" if meant else "is not in the table of devices"
+    raise refuse(f"--device {name}", rule, f"give one of {', '.join(meant or DEVICES)}")
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _made_of(text: str, words: set[str]) -> bool:
+    """True if the text is some of the words, each once, with nothing between them."""
+    return not text or any(_made_of(text.removeprefix(word), words - {word}) for word in words if text.startswith(word))

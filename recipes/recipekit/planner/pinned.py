@@ -1,0 +1,42 @@
+"""Page-locked host memory: what torch's allocator takes for it, and how it is kept from rounding up."""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+ROUNDED_UP_TO = 16 * 2**20  # bytes: larger pinned blocks are as large as asked for (run.py sets it, for torch 2.13 and later)
+
+
+def pinned_bytes(size: int, exact: bool) -> int:
+    """Returns the bytes that torch's pinned allocator takes for a block: the next power of two (CachingHostAllocator.h),
+    unless it is set to be exact.
+    """
+    if size == 0 or (exact and size > ROUNDED_UP_TO):
+        return size
+    return 1 << (size - 1).bit_length()
+
+
+def pins_exactly() -> bool:
+    """Returns True if this torch's pinned allocator can be set to be exact: 2.13 has the settings, and 2.11 ends with an
+    error at an unknown one.
+    """
+    return tuple(map(int, version("torch").split("+")[0].split(".")[:2])) >= (2, 13)
+
+
+def pinning_of(environment: Mapping[str, str]) -> tuple[str, str]:
+    """Returns (variable, value) that makes torch's pinned allocator exact from ROUNDED_UP_TO on; settings that the user
+    made stay as they are.
+
+    torch 2.13 reads the old name after the new one, so the value of the old name counts.
+    """
+    name = "PYTORCH_CUDA_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in environment else "PYTORCH_ALLOC_CONF"
+    said = [item for item in environment.get(name, "").split(",") if item]
+    names = {item.partition(":")[0] for item in said}
+    wanted = ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
+    return name, ",".join([*said, *(f"{key}:{ROUNDED_UP_TO >> 20}" for key in wanted if key not in names)])
+
+
+def pins(ds_config: dict[str, Any]) -> bool:
+    """Returns True if a JSON asks for page-locked host memory."""
+    zero = ds_config.get("zero_optimization", {})
+    return any(zero.get(block, {}).get("pin_memory") and zero[block].get("device", "none") != "none" for block in ("offload_optimizer", "offload_param"))

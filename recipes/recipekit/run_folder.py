@@ -1,0 +1,134 @@
+"""What lies in a run folder, whether a command may go on with it, and how it is put aside."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from .recipe import Recipe
+from .refusal import Problem, Refusal, refuse
+
+# Names in a run folder.
+FACTS = "run.json"  # everything that made the run (runtime/facts.py)
+STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
+METRICS = "metrics.jsonl"  # a line for each step
+DATA_FILES = "data_files.json"  # what was read, so that a resume can name a file that is another one now
+CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
+LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
+EXPORT = "hf"  # the trained model as Hugging Face files
+
+# What a run is made of: a run folder is continued only if these are the same.
+IDENTITY = (
+    *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "task", "tokenizer", "seed", "seq_len", "global_batch"),
+    *("steps", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
+)
+
+
+def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, tiny: bool, typed: frozenset[str] = frozenset()) -> Path | None:
+    """Returns the folder to go on from, or None for a new run. Raises `Refusal` with every difference to the run in `out`."""
+    if recipe.resume == "never":
+        return None
+    if recipe.resume != "auto":
+        return _chosen(recipe, out, model_config)
+    if (before := _saved_identity(out)) is None:
+        return None
+    now = identity(recipe, model_config)
+    others = [name for name in now if before.get(name) != now[name]]
+    others.sort(key=lambda name: name not in typed)  # first what the user may know of
+    if "steps" in others and "warmup_steps" not in typed:  # it was lowered with them, and will be again
+        others = [name for name in others if name != "warmup_steps"]
+    if not others:
+        return out
+    ways = f"start a new run with --out NEW, accept the differences with --resume {out}, or put the old run aside with --resume never"
+    if tiny != _saved(out).get("recipe", {}).get("tiny", tiny):
+        where, rule, other = ("--tiny", "was begun without it", "leave it out") if tiny else ("no --tiny", "is a trial with --tiny", "add --tiny")
+        raise refuse(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")
+    shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
+    flags = shlex.join(word for name in others if name in IDENTITY and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name])))
+    problems = [Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}", "see the ways on above") for name in others]
+    raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
+
+
+def _chosen(recipe: Recipe, out: Path, model_config: dict[str, Any] | None) -> Path:
+    """Returns the run or step folder that `--resume PATH` names. Raises `Refusal` for one of another model, or if `out` holds another run."""
+    chosen = Path(recipe.resume)
+    is_run = (chosen / CHECKPOINTS).is_dir()
+    if not is_run and not (chosen / "manifest.json").is_file():
+        fix = f"give runs/NAME or runs/NAME/{CHECKPOINTS}/step_00000010"
+        raise refuse(f"resume = {recipe.resume}", "is neither a run folder nor a step folder of one", fix)
+    inside = chosen.resolve() in (out.resolve(), *out.resolve().glob(f"{CHECKPOINTS}/step_*"))
+    if not inside and (out / FACTS).exists() and not _same_beginning(recipe, out):
+        raise refuse(f"out = {out}", f"already holds a run, which is not {recipe.resume}", "choose a new folder with --out NEW")
+    before = _saved_identity(chosen if is_run else chosen.parent.parent)
+    now = identity(recipe, model_config)
+    same = "model_config" if "model_config" in now else "model"
+    if before and before.get(same) != now[same]:
+        rule = f"the checkpoint in {chosen} is of another model, {before.get('model')}"
+        raise refuse(f"model = {recipe.model}", rule, f"use --model {before.get('model')}, or start anew with --out NEW")
+    return chosen
+
+
+def way_on(recipe: Recipe, out: Path) -> str:
+    """Says how a run that has ended before its time goes on, as the end of a line."""
+    try:
+        step = int((out / CHECKPOINTS / LATEST).read_text().strip().removeprefix("step_"))
+    except (OSError, ValueError):
+        start = "begins anew" if recipe.resume in ("auto", "never") else f"starts again from {recipe.resume}"
+        return f"no checkpoint is complete yet: the same command {start}"
+    if recipe.resume == "auto":
+        return f"the same command goes on from step {step}"
+    return f"the same command with --resume auto goes on from step {step}"
+
+
+def _same_beginning(recipe: Recipe, out: Path) -> bool:
+    """Returns True if this very command began the run in `out`, which ended before its first checkpoint: nothing is lost by beginning again."""
+    try:
+        resume = json.loads((out / FACTS).read_text())["recipe"]["resume"]
+    except (ValueError, KeyError):
+        return False
+    return resume == recipe.resume and not any(out.glob(f"{CHECKPOINTS}/step_*"))
+
+
+def _saved_identity(run: Path) -> dict[str, Any] | None:
+    """Reads what the run in a folder is made of; None if the folder holds no run.json. Raises `Refusal` if it cannot be read."""
+    return _saved(run)["identity"] if (run / FACTS).exists() else None
+
+
+def _saved(run: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((run / FACTS).read_text())
+        return saved | {"identity": saved["identity"]}
+    except (ValueError, KeyError):
+        raise refuse(f"{run}/{FACTS}", "is damaged", "start a new run with --out NEW, or put this one aside with --resume never") from None
+
+
+def identity(recipe: Recipe, model_config: dict[str, Any] | None) -> dict[str, Any]:
+    """Lists what a run is made of, as run.json keeps it and a resume compares it; a model in a folder adds a hash of its `model_config`.
+
+    A hub id stands for itself: its config.json is the one we ship (or none) at the first start, and the hub's own once that has downloaded it.
+    """
+    found = {name: getattr(recipe, name) for name in IDENTITY}
+    if Path(recipe.model).is_dir():
+        found["model_config"] = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()[:16]
+    return found
+
+
+def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
+    """Reads the digests that the run in this run or step folder recorded: domain -> file -> digest; {} if it recorded none."""
+    for run in [saved, saved.parent.parent] if saved else []:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((run / DATA_FILES).read_text())
+    return {}
+
+
+def put_aside(out: Path) -> None:
+    """Moves an existing run folder to the first free `<name>.N`; nothing is overwritten."""
+    number = 1
+    while (aside := out.with_name(f"{out.name}.{number}")).exists():
+        number += 1
+    os.rename(out, aside)
+    print(f"the run that was in {out} is now in {aside}")

@@ -1,0 +1,1 @@
+"""What surrounds the loop: preparing a run, agreeing, tracking, stopping and failing."""

@@ -1,0 +1,58 @@
+"""What all ranks have to agree on, and who is named when they do not."""
+
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..data.prefetch import Stream
+from ..data.sameness import changed_files, first_of
+from ..mesh import Mesh
+from ..parallel.groups import waiting_group
+from ..refusal import Problem, Refusal, refuse
+
+
+def check_same_data(stream: Stream) -> None:
+    """Proves that all ranks read the same data, before the first step (a collective). Raises `Refusal`, on all ranks, that names each host that holds others."""
+    own = (platform.node(), stream.state["identity"])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    (first_host, first), rank = everyone[0], dist.get_rank()
+    if all(identity == first for _, identity in everyone):
+        return
+    files: list[Any] = [stream.files]
+    dist.broadcast_object_list(files)
+    refusal = None
+    if own[1] != first and everyone.index(own) == rank:  # the first rank of its host tells
+        changed = changed_files(files[0], stream.files)
+        keys = ", ".join(key for key in first if own[1].get(key) != first[key])
+        rule = f"differ from those of rank 0 on {first_host} in {keys}{f': {first_of(changed)}' if changed else ''}"
+        refusal = refuse(f"the data of rank {rank} on {own[0]}", rule, "give every host the same files, or a folder that all share")
+    raise Refusal(shared_problems(refusal))
+
+
+def shared_problems(error: BaseException | None) -> list[Problem]:
+    """What is wrong on any rank, the same on all (a collective). An error that is no refusal is raised where it is."""
+    if error is not None and not isinstance(error, Refusal):
+        raise error
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error.problems if error else [], group=waiting_group())  # one of them may read a slow disk
+    return list(dict.fromkeys(problem for problems in everyone for problem in problems))
+
+
+def check_peers(mesh: Mesh, seen: int, step: int, device: torch.device) -> None:
+    """Proves that all ranks of one data-parallel coordinate were given the same tokens up to `step` (a collective).
+
+    `seen` is what `data.roll` makes of them. Raises RuntimeError with the ranks that differ.
+    """
+    if mesh.dp == mesh.world:
+        return
+    own = torch.tensor([seen - (1 << 64) if seen >> 63 else seen], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(mesh.world)]
+    dist.all_gather(everyone, own)
+    first: dict[int, int] = {}
+    for rank, hashed in enumerate(everyone):
+        dp_rank = mesh.coords(rank)["dp"]
+        if not torch.equal(hashed, everyone[first.setdefault(dp_rank, rank)]):
+            raise RuntimeError(f"ranks {first[dp_rank]} and {rank} share data-parallel rank {dp_rank}, but were given other tokens up to step {step}")

@@ -1,0 +1,103 @@
+"""The facts of a run: run.json, its layout, its model's arithmetic."""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..engine import Engine
+from ..hosts.build_facts import build_facts, versions
+from ..kernels import deterministic
+from ..model.build import Built
+from ..model.empty import empty_model
+from ..parallel.blueprint import Layout
+from ..plan import Plan
+from ..planner.devices import DEVICES
+from ..planner.flops import CONVENTION, Flops, model_flops
+from ..run_folder import DATA_FILES, FACTS, STRATEGY, identity
+from ..strategy.numbers import enabled
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns in bytes the most that the device's allocator has reserved for this rank, by which it runs out; on a CPU the peak resident size of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def layout_of(plan: Plan, engine: Engine, built: Built) -> Layout:
+    """Describes how this job holds the model, for its checkpoints."""
+    zero, optimizer = plan.ds_config["zero_optimization"], engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    model: Any = engine.module
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    swap = {"swap_bytes": swapper.min_aio_bytes, "swap_align": swapper.aligned_bytes, "swap_first": min(p.ds_id for p in model.parameters())} if swapper else {}
+    return Layout(
+        mesh=plan.mesh,
+        zero_stage=zero["stage"],
+        optimizer="torch" if isinstance(optimizer, torch.optim.Optimizer) else type(optimizer).__name__,
+        dtype="bfloat16" if enabled(plan.ds_config, "bf16") else "float16" if enabled(plan.ds_config, "fp16") else "float32",
+        bounds=built.split.bounds if built.split else (),
+        schedule=plan.recipe.pipeline_schedule if built.split else "1f1b",
+        sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
+        int_step=type(inner).__module__.startswith("deepspeed"),
+        swapped=swapper is not None,
+        **swap,
+    )
+
+
+def step_flops(model_config: dict[str, Any], attention: str, name: str, adapt: Callable[[Any], Any] | None = None) -> Flops | None:
+    """Counts what a step has to compute; None for a model with layers that cannot be counted."""
+    model = empty_model(model_config, attention, name)
+    return model_flops(adapt(model) if adapt is not None else model)
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+
+
+def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
+    """Returns the source model's dtype, or the training dtype for a model trained from scratch."""
+    if plan.recipe.init == "random":
+        return torch.bfloat16 if enabled(plan.ds_config, "bf16") else torch.float32
+    return getattr(torch, model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
+
+
+def run_facts(plan: Plan, model_config: dict[str, Any]) -> dict[str, Any]:
+    """Collects everything that made this run, as run.json holds it."""
+    recipe = {name: value for name, value in vars(plan.recipe).items() if isinstance(value, (str, int, float, bool))}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=plan.command.folder, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "recipe": recipe | {"name": plan.command.name, "tiny": plan.command.tiny},
+        "identity": identity(plan.recipe, plan.model_config),
+        "mesh": vars(plan.mesh) | {"world": plan.mesh.world, "name": str(plan.mesh)},
+        "ds_config": plan.ds_config,
+        "model_config": model_config,
+        "versions": versions(),
+        "build": build_facts(),
+        "git_commit": commit or None,
+        "host": {
+            "name": platform.node(),
+            "cpus": os.cpu_count(),
+            "devices": torch.cuda.device_count(),
+            "device": device_name(),
+        },
+        "deterministic": deterministic.check_in_force() if plan.recipe.deterministic else None,
+        "mfu": {"convention": CONVENTION, "peak": DEVICES[device_name()].flops} if device_name() in DEVICES else None,
+        "argv": sys.argv,
+    }
+
+
+def write_facts(plan: Plan, facts: dict[str, Any], files: dict[str, dict[str, str]]) -> None:
+    """Writes run.json; the resolved JSON by itself, which anyone's `--deepspeed_config` accepts; and the files that are read."""
+    plan.out.mkdir(parents=True, exist_ok=True)
+    written = {STRATEGY: json.dumps(plan.ds_config, indent=2), DATA_FILES: json.dumps(files, indent=0), FACTS: json.dumps(facts, indent=1)}
+    for name, content in written.items():
+        (plan.out / f"{name}.tmp").write_text(content)
+        os.replace(plan.out / f"{name}.tmp", plan.out / name)  # a kill leaves the old file or the new one

@@ -1,0 +1,239 @@
+"""How the failure of one rank ends the job in seconds, wherever the other ranks are.
+
+A rank that raises must not leave its process groups: with NCCL that waits for the peers, which wait for this rank. It
+prints its traceback, leaves a mark in the store that the process group met in, and ends. A thread of every other rank
+looks for that mark, and ends its rank although the main thread is blocked in a collective, which lets go of the GIL.
+
+    the failed rank     traceback; mark; waits until every rank has seen it, at most SEEN; "gone"; ends with 1
+    any other rank      waits until the failed one is gone, so that a launcher names that one; says why; ends with 1
+    a killed rank       leaves no mark: the ranks of its host miss its process, and the first to leave the mark tells
+    rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun keeps the store in its agent)
+"""
+
+import contextlib
+import io
+import json
+import os
+import platform
+import queue
+import secrets
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from ..refusal import Refusal, exit_refused
+from .stopping import POLL, leave, tell
+
+SEEN = 2.0  # seconds in which the other ranks see the mark
+LAST_WORDS = 5.0  # seconds for what a rank still has to write down elsewhere, the state of its W&B run
+GONE = SEEN + LAST_WORDS + 1.0  # seconds after which a failed rank ends whatever it still waits for
+AFTER = 1.0  # seconds that a rank ends later than the one that failed: launchers look at most once in these
+# in what gloo, NCCL and the store raise where another rank has gone
+CUT = ("onnection", "remote process exited", "ncclRemoteError", "recvValue failed", "Broken pipe")
+MISSED = 3.0  # seconds in which a rank that has lost its connection learns which rank is gone
+LEAVING = 600.0  # seconds that rank 0, which holds the store, waits at a clean end for the others to come to theirs
+
+
+class Peers:
+    """The other ranks of the job. `with peers:` ends this rank on an exception at once, before anything else is undone.
+
+    Nothing happens before `watch`, and nothing where there is one rank: there an exception takes its usual way.
+    `last_words` is called, in a thread, when this rank or another one has failed; `way_on` tells how the run goes on.
+    """
+
+    def __init__(self) -> None:
+        self.last_words: Callable[[], None] = lambda: None
+        self.way_on: Callable[[], str] = lambda: "the same command starts it again"
+        self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # how this rank ends: its mark, or "" for a clean end
+        self._done = threading.Event()  # what the thread had to do for that is done
+        self._failed: dict[str, Any] = {}  # the mark of another rank
+        self._answered = threading.Event()  # whether there is one is known
+        self._refused = False
+        self._thread: threading.Thread | None = None
+
+    def watch(self, group: Any) -> None:
+        """Starts to look at the other ranks (a collective on `group`, of all ranks on the CPU)."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+        if dist.get_world_size() == 1:
+            return
+        met: Any = _get_default_store()
+        own = met.clone()  # a connection of its own: each answers one call at a time
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        everyone: list[Any] = [None] * self._world
+        dist.all_gather_object(everyone, (secrets.token_hex(8), os.getpid(), began(os.getpid())), group=group)
+        self._here = {rank: (pid, at) for rank, (_, pid, at) in enumerate(everyone) if began(pid) == at}  # whose processes are seen from here
+        self._store = PrefixStore(f"failure/{everyone[0][0]}", own)  # an agent keeps its store over restarts, with the marks of earlier ones
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # nothing is lost when this rank is ended
+        self._thread = threading.Thread(target=self._look, name="peers", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """A clean end: rank 0, and the store with it, stays until no rank looks any more."""
+        if self._thread is not None:
+            self._ends.put("")
+            self._thread.join(LEAVING + 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self._thread is not None:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """Tells what has happened and ends this rank, in GONE seconds whatever it meets."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # launchers send them; this rank is on its way out
+        code, what = 1, traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+        if isinstance(error, Refusal):
+            self._refused = True
+            code, what = error.exit_code, f"refused: {error.problems[0]}"
+            with contextlib.suppress(SystemExit):
+                exit_refused(error, 3.0)  # it can be this rank's alone
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in CUT):
+            self._answered.wait(MISSED)
+        self._ends.put(json.dumps({"rank": self._rank, "host": platform.node(), "what": what[:300]}))
+        self._answered.wait(1.0)
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif "lost" in self._failed and any(word in str(error) for word in CUT):
+            pass  # it tells no more than that
+        elif not self._refused and self._failed:
+            tell(f"failed after rank {self._failed['rank']}: {what}")
+        elif not self._refused:
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            with contextlib.suppress(OSError):
+                os.write(2, "".join(f"[rank{self._rank}]: {line}\n" for line in lines).encode(errors="replace"))
+        self._done.wait(GONE)
+        os._exit(code)
+
+    def _look(self) -> None:
+        """The thread: until this rank ends, or another one has failed."""
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    own = self._ends.get(timeout=POLL)
+                    return self._leave_mark(own) if own else self._stop_looking()
+                if self._gone():  # before the store is asked: where rank 0 has taken it along, torch prints a C++ stack
+                    time.sleep(AFTER)  # ranks that end together, for a reason of their own, are not told of each other
+                    if lost := self._lost():
+                        return self._tell_lost(lost)
+                if self._store.check(["mark"]):
+                    return self._follow(json.loads(self._store.get("mark")))
+        except RuntimeError:  # the store is gone, and with it what hosts it
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # else the launcher has gone, which stopping.py sees
+                time.sleep(0.3)  # a process that ends closes its connections first
+                if gone := self._gone():
+                    self._tell_lost(gone)
+                else:
+                    self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it is gone without a word"})
+
+    def _gone(self) -> list[int]:
+        """The ranks of this host whose process has ended."""
+        return [rank for rank, (pid, at) in self._here.items() if began(pid) != at]
+
+    def _lost(self) -> list[int]:
+        """Those of them that ended without a word: no mark, no clean end."""
+        gone = self._gone()
+        if self._store_lives(gone):
+            if self._store.check(["mark"]):
+                return []
+            gone = [rank for rank in gone if not self._store.check([f"left/{rank}"])]
+        self._here = {rank: place for rank, place in self._here.items() if rank in gone or began(place[0]) == place[1]}
+        return gone
+
+    @staticmethod
+    def _store_lives(gone: list[int]) -> bool:
+        """False if the store went with rank 0: asked for anything then, torch prints a C++ stack."""
+        return 0 not in gone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def _tell_lost(self, lost: list[int]) -> None:
+        """Ends this rank after others of its host that were killed. One rank tells: whose mark is the first, or without a store the first that is left."""
+        mark = {"rank": lost[0], "host": platform.node(), "what": "it is gone without a word", "lost": len(lost), "teller": self._rank}
+        tells = self._rank == min(rank for rank in self._here if rank not in lost)
+        if self._store_lives(lost):
+            with contextlib.suppress(RuntimeError):
+                mark = json.loads(self._store.compare_set("mark", "", json.dumps(mark)))
+                tells = mark.get("teller") == self._rank
+        if tells:
+            self._failed = mark
+            self._answered.set()
+            ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} on {platform.node()}"
+            pids = ", ".join(str(self._here[rank][0]) for rank in lost)
+            cause = "killed by somebody, by the kernel for want of memory (dmesg tells), or crashed"
+            tell(f"lost {ranks} (pid {pids}: {cause}); {self.way_on()}")
+            if self._store_lives(lost):
+                with contextlib.suppress(RuntimeError):
+                    self._store.set("gone", "")
+        self._follow(mark)
+
+    def _leave_mark(self, own: str) -> None:
+        first = json.loads(self._store.compare_set("mark", "", own))
+        if first["rank"] != self._rank:
+            return self._follow(first)
+        self._answered.set()
+        saying = self._say_last_words()
+        self._wait_for(lambda: self._store.add("seen", 0) == self._world - 1, SEEN)
+        saying.join(LAST_WORDS)
+        self._store.set("gone", "")
+        if self._rank == 0:
+            time.sleep(0.3)  # all have read it: torch prints a C++ stack where a store goes away under a question
+        return self._done.set()
+
+    def _follow(self, mark: dict[str, Any]) -> None:
+        """Ends this rank after the one that failed."""
+        self._failed = mark
+        self._answered.set()
+        ending = threading.Timer(GONE + 2 * AFTER, os._exit, [1])  # a store that answers no more keeps no rank
+        ending.daemon = True
+        ending.start()
+        saying = self._say_last_words()
+        if "lost" not in mark or self._store_lives([mark["rank"]]):
+            with contextlib.suppress(RuntimeError):  # rank 0 has gone, and the store with it
+                self._store.add("seen", 1)
+                others = self._world - mark.get("lost", 1)  # this one among them
+                self._wait_for(lambda: self._store.check(["gone"]) and (self._rank > 0 or self._store.add("seen", 0) >= others), GONE)
+        saying.join(LAST_WORDS)
+        time.sleep(AFTER)
+        # by one rank for its host; `python -m launch` reads the last line of each
+        told = "lost" in mark and mark["host"] == platform.node() and "LAUNCH_LOGS" not in os.environ
+        if self._refused or told:  # all ranks meet most refusals at once, and the first rank of the host has told
+            os._exit(1)
+        leave(1, f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}")
+
+    def _stop_looking(self) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 has waited long enough
+            self._store.set(f"left/{self._rank}", "")
+            self._store.add("left", 1)
+        if self._rank == 0:
+            self._wait_for(lambda: self._store.add("left", 0) == self._world or self._store.check(["mark"]), LEAVING)
+            if self._store.check(["mark"]):
+                self._follow(json.loads(self._store.get("mark")))
+
+    def _say_last_words(self) -> threading.Thread:
+        saying = threading.Thread(target=self.last_words, name="last words", daemon=True)
+        saying.start()
+        return saying
+
+    @staticmethod
+    def _wait_for(true: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not true() and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def began(pid: int) -> str:
+    """When a process began, which tells it from a later one with its number; empty for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except OSError:  # it has ended, or is not ours to look at
+        return ""

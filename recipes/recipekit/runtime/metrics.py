@@ -1,0 +1,62 @@
+"""The line of metrics.jsonl that a step leaves, and what the ranks have to add up for it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..planner.flops import keys_seen
+from ..task import MicroBatch
+from .facts import peak_memory
+from .prepare import Ready
+
+
+def numbers_of_rank(ready: Ready, batches: list[MicroBatch]) -> list[int]:
+    """What this rank adds to the sum that a step makes over all ranks, for `metrics_of`.
+
+    Each rank's peak memory of the steps before, in a place of its own; then the keys that the queries of `batches` see.
+    """
+    peaks = [0] * ready.plan.mesh.world
+    peaks[ready.plan.command.rank] = peak_memory(ready.engine.device)
+    return [*peaks, *(keys_seen(batches, ready.flops.per_key) if ready.flops and ready.peak else [])]
+
+
+def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: dict[str, Any], seconds: float, data_wait: float) -> dict[str, Any]:
+    """The metrics of one step, of which `result` is what `train_step` returned; a collective after the last step."""
+    recipe, mesh = ready.plan.recipe, ready.plan.mesh
+    last = step == ready.plan.last_step or bool(result["stop"])
+    metrics = {
+        "step": step,
+        "loss": result["loss"],
+        "grad_norm": result["grad_norm"],
+        "lr": ready.engine.optimizer.param_groups[0]["lr"],
+        "tokens": ready.state["tokens"],
+        "step_s": seconds,
+        "tokens_per_s": result["tokens"] / seconds,
+        "data_wait_s": data_wait,
+        "peak_mem_bytes": largest_peak(ready.engine.device, result["more"][: mesh.world], exact=last),
+    }
+    if ready.by_domain is not None:
+        for domain, loss, tokens in zip(data_state["domains"], *ready.by_domain.tolist(), strict=True):
+            metrics |= {f"loss/{domain}": loss / tokens} if tokens else {}
+            metrics[f"tokens/{domain}"] = data_state["domains"][domain]["tokens"]
+    if recipe.bad_rows == "skip":
+        metrics["bad_rows"] = sum(domain["bad"] for domain in data_state["domains"].values())
+    if ready.flops and ready.peak:
+        keys = [number // (mesh.tp * mesh.pp) for number in result["more"][mesh.world :]]
+        metrics["mfu"] = ready.flops.of_step(recipe.global_batch * recipe.seq_len, keys) / (ready.peak * mesh.world * seconds)
+    return metrics
+
+
+def largest_peak(device: torch.device, before: list[int], exact: bool) -> int:
+    """The most that any rank has taken of its device: this rank until now, the others until the step began (`before`).
+
+    `exact`: until now for all (a collective), for the last line of a run.
+    """
+    own = peak_memory(device)
+    if exact:
+        everyone = torch.tensor(own, dtype=torch.int64, device=device)
+        dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
+        return int(everyone)
+    return max(own, *before)

@@ -1,0 +1,134 @@
+"""What happens once before the first step, and all that the loop then works with."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoints import load, save
+from ..checkpoints.state import State
+from ..data.prefetch import Stream
+from ..engine import Engine
+from ..kernels.deterministic import check_in_force
+from ..plan import Plan
+from ..planner.devices import DEVICES
+from ..planner.flops import Flops
+from ..refusal import Refusal, Say, refuse
+from ..run_folder import CHECKPOINTS, put_aside, way_on
+from ..task import MicroBatch
+from .agree import check_same_data, shared_problems
+from .corpus import open_data, open_held_out
+from .engine import Loaded
+from .facts import run_facts, step_flops, write_facts
+from .failure import Peers
+from .start import start
+from .stopping import Stopper
+from .tracking import NoTracker, Tracker, open_tracker
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All that the loop works with, on one rank.
+
+    `by_domain`, (2, domains) fp64, receives a step's loss sums and tokens of each corpus of a mixture. `flops` are the
+    model's, `peak` those of a device in a second; without both there is no `mfu`.
+    """
+
+    plan: Plan
+    engine: Engine
+    stream: Stream
+    held_out: list[MicroBatch]
+    state: State  # of the last step; the loop keeps it up to date
+    saver: save.Saver
+    tracker: Tracker | NoTracker
+    stopper: Stopper
+    by_domain: torch.Tensor | None = None
+    flops: Flops | None = None
+    peak: float | None = None
+
+
+def join(plan: Plan, peers: Peers | None, say: Say) -> torch.device:
+    """Says what is about to run, joins the other ranks, and returns this rank's device (a collective)."""
+    recipe, mesh = plan.recipe, plan.mesh
+    for note in plan.notes:
+        say(note)
+    rows = f"{recipe.global_batch} rows a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
+    say(f"{plan.command.name} on {mesh.world} rank{'s' if mesh.world > 1 else ''} ({mesh}), {plan.ds_path or 'strategy of the recipe'}, {rows}")
+    device = start(plan, peers)
+    if recipe.deterministic:
+        say(f"deterministic, on every rank: {', '.join(f'{name} {value}' for name, value in check_in_force().items())}")
+    return device
+
+
+def find_checkpoint(plan: Plan, say: Say) -> Path | None:
+    """Finds the step folder to go on from, the same on every rank; the ranks share its verification (a collective).
+
+    Without one, a run that is in OUT is put aside if the user asked for a new one.
+    """
+    found: list[Any] = [None, False]
+    if plan.resume_from is not None:
+        found = [load.newest(plan.resume_from, say), any(plan.resume_from.glob(f"{CHECKPOINTS}/step_*"))]  # none: it was stopped before its first save
+        dist.broadcast_object_list(found)
+        if found[0] is None and (found[1] or plan.recipe.resume != "auto"):
+            raise refuse(f"resume from {plan.resume_from}", "holds no complete checkpoint", "give another folder, or --resume never to start anew")
+    if plan.command.rank == 0 and found[0] is None and plan.recipe.resume == "never" and plan.out.exists():
+        put_aside(plan.out)
+    dist.barrier()
+    return found[0]
+
+
+def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
+    """Opens the data and the run folder of a loaded model (a collective). Raises `Refusal`, on all ranks, if one of them cannot."""
+    plan, state = loaded.plan, loaded.state
+    recipe, rank0 = plan.recipe, plan.command.rank == 0
+    coords = loaded.groups.coords
+    stream = open_data(plan, loaded.tokenizer, coords["dp"], state["data"], say)
+    check_same_data(stream)
+    if problems := shared_problems(stream.error_ahead()):
+        raise Refusal(problems)
+    held_out = open_held_out(plan, loaded.tokenizer, coords, stream.state, say)
+    facts = run_facts(plan, loaded.model_config)
+    saver = open_saver(loaded)
+    if rank0:
+        save.put_aside_later(saver.folder, state["step"], say)
+        write_facts(plan, facts, stream.files)
+    stopper = Stopper(recipe.grace)
+    tracker = open_tracker(
+        name=f"{plan.command.name}_{plan.mesh}",
+        run_dir=plan.out,
+        config=facts,
+        is_main=rank0,
+        start_step=state["step"],
+        last_step=plan.last_step,
+        wandb=recipe.wandb,
+        project=recipe.project,
+        stopping=lambda: stopper.requested is not None,
+    )
+    if peers:
+        peers.way_on = partial(way_on, recipe, plan.out)
+        peers.last_words = partial(tracker.finish, 1)
+    flops, peak = speed_limits(loaded, facts["host"]["device"], say)
+    return Ready(plan, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.by_domain, flops, peak)
+
+
+def open_saver(loaded: Loaded) -> save.Saver:
+    """Returns what writes the run's checkpoints. Raises `Refusal` on every rank if the disk has no room for one (a collective)."""
+    recipe, folder = loaded.plan.recipe, loaded.plan.out / CHECKPOINTS
+    saver = save.Saver(loaded.engine, folder, loaded.blueprint, loaded.layout, recipe.keep, recipe.save_in_background, loaded.save_small_files)
+    saver.check_room()
+    return saver
+
+
+def speed_limits(loaded: Loaded, device: str, say: Say) -> tuple[Flops | None, float | None]:
+    """(what a step of the model computes, what the `device` can compute in a second): of each None where it is not known."""
+    recipe = loaded.plan.recipe
+    peak = DEVICES[device].flops if device in DEVICES else None
+    if peak is None and loaded.engine.device.type != "cpu":
+        say(f"peak unknown: {device} is not in recipekit/planner/devices.py, so metrics.jsonl has no mfu")
+    flops = step_flops(loaded.model_config, recipe.attention, recipe.model, recipe.adapt) if peak else None
+    if peak and flops is None:
+        say("mfu unknown: a layer of this model mixes tokens in a way that recipekit/planner/flops.py does not count")
+    return flops, peak

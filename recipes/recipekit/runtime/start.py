@@ -1,0 +1,95 @@
+"""From processes to ranks that can talk: groups, devices, compiled ops, room in memory."""
+
+import importlib
+import logging
+import os
+import platform
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import logger
+
+from ..hosts.checks import free_memory
+from ..hosts.ops import prepare_ops
+from ..hosts.torch_builds import gpus_in_use
+from ..kernels import deterministic
+from ..parallel.groups import time_limit, waiting_group
+from ..plan import Plan
+from ..planner.show import rank_plan
+from ..planner.terms import ACCELERATOR, HOST, NVME, gib, too_much
+from ..refusal import Refusal
+from ..strategy.check import check_device
+from .agree import shared_problems
+from .failure import Peers
+
+
+def start(plan: Plan, peers: Peers | None = None) -> torch.device:
+    """Compiles what is missing, joins the process group, watches the other ranks, seeds, and returns this rank's device (a collective)."""
+    quiet()
+    if plan.recipe.deterministic:
+        deterministic.switch_on()
+    device = torch.device("cuda", plan.command.local_rank) if gpus_in_use() else torch.device("cpu")
+    if problems := check_device(plan.ds_config, device.type):
+        raise Refusal(problems)
+    prepare_ops(plan.ds_config, print if plan.command.local_rank == 0 else lambda _: None)
+    do_without_shm_op()
+    deepspeed.init_distributed(timeout=time_limit(plan.recipe.retry_s), verbose=False)
+    if peers:
+        peers.watch(waiting_group())
+    lacking = None
+    try:
+        check_memory(plan, device)
+    except Refusal as refusal:
+        lacking = refusal
+    problems = shared_problems(lacking)  # of one host, which the others would wait for
+    if once := {(problem.where.partition(" = ")[0], problem.rule): problem for problem in problems}:  # each rank saw a little more or less free
+        raise Refusal(list(once.values()))
+    torch.manual_seed(plan.recipe.seed)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def do_without_shm_op() -> None:
+    """Lets `init_distributed` do without an op that no run here calls.
+
+    DeepSpeed 0.19.8 builds and opens it on every CPU (comm/torch.py, build_shm_op), for `inference_all_reduce` alone: half a minute of
+    compiling, 66 MiB a rank in /dev/shm, where the rank ends with a SIGBUS if they are not there, and which is never given back
+    (csrc/cpu/comm/shm.cpp). Without it `inference_all_reduce` is torch's `all_reduce`, as all other collectives are.
+    """
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm's own attribute `torch` is torch
+    backend.build_shm_op = lambda: None
+
+
+def check_memory(plan: Plan, device: torch.device) -> None:
+    """Raises `Refusal` where the states of this rank, or those of all ranks of its host, certainly exceed what is free; before anything large is made."""
+    if plan.model_config is None:
+        return
+    stage, rank = plan.mesh.coords(plan.command.rank)["pp"], plan.command.rank
+    terms, problems = rank_plan(plan, stage), []
+    first, ranks = rank - plan.command.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    alike = sum(plan.mesh.coords(other)["pp"] == stage for other in range(max(0, first), min(first + ranks, plan.mesh.world)))
+    if device.type == "cuda":
+        if plan.command.rank == 0 and (pinned := sum(term.pinned for term in terms if not term.bound)):
+            print(f"offload pins {gib(pinned)} of host memory on each rank, rounding included")
+        problems += too_much(terms, ACCELERATOR, torch.cuda.mem_get_info(device)[0], on=f"{torch.cuda.get_device_name(device)} that is free")
+    else:
+        # of a bucket, the kernel gives only the pages that are written
+        terms = [replace(term, place=HOST, pinned=0, bound=term.bound or "bucket" in term.what) for term in terms if term.place != NVME]
+    if (free := free_memory()) is not None:
+        problems += too_much(terms, HOST, free, max(1, alike), on=f"{platform.node()} that is free")
+    if problems:
+        raise Refusal(problems)
+
+
+def quiet() -> None:
+    """Leaves warnings and errors of the libraries visible, not their information lines."""
+    logger.setLevel(logging.WARNING)
+    # DeepSpeed 0.19.8 prints six lines for each group (bf16_optimizer.py, see_memory_usage with force), and resets the peak of the device's memory with them
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
+    # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; the warning repeats for each
+    warnings.filterwarnings("ignore", message=r".*is deprecated\. Please use `torch\.distributed", category=FutureWarning)

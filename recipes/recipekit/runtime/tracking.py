@@ -1,0 +1,317 @@
+"""What a run writes down while it trains: `metrics.jsonl`, its copy in Weights & Biases, and a line on the terminal."""
+
+import contextlib
+import datetime
+import importlib.util
+import json
+import math
+import os
+import queue
+import secrets
+import shlex
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from ..recipe import Recipe
+from ..refusal import Say
+from ..run_folder import METRICS
+
+PLAIN_EVERY = 10.0  # seconds between two lines where stderr is no terminal
+WANDB_INIT = 30.0  # seconds for W&B's server to answer; then the run is recorded offline
+WANDB_FINISH = 15.0  # seconds for the last uploads; what is left stays in the folder, for `wandb sync`
+WANDB_REPEAT = 10.0  # seconds of metrics that a restarted wandb-core is given again
+WANDB_STARTS = 3
+
+
+def open_tracker(
+    *,
+    name: str,
+    run_dir: Path,
+    config: dict[str, Any],
+    is_main: bool,
+    start_step: int,
+    last_step: int,
+    wandb: bool,
+    project: str = Recipe.project,
+    stopping: Callable[[], bool] = lambda: False,
+) -> "Tracker | NoTracker":
+    """Opens the tracker of this rank: one that writes if `is_main`, else one that does nothing.
+
+    `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. With `wandb` there is a W&B run in
+    `project`; its id is kept in `run_dir/wandb_id`, and `config` is attached to it. `stopping()` is true once the run was
+    asked to stop.
+    """
+    if not is_main:
+        return NoTracker()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    cut_metrics(run_dir / METRICS, start_step)
+    tracker = Tracker(run_dir, last_step)
+    if wandb:
+        tracker.copy_to_wandb(project, name, config, stopping)
+    return tracker
+
+
+def cut_metrics(path: Path, last_step: int) -> None:
+    """Drops the lines after `last_step`, and everything from the first line that a crash left torn. Atomic."""
+    kept = path.with_suffix(".jsonl.tmp")
+    with open(kept, "w") as out:
+        if path.exists():
+            with open(path) as lines:
+                for line in lines:
+                    try:
+                        step = json.loads(line)["step"]
+                    except json.JSONDecodeError:
+                        break
+                    if step > last_step:
+                        break
+                    out.write(line.rstrip("\n") + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    kept.replace(path)
+
+
+class NoTracker:
+    """What every rank but the first tracks with: nothing."""
+
+    def log(self, metrics: dict[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def finish(self, exit_code: int) -> None: ...
+
+
+class Tracker:
+    """Rank 0's record of the run. Only `metrics.jsonl` can fail a step (a full disk); W&B and the terminal cannot."""
+
+    def __init__(self, run_dir: Path, last_step: int):
+        self._run_dir = run_dir
+        self._file = open(run_dir / METRICS, "a", buffering=1)  # noqa: SIM115  (one write per line, so a SIGKILL tears none)
+        self._line = ProgressLine(last_step)
+        self._wandb: WandbCopy | None = None
+
+    def copy_to_wandb(self, project: str, name: str, config: dict[str, Any], stopping: Callable[[], bool]) -> None:
+        """Records in a W&B run, too, if the package is installed."""
+        if importlib.util.find_spec("wandb") is not None:
+            self._wandb = WandbCopy(project, name, self._run_dir, config, self.say, stopping)
+        else:
+            self.say("the package wandb is not installed, so there is no W&B run; metrics.jsonl holds the same (--no-wandb says that this is meant)")
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Records one optimizer step. Floats are written unrounded, non-finite ones as "NaN", "Infinity", "-Infinity" (JSON has none)."""
+        self._file.write(json.dumps({key: _json_number(value) for key, value in metrics.items()}, allow_nan=False) + "\n")
+        if self._wandb:
+            self._wandb.log(metrics)
+        self._line.show(metrics)
+
+    def say(self, text: str) -> None:
+        """Prints a line above the progress line."""
+        self._line.say(text)
+
+    def finish(self, exit_code: int) -> None:
+        """Ends the record, once; `exit_code` is the run's state in W&B. Takes at most about WANDB_FINISH seconds."""
+        if self._file.closed:
+            return
+        self._line.close()
+        if self._wandb:
+            self._wandb.finish(exit_code)
+        self._file.close()
+
+
+class WandbCopy:
+    """Copies the metrics to a W&B run from a thread of its own, so that a slow, hung or dead W&B neither delays nor fails a step.
+
+    wandb writes through a child process, wandb-core, which a signal to all descendants of a rank ends (launch.py sends
+    SIGTERM to them). It is then started again with the same run id, and repeats what may not have reached the disk.
+    """
+
+    def __init__(self, project: str, name: str, run_dir: Path, config: dict[str, Any], say: Say, stopping: Callable[[], bool]):
+        _quiet_wandb(run_dir)
+        import wandb  # here, not in the thread: one thread imports at a time
+
+        self._wandb = wandb
+        self._say = say
+        self._stopping = stopping
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the run has ended
+        self._recent: deque[tuple[float, dict[str, Any]]] = deque()  # when, what: the last WANDB_REPEAT seconds
+        self._ended = self._left = False  # the last metrics are in; nobody waits for the rest
+        self._exit_code = 0
+        chosen = project != Recipe.project
+        self._run = {
+            "id": _wandb_id(run_dir / "wandb_id"),
+            "dir": str(run_dir.resolve()),
+            "project": project if chosen else os.environ.get("WANDB_PROJECT", project),
+            "name": os.environ.get("WANDB_NAME", name),
+            "config": config,
+            "resume": "allow",
+        }
+        self._thread = threading.Thread(target=self._copy, name="wandb copy", daemon=True)
+        self._thread.start()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        if self._thread.is_alive():
+            self._queue.put(dict(metrics))
+
+    def finish(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        self._queue.put(None)
+        self._thread.join(WANDB_FINISH + 3)
+        if self._thread.is_alive():
+            self._left = True
+            self._say("W&B does not answer, its record may lack the last steps; metrics.jsonl is complete")
+
+    def _copy(self) -> None:
+        from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+        from wandb.sdk.mailbox.mailbox_handle import ServerResponseError
+
+        for attempt in range(WANDB_STARTS):
+            try:
+                self._record()
+                break
+            except (self._wandb.Error, MailboxClosedError, HandleAbandonedError, ServerResponseError, OSError) as error:
+                if self._left:
+                    return
+                then = "starting it again" if attempt + 1 < WANDB_STARTS else "given up; metrics.jsonl goes on"
+                if attempt + 1 == WANDB_STARTS or not self._stopping():  # to a stop it belongs: launchers end every process below a rank
+                    self._say(f"W&B stopped recording ({' '.join(str(error).split())}), {then}")
+            finally:
+                # wandb does this at exit anyway, but there a dead wandb-core prints a traceback and a hung one hangs the process.
+                with contextlib.suppress(OSError, AssertionError):  # the latter where the exit of a process that waits no longer does it at the same time
+                    self._wandb.teardown(self._exit_code)
+
+    def _record(self) -> None:
+        run = self._init()
+        run.define_metric("*", step_metric="step")  # else W&B drops the steps that a resume takes again
+        for _, metrics in self._recent:
+            run.log(metrics)
+        while not self._ended:
+            metrics = self._queue.get()
+            if metrics is None:
+                self._ended = True
+                break
+            self._recent.append((time.monotonic(), metrics))
+            run.log(metrics)  # it works, so wandb-core lives: what is older than WANDB_REPEAT is on disk
+            while self._recent[0][0] < self._recent[-1][0] - WANDB_REPEAT:
+                self._recent.popleft()
+        run.finish(exit_code=self._exit_code)
+
+    def _init(self) -> Any:
+        from wandb.sdk.lib import wbauth
+
+        settings = self._wandb.Settings(
+            console="off",  # wandb would wrap stdout and stderr
+            silent=True,
+            save_code=False,
+            disable_code=True,
+            disable_git=True,  # it would upload the diff of the working tree
+            init_timeout=WANDB_INIT,
+            finish_timeout=WANDB_FINISH,
+            x_transaction_log_flush_interval=1.0,  # seconds; well below WANDB_REPEAT
+        )
+        host = ""
+        try:
+            host = self._wandb.setup().settings.base_url
+            logged_in = wbauth.authenticate_session(host=host, source="recipekit", prompt=False, update_session=False)
+            mode = None if logged_in or "WANDB_MODE" in os.environ else "offline"
+            run = self._wandb.init(**self._run, mode=mode, settings=settings)
+        except self._wandb.Error as error:
+            self._say(f"{_trouble(' '.join(str(error).split()), host)}; the run goes on without it")
+            self._wandb.teardown()  # the failed attempt still holds the run's id
+            run = self._wandb.init(**self._run, mode="offline", settings=settings)
+        if run.offline:
+            self._say(f"W&B records offline; upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}")
+        elif run.url:
+            self._say(f"W&B: {run.url}")
+        return run
+
+
+class ProgressLine:
+    """Where the run is: a live line on a terminal; elsewhere plain lines, the first, one every PLAIN_EVERY seconds, and the last."""
+
+    def __init__(self, last_step: int):
+        self._last_step = last_step
+        self._recent: deque[float] = deque(maxlen=50)  # seconds of the latest steps
+        self._printed = -math.inf
+        self._pending = ""
+        self._live = None
+        if sys.stderr.isatty():
+            self._live = Progress(TextColumn("{task.description}", markup=False), BarColumn(), console=Console(stderr=True), refresh_per_second=4)
+            self._task = self._live.add_task("", total=last_step)
+            self._live.start()
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        self._recent.append(metrics["step_s"])
+        left = (self._last_step - metrics["step"]) * statistics.median(self._recent)
+        text = f"step {metrics['step']}/{self._last_step}  loss {metrics['loss']:.4f}"
+        if "eval_loss" in metrics:
+            text += f"  eval_loss {metrics['eval_loss']:.4f}"
+        text += f"  {metrics['tokens_per_s']:,.0f} tokens/s  ETA {datetime.timedelta(seconds=round(left))}"
+        if self._live:
+            self._live.update(self._task, description=text, completed=metrics["step"])
+        else:
+            self._pending = text
+            if time.monotonic() - self._printed >= PLAIN_EVERY or "eval_loss" in metrics:
+                self._print_pending()
+
+    def say(self, text: str) -> None:
+        # The reader of stderr may have gone (a closed terminal, `| tee` after Ctrl-C), which must not end the run.
+        with contextlib.suppress(OSError):
+            if self._live:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)  # a command in it can be copied as a whole
+            else:
+                print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._pending:
+            self._print_pending()
+        if self._live:
+            with contextlib.suppress(OSError):
+                self._live.stop()
+
+    def _print_pending(self) -> None:
+        self.say(self._pending)
+        self._pending = ""
+        self._printed = time.monotonic()
+
+
+def _quiet_wandb(run_dir: Path) -> None:
+    """Keeps the terminal for the run: wandb-core prints its log there if it cannot write it below HOME, and each report on wandb itself that fails."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    try:
+        (home / "wandb" / "logs").mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=home / "wandb" / "logs").close()
+    except OSError:
+        os.environ.setdefault("WANDB_CACHE_DIR", str(run_dir.resolve() / "wandb" / "cache"))
+
+
+def _trouble(error: str, host: str) -> str:
+    """Says what keeps W&B from taking the run, and how to mend it."""
+    if "error 401" not in error and "not logged in" not in error:
+        return f"W&B cannot be reached ({error})"
+    mend = "give a valid WANDB_API_KEY" if "WANDB_API_KEY" in os.environ else f"wandb login --relogin --host {host} takes another"
+    return f"W&B refuses the key ({host}, error 401): {mend}, for the next start"
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _wandb_id(path: Path) -> str:
+    """Reads the W&B id of the run folder; makes it at the first start."""
+    if not path.exists():
+        made = path.with_suffix(".tmp")
+        made.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+        made.replace(path)
+    return path.read_text().strip()

@@ -1,0 +1,69 @@
+"""The arithmetic of the batch: global_batch = dp * micro_batch * accumulation."""
+
+from typing import Any
+
+from ..mesh import Mesh
+from ..recipe import Recipe
+from ..refusal import FAILS, Problem
+from .numbers import number_of
+from .schema import shown
+
+
+def check_batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> list[Problem]:
+    """rows of a step = data-parallel ranks * rows of a forward pass * accumulated micro-batches, all whole."""
+    total, micro = (number_of(clean, recipe, field) for field in ("global_batch", "micro_batch"))
+    steps = clean.get("gradient_accumulation_steps", "auto")
+    steps = None if steps == "auto" else steps
+    if total is not None and mesh is None and recipe is None and micro and steps and total % (micro * steps):
+        rule = f"no number of ranks makes micro_batch {micro} * {steps} micro-batches = {micro * steps} of it"
+        return [Problem(f"train_batch_size = {total}", rule, f"write {_near(total, micro * steps)}, or leave one of the three keys out", FAILS)]
+    if total is None or mesh is None or min(total, micro or 1) < 1:
+        return []
+    dp, literal = mesh.dp, {key for key, value in clean.items() if value != "auto"}
+    all_rows, one = ("train_batch_size", "train_micro_batch_size_per_gpu") if recipe is None else ("global_batch", "micro_batch")
+    where = f"{all_rows} = {total}" if recipe is None else f"{all_rows} (train_batch_size) = {total}"
+    if micro is None:
+        parts = dp * (steps or 1)
+        if total % parts:
+            return [
+                Problem(f"train_batch_size = {total}", f"does not divide by {product_of(dp, None, steps)} = {parts}", f"write {_near(total, parts)}", FAILS)
+            ]
+        return []
+    if total % (dp * micro):
+        fits = [rows for rows in range(1, total // dp + 1) if total % (dp * rows) == 0]
+        ways = [f"{all_rows} {_near(total, dp * micro)}"]
+        ways += [f"{one} {max((rows for rows in fits if rows <= micro), default=fits[0])}"] if fits else []
+        if "train_batch_size" in literal and "train_micro_batch_size_per_gpu" not in literal:
+            ways.reverse()  # what the JSON says stays
+        return [Problem(where, f"does not divide by {product_of(dp, micro, None)} = {dp * micro}", f"use {', or '.join(ways)}", FAILS)]
+    if steps is not None and total != dp * micro * steps:
+        rule = f"{product_of(dp, micro, steps)} = {dp * micro * steps}, not the {total} rows of a step"
+        auto = f'write "auto" or {total // (dp * micro)}' if recipe is not None else f"write {total // (dp * micro)}"
+        rows = f"use {all_rows} {dp * micro * steps}"
+        ways = [rows, auto] if "train_micro_batch_size_per_gpu" in literal and "train_batch_size" not in literal else [auto, rows]  # what the JSON says stays
+        fix = ", or ".join(ways) + (f", or {one} {total // (dp * steps)}" if total % (dp * steps) == 0 else "")
+        return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix, FAILS)]
+    return []
+
+
+def no_batch(config: dict[str, Any], filled_by: str) -> list[Problem]:
+    """DeepSpeed wants a batch size; a recipe and accelerate bring their own."""
+    if filled_by == "accelerate" or {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
+        return []
+    value = shown(config["gradient_accumulation_steps"]) if "gradient_accumulation_steps" in config else "(missing)"
+    where = f"{'gradient_accumulation_steps' if 'gradient_accumulation_steps' in config else 'train_batch_size'} = {value}"
+    rule = "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu"
+    return [Problem(where, rule, 'add "train_micro_batch_size_per_gpu": 1' if not filled_by else 'add "train_micro_batch_size_per_gpu": "auto"', FAILS)]
+
+
+def product_of(dp: int, micro: int | None, steps: int | None) -> str:
+    parts = [f"{dp} data-parallel rank{'s' if dp > 1 else ''}"]
+    parts += [f"micro_batch {micro}"] if micro is not None else []
+    parts += [f"{steps} micro-batches"] if steps is not None else []
+    return " * ".join(parts)
+
+
+def _near(number: int, divisor: int) -> str:
+    """The multiples of `divisor` on both sides of `number`."""
+    low = number // divisor * divisor
+    return f"{low} or {low + divisor}" if low else str(divisor)

@@ -1,0 +1,192 @@
+"""A DeepSpeed JSON: read strictly, every mistake found before anything starts, every "auto" turned into a number.
+
+What DeepSpeed reads is in schema.json (written by tools/make/make_ds_schema.py), what it cannot combine in rules.py.
+Neither torch nor deepspeed is imported, so a refusal takes about a second.
+"""
+
+from typing import Any
+
+from ..mesh import Mesh, make_mesh
+from ..recipe import Recipe
+from ..refusal import APPLIES, FAILS, Problem, Refusal
+from .batch import check_batch, no_batch
+from .divisions import check_dense_mask, check_divisions, check_pipeline
+from .numbers import DEGREES, SHARED, degrees_in, literals, number_of
+from .rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
+from .schema import AUTO, FILLED_BY, at, meant_by_auto, optimizer_name, optimizer_params, resembled, shown, walk
+from .shapes import divisible
+
+# While one of these, or a block that it lies in, is at fault or misspelt, what it combines with cannot be told.
+PIVOTS = (
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+    "bf16.enabled",
+    "fp16.enabled",
+    "optimizer.type",
+    "optimizer.params.torch_adam",
+)
+
+
+# Reading
+
+
+# Checking
+
+
+def check(
+    config: dict[str, Any],
+    *,
+    world: int | None = None,
+    mesh: Mesh | None = None,
+    recipe: Recipe | None = None,
+    model_config: dict[str, Any] | None = None,
+    typed: frozenset[str] = frozenset(),
+    json_only: bool = False,
+    filled_by: str = "",
+    layout: dict[str, int] | None = None,
+) -> list[Problem]:
+    """Every mistake that can be told without hardware; an empty list if there is none.
+
+    What is not given is not checked. `typed` names the recipe's fields that came from the command line. `json_only` is
+    for a JSON that another script hands to DeepSpeed: what has no effect in a recipe only is then let pass, and a problem
+    whose outcome is APPLIES is but an advice. `filled_by` names who turns "auto" into numbers in such a script ("trainer",
+    "accelerate", or nobody), `layout` the degrees of its mesh.
+    """
+    found, clean = walk(config, FILLED_BY[filled_by] if json_only else AUTO)
+    if not json_only:
+        for path, value in meant_by_auto(config).items():
+            if at(config, path) == "auto":  # what is combined is judged as it will be
+                clean.setdefault(path.partition(".")[0], {})["enabled"] = value
+        found = _schedule(found, config, clean, recipe)
+    degrees = {axis: getattr(recipe, axis, 1) for axis in DEGREES} | degrees_in(clean)
+    if json_only:
+        degrees |= {"pp": 1} | (layout or {})  # of pipeline.stages DeepSpeed takes no notice
+    if mesh is not None:
+        degrees = {axis: getattr(mesh, axis) for axis in DEGREES}
+    elif world is not None:
+        try:
+            mesh = make_mesh(world, **degrees)
+        except Refusal as refusal:
+            found += refusal.problems
+    degrees = {axis: max(1, degree) for axis, degree in degrees.items()}  # a smaller one has been told
+    facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, stock=json_only)
+    unknown = at(config, "zero_optimization.stage") == "auto" or any(_at_fault(pivot, config, clean) for pivot in PIVOTS)
+    rules = () if unknown else RULES + (STOCK_RULES if json_only else RECIPE_RULES)
+    for rule in rules:
+        if (value := facts.get(rule.key)) is not None and rule.broken(facts):
+            found.append(Problem(f"{rule.key} = {shown(value)}", rule.rule, rule.fix, rule.outcome))
+    if json_only:
+        found += no_batch(config, filled_by)
+    else:
+        found += _half_honoured(clean)
+    if recipe is not None:
+        found += _contradictions(clean, recipe, typed)
+    found += check_batch(clean, recipe, mesh)
+    found += check_divisions(degrees, facts, recipe, model_config, mesh)
+    found += check_pipeline(degrees["pp"], clean, recipe, model_config, mesh)
+    if recipe is not None and divisible(model_config, 0)["sp"]["attention heads"]:
+        found += check_dense_mask(recipe, number_of(clean, recipe, "micro_batch") or 1, 4 if facts.dtype == "fp32" else 2)
+    return list(dict.fromkeys(found))
+
+
+def _at_fault(pivot: str, config: dict[str, Any], clean: dict[str, Any]) -> bool:
+    """True if the walk took a key or a block of `pivot` out of `config`, under its own name or one that resembles it."""
+    for key in pivot.split("."):
+        if key not in clean and resembled(key, config.keys() - clean.keys()):
+            return True
+        config, clean = config.get(key) or {}, clean.get(key) or {}
+    return False
+
+
+def check_device(config: dict[str, Any], device_type: str) -> list[Problem]:
+    """What the accelerator of this process cannot do; `device_type` is torch's name for it, such as cuda or cpu."""
+    facts = Facts(walk(config)[1])
+    found = []
+    if device_type == "cpu" and facts.dtype == "fp16":
+        found.append(Problem("fp16.enabled = true", "DeepSpeed does not train in fp16 on a CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}'))
+    if device_type == "cpu" and optimizer_name(facts.config) == "Lamb":
+        found.append(Problem("optimizer.type = Lamb", "has no CPU implementation", "use AdamW"))
+    if device_type != "cuda" and facts.get("aio.use_gds"):
+        found.append(Problem("aio.use_gds = true", "GPU direct storage needs CUDA", "set it to false"))
+    if device_type != "cuda" and facts.get("zero_optimization.offload_optimizer.super_offload"):
+        found.append(Problem("zero_optimization.offload_optimizer.super_offload = true", "needs CUDA", "set it to false"))
+    return found
+
+
+# What the JSON says
+
+
+# Resolving
+
+
+# Several keys together
+
+# What a recipe's own schedule is called that does the same.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any], recipe: Recipe | None) -> list[Problem]:
+    """`found`, with one problem in place of several for a scheduler that leaves numbers to Trainer; or with one for its length.
+
+    The former is taken out of `clean`, as its fix is to delete it.
+    """
+    params, name, where = at(config, "scheduler.params"), at(config, "scheduler.type"), "scheduler.params."
+    autos = [key for key, value in params.items() if value == "auto"] if isinstance(params, dict) and isinstance(name, str) and name in SCHEDULES else []
+    if not autos:
+        total, steps = at(clean, f"{where}total_num_steps"), recipe.steps if recipe is not None else None
+        if steps is None or total in (None, steps):
+            return found
+        fix = f"write {steps}, or delete the scheduler block and use --schedule"
+        return [*found, Problem(f"{where}total_num_steps = {total}", f"differs from the {steps} steps of the run", fix, APPLIES)]
+    clean.pop("scheduler", None)
+    numbers: dict[str, Any] = {"schedule": SCHEDULES[name]}
+    if SCHEDULES[name] == "constant" and recipe is not None and recipe.min_lr:
+        numbers["min_lr"] = "0"
+    for field, key in (("warmup_steps", "warmup_num_steps"), ("lr", "warmup_max_lr")):
+        if isinstance(value := params.get(key), (int, float)):
+            numbers[field] = value
+    rule = f'"auto" in {", ".join(autos)} is filled by nobody here: a recipe makes its own schedule'
+    flags = " ".join(f"--{field} {value}" for field, value in numbers.items())
+    others = [problem for problem in found if not problem.where.startswith(where)]
+    return [*others, Problem(f"scheduler = {shown(config['scheduler'])}", rule, f"delete the block and use {flags}", FAILS)]
+
+
+def _half_honoured(clean: dict[str, Any]) -> list[Problem]:
+    """Keys of blocks of which a recipe reads only the degree."""
+    return [
+        Problem(f"{block}.{key} = {shown(value)}", f"a recipe reads only {' and '.join(sorted(honoured))} of this block", "delete it")
+        for block, honoured in RECIPE_HONOURS.items()
+        for key, value in clean.get(block, {}).items()
+        if key not in honoured
+    ]
+
+
+def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
+    """Typed flags that a literal of the JSON contradicts, or that nothing would read."""
+    found = []
+    for field, value in (literals(clean) | degrees_in(clean)).items():
+        if field in typed and value != getattr(recipe, field):
+            path = (SHARED | DEGREES)[field]
+            fix = 'drop the flag, or write "auto" in the JSON' if path in AUTO else "drop the flag, or delete the key from the JSON"
+            found.append(Problem(f"--{field} {getattr(recipe, field)}", f"contradicts {path.removesuffix('.0').removesuffix('.1')} = {value} in the JSON", fix))
+    if "scheduler" in clean:
+        fields = ("warmup_steps", "schedule", "min_lr") + (
+            ("lr",) if {"warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"} & set(clean["scheduler"].get("params", {})) else ()
+        )
+        found += [
+            Problem(
+                f"--{field} {getattr(recipe, field)}",
+                "contradicts the scheduler block of the JSON, which sets the learning rate",
+                "drop the flag, or delete the block",
+            )
+            for field in fields
+            if field in typed
+        ]
+    name = optimizer_name(clean)
+    if name:
+        takes = optimizer_params(clean)
+        for field, key in (("weight_decay", "weight_decay"), ("beta1", "betas"), ("beta2", "betas"), ("eps", "eps")):
+            if field in typed and key not in takes:
+                found.append(Problem(f"--{field} {getattr(recipe, field)}", f"{name} takes no {key}, so it would be ignored", "drop the flag, or use AdamW"))
+    return found

@@ -1,0 +1,117 @@
+"""What the degrees of a layout have to divide, and which numbers of ranks fit."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ..mesh import Mesh, nearest_worlds
+from ..recipe import Recipe
+from ..refusal import Problem
+from .batch import product_of
+from .numbers import number_of
+from .rules import Facts
+from .shapes import count_layers, divisible, divisors, mask_bytes, shape_of
+
+MOST_MASK_BYTES = 40_000_000_000  # half of an 80 GB device; what else such a row needs is more than the other half
+
+
+def check_divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
+    """Parallel degrees that do not divide the model, and parameters that do not fit their swap buffer."""
+    found = []
+    whole = divisible(model_config, recipe.seq_len if recipe is not None else 0)
+    experts = whole["ep"]["experts"]
+    tp, sp, ep = degrees["tp"], degrees["sp"], degrees["ep"]
+    found += check_tp(tp, model_config, (facts.world or 0) // (degrees["pp"] * sp))
+    for axis, kind, beside in (("sp", "sequence", ("tp", "pp")), ("ep", "expert", ("tp", "pp", "sp"))) if not facts.stock else ():
+        others = {other: degrees[other] for other in beside if degrees[other] > 1}
+        if degrees[axis] > 1 and others:
+            rule = f"{kind} parallelism goes with data parallelism and ZeRO only"
+            fix = f"use --{axis} 1, or {' '.join(f'--{other} 1' for other in others)}"
+            found.append(Problem(f"{axis} = {degrees[axis]} with {' and '.join(f'{other} = {degree}' for other, degree in others.items())}", rule, fix))
+    if ep > 1 and model_config is not None and not experts:
+        found.append(Problem(f"ep = {ep}", "this model has no experts", "use --ep 1"))
+    elif experts % ep:
+        nearest = min(divisors(experts, mesh.dp if mesh is not None else 0), key=lambda degree: abs(degree - ep))
+        found.append(Problem(f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {nearest}"))
+    broken = [f"the model's {number} {name}" if name != "seq_len" else f"seq_len = {number}" for name, number in whole["sp"].items() if number % sp]
+    if broken:
+        nearest = min(divisors(*whole["sp"].values(), mesh.world if mesh is not None else 0), key=lambda degree: abs(degree - sp))
+        found.append(Problem(f"sp = {sp}", f"does not divide {' and '.join(broken)}", f"use --sp {nearest}"))
+    if facts.param_offload == "nvme" and mesh is not None:
+        key = "zero_optimization.offload_param.buffer_size"
+        largest = shape_of(model_config, "vocab_size") * shape_of(model_config, "hidden_size", "n_embd", "d_model")
+        part = math.ceil(largest / mesh.dp / mesh.sp / mesh.tp)
+        if part > (size := facts.get(key, 100_000_000)):
+            found.append(Problem(f"{key} = {size}", f"is less than the {part} elements that a rank holds of the embedding", f"write {part} or more"))
+    return found
+
+
+def check_tp(tp: int, model_config: dict[str, Any] | None, ranks: int = 0) -> list[Problem]:
+    """A tensor-parallel degree that does not divide the model; the fix names degrees that divide `ranks`, too, if these are known (not 0)."""
+    shape = divisible(model_config, 0)["tp"]
+    broken = [f"{number} {name}" for name, number in shape.items() if tp > 1 and number % tp]
+    if not broken:
+        return []
+    fits = [str(degree) for degree in divisors(*shape.values(), ranks) if degree < tp]
+    return [Problem(f"tp = {tp}", f"does not divide the model's {', '.join(broken)}", f"use --tp {' or '.join(fits)}")]
+
+
+def name_worlds(found: list[Problem], world: int, step: int, check_on: Callable[[int | None], list[Problem]]) -> list[Problem]:
+    """The same problems; the last that another number of ranks would mend names the nearest numbers that mend them all.
+
+    `check_on` tells the problems on a number of ranks, and with None those that no number of ranks mends; `step` is the
+    product of the degrees.
+    """
+    if not found:
+        return []
+    rules = lambda problems: {(problem.where, problem.rule) for problem in problems}  # noqa: E731
+    anywhere = rules(found) & rules(check_on(None))
+    mended = [problem for problem in found if (problem.where, problem.rule) not in anywhere]
+    worlds = nearest_worlds(world, step, lambda ranks: rules(check_on(ranks)) <= anywhere) if mended else []
+    if not worlds:
+        return found
+    ranks = f"{' or '.join(map(str, worlds))} rank{'s' if worlds != [1] else ''}"
+    named = dataclasses.replace(mended[-1], fix=f"{mended[-1].fix}; the recipe fits {ranks} as it is")
+    return [named if problem == mended[-1] else problem for problem in found]
+
+
+def check_pipeline(pp: int, clean: dict[str, Any], recipe: Recipe | None, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
+    """More stages than layers, and what the schedule of the micro-batches asks for."""
+    found = []
+    dualpipev = recipe is not None and recipe.pipeline_schedule == "dualpipev"
+    each = 2 if dualpipev else 1  # stages on one rank
+    if dualpipev and pp == 1:
+        found.append(
+            Problem("pipeline_schedule = dualpipev", "orders the micro-batches of a pipeline, and pp = 1 is none", "use --pp 2 or more, or leave it out")
+        )
+    layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
+    if pp > 1 and 0 < layers < each * pp:
+        ranks = mesh.world // mesh.tp // mesh.sp if mesh is not None else 0
+        fits = {each: max((degree for degree in range(1, layers // each + 1) if ranks % degree == 0), default=1) for each in (1, 2)}
+        ways = [f"--pp {fits[2]}"] if dualpipev and fits[2] > 1 else []
+        ways += [f"--pp {fits[1]} --pipeline_schedule 1f1b" if dualpipev else f"--pp {fits[1]}"]
+        rule = f"makes {each * pp} stages{', two on each rank under dualpipev' if dualpipev else ''}, more than the model's {layers} layers"
+        found.append(Problem(f"pp = {pp}", rule, f"use {' or '.join(ways)}"))
+    total, micro = (number_of(clean, recipe, field) for field in ("global_batch", "micro_batch"))
+    if dualpipev and pp > 1 and mesh is not None and total and micro and total % (rows := mesh.dp * micro) == 0 and total // rows < 2 * pp:
+        rule = f"{product_of(mesh.dp, micro, None)} leaves {total // rows} micro-batches of a step, and dualpipev needs 2 * pp = {2 * pp}"
+        fix = f"use global_batch {2 * pp * rows}"
+        fix += f", or micro_batch {total // (2 * pp * mesh.dp)}" if total % (2 * pp * mesh.dp) == 0 else ""
+        found.append(Problem(f"global_batch (train_batch_size) = {total}", rule, f"{fix}, or --pipeline_schedule 1f1b"))
+    return found
+
+
+def check_dense_mask(recipe: Recipe, rows: int, width: int) -> list[Problem]:
+    """A row so long that the mask of its packed documents leaves no room on a device."""
+    size = mask_bytes(recipe.attention, rows, recipe.seq_len, width)
+    if size <= MOST_MASK_BYTES:
+        return []
+    fits = max(
+        (1 << power for power in range(recipe.seq_len.bit_length()) if mask_bytes(recipe.attention, rows, 1 << power, width) <= MOST_MASK_BYTES), default=1
+    )
+    most = f"more than {MOST_MASK_BYTES / 1e9:.0f} GB are refused"
+    rule = f"the dense mask that keeps packed documents apart takes {size / 1e9:.1f} GB on every rank, and {most}"
+    fix = f"use --seq_len {fits}, or --attention flash_attention_2, which makes no mask"
+    where = f"seq_len = {recipe.seq_len} with micro_batch = {rows} and attention = {recipe.attention}"
+    return [Problem(where, rule, fix)]

@@ -1,0 +1,103 @@
+"""Finding a strategy's JSON and reading it strictly: no key twice, no comment, no NaN."""
+
+import copy
+import difflib
+import json
+import re
+from json import decoder, scanner
+from pathlib import Path
+from typing import Any
+
+from ..refusal import Problem, Refusal, refuse
+from .schema import shown
+
+SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
+
+
+def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """The JSON called `name` and its path; a dict is returned as it is, with no path.
+
+    A name is looked up as typed, then in `folder` (where the recipe lies), then in the repository's ds_configs/. Raises
+    `Refusal` if it is not there or not strict JSON.
+    """
+    if isinstance(name, dict):
+        return copy.deepcopy(name), None
+    places = [Path(name).expanduser(), folder / name, SHIPPED / name]
+    for path in places:
+        if path.is_file():
+            return _read(path), path
+    known = sorted({path.name for place in (folder, SHIPPED) if place.is_dir() for path in place.glob("*.json")})
+    near = difflib.get_close_matches(Path(name).name, known, 1)
+    fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}" if known else "give the path of a DeepSpeed JSON"
+    looked = ", ".join(str(path) for path in dict.fromkeys(places))
+    raise refuse(f"deepspeed_config = {name}", f"no such file (looked for {looked})", fix)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(str(path), f"cannot be read: {error}", "give a readable JSON file in UTF-8") from None
+    try:
+        config = _StrictDecoder(text).decode(text)
+    except json.JSONDecodeError as error:
+        raise Refusal(_not_strict(path, text, error)) from None
+    except RecursionError:
+        raise refuse(str(path), "is nested too deeply to be a DeepSpeed configuration", "see ds_configs/README.md") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise refuse(str(path), f"is not usable JSON: {error}", "write smaller numbers") from None
+    if not isinstance(config, dict):
+        raise refuse(str(path), f"holds {shown(config)}, not an object", 'start from a file of ds_configs/: {"zero_optimization": {"stage": 2}, ...}')
+    return config
+
+
+def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Problem]:
+    """Every comment and spare comma, and what else is no JSON when these are out."""
+    found: dict[int, tuple[str, str]] = {}  # where it begins -> what JSON has none of, the fix
+    for pattern, what in ((r"(//[^\n]*|#[^\n]*|/\*.*?\*/)", "comments"), (r"(,)(?=\s*[}\]])", "comma before a closing bracket")):
+        for match in list(re.finditer(r'"(?:\\.|[^"\\])*"|' + pattern, text, re.DOTALL)):
+            if remark := match[1]:
+                found[match.start()] = what, "delete all from /* to */" if "\n" in remark else f"delete {remark.rstrip()}"
+                text = text[: match.start()] + re.sub(r"\S", " ", remark) + text[match.end() :]  # all else keeps its place
+
+    def where(spot: int) -> str:
+        return f"{path}, line {text.count(chr(10), 0, spot) + 1}, column {spot - text.rfind(chr(10), 0, spot)}"
+
+    problems = [Problem(where(spot), f"is not strict JSON, which has no {what}", fix) for spot, (what, fix) in sorted(found.items())]
+    try:
+        _StrictDecoder(text).decode(text)
+    except json.JSONDecodeError as other:
+        error = other
+    else:
+        if problems:
+            return problems
+    fix = "JSON has no NaN and no single quotes, a comma between two keys, and no key twice"
+    return [*problems, Problem(where(error.pos), f"is not strict JSON: {error.msg}", fix)]
+
+
+class _StrictDecoder(json.JSONDecoder):
+    """JSON that refuses a key written twice, NaN and Infinity, with the line and column.
+
+    json's hooks are not told where they are, so this uses its Python scanner, whose parse functions are.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.parse_object = self._object
+        self.parse_constant = self._constant
+        self.scan_once = scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _constant(self, name: str) -> Any:
+        strings_or_name = re.finditer(rf'"(?:\\.|[^"\\])*"|({re.escape(name)})', self.text)
+        start = next(match.start() for match in strings_or_name if match.group(1))
+        raise json.JSONDecodeError(f"{name} is no JSON number", self.text, start)
+
+    def _object(self, s_and_end: tuple[str, int], strict: bool, scan_once: Any, _hook: Any, _pairs_hook: Any, memo: Any) -> Any:
+        pairs: list[tuple[str, Any]] = []
+        _, end = decoder.JSONObject(s_and_end, strict, scan_once, None, pairs.extend, memo)  # pyright: ignore
+        names = [name for name, _ in pairs]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise json.JSONDecodeError(f'"{twice[0]}" is written twice in the block that starts here', self.text, s_and_end[1] - 1)
+        return dict(pairs), end

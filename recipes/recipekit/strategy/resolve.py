@@ -1,0 +1,65 @@
+"""Fills a strategy's JSON in: numbers only, nothing "auto", every default that matters written out."""
+
+from typing import Any
+
+from ..mesh import Mesh
+from ..recipe import Recipe
+from .numbers import degrees_in, literals
+from .rules import Facts
+from .schema import optimizer_params, walk
+from .shapes import shape_of
+
+
+def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """The JSON as DeepSpeed gets it, and one line for each recipe default that a literal of the JSON beats.
+
+    Every "auto" is a number, and the numbers of the recipe that the JSON does not mention are there. Degrees are taken
+    out, since the recipes lay out the ranks themselves; of sequence parallelism DeepSpeed has to know, because its batch
+    arithmetic counts ranks, and expert parallelism is its own. `config` must have passed `check`.
+    """
+    found, resolved = walk(config)
+    assert not found, found
+    said = literals(resolved)
+    beaten = said | degrees_in(resolved)
+    lines = [f"{field}: the JSON's {value} beats the recipe's {getattr(recipe, field)}" for field, value in beaten.items() if value != getattr(recipe, field)]
+
+    global_batch, micro_batch = said.get("global_batch", recipe.global_batch), said.get("micro_batch", recipe.micro_batch)
+    resolved["train_batch_size"] = global_batch
+    resolved["train_micro_batch_size_per_gpu"] = micro_batch
+    resolved["gradient_accumulation_steps"] = global_batch // (micro_batch * mesh.dp)
+    resolved["gradient_clipping"] = said.get("gradient_clipping", recipe.gradient_clipping)
+
+    steps, facts = resolved["gradient_accumulation_steps"], Facts(resolved)
+    if steps > 1 and facts.stage == 0 and facts.dtype != "fp32":
+        lines.append(f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype}; zero1.json sums them in fp32")
+    if "optimizer" not in resolved:
+        offloaded = Facts(resolved).offload != "none"
+        resolved["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True}}
+        lines.append("optimizer: the JSON has none, so AdamW")
+    params = resolved["optimizer"].setdefault("params", {})
+    takes = optimizer_params(resolved)
+    numbers = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps}
+    for key, number in numbers.items():
+        if key in takes and params.get(key, "auto") == "auto":
+            params[key] = number
+
+    hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
+    bucket = max(hidden, 4096) ** 2  # elements; smaller ones waste the network on many short messages
+    sizes = {
+        "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": int(0.9 * bucket),
+        "stage3_param_persistence_threshold": 10 * (hidden or 4096),
+    }
+    zero = resolved.setdefault("zero_optimization", {})
+    zero.setdefault("stage", 0)
+    zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
+
+    for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
+        resolved.pop(block, None)
+    if mesh.pp > 1 and recipe.pipeline_schedule == "dualpipev":  # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
+        resolved["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    if mesh.sp > 1:
+        resolved["sequence_parallel_size"] = mesh.sp
+    if mesh.ep > 1:
+        resolved["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
+    return resolved, lines

@@ -1,0 +1,705 @@
+"""What DeepSpeed 0.19.8 does and does not compose with, and what it would ignore, as one table.
+
+`check` applies it, and `tools/lint.py --table` prints it into ds_configs/README.md. `source` is the place in
+DeepSpeed that decides, or where it is documented; "run" says that it was seen by running.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES
+from .schema import at, schema
+
+ZERO = "zero_optimization"
+OPTIMIZER = f"{ZERO}.offload_optimizer"
+PARAM = f"{ZERO}.offload_param"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A configuration whose keys and types are right, with what else is known about the run."""
+
+    config: dict[str, Any]
+    optimizer: str | None = None  # the name as the schema spells it
+    degrees: dict[str, int] | None = None  # tp, pp, sp, ep
+    world: int | None = None
+    stock: bool = False  # DeepSpeed alone reads the JSON: no recipe lays out the ranks
+
+    def get(self, path: str, default: Any = None) -> Any:
+        return at(self.config, path, default)
+
+    def degree(self, axis: str) -> int:
+        return (self.degrees or {}).get(axis, 1)
+
+    @property
+    def stage(self) -> int:
+        return self.get(f"{ZERO}.stage", 0)
+
+    @property
+    def dtype(self) -> str:
+        return "fp16" if self.get("fp16.enabled") else "bf16" if self.get("bf16.enabled") else "fp32"
+
+    @property
+    def offload(self) -> str:
+        return self.get(f"{OPTIMIZER}.device", "none")
+
+    @property
+    def param_offload(self) -> str:
+        return self.get(f"{PARAM}.device", "none")
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """True where DeepSpeed takes BF16_Optimizer in place of its ZeRO optimizer (engine.py:2299)."""
+        accumulates = canonical_dtype(self.get("data_types.grad_accum_dtype"), self.dtype)
+        return self.stage == 1 and self.dtype == "bf16" and accumulates == "fp32" and self.offload == "none"
+
+    @property
+    def cpu_adam(self) -> bool:
+        return self.offload != "none" and self.optimizer in ("Adam", "AdamW") and not self.get("optimizer.params.torch_adam", False)
+
+
+class Rule(NamedTuple):
+    """Broken when the configuration mentions `key` and `broken` says so.
+
+    `outcome` is what DeepSpeed does with a broken one; `together` names what is combined, for the support table.
+    """
+
+    key: str
+    broken: Callable[[Facts], Any]
+    rule: str
+    fix: str
+    outcome: str
+    source: str
+    together: str = ""
+
+
+def canonical_dtype(name: str | None, default: str) -> str:
+    """fp16, bf16 or fp32, of the several names DeepSpeed knows each by."""
+    names = {"fp16": "fp16 float16 half", "bf16": "bf16 bfloat16", "fp32": "fp32 float32 float"}
+    short = (name or default).removeprefix("torch.")
+    return next(dtype for dtype, known in names.items() if short in known.split())
+
+
+def _stages(stages: set[int], keys: str) -> list[Rule]:
+    """Rules for keys that are read at some ZeRO stages only."""
+    listed = " and ".join(str(stage) for stage in sorted(stages)) if len(stages) < 3 else "1, 2 and 3"
+    rule = f"is read at ZeRO stage {listed} only, and ignored otherwise"
+    fix = f"delete it or use a JSON of stage {listed}"
+    source = "engine.py, _configure_zero_optimizer; run"
+    return [Rule(f"{ZERO}.{key}", lambda facts: facts.stage not in stages, rule, fix, IGNORES, source) for key in keys.split()]
+
+
+def _nvme_only(block: str, keys: str) -> list[Rule]:
+    """Rules for keys of an offload block that only a swap file uses."""
+
+    def broken(facts: Facts) -> bool:
+        return facts.get(f"{block}.device", "none") != "nvme" or (block == OPTIMIZER and facts.stage != 3)
+
+    rule, fix = "is read with device nvme at ZeRO stage 3 only, and ignored otherwise", 'delete it, or set "device": "nvme" at stage 3'
+    return [Rule(f"{block}.{key}", broken, rule, fix, IGNORES, "zero/offload_config.py; run") for key in keys.split()]
+
+
+def _unused(key: str, why: str, fix: str, source: str = "", outcome: str = IGNORES) -> Rule:
+    return Rule(key, lambda facts: True, why, fix, outcome, source)
+
+
+def _told(together: str, outcome: str, rule: str, fix: str, source: str) -> Rule:
+    """A row of the support table that no JSON can break, because what decides is in the script or the model."""
+    return Rule("", lambda facts: False, rule, fix, outcome, source, together)
+
+
+RULES: tuple[Rule, ...] = (
+    # numbers and their types
+    Rule(
+        "bf16.enabled",
+        lambda f: f.get("bf16.enabled") and f.get("fp16.enabled"),
+        "bf16 and fp16 cannot both be on",
+        'set one of them to "enabled": false',
+        FAILS,
+        "config.py:511; run",
+        "bf16 + fp16",
+    ),
+    Rule(
+        "data_types.grad_accum_dtype",
+        lambda f: f.stage == 0 and canonical_dtype(f.get("data_types.grad_accum_dtype"), f.dtype) != f.dtype,
+        "ZeRO stage 0 accumulates gradients in the model's dtype only",
+        "delete it, or use ZeRO stage 1, 2 or 3",
+        FAILS,
+        "engine.py:2323; run",
+        "ZeRO-0 + grad_accum_dtype of another dtype",
+    ),
+    Rule(
+        "data_types.param_dtype",
+        lambda f: canonical_dtype(f.get("data_types.param_dtype"), f.dtype) != f.dtype,
+        "contradicts the dtype that the bf16 and fp16 blocks set",
+        "delete it",
+        FAILS,
+        "engine.py:1827",
+    ),
+    Rule(
+        "bf16.bf16_master_weights_and_grads",
+        lambda f: f.get("bf16.bf16_master_weights_and_grads") and f.stage == 0,
+        "needs ZeRO stage 1, 2 or 3",
+        "set it to false",
+        FAILS,
+        "config.py:706",
+    ),
+    Rule(
+        "bf16.bf16_optimizer_states",
+        lambda f: f.get("bf16.bf16_optimizer_states") and not f.get("bf16.bf16_master_weights_and_grads"),
+        "needs bf16.bf16_master_weights_and_grads",
+        "set that to true, or this to false",
+        FAILS,
+        "config.py:710; run",
+    ),
+    Rule(
+        "bf16.immediate_grad_update",
+        lambda f: not f.bf16_optimizer,
+        "is read at ZeRO stage 1 with grad_accum_dtype fp32 and no offload only, and ignored otherwise",
+        "delete it",
+        IGNORES,
+        "engine.py:2299",
+    ),
+    Rule(
+        "fp16.fp16_master_weights_and_grads",
+        lambda f: f.get("fp16.fp16_master_weights_and_grads") and not (f.stage > 0 and f.cpu_adam),
+        "needs ZeRO stage 1, 2 or 3 with offload_optimizer and DeepSpeed's CPU Adam",
+        "set it to false",
+        FAILS,
+        "config.py:702, zero/stage3.py:300",
+    ),
+    Rule(
+        "gradient_predivide_factor",
+        lambda f: f.get("gradient_predivide_factor") != 1 and _scatters(f),
+        "cannot be combined with reduce_scatter",
+        "delete it",
+        FAILS,
+        "zero/stage3.py:395, zero/stage_1_and_2.py:350",
+    ),
+    Rule(
+        "prescale_gradients",
+        lambda f: f.get("prescale_gradients") and _scatters(f),
+        "cannot be combined with reduce_scatter",
+        "delete it",
+        FAILS,
+        "zero/stage3.py:396, zero/stage_1_and_2.py:351; run",
+        "ZeRO-2/3 with reduce_scatter + prescale_gradients",
+    ),
+    Rule(
+        "gradient_allreduce_op",
+        lambda f: f.get("gradient_allreduce_op").lower() == "sum" and (f.stage == 3 or f.get(f"{ZERO}.zenflow") or f.get("compile.deepcompile")),
+        "sum does not work with ZeRO stage 3, ZenFlow or DeepCompile",
+        'write "mean" or delete it',
+        FAILS,
+        "config.py:694; run",
+        "gradient_allreduce_op sum + ZeRO-3, ZenFlow or DeepCompile",
+    ),
+    Rule(
+        f"{ZERO}.compute_grad_norm",
+        lambda f: f.get(f"{ZERO}.compute_grad_norm") is False and f.stage in (1, 2) and f.get("gradient_clipping", 1.0) != 0,
+        "false leaves no norm to clip by",
+        'set it to true, or "gradient_clipping": 0',
+        FAILS,
+        "zero/stage_1_and_2.py:213",
+    ),
+    # ZeRO
+    _told("ZeRO-0, 1, 2, 3 in fp32 and bf16", APPLIES, "losses equal to 1e-6 on one to eight ranks", "", "run"),
+    *_stages({1, 2, 3}, "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm load_from_fp32_weights zenflow"),
+    *(
+        Rule(
+            f"{ZERO}.{key}",
+            lambda f: f.bf16_optimizer,
+            "is ignored at stage 1 in bf16 with grad_accum_dtype fp32, where BF16_Optimizer reduces gradients its own way",
+            "delete it",
+            IGNORES,
+            "engine.py, _configure_bf16_optimizer; run",
+        )
+        for key in [
+            "contiguous_gradients",
+            "reduce_scatter",
+            "reduce_bucket_size",
+            "overlap_comm",
+            "round_robin_gradients",
+            "use_multi_rank_bucket_allreduce",
+            "parameter_alignment",
+        ]
+    ),
+    Rule(
+        f"{ZERO}.contiguous_gradients",
+        lambda f: f.stage in (1, 2) and f.offload != "none",
+        "is ignored with optimizer offload at stage 1 and 2, where gradients are always contiguous",
+        "delete it",
+        IGNORES,
+        "zero/stage_1_and_2.py:300; run",
+    ),
+    Rule(
+        f"{ZERO}.allgather_bucket_size",
+        lambda f: f.stage in (1, 2) and isinstance(size := f.get(f"{ZERO}.allgather_bucket_size"), int) and size % 2 == 1,
+        "must be even: DeepSpeed aligns its buckets to 2 elements",
+        "add 1",
+        FAILS,
+        "zero/stage_1_and_2.py; run",
+    ),
+    *_stages({1, 2}, "allgather_bucket_size use_multi_rank_bucket_allreduce"),
+    *_stages({1, 2}, "round_robin_gradients parameter_alignment elastic_checkpoint"),
+    Rule(
+        f"{ZERO}.compute_grad_norm",
+        lambda f: f.stage not in (1, 2),
+        "is read at ZeRO stage 1 and 2 only",
+        "delete it or use a JSON of stage 1 and 2",
+        FAILS,
+        "zero/config.py:391",
+    ),
+    *_stages({1}, "legacy_stage1"),
+    *_stages({2}, "ignore_unused_parameters"),
+    *_stages({3}, "sub_group_size zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"),
+    *_stages({3}, "memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module"),
+    *_stages({3}, "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold"),
+    *_stages({3}, "stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params"),
+    *_stages({3}, "stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save save_muon_momentum_buffer_in_memory"),
+    Rule(
+        f"{ZERO}.zero_hpz_partition_size",
+        lambda f: f.stage == 3 and f.world and f.world % (f.get(f"{ZERO}.zero_hpz_partition_size") or 1),
+        "does not divide the number of ranks",
+        "write the number of GPUs of one host",
+        FAILS,
+        "utils/groups.py",
+    ),
+    Rule(
+        f"{ZERO}.zero_quantized_gradients",
+        lambda f: f.stage == 3 and f.get(f"{ZERO}.zero_quantized_gradients") and f.get(f"{ZERO}.reduce_scatter") is False,
+        "needs reduce_scatter",
+        f'set "{ZERO}.reduce_scatter": true',
+        FAILS,
+        "zero/stage3.py:390",
+    ),
+    # offload
+    Rule(
+        OPTIMIZER,
+        lambda f: f.offload != "none" and f.stage == 0,
+        "needs ZeRO stage 1, 2 or 3; without, nothing is offloaded, but AdamW becomes DeepSpeed's CPU Adam",
+        "delete the block or use a JSON of stage 1, 2 or 3",
+        IGNORES,
+        "engine.py, zero_use_cpu_optimizer; run",
+        "ZeRO-0 + optimizer offload",
+    ),
+    Rule(
+        PARAM,
+        lambda f: f.param_offload != "none" and f.stage != 3,
+        "needs ZeRO stage 3",
+        "delete the block or use a JSON of stage 3",
+        IGNORES,
+        "engine.py, _configure_zero_optimizer; run",
+        "ZeRO-0, 1, 2 + parameter offload",
+    ),
+    Rule(
+        f"{OPTIMIZER}.device",
+        lambda f: f.offload == "nvme" and f.stage in (1, 2),
+        "ZeRO stage 1 and 2 keep it in CPU memory and ignore nvme",
+        'write "cpu", or use stage 3',
+        REPLACES,
+        "zero/stage_1_and_2.py:220; run",
+        "ZeRO-1, 2 + optimizer offload to NVMe",
+    ),
+    _told("ZeRO-2 with optimizer offload to CPU, ZeRO-3 with both to CPU or NVMe", APPLIES, "losses as without offload", "", "run"),
+    *_nvme_only(OPTIMIZER, "nvme_path buffer_count pipeline_read pipeline_write fast_init"),
+    *_nvme_only(PARAM, "nvme_path buffer_count buffer_size max_in_cpu"),
+    *(
+        Rule(
+            f"{block}.pin_memory",
+            lambda f, block=block: f.get(f"{block}.device", "none") == "none",
+            "nothing is offloaded, so it is ignored",
+            'set "device": "cpu" or delete it',
+            IGNORES,
+            "zero/offload_config.py",
+        )
+        for block in (OPTIMIZER, PARAM)
+    ),
+    *(
+        Rule(
+            f"{block}.device",
+            lambda f, block=block: f.get(f"{block}.device") == "nvme" and not f.get(f"{block}.nvme_path"),
+            "nvme needs a folder",
+            f'set "{block}.nvme_path"',
+            FAILS,
+            "runtime/swap_tensor",
+        )
+        for block in (OPTIMIZER, PARAM)
+    ),
+    Rule(
+        f"{OPTIMIZER}.ratio",
+        lambda f: f.get(f"{OPTIMIZER}.ratio") < 1 and f.stage != 3,
+        "is read at ZeRO stage 3 with DeepSpeed's CPU Adam only",
+        "delete it",
+        FAILS,
+        "zero/config.py:399",
+    ),
+    Rule(
+        f"{OPTIMIZER}.ratio",
+        lambda f: not (f.get(f"{OPTIMIZER}.ratio") < 1 and f.stage != 3) and (f.stage != 3 or not f.cpu_adam),
+        "is read at ZeRO stage 3 with DeepSpeed's CPU Adam only, and ignored otherwise",
+        "delete it",
+        IGNORES,
+        "zero/stage3.py:316",
+    ),
+    Rule(
+        f"{OPTIMIZER}.super_offload",
+        lambda f: f.stage != 3 or f.offload != "cpu",
+        "is read at ZeRO stage 3 with device cpu only",
+        "delete it",
+        IGNORES,
+        "engine.py, _configure_zero_optimizer",
+    ),
+    Rule(
+        f"{OPTIMIZER}.cpuadam_cores_perc",
+        lambda f: not f.get(f"{OPTIMIZER}.super_offload"),
+        "is read with super_offload only, and ignored otherwise",
+        'delete it or set "super_offload": true',
+        IGNORES,
+        "engine.py, _configure_zero_optimizer",
+    ),
+    Rule(
+        f"{ZERO}.zenflow",
+        lambda f: f.get(f"{ZERO}.zenflow") is not None and f.offload != "cpu",
+        "needs offload_optimizer with device cpu",
+        f'set "{OPTIMIZER}.device": "cpu"',
+        FAILS,
+        "runtime/zenflow",
+        "ZenFlow + no optimizer offload to CPU",
+    ),
+    Rule(
+        "aio",
+        lambda f: "nvme" not in (f.offload if f.stage == 3 else "none", f.param_offload) and f.get("checkpoint.writer") is None,
+        "is read by NVMe offload and checkpoint.writer only, and ignored otherwise",
+        "delete the block or offload to nvme",
+        IGNORES,
+        "runtime/swap_tensor; run",
+    ),
+    # optimizers and schedules
+    Rule(
+        "optimizer.type",
+        lambda f: f.stage > 0 and f.optimizer not in (None, "Adam", "AdamW", "Adagrad", "Lion", "Muon") and not f.get("zero_allow_untested_optimizer"),
+        "DeepSpeed has not tested this optimizer under ZeRO",
+        'add "zero_allow_untested_optimizer": true at the top level, or use AdamW',
+        FAILS,
+        "zero/utils.py:45; run",
+        "ZeRO-1, 2, 3 + LAMB or an optimizer of PyTorch other than Adam, AdamW, Adagrad",
+    ),
+    Rule(
+        "optimizer.type",
+        lambda f: f.optimizer == "Lamb" and f.offload != "none",
+        "has no CPU implementation, so it cannot be offloaded",
+        f"delete {OPTIMIZER} or use AdamW",
+        FAILS,
+        "ops/lamb",
+        "LAMB + offload",
+    ),
+    Rule(
+        "optimizer.type",
+        lambda f: f.optimizer == "Lamb" and f.get("fp16.loss_scale", 0) != 0,
+        "needs dynamic loss scaling",
+        'set "fp16.loss_scale": 0',
+        FAILS,
+        "engine.py:2022",
+        "LAMB + static loss scaling",
+    ),
+    Rule(
+        "optimizer.type",
+        lambda f: f.optimizer == "Muon" and f.get(f"{ZERO}.reduce_scatter", True) and (f.stage == 3 or (f.stage > 0 and f.offload != "none")),
+        "Muon cannot be combined with reduce_scatter at ZeRO stage 3 or with offload",
+        f'set "{ZERO}.reduce_scatter": false',
+        FAILS,
+        "zero/stage3.py:361, zero/stage_1_and_2.py; run",
+        "Muon + reduce_scatter at ZeRO-3, or with offload",
+    ),
+    _told(
+        "1-bit Adam, 0/1 Adam, 1-bit LAMB",
+        FAILS,
+        "were removed; older versions refuse ZeRO with them",
+        "use AdamW, or a DeepSpeed below 0.19",
+        "config.py, DEEPSPEED_OPTIMIZERS; run",
+    ),
+    _told(
+        "an optimizer of the script + ZeRO offload",
+        FAILS,
+        "must be DeepSpeed's CPU Adam or Lion",
+        'name the optimizer in the JSON, or set "zero_force_ds_cpu_optimizer": false',
+        "engine.py:2340",
+    ),
+    Rule(
+        "scheduler.params.warmup_num_steps",
+        lambda f: f.get("scheduler.params.warmup_num_steps") > f.get("scheduler.params.total_num_steps", float("inf")),
+        "the warm-up is longer than total_num_steps",
+        "write a smaller number",
+        APPLIES,
+        "lr_schedules.py",
+    ),
+    Rule(
+        "scheduler.type",
+        lambda f: f.get("scheduler.type") == "WarmupDecayLR" and f.get("scheduler.params.warmup_max_lr") is None,
+        "WarmupDecayLR without warmup_max_lr peaks at 0.001, whatever the learning rate is",
+        'add "warmup_max_lr" to scheduler.params',
+        APPLIES,
+        "lr_schedules.py; run",
+    ),
+    Rule(
+        "scheduler.type",
+        lambda f: f.get("scheduler.type") in schema()["torch_schedulers"] and (f.stage > 0 or f.dtype != "fp32"),
+        "a schedule of PyTorch takes no optimizer but PyTorch's, which DeepSpeed wraps under ZeRO, bf16 and fp16",
+        f"write one of {', '.join(schema()['schedulers'])}, or make the schedule in the script",
+        FAILS,
+        "engine.py, _scheduler_from_config; run",
+        "a schedule of PyTorch in the JSON + ZeRO-1, 2, 3, bf16 or fp16",
+    ),
+    # parallelism
+    _told("pipeline + ZeRO-0, 1", APPLIES, "losses as without a pipeline", "", "pipe/engine.py:76; run"),
+    Rule(
+        f"{ZERO}.stage",
+        lambda f: f.degree("pp") > 1 and f.stage > 1,
+        "ZeRO stages 2 and 3 do not work with pipeline parallelism",
+        "use --pp 1, or a JSON of stage 0 or 1",
+        FAILS,
+        "pipe/engine.py:76; run; DeepSpeed#823 #1629 #4164",
+        "pipeline + ZeRO-2, 3",
+    ),
+    Rule(
+        f"{OPTIMIZER}.device",
+        lambda f: f.degree("pp") > 1 and f.offload == "nvme",
+        "NVMe offload does not work with pipeline parallelism",
+        "use --pp 1",
+        REPLACES,
+        "zero/stage_1_and_2.py:220",
+        "pipeline + offload to NVMe",
+    ),
+    Rule(
+        "managed_gradient_accumulation",
+        lambda f: f.get("managed_gradient_accumulation") is False and (f.degree("pp") > 1 or f.get("compile.deepcompile")),
+        "false does not work with pipeline parallelism or DeepCompile",
+        "set it to true or delete it",
+        FAILS,
+        "engine.py:2033",
+        "pipeline or DeepCompile + managed_gradient_accumulation false",
+    ),
+    _told("pipeline + an mpu of the script", FAILS, "PipelineModule makes its own grid, mpu must be None", "leave mpu out", "deepspeed/__init__.py"),
+    _told("pipeline + coalesce_grad_reduction", FAILS, "reduces its gradients itself", "do not call it", "engine.py:3261"),
+    _told(
+        "pipeline + Megatron-style tensor-parallel layers",
+        APPLIES,
+        "with PipeModelDataParallelTopology(pp, mp, dp)",
+        "",
+        "pipe/topology.py:244; run",
+    ),
+    Rule(
+        "tensor_parallel.autotp_size",
+        lambda f: f.stock and f.get("tensor_parallel.autotp_size", 1) > 1 and f.degree("pp") > 1,
+        "AutoTP lays out (dp, tp) over all ranks and overwrites mpu, so it does not go with a pipeline",
+        "set it to 1, or use --pp 1; the recipes here have tensor-parallel layers of their own",
+        FAILS,
+        "engine.py, _configure_tensor_parallel_states; run",
+        "pipeline + AutoTP",
+    ),
+    _told("AutoTP + ZeRO-0, 1, 2, 3", APPLIES, "losses equal to 1e-6 (the AutoTP tutorial still says 0, 1, 2)", "", "run"),
+    _told(
+        "AutoTP + a data loader by global rank",
+        FAILS,
+        "ranks of one tensor group must see the same batch; the first forward pass checks it",
+        "key the sampler on the data-parallel rank",
+        "engine.py:994; DeepSpeed#7199",
+    ),
+    _told("AutoTP + tied output layer", APPLIES, "both stay whole on every rank, which saves no memory there", "untie them", "docs, autotp-training"),
+    _told("AutoTP degree above the key-value heads", APPLIES, "surplus ranks idle, with a warning", "lower the degree", "docs, autotp-training"),
+    _told(
+        "AutoTP + transformers 5 weight conversions (fused experts) under ZeRO-3",
+        FAILS,
+        "transformers raises NotImplementedError while loading",
+        "load at ZeRO-0, 1 or 2",
+        "transformers, integrations/deepspeed.py",
+    ),
+    _told(
+        "AutoTP universal checkpoint + another tensor-parallel degree",
+        FAILS,
+        "not every version can",
+        "load it at the same degree, or convert it to Hugging Face first",
+        "DeepSpeed#8474",
+    ),
+    _told("AutoEP + ZeRO-0, 1, 2", APPLIES, "losses of the dense run to 1e-6", "", "run"),
+    Rule(
+        "expert_parallel.autoep_size",
+        lambda f: (
+            f.stock
+            and f.degree("ep") > 1
+            and f.stage == 3
+            and (f.degree("tp") > 1 or f.degree("sp") > 1 or f.get(f"{ZERO}.zero_hpz_partition_size", 1) > 1 or f.get(f"{ZERO}.zero_quantized_gradients"))
+        ),
+        "AutoEP at ZeRO stage 3 goes with neither AutoTP, sequence parallelism, hpZ nor quantised gradients",
+        "use ZeRO stage 0, 1 or 2, or drop the other one",
+        FAILS,
+        "engine.py:2220",
+        "AutoEP at ZeRO-3 + AutoTP, sequence parallelism, hpZ or quantised gradients",
+    ),
+    Rule(
+        "expert_parallel.autoep_size",
+        lambda f: (
+            f.stock
+            and f.degree("ep") > 1
+            and f.degree("tp") > 1
+            and (f.degree("pp") > 1 or f.degree("sp") > 1 or f.offload != "none" or f.param_offload != "none" or f.get("compile.deepcompile"))
+        ),
+        "AutoEP with AutoTP goes with neither pipeline, sequence parallelism, offload nor DeepCompile",
+        "drop the other one, or set tensor_parallel.autotp_size to 1",
+        FAILS,
+        "module_inject/auto_ep_folding.py",
+        "AutoEP + AutoTP + pipeline, sequence parallelism, offload or DeepCompile",
+    ),
+    Rule(
+        "expert_parallel.expert_tensor_parallel_size",
+        lambda f: f.get("expert_parallel.expert_tensor_parallel_size") > 1,
+        "is reserved: experts are not split by tensor parallelism yet",
+        "set it to 1",
+        FAILS,
+        "module_inject/auto_ep_folding.py",
+    ),
+    _told("deepspeed.moe.MoE + ZeRO-3", FAILS, "its own experts have no placement under stage 3", "use ZeRO-1 or 2, or AutoEP", "engine.py:2215"),
+    _told(
+        "ZeRO-3 + a mixture-of-experts model without leaf modules",
+        HANGS,
+        "an expert that gets no tokens gathers nothing while the other ranks wait",
+        'name its block in "zero_optimization.leaf_module", or set_z3_leaf_modules',
+        "DeepSpeed#7461 #4808",
+    ),
+    _told(
+        "Ulysses sequence parallelism",
+        APPLIES,
+        "heads and row length must divide by the degree, and every batch needs position_ids",
+        "lower sequence_parallel_size; use UlyssesSPDataLoaderAdapter",
+        "sequence_parallel/ulysses_sp.py",
+    ),
+    Rule(
+        "expert_parallel.enabled",
+        lambda f: f.get("expert_parallel.enabled") and f.get("expert_parallel.autoep_size") is None,
+        "without autoep_size it is a degree of 1, which changes nothing",
+        'add "autoep_size"',
+        APPLIES,
+        "module_inject/auto_ep_config.py",
+    ),
+    Rule(
+        "compile.deepcompile",
+        lambda f: f.get("compile.deepcompile") and f.stage == 0,
+        "DeepCompile needs ZeRO stage 1, 2 or 3",
+        "set it to false",
+        IGNORES,
+        "engine.py, is_deepcompile_enabled",
+        "DeepCompile + ZeRO-0",
+    ),
+    Rule(
+        "compile.deepcompile",
+        lambda f: f.get("compile.deepcompile") and f.degree("pp") > 1,
+        "DeepCompile does not work with pipeline parallelism",
+        "set it to false, or use --pp 1",
+        FAILS,
+        "engine.py:5902",
+        "DeepCompile + pipeline",
+    ),
+    Rule(
+        "compile.passes",
+        lambda f: "autotp" in (passes := f.get("compile.passes")) and len(set(passes)) > 1,
+        "the autotp pass goes with no other pass",
+        "leave autotp alone, or take it out",
+        FAILS,
+        "engine.py:5843",
+        "DeepCompile's autotp pass + autosp or a ZeRO pass",
+    ),
+    # checkpoints
+    _told(
+        "another number of ranks on resume",
+        FAILS,
+        "a ZeRO checkpoint holds the parts of its ranks",
+        "ds_to_universal --inject_missing_state, then checkpoint.load_universal",
+        "engine.py:4749; run",
+    ),
+    _told("DataStates checkpoints + ZeRO-2, 3 or universal checkpoints", IGNORES, "tested with ZeRO-1 only", "use ZeRO-1", "docs, datastates"),
+    _told("AutoEP at ZeRO-3 + zero_to_fp32", FAILS, "the parts of experts cannot be joined", "export through Hugging Face", "docs, universal-checkpointing"),
+    # read by DeepSpeed, but nothing comes of it
+    _unused(f"{ZERO}.allgather_partitions", "DeepSpeed 0.19.8 reads it and ignores it", "delete it", "engine.py:1745, which nothing calls; run"),
+    _unused("vocabulary_size", "DeepSpeed only warns about it, and ignores it", "delete it", "config.py:717; run"),
+    _unused("disable_allgather", "DeepSpeed 0.19.8 reads it and ignores it", "delete it", "config.py:491; run"),
+)
+
+OURS = "the recipes"
+
+# Keys that work in a script that leaves more to DeepSpeed, but have no effect (or a wrong one) in a recipe.
+RECIPE_RULES: tuple[Rule, ...] = (
+    _unused("data_efficiency", f"{OURS} stream their own data and ignore it", "delete the block", outcome=APPLIES),
+    _unused("dataloader_drop_last", f"{OURS} stream their own data and ignore it", "delete it", outcome=APPLIES),
+    _unused(
+        "activation_checkpointing",
+        f"{OURS} checkpoint activations with the model's own method and ignore it",
+        "delete the block and use --activation_checkpointing",
+        outcome=APPLIES,
+    ),
+    Rule(
+        "scheduler.type",
+        lambda f: f.get("scheduler.type") in schema()["torch_schedulers"],
+        f"{OURS} take DeepSpeed's schedules only",
+        f"write one of {', '.join(schema()['schedulers'])}, or delete the block and use --schedule",
+        APPLIES,
+        "",
+    ),
+    _unused("wandb", f"{OURS} record their own W&B run, this would be a second one", "delete the block and use --wandb --project NAME", outcome=APPLIES),
+    _unused("hybrid_engine", "serves generation during reinforcement learning", "delete the block", outcome=APPLIES),
+    _unused("autotuning", "is read by `deepspeed --autotuning` only, which does not start recipes", "delete the block"),
+    _unused("weight_quantization", "serves inference", "delete the block"),
+    _unused("datastates_ckpt", "needs the package datastates, and falls back to torch.save without a word", "delete the block"),
+    _unused("use_data_before_expert_parallelism", f"{OURS} lay out the ranks themselves", "delete it", outcome=APPLIES),
+    _unused(
+        "seq_parallel_communication_data_type",
+        f"{OURS} reduce gradients in communication_data_type, over sequence ranks too",
+        "delete it",
+        outcome=APPLIES,
+    ),
+    Rule(
+        "managed_gradient_accumulation",
+        lambda f: not f.get("managed_gradient_accumulation"),
+        "the training loop lets DeepSpeed count micro-batches",
+        "set it to true or delete it",
+        APPLIES,
+        "",
+    ),
+    Rule(
+        "gradient_allreduce_op",
+        lambda f: f.get("gradient_allreduce_op").lower() != "mean",
+        "the loss is averaged over tokens, which takes the mean",
+        'write "mean" or delete it',
+        APPLIES,
+        "",
+    ),
+    Rule(
+        f"{ZERO}.compute_grad_norm",
+        lambda f: f.get(f"{ZERO}.compute_grad_norm") is False,
+        "grad_norm is logged at every step",
+        "set it to true or delete it",
+        APPLIES,
+        "",
+    ),
+)
+
+# Keys that a recipe honours, and DeepSpeed alone does not.
+STOCK_RULES: tuple[Rule, ...] = (
+    *(
+        _unused(f"pipeline.{key}", "the PipelineModule of the script decides this; DeepSpeed reads and ignores it", "delete it", "pipe/engine.py:135; run")
+        for key in ("stages", "partition", "seed_layers")
+    ),
+)
+
+# Of these blocks a recipe honours some keys, and does the rest itself.
+RECIPE_HONOURS = {
+    "tensor_parallel": {"autotp_size"},
+    "expert_parallel": {"autoep_size", "enabled"},
+    "pipeline": {"stages"},
+}
+
+
+def _scatters(facts: Facts) -> bool:
+    """True where DeepSpeed averages gradients by reduce-scatter, which takes no other scaling."""
+    return facts.stage >= 2 and facts.get(f"{ZERO}.reduce_scatter", True)

@@ -1,0 +1,386 @@
+"""Which keys DeepSpeed reads, and what each may hold: the look at single keys, from schema.json."""
+
+import copy
+import difflib
+import functools
+import json
+import math
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
+
+Node = dict[str, Any]  # of schema.json, which tools/make/make_ds_schema.py writes
+
+# Keys that Trainer, accelerate and the recipes all fill; "auto" anywhere else would be dropped without a word.
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.params.lr",
+    "optimizer.params.weight_decay",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+
+
+def at(config: dict[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path; `default` where the configuration does not mention it."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return default
+        value = value[key]
+    return value
+
+
+@functools.cache
+def schema() -> Node:
+    return json.loads((Path(__file__).parent / "schema.json").read_text())
+
+
+def optimizer_name(config: dict[str, Any]) -> str | None:
+    """The optimizer's name as the schema spells it; None if there is none, or none of that name."""
+    name = at(config, "optimizer.type")
+    if not isinstance(name, str):
+        return None
+    known = schema()["optimizers"]
+    return next((spelled for spelled in known if spelled == name or (known[spelled].get("any_case") and spelled.lower() == name.lower())), None)
+
+
+def optimizer_params(config: dict[str, Any]) -> dict[str, Node]:
+    """The keys of optimizer.params, for the implementation that DeepSpeed will choose."""
+    name = optimizer_name(config)
+    if name is None:
+        return {}
+    variants = schema()["optimizers"][name]
+    offload = at(config, "zero_optimization.offload_optimizer")
+    offloaded = isinstance(offload, dict) and offload.get("device", "cpu" if offload else "none") != "none"  # a block without one is at fault
+    chosen = "torch" if at(config, "optimizer.params.torch_adam") is True else "cpu" if offloaded else "device"
+    return variants.get(chosen) or variants.get("device", {})
+
+
+# Keys that an older DeepSpeed read under this name, and this one does not.
+FORMER = {"aio.thread_count": "intra_op_parallelism"}
+
+# Keys of optimizer.params that DeepSpeed takes out for optimizers that have no use for them (engine.py, _configure_basic_optimizer).
+TAKEN_OUT = {"adam_w_mode": ("AdamW",), "fp32_optimizer_states": ("Adam", "AdamW")}
+
+# Who fills what else (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py and dataclasses.py); "": nobody fills anything.
+_BOTH = {*AUTO, "fp16.enabled", "bf16.enabled"} | {
+    f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+}
+_PLUGIN = {f"zero_optimization.offload_{what}.{key}" for what in ("optimizer", "param") for key in ("device", "nvme_path")}
+FILLED_BY: dict[str, frozenset[str]] = {
+    "": frozenset(),
+    "trainer": frozenset(_BOTH | {"optimizer.params.betas", "optimizer.params.eps"}),
+    "accelerate": frozenset(_BOTH | _PLUGIN | {"zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"}),
+}
+
+
+def walk(config: dict[str, Any], auto: Collection[str] = AUTO) -> tuple[list[Problem], dict[str, Any]]:
+    """The mistakes a look at single keys can find, and the configuration without the keys at fault.
+
+    `auto` holds the keys that somebody fills. Whole numbers written as 5e8 become integers, and what DeepSpeed would
+    replace by a default is that default.
+    """
+    found: list[Problem] = []
+    root = copy.copy(schema()["config"])
+    root["keys"] = copy.deepcopy({key: node for key, node in root["keys"].items() if key in config})
+    schedules = schema()["schedulers"] | schema()["torch_schedulers"]
+    for block, names in (("optimizer", schema()["optimizers"]), ("scheduler", schedules)):
+        if not isinstance(config.get(block), dict):
+            continue
+        given = config[block].get("type")
+        params = root["keys"][block]["keys"]["params"]
+        name = optimizer_name(config) if block == "optimizer" else given if isinstance(given, str) and given in names else None
+        if name is None:
+            if isinstance(given, str) or (given is None and not resembled("type", config[block].keys() - root["keys"][block]["keys"].keys())):
+                found.append(_unknown_name(block, given, list(names)))
+        elif "needs_package" in names[name]:
+            package = names[name]["needs_package"]
+            found.append(Problem(f"{block}.type = {given}", f"needs the package {package}, which is not installed", "use AdamW", FAILS))
+        else:
+            params["keys"] = optimizer_params(config) if block == "optimizer" else names[name]
+            params["of"], params["strict"] = name, True
+            if "params" not in config[block] and (needed := [key for key, node in params["keys"].items() if node.get("required")] or block == "scheduler"):
+                listed = ", ".join(needed) if isinstance(needed, list) else "an object"
+                found.append(Problem(f"{block}.params = (missing)", f"{name} needs it", f'add "params" with {listed}', FAILS))
+    root["keys"] |= {key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]}
+    clean = _block(root, config, "", found, auto)
+    fixes = _fixes_by_the_file(config)
+    found = [replace(problem, fix=fixes.get((problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"')), problem.fix)) for problem in found]
+    for block in ("optimizer", "scheduler"):
+        if "keys" not in root["keys"][block]["keys"]["params"]:  # its type is at fault, so nothing is known about them
+            clean.get(block, {}).pop("params", None)
+    return found, clean
+
+
+def meant_by_auto(config: dict[str, Any]) -> dict[str, bool]:
+    """Returns what "auto" stands for in bf16.enabled and fp16.enabled: whoever wrote it trains in one of the two."""
+    fp16, bf16 = (at(config, f"{name}.enabled") for name in ("fp16", "bf16"))
+    return {"bf16.enabled": fp16 is not True, "fp16.enabled": bf16 not in (True, "auto")}
+
+
+def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
+    """(path, whether it holds "auto") -> the fix, where the rest of the file decides what it is."""
+    zero, lr = at(config, "zero_optimization"), at(config, "optimizer.params.lr")
+    stage3 = isinstance(zero, dict) and any(key.startswith(("stage3_", "offload_param")) for key in zero)
+    number = isinstance(lr, (int, float))
+    fixes = {path: f"write {json.dumps(value)}" for path, value in meant_by_auto(config).items()}
+    fixes |= dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps"), "delete it")
+    fixes |= {"zero_optimization.stage": f"write {3 if stage3 else 2}"}
+    fixes |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1")  # rows of a step are then known
+    fixes |= {"train_batch_size": "delete it"} if "train_micro_batch_size_per_gpu" in config else {}
+    # WarmupLR takes the optimizer's rate itself, WarmupDecayLR would take 0.001
+    fixes |= {"scheduler.params.warmup_max_lr": f"write {lr}" if number else "delete it" if at(config, "scheduler.type") == "WarmupLR" else "write 0.001"}
+    clipping = (
+        "delete it" if "gradient_clipping" in config else f'write "gradient_clipping": {json.dumps(at(config, "optimizer.params.max_grad_norm"))} instead'
+    )
+    return {(path, True): fix for path, fix in fixes.items()} | {("optimizer.params.max_grad_norm", False): clipping}
+
+
+def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], auto: Collection[str]) -> dict[str, Any]:
+    clean = {}
+    strict = bool(node.get("strict"))
+    for key, value in config.items():
+        here = f"{path}.{key}" if path else key
+        known = node["keys"].get(key)
+        if known is None:
+            found.append(_unknown_key(node, key, value, path))
+        elif "removed" in known:
+            found.append(Problem(f"{here} = {shown(value)}", f"was removed from DeepSpeed {schema()['deepspeed']}", "delete it", FAILS))
+        elif "use_instead" in known:
+            works, fix, renamed = known.get("works", True), *_renamed(known["use_instead"], key, value, config)
+            found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", fix, APPLIES if works else IGNORES))
+            clean |= renamed if works else {}
+        elif problem := _wrong(known, value, here, auto, strict):
+            found.append(problem)
+            if problem.outcome == REPLACES and value == "auto" and "default" in known:
+                clean[key] = known["default"]
+        elif value == "auto" and here not in AUTO and known.get("default") != "auto":
+            clean |= {key: known["default"]} if "default" in known else {}  # whoever fills it
+        elif "keys" in known and isinstance(value, dict):
+            clean[key] = _block(known, value, here, found, auto)
+        else:
+            clean[key] = int(value) if isinstance(value, float) and "integer" in known["type"] and "number" not in known["type"] else copy.deepcopy(value)
+    for key, known in node["keys"].items():
+        if known.get("required") and key not in config:
+            found.append(Problem(f"{path}.{key} = (missing)", f"{node.get('of', path)} needs it", f'add "{key}": {_example(known)}', FAILS))
+    enabled = node["keys"].get("enabled", {})
+    unknown = config.keys() - node["keys"].keys()
+    if config and "enabled" not in config and enabled.get("default") is False and not resembled("enabled", unknown):
+        rule = 'has no "enabled", so DeepSpeed leaves it off and ignores the rest'
+        found.append(Problem(f"{path} = {shown(config)}", rule, 'add "enabled": true or delete the block', IGNORES))
+    return clean
+
+
+def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The fix for an old name, and what stands in the configuration after it; `config` is the block."""
+    name = new.rpartition(".")[2]
+    if " or " in new:
+        return f"delete it, and write it as pin_memory in {new}", {}
+    if name in config:
+        return f"delete it; {new} is there", {}
+    if key in ("cpu_offload", "cpu_offload_param"):  # a switch has become a block
+        if not value or value == "false":
+            return "delete it", {}
+        value = {"device": "cpu"}
+    return f'write "{new}": {json.dumps(value)} instead', {name: copy.deepcopy(value)}
+
+
+def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool) -> Problem | None:
+    """What is wrong with one value: "auto" where nobody fills it, its type, its range, its name.
+
+    `strict` blocks are pydantic models: they drop "auto", convert a word or number that can be meant for another type,
+    and refuse the rest. All others take what they get, and fail when they use it.
+    """
+    where, types = f"{path} = {shown(value)}", node["type"]
+    if value == "auto" and path in auto:
+        return None
+    if value == "auto" and node.get("default") != "auto":
+        drops = strict and not path.startswith(("optimizer.", "scheduler."))
+        word = "boolean" in types and path != "wall_clock_breakdown" and path != "flops_profiler.enabled"  # any word counts as true
+        return Problem(where, '"auto" is filled by nobody here', f"write {_example(node)}", REPLACES if drops or word else FAILS)
+    if path == "zero_optimization" and isinstance(value, bool):
+        return Problem(where, "is the format of 2020, a switch between stage 0 and 1", f'write {{"stage": {int(value)}}}', APPLIES)
+    if not any(_is(value, name) for name in types):
+        names = " or ".join(
+            {"object": "a block {...}", "array": "a list [...]", "integer": "a whole number", "number": "a number", "null": "null"}.get(name, f"a {name}")
+            for name in types
+        )
+        return Problem(where, f"must be {names}", f"write {_meant(node, value)}", _converted(node, value, path, strict))
+    if isinstance(value, str):
+        if "enum" in node and not (value in node["enum"] or (node.get("any_case") and value.lower() in [str(name).lower() for name in node["enum"]])):
+            near = difflib.get_close_matches(value, [str(name) for name in node["enum"]], 1)
+            return Problem(
+                where,
+                f"must be one of {', '.join(str(name) for name in node['enum'])}",
+                f"did you mean {near[0]}?" if near else f"write {_example(node)}",
+                FAILS,
+            )
+        return None
+    numbers = [number for number in node.get("enum", []) if not isinstance(number, str)]
+    if numbers and value is not None and value not in numbers:
+        return Problem(where, f"must be {' or '.join(json.dumps(number) for number in numbers)}", f"write {_nearest(numbers, value)}", FAILS)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        for word, bad, says in (
+            ("min", lambda bound: value < bound, "at least"),
+            ("above", lambda bound: value <= bound, "more than"),
+            ("max", lambda bound: value > bound, "at most"),
+            ("below", lambda bound: value >= bound, "less than"),
+        ):
+            if word in node and bad(node[word]):
+                outcome = APPLIES if path == "gradient_clipping" else FAILS  # a negative limit is none
+                return Problem(where, f"must be {says} {node[word]:g}", f"write {_example(node)}", outcome)
+    if isinstance(value, list):
+        if not all(_is(item, node.get("items", "any")) for item in value):
+            return Problem(where, f"must hold nothing but items of type {node['items']}", f"write {_example(node)}", FAILS)
+        if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
+            return Problem(where, f"{shown(odd[0])} is none of {', '.join(node['items_enum'])}", "write one of these", FAILS)
+        if "length" in node and len(value) != node["length"]:
+            return Problem(where, f"must hold {node['length']} numbers", f"write {_example(node)}", FAILS)
+        if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
+            return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]", FAILS)
+    return None
+
+
+def _converted(node: Node, value: Any, path: str, strict: bool) -> str:
+    """What DeepSpeed does with a value of the wrong type."""
+    types, text = node["type"], value.strip().lower() if isinstance(value, str) else None
+    if strict and not path.startswith(("optimizer.", "scheduler.")):  # pydantic's lax mode
+        if "boolean" in types and (value in (0, 1) or text in ("0", "1", "true", "false", "t", "f", "yes", "no", "y", "n", "on", "off")):
+            return APPLIES
+        number = r"[-+]?\d+" if "number" not in types else r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?"
+        if {"integer", "number"} & set(types) and (isinstance(value, bool) or (text is not None and re.fullmatch(number, text))):
+            return APPLIES
+        return FAILS
+    if "boolean" in types and path not in ("wall_clock_breakdown", "flops_profiler.enabled"):
+        if value in (0, 1) or text in ("true", "yes", "on", "1"):
+            return APPLIES
+        return REPLACES if text is not None else FAILS  # any word counts as true
+    return FAILS
+
+
+def _is(value: Any, name: str) -> bool:
+    if name == "boolean":
+        return isinstance(value, bool)
+    if name in ("integer", "number"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        return math.isfinite(value) and (name == "number" or value == int(value))
+    return {"string": isinstance(value, str), "array": isinstance(value, list), "object": isinstance(value, dict), "null": value is None, "any": True}[name]
+
+
+def _meant(node: Node, value: Any) -> str:
+    """What a value of the wrong type was probably meant to be."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if "boolean" in node["type"] and text in ("true", "false", "yes", "no", "on", "off"):
+            return "true" if text in ("true", "yes", "on") else "false"
+        if {"integer", "number"} & set(node["type"]) and re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", text):
+            return f"{value.strip()} without quotes"
+    if "boolean" in node["type"] and value in (0, 1):
+        return "true" if value else "false"
+    if "integer" in node["type"] and isinstance(value, float) and math.isfinite(value):
+        return str(math.ceil(value))
+    return _example(node)
+
+
+def _nearest(numbers: list[Any], value: Any) -> str:
+    return json.dumps(min(numbers, key=lambda number: abs(number - value)))
+
+
+def _example(node: Node) -> str:
+    """A value that the node takes, as one would type it."""
+    if node.get("default") is not None:
+        return json.dumps(node["default"])
+    if "enum" in node:
+        return json.dumps(node["enum"][0])
+    return {
+        "boolean": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "a string in quotes",
+        "object": "{...}",
+        "array": '["NAME"]',
+        "any": "a value",
+    }.get(node["type"][0], "null")
+
+
+def resembled(key: str, names: Iterable[str]) -> bool:
+    """True if one of the names is the key, or may be meant to be."""
+    return bool(difflib.get_close_matches(key, names, 1))
+
+
+def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
+    here = f"{path}.{key}" if path else key
+    kind = f"{node['of']} does not take this key" if "of" in node else "DeepSpeed knows no such key here"
+    valid = [name for name, known in node["keys"].items() if "removed" not in known and "use_instead" not in known]
+    near = difflib.get_close_matches(key, valid, 1, 0.7)
+    elsewhere = [place for place in _paths() if place.rpartition(".")[2] == key]
+    if former := FORMER.get(here):
+        fix = f"did you mean {former}?"
+    elif near:
+        fix = f"did you mean {near[0]}?"
+    elif elsewhere:
+        fix = f"it belongs in {' or '.join(place.rpartition('.')[0] or 'the top level' for place in elsewhere)}"
+    elif "of" in node:
+        fix = f"delete it; {node['of']} takes {', '.join(valid)}"
+    elif far := difflib.get_close_matches(key, _paths_by_name(), 1, 0.8):
+        fix = f"did you mean {_paths_by_name()[far[0]]}?"
+    else:
+        near = difflib.get_close_matches(key, valid, 1, 0.0)
+        fix = f"delete it; the nearest key is {near[0]}" if near else "delete it"
+    outcome = FAILS if node.get("strict") else IGNORES
+    if path == "optimizer.params" and node["of"] in TAKEN_OUT.get(key, ()):
+        outcome = IGNORES
+    elif path == "optimizer.params" and key == "amsgrad" and value is False and node["of"] in ("Adam", "AdamW"):
+        outcome = APPLIES  # an argument of every Adam, which none but PyTorch's can do
+    return Problem(f"{here} = {shown(value)}", kind, fix, outcome)
+
+
+def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
+    if given is None:
+        return Problem(
+            f"{block}.type = (missing)",
+            f"without it DeepSpeed ignores the {block} block",
+            f'add "type": "{"AdamW" if block == "optimizer" else "WarmupLR"}"',
+            IGNORES,
+        )
+    by_lower = {name.lower(): name for name in names}
+    inside = [name for name in by_lower if name in given.lower()]  # DeepSpeed_Adam, adamw_torch
+    near = [max(inside, key=len)] if inside else difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
+    fix = f"did you mean {by_lower[near[0]]}?" if near else f"write one of {', '.join(names)}"
+    return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} has no such {block} that a JSON could set up", fix, FAILS)
+
+
+@functools.cache
+def _paths() -> tuple[str, ...]:
+    """The dotted path of every key."""
+
+    def below(node: Node, path: str) -> list[str]:
+        return [
+            place
+            for key, known in node["keys"].items()
+            if known.get("type")
+            for place in [path + key, *(below(known, f"{path}{key}.") if "keys" in known else [])]
+        ]
+
+    return tuple(below(schema()["config"], ""))
+
+
+@functools.cache
+def _paths_by_name() -> dict[str, str]:
+    return {place.rpartition(".")[2]: place for place in reversed(_paths())}
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in the JSON, shortened."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,42 @@
+"""The drive that an NVMe offload swaps to."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..refusal import Problem
+from .schema import at
+
+
+def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
+    """NVMe folders that cannot be used on this host; a relative `nvme_path` lies under `out`."""
+    found = []
+    for path in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        block = at(config, path)
+        if not isinstance(block, dict) or block.get("device") != "nvme" or not isinstance(block.get("nvme_path"), str):
+            continue
+        where, folder = f"{path}.nvme_path = {block['nvme_path']}", Path(block["nvme_path"]).expanduser()
+        relative = not folder.is_absolute()
+        folder = out / folder if relative else folder
+        there = folder
+        while relative and not there.exists():  # under `out` it is made
+            there = there.parent
+        if not there.is_dir():
+            found.append(Problem(where, f"no folder {folder} on this host", "write the folder of a local drive"))
+        elif not os.access(there, os.W_OK):
+            found.append(Problem(where, f"{there} is not writable", "write a folder this user may write to"))
+        elif file_system(there) in ("tmpfs", "ramfs"):
+            found.append(Problem(where, f"{there} is in memory ({file_system(there)}), so offloading there saves none", "write the folder of a local drive"))
+    return found
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system that `folder` lies on, or "" where the system does not tell."""
+    mounts = Path("/proc/self/mounts")
+    best, kind = "", ""
+    for line in mounts.read_text().splitlines() if mounts.exists() else []:
+        _, point, name, *_ = line.split()
+        point = point.replace("\\040", " ")
+        if len(point) >= len(best) and folder.resolve().is_relative_to(point):
+            best, kind = point, name
+    return kind

@@ -1,0 +1,157 @@
+"""Checkpoints of raw DeepSpeed scripts and AutoTP are read where their files decide what is in them, else refused (HF Trainer's: test_ds_configs.py)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipekit.checkpoints import convert
+from recipekit.checkpoints.deepspeed_io import read_pickle
+from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.refusal import Refusal
+from safetensors.torch import load_file
+
+
+def raw_script(out: str, zero: int, tp: int = 1, bf16: bool = True, frozen: bool = False, heads: int = 2, **more: Any) -> dict[str, torch.Tensor]:
+    """What anyone writes with DeepSpeed and transformers; returns the whole weights in the training dtype."""
+    import deepspeed
+    import torch.distributed as dist
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=heads, vocab_size=67
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and "layers.1." in name))
+    decayed = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim == 1]
+    groups: Any = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "bf16": {"enabled": bf16},
+    }
+    settings["optimizer"] = more.pop("optimizer", settings["optimizer"])
+    settings["zero_optimization"] |= more
+    if tp > 1:
+        settings["tensor_parallel"] = {"autotp_size": tp}
+    engine: Any = deepspeed.initialize(model=model, model_parameters=groups, config=settings, dist_init_required=False)[0]
+    generator = torch.Generator().manual_seed(dist.get_rank() // tp)
+    for _ in range(2):
+        ids = torch.randint(0, 67, (1, 16), generator=generator)
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+    engine.save_checkpoint(out)
+    whole = {}
+    for name, parameter in engine.module.named_parameters() if tp == 1 else ():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            whole[name] = parameter.detach().clone()
+    return whole
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_raw_checkpoint_becomes_hugging_face_files(pools, tmp_path, zero, frozen):
+    """zero_to_fp32 stops at ZeRO-0, and at ZeRO-1 it drops the frozen parameters without a word."""
+    whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=zero, frozen=frozen)[0]
+    convert.to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
+    got = exported(tmp_path / "hf")
+    assert got.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_shuffled_groups_are_read_in_their_own_order(pools, tmp_path):
+    """ds_to_universal makes silently wrong weights of them: 18 of 21 parameters of the study's model."""
+    whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=2, round_robin_gradients=True)[0]
+    convert.to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
+    assert all(torch.equal(value, whole[name]) for name, value in exported(tmp_path / "hf").items())
+    master = open_step(tmp_path / "raw")
+    assert [tensor.name for tensor in master.blueprint.tensors] != list(whole)
+
+
+def test_an_optimizer_without_adams_moments_is_refused(pools, tmp_path):
+    """ds_to_universal ends with a KeyError."""
+    pools.run(1, raw_script, out=str(tmp_path / "raw"), zero=1, optimizer={"type": "SGD", "params": {"lr": 1e-2}})
+    with pytest.raises(Refusal, match="not Adam's exp_avg, exp_avg_sq"):
+        open_step(tmp_path / "raw")
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 3), (3, 2), (2, 0)])
+def test_a_raw_checkpoint_goes_on_in_another_layout(pools, tmp_path, source, target):
+    """Stock universal checkpoints refuse 1 -> 3 and 3 -> 2, and give every group of ZeRO-3 the first one's weight decay."""
+    whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=source)[0]
+    step = open_step(tmp_path / "raw")
+    layout = target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=target)
+    convert.reshape(tmp_path / "raw", tmp_path / "other" / "global_step2", layout)
+    results = pools.run(3, load_raw, folder=str(tmp_path / "other"), zero=target)
+    assert results[0][1] == [0.1, 0.0] and results[0][2] == 2
+    for name, value in whole.items():
+        assert torch.equal(results[0][0][name], value), name
+
+
+def load_raw(folder: str, zero: int) -> tuple[dict[str, torch.Tensor], list[float], int]:
+    import deepspeed
+    import transformers
+
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=67)
+    model = transformers.LlamaForCausalLM(config)
+    groups: Any = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": zero}, "bf16": {"enabled": True}}
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    engine: Any = deepspeed.initialize(model=model, model_parameters=groups, config=settings, dist_init_required=False)[0]
+    path, _ = engine.load_checkpoint(folder, tag="global_step2")
+    assert path is not None
+    whole = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            whole[name] = parameter.detach().clone()
+    return whole, [group["weight_decay"] for group in engine.optimizer.param_groups], engine.global_steps
+
+
+@pytest.mark.parametrize(("zero", "heads"), [(1, 2), (2, 1), (0, 4)])
+def test_autotp_is_joined_by_its_own_notes(pools, tmp_path, zero, heads):
+    """save_16bit_model writes rank 0's shards and says nothing; ds_to_universal ends with a TypeError at one key-value head."""
+    pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=zero, tp=2, heads=heads)
+    convert.to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
+    got = exported(tmp_path / "hf")
+    ranks = [read_pickle(tmp_path / "raw" / "global_step2" / f"mp_rank_{rank:02d}_model_states.pt")["module"] for rank in range(2)]
+    assert got["lm_head.weight"].shape == (67, 32) and got["model.layers.0.self_attn.k_proj.weight"].shape == (8 * heads, 32)
+    for name, value in got.items():
+        parts = [own[name] for own in ranks]
+        dim = 1 if any(word in name for word in ("o_proj", "down_proj")) else 0
+        joined = parts[0] if parts[0].shape == value.shape else torch.cat(parts, dim)
+        assert torch.equal(joined, value), name
+
+
+def test_what_the_files_do_not_decide_is_refused(pools, tmp_path):
+    pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=0)
+    step = open_step(tmp_path / "raw")
+    with pytest.raises(Refusal, match="its optimizer states have no names; take its weights"):
+        convert.reshape(tmp_path / "raw", tmp_path / "out", target_layout(step.blueprint, step.layout, dp=2, tp=None, pp=None, zero=1))
+    with pytest.raises(Refusal, match="publishes no tensor-parallel plan"):
+        target_layout(step.blueprint, step.layout, dp=None, tp=2, pp=None, zero=None)
+    (tmp_path / "raw" / "global_step2" / "layer_00-model_states.pt").write_bytes(b"")
+    with pytest.raises(Refusal, match="is of a pipeline"):
+        open_step(tmp_path / "raw")
+
+
+def test_files_of_another_number_of_ranks_are_named(pools, tmp_path):
+    pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=2)
+    folder = tmp_path / "raw" / "global_step2"
+    stale = folder / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    stale.write_bytes((folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").read_bytes())
+    with pytest.raises(Refusal, match=f"{stale.name}: does not belong to this checkpoint"):
+        open_step(tmp_path / "raw")
+    stale.unlink()
+    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(Refusal, match=r"pp_rank_1_mp_rank_00_optim_states.*is missing"):
+        open_step(tmp_path / "raw")

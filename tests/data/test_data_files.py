@@ -1,0 +1,132 @@
+"""Local data is read for one row when a run is planned: a wrong column or file is refused before a model is built."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pool import ROOT
+from recipekit.command import parse
+from recipekit.data.files import local_files
+from recipekit.data.mixture import Domain
+from recipekit.data.request import Request
+from recipekit.data.sources import open_source
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+
+NANO = ROOT / "recipes" / "llama_nano_zero2.py"
+SFT = ("--task", "sft")
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+TABLE = {"text": ["one", "two"], "messages": [CHAT, CHAT], "number": [1, 2], "input_ids": [[1, 2], [3]]}
+
+
+def lines(*rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def table(kind: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    if kind == "parquet":
+        pq.write_table(pa.table(TABLE), sink)
+    else:
+        with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(sink, pa.table(TABLE).schema) as writer:
+            writer.write_table(pa.table(TABLE))
+    return sink.getvalue().to_pybytes()
+
+
+def planned(folder: Path, name: str, content: bytes, *flags: str) -> None:
+    (folder / name).write_bytes(content)
+    for start in ([], ["--dry_run"]):
+        make_plan(parse(Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes"), NANO, ["--dataset", str(folder / name), *flags, *start]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "flags", "says"),
+    [
+        ("a.jsonl", lines({"content": "x"}), (), "a.jsonl, row 1: has no column 'text', only 'content'; name the column with --text_field"),
+        ("a.jsonl", b"\n" + lines({"text": 3}), (), "a.jsonl, row 2: holds int '3' where text (--text_field) should be"),
+        ("a.jsonl", lines({"text": "x"}), ("--text_field", "body"), "has no column 'body', only 'text'"),
+        ("a.jsonl", lines({"text": "x"}), SFT, "has no column 'messages', only 'text'"),
+        ("a.jsonl", lines({"messages": "x"}), SFT, "holds str 'x' where a list of messages (--messages_field) should be"),
+        ("a.jsonl", lines({"text": [1, 2]}), (), "holds token ids, which are read from Parquet and Arrow files only"),
+        ("a.json", b'[\n{"text": "x"}\n]\n', (), "a.json, row 1: is not JSON"),
+        ("a.jsonl", b"", (), "a.jsonl: is empty; fetch it again"),
+        ("a.jsonl", '{"text": "für"}\n'.encode("latin1"), (), "is not UTF-8: byte 0xfc at 11; convert the file (iconv -f latin1 -t utf-8)"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), (), "is UTF-16, not UTF-8; convert the file (iconv -f utf-16 -t utf-8)"),
+        ("a.txt", "für\n".encode("utf-16"), (), "is UTF-16, not UTF-8"),
+        ("a.txt", "für".encode("latin1"), SFT, "task sft needs chats, these are text files"),
+        ("a.txt", "für dich".encode("latin1"), (), "is not UTF-8: byte 0xfc at 1"),
+        ("a.jsonl.gz", gzip.compress(lines({"content": "x"}), mtime=0), (), "has no column 'text', only 'content'"),
+        ("a.jsonl.gz", lines({"text": "x"}), (), "a.jsonl.gz, row 1: cannot be read: Not a gzipped file"),
+        ("a.csv", b"text\nx\n", (), "a.csv: .csv is not read; convert it to one of .txt"),
+        ("a.dat", b"text\nx\n", (), "a.dat: the ending does not say what is in it; convert it to one of .txt"),
+        ("a.parquet", table("parquet"), ("--text_field", "body"), "has no column 'body', only 'text', 'messages', 'number', 'input_ids'"),
+        ("a.parquet", table("parquet"), ("--text_field", "number"), "holds int '1' where text (--text_field) should be"),
+        ("a.parquet", table("parquet")[:-50], (), "a.parquet, row 1: cannot be read: "),
+        ("a.parquet", table("parquet"), (*SFT, "--messages_field", "text"), "holds str 'one' where a list of messages"),
+        ("a.arrow", table("stream"), ("--text_field", "body"), "has no column 'body'"),
+        ("a.arrow", table("file"), ("--text_field", "number"), "holds int '1' where text"),
+        ("a.arrow", table("file")[:100], (), "a.arrow, row 1: cannot be read: "),
+    ],
+)
+def test_what_the_first_row_tells_is_refused_by_the_plan(tmp_path, name, content, flags, says):
+    with pytest.raises(Refusal) as refusal:
+        planned(tmp_path, name, content, *flags)
+    (problem,) = refusal.value.problems
+    assert says in str(problem) and len(str(problem).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "flags"),
+    [
+        ("a.jsonl", b"\xef\xbb\xbf" + lines({"text": "x"}), ()),
+        ("a.jsonl", b"\r\n \n" + lines({"text": ""}, {"other": 1}), ()),
+        ("a.jsonl", lines({"text": None}), ()),
+        ("a.jsonl", lines({"messages": CHAT}), SFT),
+        ("a.jsonl", lines({"text": "x" * 3_000_000}), ("--text_field", "text")),
+        ("a.jsonl", lines({"content": "x"}), ("--bad_rows", "skip")),
+        ("a.jsonl", b"", ("--bad_rows", "skip")),
+        ("a.txt", ("ü" * 600_000).encode(), ()),
+        ("a.txt.gz", gzip.compress(b"text", mtime=0), ()),
+        ("a.parquet", table("parquet"), ()),
+        ("a.parquet", table("parquet"), ("--text_field", "input_ids")),
+        ("a.parquet", table("parquet"), SFT),
+        ("a.arrow", table("stream"), ()),
+        ("a.arrow", table("file"), ("--text_field", "input_ids")),
+    ],
+)
+def test_what_can_be_read_is_planned(tmp_path, name, content, flags):
+    planned(tmp_path, name, content, *flags)
+
+
+def test_what_is_left_out_of_a_folder_is_told(tmp_path):
+    """What describes the data is no data; text beside text is read as ever."""
+    for name in ("a.jsonl", "below/b.jsonl", "README.md", "LICENSE", "license.txt", "c.csv", "below/d.csv.gz", "e.zip", "f.csv", ".g.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(lines({"text": "x"}))
+    assert local_files(str(tmp_path)) == [tmp_path / "a.jsonl", tmp_path / "below" / "b.jsonl"]
+
+    def notes(dataset: Path) -> list[str]:
+        command = ["--dataset", str(dataset), "--dry_run"]
+        plan = make_plan(parse(Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes"), NANO, command))
+        return [note for note in plan.notes if note.startswith("--dataset")]
+
+    assert notes(tmp_path) == [f"--dataset {tmp_path}: c.csv, d.csv.gz, e.zip and 1 more left out, as .csv, .zip is not read"]
+    for name in ("a.jsonl", "below/b.jsonl"):
+        (tmp_path / name).rename(tmp_path / f"{name}.txt")
+    assert local_files(str(tmp_path)) == sorted(tmp_path / name for name in ("a.jsonl.txt", "below/b.jsonl.txt", "README.md", "license.txt"))
+    assert notes(tmp_path / "*.txt") == []
+
+
+def test_an_odd_row_in_the_middle_may_be_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines({"text": "x"}, {"content": "x"}))
+    request = Request(dataset=str(tmp_path / "a.jsonl"))
+    source = open_source(request, Domain("", request.dataset), patience=None)  # type: ignore[arg-type]
+    first, second = next(source.read(0, 0, 0))
+    assert source.documents(first, "row 1") == [("x", "row 1")]
+    with pytest.raises(Refusal, match=r"row 2: has no column 'text', only 'content'; .*--text_field.* or leave it out \(--bad_rows skip\)"):
+        source.documents(second, source.place(0, 0, 1))

@@ -1,0 +1,217 @@
+"""recipekit/hosts/gpus.py, checks.py: which GPUs are looked at, and what keeps a rank from using them. The other checks are in test_doctor.py, as a user meets them."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import NANO
+from pool import environment
+from recipekit.hosts import checks, gpus
+from recipekit.hosts.gpus import check_gpus_seen, check_ordinal
+from recipekit.hosts.ports import check_master_port
+from recipekit.refusal import Problem
+from test_torch_builds import CLOSED, OPEN
+
+# As nvidia-smi of driver 550 prints it: index, uuid, name, memory.total, memory.used, driver_version
+TOLD = "".join(f"{number}, GPU-{number}{number}aa-bb, NVIDIA H200, 143771, {used}, 550.1\n" for number, used in enumerate((9, 80000, 9, 9)))
+
+
+@pytest.fixture(autouse=True)
+def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of four GPUs, the second of which is in use."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<END\n{TOLD}END\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("3,1", [3, 1]),
+        ("GPU-22aa,0", [2, 0]),
+        ("", []),
+        ("-1", []),
+        ("0,9,1", [0]),
+        ("GPU-", []),
+        (" 2 , 3 ", [2, 3]),
+        ("MIG-5", [0, 1, 2, 3]),
+    ],
+)
+def test_only_visible_gpus_count(visible: str | None, numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.number for gpu in gpus.gpus()] == numbers
+
+
+def test_a_gpu_that_is_left_out_is_not_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(visible: str, ranks: int) -> list[str]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return [str(found) for found in gpus.check_devices(ranks) if isinstance(found, Problem) and "/dev/shm" not in str(found)]
+
+    assert told("2,3", 2) == []
+    assert [problem.partition(":")[0] for problem in told("2,1", 2)] == ["GPU 1 (NVIDIA H200)"]
+    assert told("2,3", 4) == ["4 ranks: this host has 2 GPUs that CUDA_VISIBLE_DEVICES names; start 2 ranks or fewer on it"]
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """/dev of a host with two GPUs, beside what its driver tells of itself, in an environment that wishes for nothing."""
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("needs a torch that sees no accelerator")
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / "dev" / name).touch()
+    gpu = tmp_path / "driver" / "gpus" / "0000:01:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 120\n")
+    (tmp_path / "driver" / "version").write_text(CLOSED)
+    return tmp_path
+
+
+def unseen(host: Path) -> list[Problem]:
+    return check_gpus_seen(host / "dev", host / "driver" / "version")
+
+
+def test_gpus_that_torch_does_not_see(host: Path) -> None:
+    """As with the CPU build of torch, which pip may have taken, on a host of GPUs."""
+    import torch
+
+    (problem,) = unseen(host)
+    assert problem.where == f"torch {torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})"
+    assert problem.rule == "sees none of the 2 GPUs of this host (NVIDIA H200), driver 550.54.15"
+    assert problem.fix.startswith("install the build for this driver: make setup TORCH=cu126") and 'set CUDA_VISIBLE_DEVICES=""' in problem.fix
+    (host / "driver" / "version").write_text(OPEN)
+    assert torch.version.cuda or "TORCH=cu130;" in unseen(host)[0].fix
+    (host / "driver" / "version").unlink()
+    assert "whose driver is not loaded" in unseen(host)[0].rule
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problems"),
+    [
+        ("DS_ACCELERATOR", "cpu", 0),
+        ("CUDA_VISIBLE_DEVICES", "", 0),
+        ("CUDA_VISIBLE_DEVICES", "-1", 0),
+        ("CUDA_VISIBLE_DEVICES", "0", 1),
+        ("DS_ACCELERATOR", "cuda", 1),
+    ],
+)
+def test_a_wish_for_the_cpu_is_honoured(host: Path, name: str, value: str, problems: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert len(unseen(host)) == problems
+
+
+def test_a_host_without_gpus_is_fine(host: Path) -> None:
+    for path in (host / "dev").glob("nvidia?"):
+        path.unlink()
+    assert unseen(host) == []
+
+
+def test_a_run_on_such_a_host_is_refused(host: Path) -> None:
+    """As a user meets it: exit code 1, one problem, in seconds."""
+    code = (
+        "import runpy, sys; from pathlib import Path; from recipekit.hosts import gpus as h\n"
+        f"h.check_gpus_seen.__defaults__ = (Path({str(host / 'dev')!r}), Path({str(host / 'driver' / 'version')!r}))\n"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    env = {name: value for name, value in environment().items() if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
+    words = [sys.executable, "-c", code, str(NANO), "--tiny", "--out", "run"]
+    done = subprocess.run(words, cwd=host, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "refused: 1 problem\n" in done.stderr and "TORCH=cu126" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "variables", "ranks"),
+    [
+        (0, 1, {}, None),
+        (7, 8, {"LOCAL_WORLD_SIZE": "8"}, None),
+        (3, 1, {}, 4),  # srun --gpus-per-task=1, with LOCAL_RANK set from SLURM_LOCALID
+        (0, 1, {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),  # its first rank refuses with the others
+        (0, 8, {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "LOCAL_WORLD_SIZE": "8"}, None),  # torchrun in one task
+        (3, 8, {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "16"}, None),
+        (0, 1, {"LOCAL_SIZE": "2"}, 2),  # deepspeed --num_gpus 2
+    ],
+)
+def test_every_rank_needs_a_gpu_of_its_own_in_sight(
+    local_rank: int, count: int, variables: dict[str, str], ranks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("recipekit.hosts.torch_builds.gpus_in_use", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    problems = check_ordinal(local_rank)
+    if ranks is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert problem.where.startswith(f"{ranks} ranks on this host") and f"sees {count} GPU" in problem.where
+        assert "leave out srun's --gpus-per-task and --gpu-bind" in problem.fix and f"or start {count} on each host" in problem.fix
+
+
+def test_memory_that_a_container_may_take(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemAvailable:    3000 kB\n")
+    assert checks.free_memory(tmp_path) == 3000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for limit, free in (("max\n", 3000 * 1024), ("900000\n", 900_000 - 500_000 + 100_000)):
+        for name, text in (("memory.max", limit), ("memory.current", "500000\n"), ("memory.stat", "anon 5\ninactive_file 100000\n")):
+            (group / name).write_text(text)
+        assert checks.free_memory(tmp_path) == free
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\n")
+    (group / "memory.max").write_text("max\n")
+    assert checks.free_memory(tmp_path) is None
+
+
+def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `deepspeed` sets it for every run; a free one is named, only rank 0 opens it, and torchrun itself holds its own."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(NANO), "--tiny", "--out", "run"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment() | place, capture_output=True, text=True, timeout=60, check=False)
+        (told,) = re.findall(r"^  1\. (.*)$", done.stderr, re.M)
+        found = re.fullmatch(rf"master port {port}: is in use on \S+; choose another, (\d+) say: --master_port of the launcher, .*", told)
+        assert done.returncode == 1 and found and "Traceback" not in done.stderr and not (tmp_path / "run").exists(), done.stderr
+        socket.create_server(("", int(found[1]))).close()
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert check_master_port(1) == [] and len(check_master_port(0)) == 1
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        assert check_master_port(0) == []
+    monkeypatch.setenv("MASTER_PORT", "x")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert [str(problem).split(":")[0] for problem in check_master_port(0)] == ["MASTER_PORT = x"]
+
+
+def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metadata still says that it is installed."""
+    for name, top in (("whole-one", "whole"), ("lost-one", "lost\n"), ("bare-one", None)):
+        (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        if top:
+            (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "top_level.txt").write_text(top)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "__init__.py").touch()
+    (tmp_path / "requirements.txt").write_text("whole-one==1.0\nlost-one==1.0\nbare-one==1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = list(checks.check_versions(tmp_path / "requirements.txt"))
+    assert [str(problem) for problem in found if isinstance(problem, Problem)] == [
+        "lost-one 1.0: is recorded as installed, but lost is gone; pip install --force-reinstall --no-deps lost-one==1.0",
+        "bare-one 1.0: is recorded as installed, but bare_one is gone; pip install --force-reinstall --no-deps bare-one==1.0",
+    ]
+    assert "1 of 3" in str(found[-1])

@@ -1,0 +1,210 @@
+"""`python -m launch` on two hosts with a real sshd each: the losses of one machine, secrets that nobody sees, and an end that leaves nothing."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from job import MARK, NANO, Job, contention, metrics, numbers, steps_done
+from pool import FOLDERS, ROOT
+from two_hosts import TwoHosts, two_hosts_or_skip
+from words import BYTES, arbitrary_words
+
+GONE = 10.0  # seconds in which no process may be left on any host
+FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--out", "run")
+SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
+LAUNCH = [sys.executable, "-m", "launch"]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    with two_hosts_or_skip() as made:
+        yield made
+
+
+@pytest.fixture
+def start(tmp_path: Path, hosts: TwoHosts) -> Iterator[Callable[..., Job]]:
+    """Starts `python -m launch` on the first host."""
+    jobs: list[Job] = []
+
+    def start(*words: object, **variables: str) -> Job:
+        where = ["--hostfile", str(hosts.hostfile()), "--ssh_config", str(hosts.config), "--env", MARK]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), *map(str, FOLDERS)])
+        jobs.append(Job(tmp_path, hosts.on(0, [*LAUNCH, *where, *map(str, words)]), PYTHONPATH=path, **variables))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+@pytest.fixture(scope="module")
+def one_machine(tmp_path_factory: pytest.TempPathFactory, ops: Callable[[str], None], hosts: TwoHosts) -> Path:
+    """The run folder of the same four ranks on one machine, under the `deepspeed` launcher."""
+    folder = tmp_path_factory.mktemp("one")
+    job = Job(folder, [*LAUNCH, "--gpus", "4", str(NANO), *FLAGS, "--steps", "3", "--no-wandb"], PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "recipes")]))
+    try:
+        assert job.wait(240) == 0, job.output[-8000:]
+    finally:
+        job.close()
+    return folder / "run"
+
+
+class Listing:
+    """The command lines of all processes of the machine, read again and again while it is open."""
+
+    def __enter__(self) -> "Listing":
+        self.seen: set[str] = set()
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self._look)
+        self.thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self.closing.wait(0.1):
+            for entry in Path("/proc").iterdir():
+                with contextlib.suppress(OSError):
+                    if entry.name.isdigit():
+                        self.seen.add((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+
+    def __exit__(self, *_: object) -> None:
+        self.closing.set()
+        self.thread.join()
+
+
+@pytest.mark.slow
+def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path) -> None:
+    with Listing() as listing:
+        job = start(NANO, *FLAGS, "--steps", "3", **SECRETS)
+        job.wait_for(lambda: len(hosts.ranks(1)) == 2 or job.process.poll() is not None, 180)
+        variables = {rank: process.environ() for rank, process in hosts.ranks(1).items()}
+        assert job.wait(240) == 0, job.output[-8000:]
+    assert sorted(variables) == [2, 3]
+    for own in variables.values():  # a rank of the other host has what a run needs, the secrets among it
+        assert {name: own.get(name) for name in SECRETS} == SECRETS
+        assert own["WANDB_MODE"] == "offline" and own["OMP_NUM_THREADS"] == "1" and own["MASTER_ADDR"] == hosts.addresses[0]
+    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
+    assert any("launch.host" in line for line in listing.seen), "else nothing was listed"
+    files = [path for path in (*tmp_path.rglob("*"), *hosts.folder.rglob("*"), *Path("/tmp").glob("launch_*/*")) if path.is_file()]
+    assert len([path for path in files if path.parent.name == "start_001"]) == 4 + 2 and any(path.suffix == ".wandb" for path in files)
+    for name, value in SECRETS.items():
+        assert not [line for line in listing.seen if value in line], name
+        assert not [path for path in files if value.encode() in path.read_bytes()], name
+        assert f"{name} (secret)" in job.output
+    assert not hosts.processes(0) and not hosts.processes(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spawn", ["torchrun", "deepspeed"])
+def test_a_killed_remote_rank_ends_both_hosts(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, spawn: str) -> None:
+    """Until then the losses are those of one machine."""
+    run = tmp_path / "run"
+    job = start("--spawn", spawn, NANO, *FLAGS, "--steps", "100000", "--no-wandb")
+    job.wait_for(lambda: steps_done(run) > 3 or job.process.poll() is not None, 240)
+    assert job.process.poll() is None, job.output[-8000:]
+    hosts.ranks(1)[3].kill()
+    began = time.monotonic()
+    job.wait_for(lambda: job.process.poll() is not None and not hosts.processes(0) and not hosts.processes(1), 60)
+    seconds, busy = time.monotonic() - began, contention()
+    print(f"gone after {seconds:.1f} s, contention {busy:.1f}")
+    assert seconds < GONE * busy
+    assert job.process.returncode == 1
+    assert "rank 3 on worker-2 was ended by SIGKILL" in job.output, job.output[-4000:]
+    assert numbers(metrics(run)[:3]) == numbers(metrics(one_machine))
+
+
+@pytest.mark.slow
+def test_a_lost_coordinator_ends_both_hosts_with_a_checkpoint(start: Callable[..., Job], hosts: TwoHosts, ops: Callable[[str], None], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = start(NANO, *FLAGS, "--steps", "100000", "--no-wandb")
+    job.wait_for(lambda: steps_done(run) > 1 or job.process.poll() is not None, 240)
+    assert job.process.poll() is None, job.output[-8000:]
+    job.process.kill()
+    job.wait_for(lambda: not hosts.processes(0) and not hosts.processes(1), 90)
+    steps = steps_done(run)
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{steps:08d}"
+
+
+DUMP = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_STRANGE")
+with open(f"dump_{os.environ['RANK']}.json", "w") as file:
+    json.dump([sys.argv[1:], {name: os.environ.get(name) for name in names}], file)
+"""
+
+
+def test_a_script_once_on_each_host_gets_words_and_variables_as_typed(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+    (tmp_path / "dump.py").write_text(DUMP)
+    words = [*arbitrary_words(), BYTES]
+    job = start("--once", "dump.py", *words, NCCL_STRANGE="a 'b'\n$(id) \"")
+    assert job.wait(90) == 0, job.output
+    dumps = [json.loads((tmp_path / f"dump_{rank}.json").read_text()) for rank in (0, 2)]
+    assert [dump[0] for dump in dumps] == [words, words]
+    own = [dump[1] for dump in dumps]
+    port = own[0]["MASTER_PORT"]
+    assert own == [
+        {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": port}
+        | {"NCCL_STRANGE": "a 'b'\n$(id) \""}
+        for rank in ("0", "2")
+    ]
+    assert not (tmp_path / "here").exists()
+
+
+def test_the_doctor_examines_both_hosts(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+    """Four ranks, two on each host, which reach each other; and a fault of the second host only is told of that."""
+    job = start("--doctor", "--quick", "--out", str(tmp_path / "run"))
+    assert job.wait(150) == 0, job.output
+    assert "4 ranks on 2 hosts" in job.output and "ok: no problem found" in job.output
+    assert not hosts.processes(0) and not hosts.processes(1)
+
+
+def test_hosts_that_cannot_start_are_all_named(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+    (hosts.folder / "hostfile").write_text("worker-1 slots=2\nworker-9 slots=2\n")
+    job = Job(
+        tmp_path,
+        hosts.on(0, [*LAUNCH, "--hostfile", str(hosts.folder / "hostfile"), "--ssh_config", str(hosts.config), "--python", "/nowhere/python", str(NANO)]),
+        PYTHONPATH=str(ROOT),
+    )
+    assert job.wait(60) == 1
+    assert "worker-1: cannot be reached, or has no Python at /nowhere/python" in job.output
+    assert "worker-9: cannot be reached" in job.output and "Traceback" not in job.output
+    job.close()
+
+
+@pytest.mark.slow
+def test_stock_deepspeed_over_pdsh_reaches_both_hosts(hosts: TwoHosts, one_machine: Path, tmp_path: Path) -> None:
+    """What launch/README.md offers without our launcher: it forwards fewer variables, so those of the ranks come from a file."""
+    if not shutil.which("pdsh"):
+        pytest.skip("needs Debian's pdsh (tests/system_packages.sh)")
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    home = tmp_path / "home"
+    home.mkdir()
+    kept = ("DS_ACCELERATOR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "PATH")
+    lines = [f"{name}={os.environ[name]}\n" for name in kept] + ["GLOO_SOCKET_IFNAME=eth0\n"]  # its name leads a host to 127.0.1.1
+    (home / ".deepspeed_env").write_text("".join(lines))
+    words = ["--hostfile", str(hosts.hostfile()), "--no_ssh_check", "--master_addr", hosts.addresses[0], str(NANO), *FLAGS, "--steps", "3", "--no-wandb"]
+    job = Job(tmp_path, hosts.on(0, [str(deepspeed), *words]), HOME=str(home), PDSH_SSH_ARGS_APPEND=f"-F {hosts.config}", DLTS_HOSTFILE="/nowhere")
+    try:
+        assert job.wait(240) == 0, job.output[-8000:]
+    finally:
+        job.close()
+        for host in (0, 1):
+            for process in hosts.processes(host):
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGKILL)
+    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
+
+
+def test_launch_loads_the_standard_library_only() -> None:
+    code = "import sys, launch.__main__; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    assert {name for name in loaded if not name.startswith("_")} - {"launch"} <= set(sys.stdlib_module_names)

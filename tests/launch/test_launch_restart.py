@@ -1,0 +1,289 @@
+"""What `python -m launch` makes of a start that ended: each rank's own file, the first one that failed, restarts, and when there is no sense in another."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import Job, contention
+from pool import ROOT, environment
+
+sys.path.insert(0, str(ROOT))
+
+from launch import restart, run_folder
+from launch.hosts import Host
+from launch.job import Job as LaunchJob
+from launch.job import Outcome, Start, new_logs
+from launch.refused import Refused
+
+# A rank without torch, in the place of a recipe: it leaves what a recipe leaves
+FAILS = """
+import json, os, pathlib, time
+rank, out = int(os.environ["RANK"]), pathlib.Path("runs/fails")
+print("rank", rank, "says so")
+if rank == 0:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.1}) + "\\n" for step in (1, 2, 3)))
+    time.sleep(60)
+time.sleep(0.5)
+raise ValueError("the fourth batch is broken")
+"""
+STOPS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+open(f"ready_{os.environ['RANK']}", "w")
+time.sleep(600)
+"""
+DIES = """
+import os, signal, time
+if os.environ["LOCAL_RANK"] == "1":
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGSEGV)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
+    """Starts a script on two ranks in tmp_path."""
+    jobs: list[Job] = []
+
+    def launch(name: str, script: str, *flags: str) -> Job:
+        (tmp_path / name).write_text(script)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+        jobs.append(Job(tmp_path, [sys.executable, "-m", "launch", "--gpus", "2", *flags, name], PYTHONPATH=path))
+        return jobs[-1]
+
+    yield launch
+    for job in jobs:
+        job.close()
+
+
+@pytest.mark.slow
+def test_the_same_failure_three_times_is_the_last(launch: Callable[..., Job], tmp_path: Path) -> None:
+    job = launch("fails.py", FAILS, "--max_restarts", "10")
+    assert job.wait(240) == 1, job.output
+    told = [line.removeprefix("launch: ") for line in job.output.splitlines()]
+    named = [line for line in told if "rank 1 on localhost ended with 1: ValueError: the fourth batch is broken" in line]
+    assert len(named) == 3, job.output
+    assert "    ValueError: the fourth batch is broken" in told, "the last lines of the rank"
+    pauses = [line.split(" s, ")[0] for line in told if line.startswith("restart")]
+    assert pauses == ["restart 1 of 10 in 1", "restart 2 of 10 in 2"]
+    assert "not started again: 3 starts in a row have failed at step 4" in told
+    for rank in (0, 1):
+        assert (tmp_path / "runs" / "fails.logs" / "start_003" / f"rank_{rank}.log").read_text().startswith(f"rank {rank} says so\n")
+    assert not job.processes()
+
+
+def test_a_crash_is_named_by_its_signal(launch: Callable[..., Job]) -> None:
+    job = launch("dies.py", DIES, "--spawn", "torchrun")
+    assert job.wait(120) == 1, job.output
+    assert "rank 1 on localhost was ended by SIGSEGV: Fatal Python error: Segmentation fault" in job.output
+    assert not job.processes()
+
+
+def test_a_stop_is_passed_on_and_is_no_crash(launch: Callable[..., Job], tmp_path: Path) -> None:
+    job = launch("stops.py", STOPS, "--max_restarts", "10")
+    job.wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2 or job.process.poll() is not None, 120)
+    job.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert job.wait(60) == 143, job.output
+    job.wait_gone(30)
+    assert time.monotonic() - began < 10 * contention()
+    assert "stopped by SIGTERM" in job.output and "restart" not in job.output
+
+
+def job(folder: Path) -> LaunchJob:
+    return LaunchJob((Host("localhost", 2),), "deepspeed", ("x.py",), sys.executable, str(folder), {})
+
+
+CRASH = "after 3 s rank 1 ended with 1"
+STOPPED = [
+    ("", {0: 0, 1: 0}, [], ("done", 0, "")),
+    ("SIGTERM", {0: 143, 1: 143}, [], ("stopped", 143, "SIGTERM")),
+    ("SIGTERM", {0: 0, 1: 0}, [], ("done", 0, "SIGTERM")),  # it came in the last step
+    ("SIGTERM", {0: 0}, [], ("stopped", 143, "SIGTERM")),
+    ("SIGTERM", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "SIGTERM")),  # while it saved
+    ("SIGINT", {0: 130, 1: 2}, [(2, 3.0, "rank 1 ended with 2", [], 2)], ("failed", 2, "SIGINT")),
+    ("", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "")),
+]
+
+
+@pytest.mark.parametrize(("told", "codes", "failures", "end"), STOPPED)
+def test_how_a_start_that_was_asked_to_stop_has_ended(tmp_path: Path, told: str, codes: dict[int, int], failures: list[Any], end: tuple[str, int, str]) -> None:
+    start = Start(job(tmp_path), tmp_path, print)
+    start.told, start.codes, start.failures = told, codes, failures
+    outcome = start.outcome()
+    assert (outcome.kind, outcome.code, outcome.reason) == end
+
+
+class Starts:
+    """In the place of `Start`: starts that end, one after the other, as they are told to."""
+
+    def __init__(self, ends: list[Outcome | Refused]):
+        self.ends, self.said = ends, list[str]()
+
+    def __call__(self, *_: Any) -> "Starts":
+        return self
+
+    def run(self) -> Outcome:
+        end = self.ends.pop(0)
+        if isinstance(end, Refused):
+            raise end
+        return end
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Exit code and what was said of a job whose starts end in these ways."""
+
+    def run(*ends: Outcome | Refused, max_restarts: int = 10) -> tuple[int, str]:
+        starts = Starts(list(ends))
+        monkeypatch.setattr(restart, "Start", starts)
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        code = restart.run(job(tmp_path), max_restarts, starts.said.append)
+        assert not starts.ends, "further starts"
+        return code, "\n".join(starts.said)
+
+    return run
+
+
+def test_a_host_that_is_away_at_a_restart_is_tried_again(run: Callable[..., tuple[int, str]]) -> None:
+    code, said = run(Outcome("failed", 1, CRASH), Refused("worker-2: cannot be reached"), Outcome("done", 0))
+    assert code == 0 and "worker-2: cannot be reached" in said and "restart 2 of 10 in 2 s" in said
+    with pytest.raises(Refused):
+        run(Refused("worker-2: cannot be reached"))
+
+
+def test_nothing_is_started_again_after_a_signal(run: Callable[..., tuple[int, str]]) -> None:
+    code, said = run(Outcome("failed", 1, CRASH, "SIGTERM"))
+    assert code == 1 and CRASH in said and "not started again: SIGTERM had asked for a stop" in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_the_pause_before_a_restart_stops_the_job(run: Callable[..., tuple[int, str]], number: int, code: int) -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    ended, said = run(Outcome("failed", 1, CRASH))
+    assert ended == code and f"stopped by {signal.Signals(number).name}; the newest complete checkpoint is none" in said
+
+
+def test_a_signal_between_two_starts_is_not_lost(tmp_path: Path) -> None:
+    """It came when the one had ended and the other not begun."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    asked.put("SIGTERM")
+    outcome = Start(job(tmp_path), tmp_path, print, asked).run()
+    assert (outcome.kind, outcome.reason) == ("stopped", "SIGTERM")
+
+
+def test_hosts_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
+    """The pods of a job share the disk."""
+    with ThreadPoolExecutor(8) as pods:
+        made = list(pods.map(new_logs, [tmp_path / "run.logs"] * 80))
+    assert len(set(made)) == 80 and all(logs.is_dir() for logs in made)
+
+
+def folder(out: Path, steps: int, done: int, latest: str) -> Path:
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "run.json").write_text(json.dumps({"recipe": {"steps": steps, "stop_at": 0}}))
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.5}) + "\n" for step in range(1, done + 1)) + '{"step"')
+    (out / "checkpoints" / "latest").write_text(latest)
+    return out
+
+
+ENDS = [
+    (10, 10, "step_00000010", "done"),
+    (10, 7, "step_00000005", "failed"),
+    (10, 7, "step_00000010", "failed"),
+    (10, 10, "step_00000005", "failed"),
+]
+
+
+@pytest.mark.parametrize(("steps", "done", "latest", "kind"), ENDS)
+def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, steps: int, done: int, latest: str, kind: str) -> None:
+    """A launcher that is killed ends with 0."""
+    out = folder(tmp_path / "run", steps, done, latest)
+    assert restart.judged(Outcome("done", 0), out, since=0).kind == kind
+    assert restart.judged(Outcome("done", 0), out, since=time.time() + 60).kind == "done", "a start that wrote no run.json had nothing to do"
+    assert restart.judged(Outcome("stopped", 143), out, since=0).kind == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "begun", "goes_on"),
+    [
+        ("never", True, True, True),
+        ("never", False, True, True),  # nothing to lose, and nothing more to put aside
+        ("never", True, False, False),  # the start ended before it put the old run aside
+        ("runs/other", True, True, True),
+        ("runs/other", False, True, False),  # it must still begin from there
+        ("runs/other", False, False, False),
+    ],
+)
+def test_a_typed_resume_is_for_the_first_start(tmp_path: Path, resume: str, saved: bool, begun: bool, goes_on: bool) -> None:
+    """The next start continues what this job has written; what an earlier job has left says nothing."""
+    out, words = folder(tmp_path / "run", 10, 7, "step_00000005"), ("recipes/x.py", "--resume", resume)
+    (out / "checkpoints" / "step_00000005").mkdir()
+    (out / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
+    (out / "run.json").write_text(json.dumps({"recipe": {"steps": 10, "stop_at": 0, "resume": resume}}))
+    since = time.time() - 60
+    for path, ours in ((out / "run.json", begun), (out / "checkpoints" / "step_00000005" / "manifest.json", begun and saved)):
+        os.utime(path, (since + (30 if ours else -30),) * 2)
+    assert run_folder.next_words(words, out, since) == (*words, *(("--resume", "auto") if goes_on else ()))
+
+
+def test_a_script_that_is_no_recipe_keeps_its_words(tmp_path: Path) -> None:
+    assert run_folder.next_words(("x.py", "--resume", "never"), tmp_path, since=1.0) == ("x.py", "--resume", "never")
+
+
+def test_a_requeued_slurm_job_began_with_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    first = restart.first_start(tmp_path)
+    time.sleep(0.05)
+    again = restart.first_start(tmp_path)
+    assert again > first, "another job 7, of another cluster or year"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    time.sleep(0.05)
+    assert restart.first_start(tmp_path) == again
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert restart.first_start(tmp_path) > again
+
+
+def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
+    assert restart.goodput(folder(tmp_path / "run", 10, 10, ""), began_at=4, wall=6.0, starts=2).startswith(
+        "goodput 50.0 %: 3.0 s in 6 steps that count, of 6 s"
+    )
+
+
+def drill(*flags: str, limit: float) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "drill" / "drill_launch.py"), *flags],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
+    said = drill("--kills", "2", "--seed", "1", limit=600)
+    assert "2 kills (" in said and "goodput" in said
+
+
+@pytest.mark.slow
+def test_fifty_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
+    said = drill("--kills", "50", limit=7200)
+    assert "50 kills (" in said and "goodput" in said

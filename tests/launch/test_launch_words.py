@@ -1,0 +1,319 @@
+"""Every argument arrives as it was typed, every variable that is needed travels, and a hostfile that could do harm is refused."""
+
+import json
+import os
+import shlex
+import string
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given
+from job import Job
+from pool import ROOT
+from recipekit.command import parse
+from recipekit.recipe import Recipe
+from words import BYTES, NASTY, QUICK, WORD, arbitrary_words
+
+sys.path.insert(0, str(ROOT))
+
+from launch import environment, hosts, spawn
+from launch.__main__ import main
+from launch.hosts import Host, devices, read_hostfile
+from launch.job import Job as LaunchJob
+from launch.kubernetes import scalar, unexpanded
+from launch.refused import Refused
+from launch.run_folder import out_of
+
+
+def python_path() -> str:
+    return os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+
+
+DUMP = """
+import json, os, sys
+json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES")], open(f"dump_{os.environ['RANK']}.json", "w"))
+"""
+
+
+@pytest.mark.parametrize("spawner", ["deepspeed", "torchrun"])
+def test_words_reach_every_rank_as_typed(tmp_path: Path, ops: Callable[[str], None], spawner: str) -> None:
+    (tmp_path / "dump.py").write_text(DUMP)
+    words = [*arbitrary_words(), BYTES]
+    job = Job(tmp_path, [sys.executable, "-m", "launch", "--spawn", spawner, "--gpus", "2", "dump.py", *words], PYTHONPATH=python_path())
+    try:
+        assert job.wait(120) == 0, job.output[-4000:]
+    finally:
+        job.close()
+    for rank in (0, 1):
+        got, visible = json.loads((tmp_path / f"dump_{rank}.json").read_text())
+        assert got == words
+        assert visible is not None and devices({"CUDA_VISIBLE_DEVICES": visible}) == 0, "the tests run with none, which is a wish for the CPU"
+
+
+@QUICK
+@given(WORD)
+@example(BYTES)
+def test_torchrun_gives_back_what_was_typed(word: str) -> None:
+    """It fills its macros into every argument by string.Template."""
+    assert string.Template(spawn.for_torchrun(word)).safe_substitute(local_rank="7") == word
+
+
+@QUICK
+@given(WORD)
+def test_a_manifest_gives_back_what_was_typed(word: str) -> None:
+    assert expanded(yaml.safe_load(scalar([unexpanded(word)]))[0]) == word
+
+
+def expanded(text: str) -> str:
+    """What the kubelet makes of a word where no variable has the name (k8s.io/kubernetes/third_party/forked/golang/expansion)."""
+    out, index = "", 0
+    while index < len(text):
+        following = text[index + 1 : index + 2]
+        if text[index] == "$" and following == "$":
+            out, index = out + "$", index + 2
+        else:
+            out, index = out + text[index], index + 1
+    return out
+
+
+def test_a_manifest_refuses_what_is_no_text() -> None:
+    with pytest.raises(Refused, match="0xff"):
+        scalar([BYTES])
+
+
+@QUICK
+@given(WORD)
+def test_nothing_of_the_job_stands_on_the_command_line_of_ssh(word: str) -> None:
+    job = LaunchJob((Host("worker-1", 8),), "deepspeed", ("x.py", word), "/usr/bin/python3", "/", {"HF_TOKEN": word}, where="hostfile")
+    argv = job.connection(job.hosts[0])
+    assert argv[-3:-1] == ["--", "worker-1"]
+    assert shlex.split(argv[-1]) == ["cd", str(ROOT), "&&", "exec", "/usr/bin/python3", "-m", "launch.host"]
+    assert job.specification(0, Path("logs"))["words"] == ("x.py", word)
+    assert "HF_TOKEN" not in repr(job)
+
+
+GOOD = """
+# the cluster
+worker-1 slots=8   # the first
+10.0.0.2 slots=4
+fe80::1 slots=1
+"""
+
+
+def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text(GOOD)
+    assert read_hostfile(tmp_path / "hostfile") == [Host("worker-1", 8), Host("10.0.0.2", 4), Host("fe80::1", 1)]
+    assert read_hostfile(tmp_path / "hostfile", 2, 3) == [Host("worker-1", 3), Host("10.0.0.2", 3)]
+    assert read_hostfile(ROOT / "launch" / "hostfile.example") == [Host("worker-1", 8), Host("worker-2", 8)]
+
+
+BAD = [
+    ("-oProxyCommand=id slots=1", "no host name"),
+    ("-l slots=1", "no host name"),
+    ("a;reboot slots=1", "no host name"),
+    ("$(id) slots=1", "no host name"),
+    ("`id` slots=1", "no host name"),
+    ("a|b slots=1", "no host name"),
+    ("a\x0bb slots=1", "not NAME slots=NUMBER"),
+    ("a\u2028-b slots=1", "not NAME slots=NUMBER"),
+    ("worker-é slots=1", "no host name"),
+    ("root@worker-3 slots=1", "no host name"),
+    ("worker-\nslots=1", "no host name"),
+    ("worker-3", "not NAME slots=NUMBER"),
+    ("worker-3 slots=0", "not NAME slots=NUMBER"),
+    ("worker-3 slots=8 trailing; rm", "not NAME slots=NUMBER"),
+    ("worker-3 slots=8x", "not NAME slots=NUMBER"),
+    ("worker-3 slots=８", "not NAME slots=NUMBER"),
+    ("worker-3 slots=-1", "not NAME slots=NUMBER"),
+    ("WORKER-1 slots=1", "stands in line 2 already"),
+    ("worker-1 slots=4", "stands in line 2 already"),
+]
+
+
+@pytest.mark.parametrize(("line", "rule"), BAD, ids=[repr(line) for line, _ in BAD])
+def test_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hostfile").write_text(f"# first\nworker-1 slots=8\n{line}\nworker-2 slots=8\n")
+    assert main(["--hostfile", str(tmp_path / "hostfile"), "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py")]) == 1
+    told = capsys.readouterr().err
+    assert "line 3: " in told and rule in told, told
+
+
+def test_all_wrong_lines_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("".join(f"{line}\n" for line, _ in BAD[:6]))
+    with pytest.raises(Refused) as refused:
+        read_hostfile(tmp_path / "hostfile")
+    assert [problem.split("line ")[1][0] for problem in refused.value.problems] == list("123456")
+
+
+VARIABLES = {
+    "needed": (
+        "WANDB_PROJECT",
+        "WANDB_MODE",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "NCCL_DEBUG",
+        "PYTHONPATH",
+        "OMP_NUM_THREADS",
+        "TORCH_EXTENSIONS_DIR",
+        "HF_TOKEN_PATH",
+    ),
+    "secret": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"),
+    "neither": (
+        "PATH",
+        "DISPLAY",
+        "SSH_AUTH_SOCK",
+        "CUDA_VISIBLE_DEVICES",
+        "GITHUB_TOKEN",
+        "WANDB_SOME_SECRET",
+        "MLFLOW_TRACKING_PASSWORD",
+        "HF_API_KEY",
+        "DB_PASSWORD",
+    ),
+}
+
+
+def test_what_travels_and_what_is_a_secret() -> None:
+    variables = {name: f"value of {name}" for names in VARIABLES.values() for name in names}
+    assert sorted(environment.needed(variables, [])) == sorted(VARIABLES["needed"])
+    assert sorted(environment.secrets(variables, [])) == sorted(VARIABLES["secret"])
+    assert "DISPLAY" in environment.needed(variables, ["DISPLAY"])
+    assert "GITHUB_TOKEN" in environment.secrets(variables, ["GITHUB_TOKEN"]) and "GITHUB_TOKEN" not in environment.needed(variables, ["GITHUB_TOKEN"])
+
+
+HIDDEN = ["HF_TOKEN_WRITE", "HUGGINGFACE_TOKEN_RW", "WANDB_KEY2", "WANDB_API_KEY_OLD", "HF_SECRETS", "MLFLOW_PASSWORD1", "HF_AUTH_BEARER"]
+SHOWN = ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "NCCL_KEYED", "TORCH_NCCL_BLOCKING_WAIT"]
+
+
+def test_what_looks_like_a_secret_is_none_to_be_shown() -> None:
+    variables = {name: "x" for name in [*HIDDEN, *SHOWN]}
+    variables |= {"MLFLOW_TRACKING_URI": "https://me:pass@mlflow.example", "HF_ENDPOINT": "https://hub.example:443/a@b", "WANDB_BASE_URL": "https://w.example"}
+    assert sorted(environment.needed(variables, [])) == sorted([*SHOWN, "HF_ENDPOINT", "WANDB_BASE_URL"])
+    assert "MLFLOW_TRACKING_URI" in environment.secrets(variables, ["MLFLOW_TRACKING_URI"])
+    assert "MLFLOW_TRACKING_URI" not in environment.needed(variables, ["MLFLOW_TRACKING_URI"])
+
+
+@pytest.mark.parametrize(
+    ("words", "out"),
+    [
+        ((), "runs/x"),
+        (("--tiny", "--steps", "3"), "runs/x_tiny"),
+        (("--out", "a"), "a"),
+        (("--tiny", "--out", "a"), "a"),
+        (("--out=a b",), "a b"),
+        (("--out", "a", "--out", "b"), "b"),
+    ],
+)
+def test_the_run_folder_is_that_of_the_recipe(words: tuple[str, ...], out: str) -> None:
+    assert out_of(("recipes/x.py", *words)) == Path(out) == parse(Recipe(), Path("recipes/x.py"), list(words)).out
+
+
+OUTS = [
+    ('RECIPE = Recipe(model="a", out="elsewhere/x")', (), "elsewhere/x"),
+    ('RECIPE = recipekit.Recipe(out="elsewhere/x")', ("--out", "typed"), "typed"),
+    ('RECIPE = Recipe(out="")', (), "runs/x"),
+    ("RECIPE = Recipe(", (), "runs/x"),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "out"), OUTS)
+def test_the_run_folder_may_stand_in_the_recipe(tmp_path: Path, text: str, words: tuple[str, ...], out: str) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert out_of((str(tmp_path / "x.py"), *words)) == Path(out)
+
+
+def test_the_run_folder_that_is_read_is_the_recipe_s_own(tmp_path: Path) -> None:
+    """launch reads the file, and does not run it."""
+    (tmp_path / "mine.py").write_text((ROOT / "recipes" / "llama_nano_zero2.py").read_text().replace("Recipe(\n", 'Recipe(\n    out="kept/here",\n', 1))
+    show = [sys.executable, "-c", "import mine; print(mine.RECIPE.out)"]
+    said = subprocess.run(show, cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out_of((str(tmp_path / "mine.py"),)) == Path(said.strip()) == Path("kept/here")
+
+
+NANO = "recipes/llama_nano_zero2.py"
+SLURM, K8S = ["--where", "slurm"], ["--where", "k8s", "--gpus", "8", "--image", "x"]
+USAGE = [
+    ([], 2, "the recipe is missing"),
+    (["--gpus", "none", "x.py"], 2, "is not a number"),
+    (["--max_restarts", "-1", "x.py"], 2, "must be 0 or more"),
+    (["--tinny", "x.py"], 2, "--tinny: is no flag of launch; flags of the recipe come after its file"),
+    (["--hostfil", "hf", "x.py"], 2, "--hostfil: is no flag of launch; did you mean --hostfile?"),
+    (["--dry-rnu", "--max-restart=3", "x.py"], 2, "did you mean --dry-run?; --max-restart=3: is no flag of launch; did you mean --max-restarts?"),
+    (["missing.py"], 1, "missing.py: no such file; give the path of a recipe"),
+    (["recipes/llama_nano_zero3.py", "--tiny"], 1, "recipes/llama_nano_zero3.py: no such file; did you mean recipes/llama_nano_zero2.py?"),
+    ([""], 1, "give the path of a recipe"),
+    (["."], 1, "give the path of a recipe"),
+    (["lama_nano_zero2"], 1, "lama_nano_zero2: no such file; did you mean recipes/llama_nano_zero2.py?"),
+    (["--nodes", "2", "recipes/llama_nano_zero2.py"], 1, "name the others with --hostfile"),
+    (["--where", "hostfile", "recipes/llama_nano_zero2.py"], 1, "give --hostfile FILE"),
+    (["--where", "k8s", "recipes/llama_nano_zero2.py"], 1, "which image"),
+    (["--env", "NOT_SET_ANYWHERE", "recipes/llama_nano_zero2.py"], 1, "export it first"),
+    ([*SLURM, "--env", "NOT_SET_ANYWHERE", NANO], 1, "--env NOT_SET_ANYWHERE: is not set; export it first"),
+    ([*SLURM, "--env", "MY_TOKEN", NANO], 1, "--env MY_TOKEN: is a secret, and Slurm keeps what is exported in files; leave it out, and log in once"),
+    ([*K8S, "--env", "NOT_SET_ANYWHERE", NANO], 1, "export it first"),
+    ([*K8S, "--env", "MY_TOKEN", NANO], 1, "kubectl create secret generic NAME-secrets --from-file=MY_TOKEN=FILE"),
+    ([*K8S, "--python", "/usr/bin/python3", NANO], 1, "--python: is not read with --where k8s, only with local and hostfile and slurm"),
+    ([*K8S, "--master_addr", "10.0.0.1", NANO], 1, "--master_addr: is not read with --where k8s"),
+    (["--image", "x", "--sbatch=--time=1", NANO], 1, "--image: is not read with --where local, only with k8s"),
+    (["--max_restarts", "2", "--once", NANO], 1, "--max_restarts 2: what runs once"),
+    (["--doctor", "--quick", "--dry-run"], 1, "--dry-run: stands after --doctor"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "told"), USAGE, ids=[" ".join(words) for words, *_ in USAGE])
+def test_a_wrong_command_is_refused(words: list[str], code: int, told: str) -> None:
+    variables = os.environ | {"MY_TOKEN": "fake"}
+    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def launch(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
+    """Exit code and everything that was printed."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    argv = [sys.executable, "-m", "launch", *words]
+    done = subprocess.run(argv, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stdout, done.stdout
+    return done.returncode, done.stdout
+
+
+CANNOT = [
+    (["--python", "/nowhere/python", "x.py"], {}, "/nowhere/python cannot be started: No such file or directory; "),
+    (["--python", "/tmp", "x.py"], {}, "/tmp cannot be started: Permission denied; "),
+    (["--hostfile", "hostfile", "--python", sys.executable, "x.py"], {"PATH": "/nowhere"}, "ssh cannot be started: No such file or directory; "),
+    (["x.py", "--out", "/proc/x/y"], {}, "/proc/x/y.logs cannot be made: No such file or directory; choose another run folder with --out"),
+    (["x.py"], {}, "runs/x.logs cannot be made: Not a directory; choose another run folder with --out"),
+    (["--once", "x.py"], {}, "runs/x.logs cannot be made: Not a directory; "),
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "told"), CANNOT, ids=[" ".join(words) for words, *_ in CANNOT])
+def test_what_cannot_be_started_is_refused(tmp_path: Path, words: list[str], variables: dict[str, str], told: str) -> None:
+    (tmp_path / "x.py").write_text("")
+    (tmp_path / "hostfile").write_text("worker-1 slots=1\n")
+    if "x.logs" in told:
+        (tmp_path / "runs").write_text("a file")
+    code, said = launch(tmp_path, *words, **variables)
+    assert code == 1 and "refused: 1 problem" in said and told in said, said
+
+
+def test_a_slurm_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hosts, "ANSWER", 0.5, raising=False)
+    with pytest.raises(Refused, match=r"scontrol show hostnames n\[1-2\] did not answer in 0.5 s"):
+        hosts.slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}, None)
+
+
+def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("worker-1 slots=2\nworker-2 slots=2\n")
+    words = ["--hostfile", str(tmp_path / "hostfile"), "--spawn", "torchrun", "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py"), *NASTY]
+    variables = os.environ | {"HF_TOKEN": "hf_fake", "WANDB_PROJECT": "mine", "PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True)
+    assert "2 hosts, 4 ranks, forked by torchrun" in done.stdout and "--nnodes=2 --node-rank=1 --nproc-per-node=2" in done.stdout
+    assert "HF_TOKEN (secret)" in done.stdout and "WANDB_PROJECT" in done.stdout and "hf_fake" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]

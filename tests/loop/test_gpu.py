@@ -1,0 +1,344 @@
+"""What runs on CUDA only, on a GPU: `make test-gpu`. Nothing here was seen by the tests of a machine without one.
+
+A case runs in processes of its own, which see the GPUs that this one was started with: the other tests hide them.
+Two ranks share one GPU over gloo, since NCCL before 2.30 refuses that; over NCCL each has its own (`multi_gpu`).
+"""
+
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_cases import (
+    QUICK,
+    RECIPE,
+    SLOW,
+    check_adapter,
+    check_training,
+    copies_for_a_checkpoint,
+    drawn_otherwise,
+    mixture,
+    rule_breakers,
+    train_twice,
+    wrong_weight,
+)
+from job import NANO, metrics
+from pool import ROOT, environment, free_port
+from recipekit.command import parse
+from recipekit.recipe import Recipe
+from test_parity import recipe_for, strategy
+from test_weights import save_tiny
+
+pytestmark = pytest.mark.gpu
+WITHIN = 1e-4  # of the CPU's losses, norms and weights after two steps in fp32: CUDA adds in another order
+HIDDEN = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")  # what pool.environment sets for the other tests
+
+
+def environment_of_gpus() -> dict[str, str]:
+    """The environment of the tests, with the GPUs that pytest was started with."""
+    began = dict(pair.split("=", 1) for pair in Path("/proc/self/environ").read_text().split("\0") if "=" in pair)
+    return {name: value for name, value in environment().items() if name not in HIDDEN} | {name: began[name] for name in HIDDEN if name in began}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpus() -> int:
+    """How many GPUs torch sees; skips the tests if there is none."""
+    count = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    told = subprocess.run([sys.executable, "-c", count], env=environment_of_gpus(), capture_output=True, text=True, check=True).stdout
+    if int(told) == 0:
+        pytest.skip("needs a GPU that torch sees")
+    return int(told)
+
+
+def run(case: Callable[..., Any], world: int = 1, gloo: bool = False, timeout: float = 300, **arguments: Any) -> list[Any]:
+    """What `case(**arguments)` returns on each rank; with `gloo` all of them use the first GPU. Fails with the output of all ranks."""
+    folder = Path(arguments.get("out") or arguments.get("folder") or "/tmp") / f"ranks_{time.monotonic_ns()}"
+    folder.mkdir(parents=True)
+    (folder / "case").write_bytes(pickle.dumps((case.__module__, case.__name__, arguments, gloo)))
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in range(world):
+        own = shared | {"RANK": str(rank), "LOCAL_RANK": "0" if gloo else str(rank)}
+        with (folder / f"log{rank}").open("wb") as log:
+            command = [sys.executable, "-c", "import sys, test_gpu; test_gpu.rank(sys.argv[1])", str(folder)]
+            ranks.append(subprocess.Popen(command, env=environment_of_gpus() | own, stdout=log, stderr=log))
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    logs = "\n".join((folder / f"log{rank}").read_text()[-3000:] for rank in range(world))
+    assert [process.returncode for process in ranks] == [0] * world, logs
+    return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
+
+
+def rank(folder: str) -> None:
+    """One rank of `run`."""
+    import importlib
+
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from recipekit.runtime.start import do_without_shm_op, quiet
+
+    module, name, arguments, gloo = pickle.loads((Path(folder) / "case").read_bytes())
+    quiet()
+    if gloo:
+        accelerator: Any = get_accelerator()
+        accelerator._communication_backend_name = "gloo"
+        do_without_shm_op()
+        deepspeed.init_distributed("gloo", verbose=False)
+    result = getattr(importlib.import_module(module), name)(**arguments)
+    (Path(folder) / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+two_ranks_on_one_gpu = partial(run, world=2, gloo=True)
+
+
+@pytest.mark.parametrize("layout", [*QUICK, *SLOW])
+def test_two_ranks_on_one_gpu_train_like_plain_pytorch(tmp_path: Path, layout: str) -> None:
+    check_training(two_ranks_on_one_gpu, tmp_path, layout, WITHIN)
+    assert (tmp_path / "run" / "schedule.png").exists() == ("pp2" in layout), "the device is waited for around each part of a pipeline's step"
+
+
+@pytest.mark.parametrize("file", ["zero0", "zero1", "zero3"])
+def test_an_adapter_in_bf16_is_trained_and_merged(tmp_path: Path, file: str) -> None:
+    check_adapter(two_ranks_on_one_gpu, tmp_path, file)
+
+
+@pytest.mark.parametrize("file", ["zero1", "zero3"])
+def test_fp16_which_a_cpu_refuses_trains(tmp_path: Path, file: str) -> None:
+    """The first steps may be skipped while the loss scale is found, by 2^16 at first."""
+    save_tiny(tmp_path / "model", "llama")
+    recipe = dataclasses.replace(RECIPE, model=str(tmp_path / "model"), steps=20, eval_every=0)
+    config = strategy(file) | {"fp16": {"enabled": True}}
+    assert two_ranks_on_one_gpu(train_twice, recipe=recipe, config=config, out=str(tmp_path / "run")) == [[0, 0]] * 2
+    losses = [line["loss"] for line in metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+
+
+def test_a_cut_weight_that_is_not_its_files_is_found(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    for told in run(joined, world=2, gloo=True, folder=str(tmp_path)):
+        assert "differs from the model's files" in told
+
+
+def joined(folder: str) -> str:
+    torch.cuda.set_device(0)
+    return wrong_weight(folder, "cuda")
+
+
+def test_drawn_weights_are_those_of_the_cpu() -> None:
+    assert run(drawn_on_cuda, world=2, gloo=True) == [[], []]
+
+
+def drawn_on_cuda() -> list[str]:
+    torch.cuda.set_device(0)
+    return drawn_otherwise("cuda")
+
+
+def test_cuda_takes_what_the_second_device_takes() -> None:
+    """What tests without a GPU say of devices is true of CUDA."""
+    assert run(rule_breakers_over_nccl) == [[]]
+
+
+def rule_breakers_over_nccl() -> list[str]:
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl")
+    return rule_breakers("cuda")
+
+
+def test_a_checkpoint_copies_what_lies_on_the_device() -> None:
+    run(copies_for_a_checkpoint, device="cuda")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("layout", [*QUICK, *SLOW])
+def test_two_gpus_train_like_plain_pytorch(gpus: int, tmp_path: Path, layout: str) -> None:
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    check_training(partial(run, world=2), tmp_path, layout, WITHIN)
+
+
+def started(out: str) -> dict[str, Any]:
+    """What a rank is after `start`, and the limits of its groups after training."""
+    from recipekit import train
+    from recipekit.plan import make_plan
+    from recipekit.runtime import prepare
+    from torch.distributed import distributed_c10d as c10d
+
+    found: dict[str, Any] = {}
+    start = prepare.start
+
+    def watching(*arguments: Any) -> torch.device:
+        device = start(*arguments)
+        draws = [torch.rand(4, device=device).tolist(), torch.rand(4).tolist()]
+        torch.manual_seed(arguments[0].recipe.seed)
+        again = [torch.rand(4, device=device).tolist(), torch.rand(4).tolist()]
+        current, seeded = torch.device("cuda", torch.cuda.current_device()), draws == again
+        found.update(device=str(device), current=str(current), backend=torch.distributed.get_backend(), seeded=seeded)
+        torch.manual_seed(arguments[0].recipe.seed)
+        return device
+
+    prepare.start = watching
+    sys.argv = ["gpu.py"]
+    recipe = dataclasses.replace(RECIPE, model="meta-llama/Llama-3.2-1B", init="random", ds_config="zero1.json", out=out, steps=2)
+    assert train.main(make_plan(parse(recipe, Path("gpu.py"), ["--tiny"]))) == 0
+    groups: dict[Any, Any] = dict(c10d._world.pg_map)
+    found["limits"] = [group._get_backend(torch.device("cuda")).options._timeout for group, (kind, _) in groups.items() if "nccl" in kind]
+    return found
+
+
+def test_a_rank_joins_over_nccl_on_its_own_gpu(tmp_path: Path) -> None:
+    (found,) = run(started, out=str(tmp_path / "run"))
+    limits = found.pop("limits")
+    assert found == {"device": "cuda:0", "current": "cuda:0", "backend": "nccl", "seeded": True}
+    assert limits and min(limits) >= timedelta(minutes=30), "a peer that waits for data or a slow disk is waited for in every group"
+
+
+def test_a_recipe_on_a_gpu_tells_of_it(gpus: int, tmp_path: Path) -> None:
+    """By plain `python`: the device in run.json, peak memory and the part of its speed that was used in the metrics; nothing is compiled."""
+    command = [sys.executable, str(NANO), "--tiny", "--steps", "3", "--out", str(tmp_path / "run"), "--no-wandb"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment_of_gpus(), capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "compil" not in ran.stdout
+    host = json.loads((tmp_path / "run" / "run.json").read_text())["host"]
+    ask = "import torch; print(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory, sep='\\n')"
+    told = subprocess.run([sys.executable, "-c", ask], env=environment_of_gpus(), capture_output=True, text=True, check=True).stdout
+    name, total = told.splitlines()
+    assert (host["devices"], host["device"]) == (gpus, name)
+    lines = metrics(tmp_path / "run")
+    assert all(10**6 < line["peak_mem_bytes"] < int(total) for line in lines)
+    if any(kind in name for kind in ("A100", "H100", "H200")):  # whose peak is known
+        assert all(0 < line["mfu"] < 1 for line in lines)
+
+
+def peaks() -> tuple[int, int]:
+    """What peak_memory tells before and after 256 MiB were held and given back."""
+    from recipekit.runtime.facts import peak_memory
+
+    device = torch.device("cuda", 0)
+    torch.ones(1, device=device)
+    before = peak_memory(device)
+    del_me = torch.empty(2**28, dtype=torch.uint8, device=device)
+    del del_me
+    return before, peak_memory(device)
+
+
+def test_peak_memory_is_the_devices() -> None:
+    ((before, after),) = run(peaks)
+    assert 0 < before < 2**28 <= after - before + 2**21, (before, after)
+
+
+def pinned_batches(dataset: str) -> dict[str, int]:
+    """Batches that were copied to a busy device: how many, and how many of them were pinned, copied late, or arrived changed."""
+    from recipekit.data.processors import load_tokenizer
+    from recipekit.data.request import request_of
+    from recipekit.data.stream import open_stream
+    from recipekit.train import to_device
+
+    device = torch.device("cuda", 0)
+    recipe = dataclasses.replace(RECIPE, model="none", dataset=dataset, seq_len=1024, micro_batch=8, global_batch=32)
+    stream = open_stream(request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), dp=1, dp_rank=0)
+    work = torch.ones(4096, 4096, device=device)
+    found, moved, told = {"batches": 0, "pinned": 0, "changed": 0}, [], []
+    try:
+        for _ in range(40):
+            for batch in next(stream)[0]:  # whose memory the data thread uses again once they are gone
+                for _ in range(4):
+                    work = work @ work / 4096  # the copy has to wait for it, while this thread goes on
+                told.append({name: tensor.clone() for name, tensor in batch.items()})
+                moved.append(to_device(batch, device))
+                found["batches"] += 1
+                found["pinned"] += all(tensor.is_pinned() for tensor in batch.values())
+    finally:
+        stream.close()
+    for before, after in zip(told, moved, strict=True):
+        same = all(torch.equal(before[name], tensor.cpu()) and tensor.device == device and tensor.is_contiguous() for name, tensor in after.items())
+        found["changed"] += not same
+    return found
+
+
+def test_pinned_batches_arrive_as_they_were(tmp_path: Path) -> None:
+    (found,) = run(pinned_batches, dataset=mixture(tmp_path / "data"), timeout=300)
+    assert found == {"batches": 160, "pinned": 160, "changed": 0}
+
+
+def drawn_again(folder: str) -> list[bool]:
+    """Whether the device draws the same after its state was saved, used and restored; and on the CPU."""
+    from recipekit.checkpoints.deepspeed_io import read_pickle
+    from recipekit.checkpoints.load import restore_generator_states
+    from recipekit.checkpoints.save import generator_states
+
+    torch.cuda.set_device(0)
+    torch.manual_seed(3)
+    torch.save(generator_states(), f"{folder}/rng.pt")
+    first = [torch.rand(8, device=place).tolist() for place in ("cuda", "cpu")]
+    restore_generator_states(read_pickle(Path(folder) / "rng.pt"))
+    second = [torch.rand(8, device=place).tolist() for place in ("cuda", "cpu")]
+    return [one == other for one, other in zip(first, second, strict=True)]
+
+
+def test_the_devices_random_state_is_in_a_checkpoint(tmp_path: Path) -> None:
+    assert run(drawn_again, folder=str(tmp_path)) == [[True, True]]
+
+
+def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """A stopped run draws the masks of the unbroken one: other masks change the loss of a step by much more than rounding."""
+    recipe = Recipe(**vars(recipe_for("untied", steps=4, eval_every=0)) | {"model": "openai-community/gpt2", "init": "random", "export": False})
+    runs = []
+    for name, stops in (("whole", [0]), ("parts", [2, 0])):
+        for stop_at in stops:
+            out = str(tmp_path / name)
+            assert run(dropped_out, recipe=dataclasses.replace(recipe, stop_at=stop_at), config=strategy("zero1"), out=out) == [0]
+        runs.append([line["loss"] for line in metrics(tmp_path / name)])
+    assert runs[0] == pytest.approx(runs[1], rel=WITHIN)
+
+
+def dropped_out(recipe: Recipe, config: dict[str, Any], out: str) -> int:
+    from test_parity import train_in_layout
+
+    return train_in_layout(recipe, config, out)
+
+
+def measured() -> dict[str, Any]:
+    from recipekit.hosts import speed
+
+    speed.join()
+    return speed.measure(seconds=1.5)
+
+
+def test_the_doctor_measures_a_gpu() -> None:
+    (found,) = run(measured)
+    assert found["cuda"] and found["complete"] and not found["wrong"] and 0 < found["work"] < 1, found
+
+
+def test_the_doctor_names_cuda_and_the_gpus(gpus: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "doctor.py")], env=environment_of_gpus(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert f"CUDA {torch.version.cuda}, {gpus} device" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_two_ranks_of_which_each_sees_one_gpu(tmp_path: Path) -> None:
+    """As under `srun --gpus-per-task=1`: trained, or refused with its fix, but no "invalid device ordinal"."""
+    visible = environment_of_gpus().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    own = {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": visible}
+    command = [sys.executable, str(NANO), "--tiny", "--steps", "1", "--out", str(tmp_path / "run"), "--no-wandb"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment_of_gpus() | own, capture_output=True, text=True, timeout=300, check=False)
+    said = ran.stdout + ran.stderr
+    assert "Traceback" not in said and "invalid device ordinal" not in said and ran.returncode in (0, 1), said
+    assert ran.returncode == 0 or "gpus-per-task" in said, said

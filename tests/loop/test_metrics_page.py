@@ -1,0 +1,62 @@
+"""recipes/METRICS.md against a real run: each key that a run writes is on the page, and means what the page says."""
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import metrics
+from pool import ROOT
+
+PAGE = ROOT / "recipes" / "METRICS.md"
+ON_GPUS_ONLY = {"mfu"}
+
+
+def page() -> dict[str, tuple[str, str]]:
+    """key -> its unit and its meaning, row by row of the page's table."""
+    rows = re.findall(r"^\| `([\w/]+)` \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(dict((key, unit) for key, unit, _ in rows)) == len(rows)
+    return {key: (unit, meaning) for key, unit, meaning in rows}
+
+
+def text(words: int, seed: int) -> str:
+    return " ".join(random.Random(seed).choices(["gradient", "rank", "row", "of", "the", "a", "sum", "is", "token"], k=words))
+
+
+def test_every_key_has_a_unit_and_a_meaning_and_no_table_is_wider_than_a_screen() -> None:
+    assert all(unit.strip() and len(meaning) > 20 for unit, meaning in page().values())
+    assert max(len(line) for line in PAGE.read_text().splitlines()) <= 120
+
+
+def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_path: Path) -> None:
+    """A mixture with a bad row and evaluations, which has all keys but those of a GPU."""
+    from recipekit.optim.schedules import lr_at  # these import torch, which the test above does without
+    from test_resume import BASE, train
+
+    recipe = replace(BASE, ds_config="zero2.json", seq_len=128, micro_batch=2, global_batch=4, steps=3, warmup_steps=1, eval_every=2)
+    for number, name in enumerate(("code", "docs")):
+        rows = [json.dumps({"text": text(60, 100 * number + row)}) for row in range(400)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([*rows[:5], "nonsense", *rows[5:]]) + "\n")
+    mixture = f"code={tmp_path}/code.jsonl@70; docs={tmp_path}/docs.jsonl@30"
+    argv = ["--dataset", mixture, "--bad_rows", "skip", "--token_cache", "off", "--out", str(tmp_path / "run")]
+    results = pools.run(2, train, recipe=recipe, argv=argv)
+    assert [code for code, _ in results] == [0, 0], results
+    lines = metrics(tmp_path / "run")
+    written = {re.sub("/.*", "/NAME", key) for line in lines for key in line}
+    assert written | ON_GPUS_ONLY == page().keys() | (written & ON_GPUS_ONLY)
+
+    places = recipe.global_batch * recipe.seq_len
+    before, read = 0, 0
+    for number, line in enumerate(lines, 1):
+        new, all_tokens = line["tokens"] - before, sum(line[f"tokens/{name}"] for name in ("code", "docs"))
+        assert line["step"] == number and line["lr"] == pytest.approx(lr_at(recipe, number), rel=1e-12)
+        assert 0 < new < all_tokens - read <= places  # with a label, with and without, places
+        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(new, rel=1e-9)
+        assert 0 <= line["data_wait_s"] <= line["step_s"] < 60 and line["bad_rows"] in (0, 1, 2)
+        assert 50e6 < line["peak_mem_bytes"] < 100e9 and line["grad_norm"] > 0
+        assert min(line["loss/code"], line["loss/docs"]) <= line["loss"] <= max(line["loss/code"], line["loss/docs"])
+        before, read = line["tokens"], all_tokens
+    assert ["eval_loss" in line for line in lines] == [False, True, True] and lines[-1]["bad_rows"] > 0

@@ -1,0 +1,76 @@
+"""Training on a device that is not the CPU, on a machine without one (second_device.py): a tensor that was left on the wrong side raises.
+
+The real loop runs there in every layout: weights are read, cut, checked, trained, evaluated, saved, resumed and exported, and the
+losses are those of plain PyTorch on the CPU. What cannot be proved there, with its reason; test_gpu.py proves it on a GPU:
+- streams, events and `non_blocking`: an operation of this device has ended when it returns;
+- pinned memory: torch pins memory for a real device only;
+- what is asked of CUDA by name (ordinals, peak and free memory, its random state, the name of the device): torch's CPU build has none of it;
+- NCCL, its limits and its groups: the ranks meet over gloo. That no collective is given a tensor of the host, which NCCL refuses, is checked;
+- kernels of CUDA, their rounding and what they leave to chance (FlashAttention, fused Adam, grouped matmul): those of the CPU run;
+- `map_location`: what is saved here reads back as a tensor of the host, wherever it was.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from device_cases import QUICK, SLOW, check_adapter, check_training, copies_for_a_checkpoint, drawn_otherwise, rule_breakers, wrong_weight
+from pool import Pool
+from test_weights import save_tiny
+
+
+@pytest.fixture(scope="module")
+def run(ops: Callable[[str], None]) -> Iterator[Callable[..., list[Any]]]:
+    """Runs a case on two ranks that have the device, in a pool of their own: what `install` does cannot be undone."""
+    made: list[Pool] = []
+
+    def run(case: Callable[..., Any], **arguments: Any) -> list[Any]:
+        if not made or not made[-1].alive:
+            made.append(Pool(2))
+            made[-1].run(install)
+        return made[-1].run(case, **arguments)
+
+    yield run
+    if made:
+        made[-1].close()
+
+
+def install() -> None:
+    """Lets the loop of this process train on the second device."""
+    import second_device
+    from recipekit.runtime import prepare
+
+    device, start = second_device.install(), prepare.start
+    prepare.start = lambda *arguments: (start(*arguments), device)[1]
+
+
+@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)])
+def test_a_run_is_that_of_the_cpu(run: Callable[..., list[Any]], ops: Callable[[str], None], tmp_path: Path, layout: str) -> None:
+    if "on the CPU" in layout:
+        ops("cpu_adam")
+    check_training(run, tmp_path, layout, within=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["zero0", "zero1", "zero3"])
+def test_an_adapter_in_bf16_is_trained_and_merged(run: Callable[..., list[Any]], tmp_path: Path, file: str) -> None:
+    check_adapter(run, tmp_path, file)
+
+
+def test_a_cut_weight_that_is_not_its_files_is_found(run: Callable[..., list[Any]], tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    for told in run(wrong_weight, folder=str(tmp_path), device="second"):
+        assert "differs from the model's files" in told
+
+
+def test_drawn_weights_are_those_of_the_cpu(run: Callable[..., list[Any]]) -> None:
+    assert run(drawn_otherwise, device="second") == [[], []]
+
+
+def test_a_checkpoint_copies_what_lies_on_the_device(run: Callable[..., list[Any]]) -> None:
+    run(copies_for_a_checkpoint, device="second")
+
+
+def test_the_device_takes_what_cuda_takes(run: Callable[..., list[Any]]) -> None:
+    assert run(rule_breakers, device="second") == [[], []]

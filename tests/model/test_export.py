@@ -1,0 +1,130 @@
+"""What a run leaves for transformers and peft is the model that was trained."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipekit.command import parse
+from recipekit.data.held_out import eval_rows
+from recipekit.data.processors import byte_tokenizer
+from recipekit.data.request import request_of
+from recipekit.model.build import build_model
+from recipekit.model.export import save_small_files
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.train import token_loss
+from test_model import ds_config, tiny_config
+from test_parity import strategy
+from test_weights import save_tiny
+
+NUMBERS: dict[str, Any] = dict(tokenizer="bytes", seq_len=64, global_batch=4, steps=4, lr=1e-3, eval_every=4, eval_rows=4, wandb=False)
+
+
+def add_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def run_recipe(recipe: Recipe, lora: bool) -> tuple[int, list[str]]:
+    """Runs on every rank of a pool; returns the exit code and the names of the parameters that were trained."""
+    import deepspeed
+    from recipekit.train import main
+
+    engines = []
+    real = deepspeed.initialize
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        engines.append(real(*args, **options))
+        return engines[-1]
+
+    deepspeed.initialize = recorded
+    try:
+        adapt = add_lora if lora else None
+        code = main(make_plan(parse(dataclasses.replace(recipe, adapt=adapt), Path("export.py"), [])))
+    finally:
+        deepspeed.initialize = real
+    return code, [name for name, parameter in engines[0][0].module.named_parameters() if parameter.requires_grad]
+
+
+def held_out_loss(model: Any, recipe: Recipe) -> float:
+    batches = eval_rows(request_of(recipe), byte_tokenizer(), dp=1, dp_rank=0)
+    tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    with torch.no_grad():
+        return sum(token_loss(model.eval(), batch).item() for batch in batches) / tokens
+
+
+def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    save_tiny(tmp_path / "base", "qwen3")
+    losses = {}
+    for merge in (False, True):
+        out = tmp_path / f"merge_{merge}"
+        numbers = NUMBERS | {"lr": 1e-2}  # so that four steps teach much, whatever the text is (another Python has another library)
+        recipe = Recipe(model=str(tmp_path / "base"), ds_config=strategy("zero3"), merge=merge, out=str(out), **numbers)
+        for code, trained in pools.run(2, run_recipe, recipe=recipe, lora=True):
+            assert code == 0
+            assert trained and all("lora_" in name for name in trained)
+        engine_loss = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
+        if merge:
+            model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
+        else:
+            assert {file.name for file in (out / "hf").glob("*.safetensors")} == {"adapter_model.safetensors"}
+            model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), out / "hf")
+        losses[merge] = held_out_loss(model, recipe)
+        assert abs(losses[merge] - engine_loss) < 1e-5 * engine_loss
+    base = held_out_loss(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), recipe)
+    print(f"held-out loss {base:.4f} -> {losses[True]:.4f}")
+    assert losses[True] < base - 0.01  # it did learn
+
+
+def test_the_export_of_every_strategy_is_what_the_engine_evaluated(pools, tmp_path):
+    """bf16 training: transformers on the exported files gives the engine's held-out loss."""
+    from transformers import AutoModelForCausalLM
+
+    for file, tp in (("zero0", 1), ("zero2", 1), ("zero3", 1), ("zero3", 2), ("zero1", 2)):
+        out = tmp_path / f"{file}_{tp}"
+        recipe = Recipe(model="Qwen/Qwen3-0.6B", ds_config=strategy(file, bf16=True), tp=tp, out=str(out), **NUMBERS)
+        assert pools.run(2, run_tiny, recipe=recipe) == [0, 0]
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        facts = json.loads((out / "run.json").read_text())["recipe"]
+        ran = Recipe(**{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__})
+        loss = held_out_loss(AutoModelForCausalLM.from_pretrained(out / "hf"), ran)
+        assert abs(loss - lines[-1]["eval_loss"]) < 2e-3 * loss, f"{file} tp{tp}"
+
+
+@pytest.mark.slow
+def test_a_model_published_in_fp32_is_exported_from_the_master_weights(pools, tmp_path):
+    from safetensors.torch import load_file
+
+    save_tiny(tmp_path / "base")
+    for file, tp in (("zero1", 1), ("zero2", 1), ("zero3", 1), ("zero1", 2), ("zero3", 2)):
+        out = tmp_path / f"{file}_{tp}"
+        recipe = Recipe(model=str(tmp_path / "base"), ds_config=strategy(file, bf16=True), tp=tp, out=str(out), **NUMBERS)
+        assert [code for code, _ in pools.run(2, run_recipe, recipe=recipe, lora=False)] == [0, 0]
+        weights = load_file(out / "hf" / "model.safetensors")
+        assert all(value.dtype == torch.float32 for value in weights.values())
+        matrix = weights["model.layers.0.mlp.up_proj.weight"]
+        finer = (matrix != matrix.to(torch.bfloat16).float()).float().mean().item()
+        assert finer > 0.9, f"{file} tp{tp}: only {finer:.0%} of the values need more than bf16"
+
+
+def run_tiny(recipe: Recipe) -> int:
+    from recipekit.train import main
+
+    return main(make_plan(parse(recipe, Path("export.py"), ["--tiny"])))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_config_beside_the_weights_names_their_dtype(tmp_path, dtype):
+    """Whatever the config that the model was made from says; and generation from the files uses its cache."""
+    built = build_model(Recipe(model="none", init="random"), tiny_config("llama") | {"dtype": "float16"}, None, ds_config(0), torch.device("cpu"))
+    save_small_files(built, byte_tokenizer(), getattr(torch, dtype), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["dtype"], config["use_cache"], config["architectures"]) == (dtype, True, ["LlamaForCausalLM"])
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in tmp_path.iterdir()}

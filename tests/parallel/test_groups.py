@@ -1,0 +1,108 @@
+"""Time limits: every group of the world has the recipe's, and long work of a few ranks is waited for without one."""
+
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from recipekit.mesh import Mesh
+from recipekit.parallel.blueprint import Layout
+from recipekit.parallel.groups import LONGEST_WAIT, WAITING, interface_to, set_time_limit, time_limit
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from test_resume import BASE, train
+
+slow = pytest.mark.slow
+
+
+def limits_after_training(recipe: Recipe, argv: list[str]) -> tuple[Any, list[tuple[str, str, float]]]:
+    """(how it ended, (description, backend, seconds) of each group that this rank is in)."""
+    import torch
+    from torch.distributed import distributed_c10d as c10d
+
+    ended, printed = train(recipe, argv)
+    groups: list[Any] = list(c10d._world.pg_map)
+    backends = [(group.group_desc, group._get_backend(torch.device("cpu"))) for group in groups]
+    return (ended, printed), [(desc, backend.name(), backend.options._timeout.total_seconds()) for desc, backend in backends]
+
+
+@pytest.mark.parametrize(
+    ("world", "file", "degrees"),
+    [
+        (2, "zero1.json", {"pp": 2}),
+        pytest.param(2, "zero3.json", {}, marks=slow),
+        pytest.param(2, "zero1.json", {"tp": 2}, marks=slow),
+        pytest.param(2, "zero3.json", {"sp": 2}, marks=slow),
+        pytest.param(8, "zero1.json", {"pp": 2, "tp": 2}, marks=slow),
+    ],
+    ids=str,
+)
+def test_every_group_has_the_limit_of_the_recipe(pools: Any, tmp_path: Path, world: int, file: str, degrees: dict[str, int]) -> None:
+    recipe = replace(BASE, ds_config=file, eval_every=0, **degrees)
+    argv = ["--out", str(tmp_path / "run"), "--steps", "1", "--retry_s", "1200"]
+    for ended, groups in pools.run(world, limits_after_training, recipe=recipe, argv=argv):
+        assert ended[0] == 0, ended
+        waiting = [group for group in groups if group[0] == WAITING]
+        assert waiting == [(WAITING, "gloo", LONGEST_WAIT.total_seconds())]
+        others = [group for group in groups if group not in waiting]
+        assert len(others) > 1 and {seconds for *_, seconds in others} == {time_limit(1200).total_seconds()} == {3000.0}
+
+
+def wait_longer_than_the_limit(folder: str, seconds: float) -> list[Any]:
+    """What the ranks are given after work of rank 0 that outlasts the limit of every other group."""
+    import torch.distributed as dist
+    from recipekit.checkpoints import load, save
+    from recipekit.data.remote import from_rank_0
+    from recipekit.runtime import agree
+
+    def work() -> str:
+        time.sleep(2.5 * seconds)
+        return "made"
+
+    def reshape(*_: Any) -> None:
+        work()
+        raise OSError("no room")
+
+    rank, found = dist.get_rank(), []
+    layout = Layout(mesh=Mesh(dp=dist.get_world_size()), zero_stage=1, optimizer="Adam", dtype="float32")
+    dist.barrier()
+    set_time_limit(timedelta(seconds=seconds))
+    before = load.check, load.convert.reshape, save.manifest.faults, save.manifest.read
+    load.check = lambda *_: ({"layout": layout.to_json()}, False)
+    load.convert.reshape = reshape
+    save.manifest.read = lambda _: {"files": {}}
+    save.manifest.faults = lambda *_: [work()] if rank == 0 else []
+    try:
+        found.append(from_rank_0(work))
+        load.newest(Path(folder) / "step_00000001", found.append)
+        try:
+            load.load(None, Path(folder), layout, layout, Path(folder) / "scratch", lambda _: None)  # type: ignore[arg-type]
+        except Refusal as refusal:
+            found.append(str(refusal))
+        if rank == 0:
+            work()
+        found.append(agree.shared_problems(None))
+    finally:
+        load.check, load.convert.reshape, save.manifest.faults, save.manifest.read = before
+        set_time_limit(timedelta(minutes=30))
+    return found
+
+
+def test_long_work_of_rank_0_outlasts_the_limit(pools: Any, tmp_path: Path) -> None:
+    """Asking a server, checking a checkpoint, converting one, opening data."""
+    for made, damaged, refused, problems in pools.run(2, wait_longer_than_the_limit, folder=str(tmp_path), seconds=0.3):
+        assert (made, problems) == ("made", [])
+        assert damaged == f"checkpoint {tmp_path}/step_00000001 is damaged, passed over: made"
+        assert "cannot be converted in" in refused and "no room" in refused
+
+
+def test_the_interface_to_another_host_is_named_and_loopback_is_not() -> None:
+    assert interface_to("127.0.0.1") == interface_to("") == interface_to("no such name") == ""
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                assert interface_to(address.address) == name

@@ -1,0 +1,322 @@
+"""The memory that is told before a run is the memory that its ranks hold: terms against all live storages of real
+ranks, 0 bytes off.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from pool import environment
+from recipekit.command import parse
+from recipekit.plan import make_plan
+from recipekit.planner import memory, pinned
+from recipekit.planner.memory import rank_terms
+from recipekit.planner.pinned import pinned_bytes
+from recipekit.planner.show import drawn_up, fullest
+from recipekit.planner.terms import HOST, REDUCE, STEP, Term, total
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from test_parity import strategy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROUND, CACHE = "pinned_max_round_threshold_mb:16", "pinned_max_cached_size_mb:16"
+GIB = 2**30
+MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups")  # of DeepSpeed's optimizers
+SCALAR = {torch.bfloat16: 2}  # bytes, else 8: norms, flags and Adam's step counters are no term
+
+
+class Ledger(TorchDispatchMode):
+    """Every storage that an operation makes while it is on, from its birth to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[int, torch.dtype, str]] = {}  # address of the storage's C++ object -> bytes, dtype, where it was made
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if torch.is_tensor(value) and value.device.type != "meta":
+                self._see(value)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) in self.live or storage.nbytes() <= SCALAR.get(tensor.dtype, 8):
+            return
+        made = next((f"{Path(at.filename).name}, {at.name}" for at in reversed(traceback.extract_stack(limit=12)[:-2]) if "/torch/" not in at.filename), "")
+        self.live[key] = (storage.nbytes(), tensor.dtype, made)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.live.pop(key)[0]
+
+
+def storages(*values: Any) -> set[int]:
+    """The storages of all tensors in nested containers."""
+    return {value.untyped_storage()._cdata for value in tree_leaves(values) if torch.is_tensor(value)}
+
+
+def measured(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
+    """Runs on every rank of a pool, the real loop: bytes of this rank's second step beside the terms told for it."""
+    from recipekit import train
+    from recipekit.planner.show import rank_plan
+
+    sys.argv = ["memory.py", *argv]
+    plan = make_plan(parse(recipe, Path("memory.py"), argv))
+    ledger, found, step = Ledger(), {}, train.train_step
+    calls = 0
+
+    tokens = plan.recipe.micro_batch * plan.recipe.seq_len
+    assert plan.model_config is not None
+    activations = {2 * tokens * plan.model_config[width] for width in ("hidden_size", "vocab_size")} if plan.mesh.pp > 1 else set()
+
+    def kept(engine: Any) -> dict[int, tuple[int, torch.dtype, str]]:
+        """What lives now and is neither tokens, the model's own buffers and the copies of `empty_model`, nor what a
+        pipeline keeps of its last micro-batch: bf16 hidden states and logits, whose sizes no parameter has.
+        """
+        models = [module for module in engine.module.modules() if hasattr(module, "made")]
+        other = storages(list(engine.module.buffers()), [model.made for model in models])
+        return {key: value for key, value in ledger.live.items() if key not in other and value[1] != torch.int64 and value[0] not in activations}
+
+    def measure(engine: Any) -> None:
+        optimizer = engine.optimizer
+        inner = getattr(optimizer, "optimizer", optimizer)
+        parameters = [getattr(parameter, "ds_tensor", None) if hasattr(parameter, "ds_tensor") else parameter.data for parameter in engine.module.parameters()]
+        masters = next((value for name in MASTERS if (value := getattr(optimizer, name, None))), [])
+        parts = {"parameters": storages(parameters), "masters": storages(masters) - storages(parameters)}
+        parts["states"] = storages(list(inner.state.values()))
+        live = kept(engine)
+        sizes = {name: sum(live[key][0] for key in keys if key in live) for name, keys in parts.items()}
+        rest = {key: value for key, value in live.items() if key not in set().union(*parts.values())}
+        found.update(sizes, rest=sum(size for size, _, _ in rest.values()), of_rest=sorted((size, made) for size, _, made in rest.values()))
+
+    def watched(engine: Any, *arguments: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            optimizer, reduce = getattr(engine.optimizer, "optimizer", engine.optimizer), engine.buffered_allreduce_fallback
+            entered = 0
+
+            def summed(*values: Any, **names: Any) -> None:
+                before, ledger.peak = ledger.now, ledger.now
+                reduce(*values, **names)
+                found["reduce"] = ledger.peak - before
+
+            def before_step(*_: Any) -> None:
+                nonlocal entered
+                gc.collect()
+                if "rest" not in found:  # ZeRO-3 steps once for each sub-group
+                    measure(engine)
+                entered = ledger.peak = ledger.now
+
+            def after_step(*_: Any) -> None:
+                found["step"] = max(found.get("step", 0), ledger.peak - entered)
+
+            engine.buffered_allreduce_fallback = summed
+            hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
+            result = step(engine, *arguments, **more)
+            for hook in hooks:
+                hook.remove()
+            return result
+        return step(engine, *arguments, **more)
+
+    with mock.patch.object(train, "train_step", watched), ledger:
+        assert train.main(plan) == 0
+    terms = rank_plan(plan, plan.mesh.coords(plan.command.rank)["pp"])
+    return {"found": found, "terms": terms}
+
+
+def odd_model(folder: Path) -> str:
+    """A Mistral whose shards and groups have odd numbers of elements, so that every padding shows."""
+    config = {"model_type": "mistral", "hidden_size": 9, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 2}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 14, "vocab_size": 264, "tie_word_embeddings": True}))
+    return str(folder)
+
+
+def lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+MOE = {"model": "Qwen/Qwen3-30B-A3B"}
+CASES = [  # JSON, bf16, flags, fields
+    *((file, True, [], {}) for file in ("zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu")),
+    *((file, True, ["--tp", "2"], {}) for file in ("zero0", "zero1", "zero3")),
+    ("zero1", True, ["--pp", "2"], {}),
+    *((file, True, ["--global_batch", "4"], {}) for file in ("zero0", "zero1", "zero2", "zero3_cpu")),  # one micro-batch
+    *((file, False, [], {}) for file in ("zero0", "zero2", "zero3", "zero2_cpu", "zero3_cpu")),
+    *((file, True, [], {"adapt": lora}) for file in ("zero1", "zero3")),
+    ("zero1", True, ["--tiny", "--ep", "2"], MOE),
+]
+QUICK = [("zero1", True, [], {}), ("zero3_cpu", True, [], {})]
+
+
+def named(case: tuple[str, bool, list[str], dict[str, Any]]) -> str:
+    return " ".join([case[0], "bf16" if case[1] else "fp32", *case[2], *case[3]])
+
+
+@pytest.mark.parametrize(
+    ("file", "bf16", "argv", "fields"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=named(case)) for case in CASES],
+)
+def test_terms_are_the_live_storages(
+    pools: Any, ops: Callable[[str], None], tmp_path: Path, file: str, bf16: bool, argv: list[str], fields: dict[str, Any]
+) -> None:
+    config = strategy(file, bf16)
+    if file.endswith("_cpu"):
+        ops("cpu_adam")
+    else:
+        config["optimizer"]["params"]["foreach"] = True  # what torch takes by itself on a GPU
+    common: dict[str, Any] = dict(init="random", tokenizer="bytes", seq_len=16, micro_batch=2, global_batch=8, steps=2, wandb=False, export=False)
+    recipe = Recipe(**({"model": odd_model(tmp_path / "model"), "ds_config": config} | common | fields))
+    ranks = pools.run(2, measured, recipe=recipe, argv=["--out", str(tmp_path / "run"), *argv])
+    uneven = file.startswith("zero2") and not bf16  # each rank keeps whole the gradients that its partition touches, and the terms are the fullest rank's
+    for rank, told in enumerate(ranks):
+        found, terms = told["found"], told["terms"]
+        explained = json.dumps([found, [vars(term) for term in terms]], indent=1)
+
+        def of(name: str, moment: str = STEP, terms: list[Term] = terms) -> int:
+            return sum(term.size for term in terms if term.what.startswith(name) and (not term.when or moment in term.when) and not term.bound)
+
+        def there(moment: str, terms: list[Term] = terms) -> int:
+            return sum(term.size for term in terms if not term.when or moment in term.when) - sum(
+                term.size for term in terms if term.bound and moment in term.when
+            )
+
+        assert found["states"] == of("optimizer states"), f"rank {rank}: {explained}"
+        assert found["masters"] == of("master weights"), f"rank {rank}: {explained}"
+        assert found["parameters"] == of("parameters, "), f"rank {rank}: {explained}"
+        counted = of("optimizer states") + of("master weights") + of("parameters, ") + of("temporaries")
+        rest = max(told["found"]["rest"] for told in ranks) if uneven else found["rest"]
+        assert rest == there(STEP) - counted, f"rank {rank}: {explained}"
+        if file in ("zero0", "zero1"):
+            assert found["reduce"] == of("copy of the gradients", REDUCE), f"rank {rank}: {explained}"
+        if not file.endswith("_cpu"):
+            assert found["step"] == of("temporaries"), f"rank {rank}: {explained}"
+
+
+def test_the_loss_takes_twelve_bytes_a_logit() -> None:
+    """When its backward begins; the bf16 logits are gone by then, since only their log-softmax is kept."""
+    from recipekit.train import summed_loss
+
+    logits, labels = torch.randn(2, 100, 5000, dtype=torch.bfloat16, requires_grad=True), torch.randint(5000, (2, 100))
+    with Ledger() as ledger:
+        summed_loss(logits, labels).backward()
+    assert ledger.peak == pytest.approx(memory.LOGIT_BYTES * 2 * 100 * 5000, rel=0.001)
+
+
+def dry_plan(name: str, *argv: str) -> Any:
+    from test_recipes import FILES, load
+
+    return make_plan(parse(load(name).RECIPE, FILES[name], ["--dry_run", *argv]))
+
+
+def test_pinned_memory_is_told_with_its_rounding() -> None:
+    """CachingHostAllocator.h takes the next power of two; told not to, it takes what is asked for, of blocks above 16
+    MiB.
+    """
+    assert [pinned_bytes(size, False) for size in (0, 1, 2**20, 2**20 + 1, 33 * GIB)] == [0, 1, 2**20, 2**21, 64 * GIB]
+    assert [pinned_bytes(size, True) for size in (2**20 + 1, 16 * 2**20, 16 * 2**20 + 1, 33 * GIB)] == [2**21, 16 * 2**20, 16 * 2**20 + 1, 33 * GIB]
+    plan = dry_plan("llama3_1_70b_zero3_nvme", "--world", "8")
+    blueprint, layout, load = drawn_up(plan)
+    exact, rounded = (total(rank_terms(blueprint, layout, plan.ds_config, replace(load, exact_pins=told)), HOST) for told in (True, False))
+    flat = -(-70_553_706_496 // 8) * 4  # fp32 sums of the gradients: one block
+    assert rounded - exact == pytest.approx(64 * GIB - flat, abs=GIB) and 8 * exact < 512e9 < 8 * rounded
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "value"),
+    [
+        ({}, "PYTORCH_ALLOC_CONF", f"{ROUND},{CACHE}"),
+        ({"PYTORCH_ALLOC_CONF": "a:b"}, "PYTORCH_ALLOC_CONF", f"a:b,{ROUND},{CACHE}"),
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}, "PYTORCH_ALLOC_CONF", f"pinned_max_round_threshold_mb:1,{CACHE}"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:b"}, "PYTORCH_CUDA_ALLOC_CONF", f"a:b,{ROUND},{CACHE}"),
+        ({"PYTORCH_ALLOC_CONF": "a:b", "PYTORCH_CUDA_ALLOC_CONF": ROUND}, "PYTORCH_CUDA_ALLOC_CONF", f"{ROUND},{CACHE}"),
+    ],
+)
+def test_what_the_user_told_the_allocator_stays(before: dict[str, str], name: str, value: str) -> None:
+    assert pinned.pinning_of(before) == (name, value)
+
+
+def test_torch_is_told_not_to_round(tmp_path: Path) -> None:
+    """By a real start, before torch is imported, which tells what it has read; the old name is read last."""
+    code = (
+        "import sys, types; from recipekit import run; from recipekit.recipe import Recipe\n"
+        "def main(plan, peers):\n    import torch\n    print('torch has', torch._C._accelerator_getAllocatorSettings())\n    return 0\n"
+        "sys.modules['recipekit.train'] = types.SimpleNamespace(main=main)\n"  # `run` is asked for; nothing is trained
+        "run(Recipe(model='meta-llama/Llama-3.2-1B', ds_config='zero3_cpu.json'), ['--tiny', '--out', sys.argv[1]])\n"
+    )
+    argv, env = [sys.executable, "-c", code, str(tmp_path / "run")], environment() | {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and f"torch has backend:native,{ROUND},{CACHE}\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "verdict"),
+    [
+        ("H100-SXM", "verdict  states fit, activations not counted: 28.60 GiB of the 80.00 GiB of NVIDIA H100 80GB HBM3"),
+        ("L4", "verdict  does not fit: accelerator memory of NVIDIA L4 = 24.00 GiB: a rank needs at least 28.60 GiB of it, activations not counted (logits"),
+    ],
+)
+def test_a_dry_run_tells_whether_a_device_suffices(device: str, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from recipekit.planner.show import show
+
+    show(dry_plan("llama3_1_8b_zero3", "--world", "8", "--device", device))
+    assert verdict in capsys.readouterr().out
+
+
+def test_a_start_refuses_what_certainly_exceeds_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU all of it lies in the host's memory, of all ranks of the host together; what is free is said to be
+    little or much.
+    """
+    from recipekit.runtime import start
+
+    plan = dry_plan("qwen3_0_6b_zero2", "--world", "2")
+    terms = fullest(plan, *drawn_up(plan))
+    needed = total([replace(term, place=HOST, pinned=0) for term in terms], HOST)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(start, "free_memory", lambda: 2 * needed)
+    start.check_memory(plan, torch.device("cpu"))
+    monkeypatch.setattr(start, "free_memory", lambda: 2 * needed - 1)
+    with pytest.raises(Refusal, match=r"host memory of .* that is free = .*: 2 ranks need at least .* activations not counted \(logits .*use more ranks"):
+        start.check_memory(plan, torch.device("cpu"))
+
+
+def test_a_dry_run_of_a_small_model_counts_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    from recipekit.planner.show import show
+
+    show(dry_plan("llama_nano_zero2", "--tiny"))
+    said = capsys.readouterr().out
+    [memory] = [line for line in said.splitlines() if line.startswith("memory")]
+    terms = said.partition(memory)[2].splitlines()[1:]
+    assert "GiB" not in memory + "".join(terms) and terms
+    always = float(memory.partition("each rank: ")[2].partition(" MiB always")[0])
+    kept = sum(float(term.split()[0]) for term in terms if "(" not in term)
+    assert kept == pytest.approx(always, abs=0.05) and all(term.split()[1] == "MiB" for term in terms if not term.startswith("verdict"))
+
+
+def test_what_a_dry_run_refuses_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from recipekit.planner.show import show
+    from transformers import BloomConfig
+
+    BloomConfig(vocab_size=264, hidden_size=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    plan = dry_plan("llama_nano_zero2", "--model", str(tmp_path))
+    with pytest.raises(Refusal, match=r"a bloom cannot use it here: .*; use --attention eager"):
+        show(plan)
+    assert capsys.readouterr().out == ""

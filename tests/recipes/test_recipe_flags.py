@@ -1,0 +1,348 @@
+"""The command line made from the fields of a recipe."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool import ROOT, environment, free_port
+from recipekit.command import parse, recipe_of
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe, check_recipe
+from recipekit.refusal import Refusal
+
+RECIPE = Recipe(model="meta-llama/Llama-3.2-1B", tp=4, warmup_steps=10)
+FILE = Path("/somewhere/mine.py")
+PLAIN = {item.name: item for item in dataclasses.fields(Recipe) if "help" in item.metadata}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(argv: list[str]) -> Refusal:
+    with pytest.raises(Refusal) as refusal:
+        parse(RECIPE, FILE, argv)
+    return refusal.value
+
+
+def test_without_flags_the_recipe_is_unchanged():
+    command = parse(RECIPE, FILE, [])
+    assert command.recipe == RECIPE and command.typed == frozenset()
+    assert (command.name, command.folder, command.world, command.rank, command.local_rank) == ("mine", Path("/somewhere"), 1, 0, 0)
+    assert not command.tiny and not command.dry_run
+
+
+def test_every_plain_field_is_a_flag_and_no_other():
+    assert {item.name for item in dataclasses.fields(Recipe)} - PLAIN.keys() == {"ds_config", "adapt", "pp_plan"}
+    for words in (["--ds_config", "zero3.json"], ["--adapt", "x"]):
+        assert f"{' '.join(words)}: is no flag of a recipe" in str(refused(words))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("spelling", [str, lambda name: name.replace("_", "-")], ids=["_", "-"])
+def test_flag_sets_its_field_alone(name, spelling):
+    default = getattr(RECIPE, name)
+    choices = PLAIN[name].metadata.get("choices")
+    value = not default if isinstance(default, bool) else choices[-1] if choices else default + 1 if isinstance(default, int | float) else "typed"
+    flag = "--" + spelling(name)
+    argv = [flag if value else "--no-" + spelling(name)] if isinstance(default, bool) else [flag, str(value)]
+    command = parse(RECIPE, FILE, argv)
+    assert command.recipe == dataclasses.replace(RECIPE, **{name: value}) and type(getattr(command.recipe, name)) is type(default)
+    assert command.typed == {name}
+
+
+def test_typing_the_default_counts_as_typed():
+    assert parse(RECIPE, FILE, ["--tp", "4", "--lr", "3e-4"]).typed == {"tp", "lr"}
+
+
+def test_json_has_its_own_flag():
+    command = parse(RECIPE, FILE, ["--deepspeed_config", "zero3.json", "--tiny", "--dry-run", "--world", "8"])
+    assert command.recipe.ds_config == "zero3.json" and command.typed == {"ds_config"}
+    assert command.tiny and command.dry_run and command.world == 8
+
+
+def test_ranks_come_from_the_launcher(monkeypatch):
+    for name, value in (("WORLD_SIZE", "8"), ("RANK", "5"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    command = parse(RECIPE, FILE, ["--local_rank=1", "--steps", "20"])
+    assert (command.world, command.rank, command.local_rank) == (8, 5, 1)
+    assert command.typed == {"steps"}
+
+
+def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    parse(RECIPE, FILE, ["--out", "run", "--seed", "3"])
+    assert dict(os.environ) == before and not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--micro_bach", "2"], "did you mean --micro_batch?"),
+        (["--global-bacth=2"], "did you mean --global_batch?"),
+        (["--step", "20"], "did you mean --steps?"),  # no silent abbreviation
+        (["--deepspeed", "x.json"], "did you mean --deepspeed_config?"),
+        (["--eep", "2"], "did you mean --ep?"),  # as near to --keep, which begins otherwise
+        (["--sed", "3"], "did you mean --seed?"),
+        (["--globl_batch", "8"], "did you mean --global_batch?"),
+        (["--pp_", "2"], "did you mean --pp?"),
+        (["--stpe", "20"], "did you mean --steps?"),
+        (["--ave_every", "5"], "did you mean --save_every?"),
+        (["--steps", "twenty"], "--steps"),
+        (["--steps", "2.5"], "--steps"),
+        (["--schedule", "cosinus"], "cosine"),
+        (["--steps"], "--steps"),
+        (["extra"], "extra"),
+        (["--world", "4"], "goes with --dry_run only"),
+        (["--dry_run", "--world", "0"], "at least 1 rank"),
+        (["--dp", "2"], "data parallelism takes the ranks that are left by --tp, --pp, --sp and --ep"),
+        (["--learning-rate=1e-4"], "use --lr"),
+        (["--num_gpus", "2"], "write it before the recipe's file"),
+        (["--lr", "-1e-4", "--stepz", "1"], "lr = -0.0001: must be a positive number"),  # which argparse takes for a flag
+        (["--wandb=no"], "ignored explicit argument 'no'"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_with_the_nearest_flag(argv, named):
+    refusal = refused(argv)
+    assert refusal.exit_code == 2 and named in str(refusal)
+
+
+def test_every_mistake_is_told_at_once_each_with_its_own_fix():
+    problems = refused(["--tiny", "--step", "5", "--micro_bacth=3", "--dp", "2", "odd", "--lr", "abc", "--eps", "--seed", "-1"]).problems
+    assert [problem.where for problem in problems] == ["--lr abc", "--step 5", "--micro_bacth=3", "--dp 2 odd", "--eps", "seed = -1"]
+    fixes = ["for example --lr 0.0003", "did you mean --steps?", "did you mean --micro_batch?", "leave it out: data", "write --eps", "use --seed 0"]
+    assert all(problem.fix.startswith(fix) for problem, fix in zip(problems, fixes, strict=True)), [str(problem) for problem in problems]
+    assert {problem.where for problem in refused(["--lr", "abc", "--steps", "-3"]).problems} == {"--lr abc", "steps = -3"}
+
+
+@pytest.mark.parametrize("name", ["steps", "lr"])
+def test_a_number_below_0_is_one_problem(name):
+    """Not one for each number that it is compared with."""
+    (problem,) = check_recipe(parse(RECIPE, FILE, [f"--{name}", "-3"]).recipe)
+    assert problem.where.startswith(f"{name} = -3")
+
+
+def test_an_empty_word_is_a_value():
+    assert parse(dataclasses.replace(RECIPE, subset="x"), FILE, ["--subset", ""]).recipe.subset == ""
+    assert parse(dataclasses.replace(RECIPE, subset="x"), FILE, ["--subset="]).recipe.subset == ""
+
+
+def test_a_trial_has_a_folder_of_its_own():
+    """So that it never stands in the way of the run; a folder that is named is taken."""
+    outs = [make_plan(parse(RECIPE, FILE, ["--dry_run", "--world", "4", *words])).out for words in ([], ["--tiny"], ["--tiny", "--out", "a"])]
+    assert outs == [Path("runs/mine"), Path("runs/mine_tiny"), Path("a")]
+
+
+def test_a_wrong_flag_exits_2_without_traceback(tmp_path):
+    argv = [sys.executable, ROOT / "recipes" / "llama_nano_zero2.py", "--step", "3"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[0] == "refused: 1 problem" and "did you mean --steps?" in done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_help_names_each_flag_once_in_its_group_with_this_recipes_value(tmp_path):
+    argv = [sys.executable, "-X", "importtime", ROOT / "recipes" / "llama_nano_zero2.py", "--help"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in imported and not imported & {"torch", "transformers", "numpy"}
+    groups = re.split(r"\n(?=[a-z ,]+:\n)", done.stdout)
+    assert [group.partition(":")[0] for group in groups[1:]] == [
+        *("options", "try it", "model", "data", "layout", "batch"),
+        *("schedule and optimizer", "evaluation, checkpoints, export", "run", "tracking"),
+    ]
+    assert groups[0].splitlines()[0] == "usage: python llama_nano_zero2.py [--FLAG VALUE ...]"
+    flags = re.findall(r"^  (?:-h, )?--(?:\[no-\])?(\S+)", done.stdout, re.MULTILINE)
+    assert sorted(flags) == sorted([*PLAIN, "deepspeed_config", "tiny", "dry_run", "world", "device", "help"])  # none twice
+    assert not [line for line in groups[1].splitlines() if "--" in line and "--help" not in line]
+    assert "(here: 0.002)" in " ".join(done.stdout.split()) and "[--FLAG" in done.stdout
+
+
+NUMBERS = {
+    "tp": (1, 2, 4),
+    "micro_batch": (1, 2, 4),
+    "global_batch": (16, 32),
+    "seq_len": (32, 512),
+    "eval_rows": (4, 100),
+    "warmup_steps": (0, 2),
+    "steps": (3, 50),
+}
+
+
+@settings(deadline=None)  # of hypothesis, which a busy machine misses
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in NUMBERS.items()}), st.sampled_from((4, 8)))
+def test_tiny_never_changes_a_typed_value(typed, world):
+    argv = [word for name, value in typed.items() for word in (f"--{name}", str(value))]
+    try:
+        recipe = make_plan(parse(RECIPE, FILE, ["--tiny", "--dry_run", "--world", str(world), *argv])).recipe
+    except Refusal as refusal:  # it fits or is refused
+        assert any(f"{name} = {value}" in str(refusal) or f"{name} {value}" in str(refusal) for name, value in typed.items()), str(refusal)
+        return
+    assert {name: getattr(recipe, name) for name in typed} == typed
+
+
+def test_tiny_never_changes_a_number_of_the_json():
+    config = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}
+    plan = make_plan(parse(dataclasses.replace(RECIPE, ds_config=config), FILE, ["--tiny", "--dry_run", "--world", "8"]))
+    assert (plan.recipe.global_batch, plan.recipe.micro_batch, plan.recipe.tp) == (24, 3, 2)
+    assert (plan.ds_config["train_batch_size"], plan.ds_config["train_micro_batch_size_per_gpu"], plan.ds_config["gradient_accumulation_steps"]) == (24, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "batch"),
+    [(1, dict(tp=1), (2, 4)), (2, dict(tp=2), (2, 4)), (4, dict(tp=4), (2, 4)), (8, dict(tp=4), (2, 8))],
+)
+def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
+    plan = make_plan(parse(RECIPE, FILE, ["--tiny", "--dry_run", "--world", str(world)]))
+    assert plan.mesh.tp == degrees["tp"] and plan.mesh.world == world
+    assert (plan.recipe.micro_batch, plan.recipe.global_batch) == batch
+    assert (plan.recipe.dataset, plan.recipe.tokenizer, plan.recipe.init, plan.recipe.seq_len) == ("builtin", "bytes", "random", 128)
+    lowered = [note for note in plan.notes if "lowered" in note]
+    assert lowered == ([] if world >= 4 else [f"--tiny lowered tp 4 -> {world} to fit {world} rank{'s' if world > 1 else ''}"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--dataset", "{tmp}/missing.jsonl", ["--dataset {tmp}/missing.jsonl: there is no such file"]),
+        ("--dataset", "{tmp}/tables", ["--dataset {tmp}/tables: "]),
+        ("--dataset", "{tmp}/tables/a.csv", ["a.csv: .csv is not read; convert it to one of .txt, "]),
+        ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
+        ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["holds files of several kinds"]),
+        ("--dataset", "a=x; b=y", ["is no part of a mixture"]),
+        ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be made: {tmp}/good/a.txt is no folder"]),
+        ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory; choose a folder of yours with --out"]),
+        ("--out", "{tmp}/good/a.txt/run", ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt; choose"]),
+        ("--tokenizer", "{tmp}/tok", ["--tokenizer {tmp}/tok: there is no such folder"]),
+        ("--tokenizer", "{tmp}/tables", ["--tokenizer {tmp}/tables: the folder holds no tokenizer"]),
+    ],
+)
+def test_data_and_tokenizer_that_are_not_there_are_refused_when_the_run_is_planned(tmp_path, flag, value, said):
+    for name in ("good/a.txt", "good/b.jsonl", "tables/a.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text\n")
+    with pytest.raises(Refusal) as refusal:
+        make_plan(parse(RECIPE, FILE, ["--dry_run", "--world", "4", flag, value.format(tmp=tmp_path)]))
+    assert all(part.format(tmp=tmp_path) in str(refusal.value) for part in said), refusal.value
+    (tmp_path / "tables" / "tokenizer.json").write_text("{}")
+    good = ["--dataset", f"a={tmp_path}/good/*.txt@70; b=builtin@20; c=some/hub_id@10", "--tokenizer", str(tmp_path / "tables")]
+    assert make_plan(parse(RECIPE, FILE, ["--dry_run", "--world", "4", *good])).recipe.tokenizer == str(tmp_path / "tables")
+
+
+def test_a_model_that_is_not_there_is_told_once():
+    with pytest.raises(Refusal) as refusal:
+        make_plan(parse(RECIPE, FILE, ["--dry_run", "--tiny", "--model", "./gone"]))
+    (problem,) = refusal.value.problems
+    assert problem.where == "model = ./gone" and problem.rule == "is no folder on this machine"
+
+
+def test_every_impossible_number_is_named_at_once():
+    recipe = Recipe(seq_len=0, steps=5, warmup_steps=5, stop_at=6, lr=0.0, min_lr=-1.0, beta1=1.0, merge=True)
+    named = {problem.where.split(" = ")[0] for problem in check_recipe(recipe)}
+    assert named == {"model", "seq_len", "warmup_steps", "stop_at", "lr", "min_lr", "beta1", "merge"}
+    several = dataclasses.replace(RECIPE, lr=float("nan"), task="SFT", eps=0.0, beta1=2.0)
+    assert [problem.where for problem in check_recipe(several)] == ["task = 'SFT'", "lr = nan", "eps = 0.0", "beta1 = 2.0"]
+    assert check_recipe(RECIPE) == []
+
+
+@pytest.mark.parametrize("name", [name for name, item in PLAIN.items() if isinstance(item.default, float)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_is_finite(name, value):
+    (problem,) = check_recipe(dataclasses.replace(RECIPE, **{name: value}))
+    assert problem.where == f"{name} = {value}"
+
+
+def test_a_value_written_in_the_file_is_checked_like_a_flag():
+    wrong = Recipe(model="x", steps="20", micro_batch=2.0, export=1, seed=True, schedule="cosin", task="SFT")  # type: ignore[arg-type]
+    named = {problem.where for problem in check_recipe(wrong)}
+    assert named == {"steps = '20'", "micro_batch = 2.0", "export = 1", "seed = True", "schedule = 'cosin'", "task = 'SFT'"}
+
+
+def test_a_whole_number_in_the_file_leaves_the_flag_a_fraction():
+    recipe = Recipe(model="x", weight_decay=0, lr=1)
+    assert check_recipe(recipe) == []
+    assert parse(recipe, FILE, ["--weight_decay", "0.1"]).recipe.weight_decay == 0.1
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"attention": "flash_attention_2", "micro_batch": 2}, "micro_batch = 2 with attention = flash_attention_2"),
+        ({"pp": 2, "adapt": lambda model: model}, "pp = 2"),
+        ({"checkpoint_every": 2}, "checkpoint_every = 2"),
+    ],
+)
+def test_what_would_go_wrong_without_a_word_is_named(fields, where):
+    (problem,) = check_recipe(Recipe(model="x", **fields))
+    assert problem.where == where
+    assert check_recipe(Recipe(model="x", attention="flash_attention_2", sp=2, micro_batch=2)) == []
+
+
+def test_a_typo_brings_no_problem_that_is_none():
+    """A short trial lowers the warm-up by itself."""
+    assert [problem.where for problem in refused(["--steps", "5", "--worldd", "2"]).problems] == ["--worldd 2"]
+
+
+def test_a_recipe_changed_within_a_second_is_read_as_it_is_now(tmp_path, monkeypatch):
+    """Of the same size and time as before, as a script leaves it that goes through values; nothing is left beside it."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "mine.py"
+    for steps in (11, 22):
+        path.write_text(f"from recipekit import Recipe\nRECIPE = Recipe(model='x', steps={steps})\n")
+        os.utime(path, (1e9, 1e9))
+        assert recipe_of(path).steps == steps
+    assert list(tmp_path.iterdir()) == [path]
+
+
+ONE = ["--num_processes", "1", "--num_machines", "1", "--use_deepspeed"]
+STAGE = "accelerate launch --zero_stage 3: is read by a script with an Accelerator, and not by a recipe, which starts DeepSpeed itself; leave it out; the JSON"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--num_processes", "1"], []),
+        ([*ONE, "--mixed_precision", "bf16", "--gradient_accumulation_steps", "1", "--offload_param_device", "none", "--dynamo_backend", "no"], []),
+        ([*ONE, "--zero_stage", "3", "--gradient_accumulation_steps", "4"], ["--gradient_accumulation_steps 4: ", STAGE]),
+        (["--num_processes", "1", "--mixed_precision", "fp16", "--dynamo_backend", "inductor"], ["--mixed_precision fp16: ", "--dynamo_backend INDUCTOR: "]),
+        (["--num_processes", "1", "--use_fsdp"], ["accelerate launch --use_fsdp: "]),
+    ],
+    ids=lambda value: value[-1] if value else "nothing",
+)
+def test_flags_of_accelerate_that_no_recipe_reads_are_refused(tmp_path: Path, flags: list[str], said: list[str]) -> None:
+    """They were ignored without a word: accelerate writes them into the environment for an Accelerator."""
+    (tmp_path / "mine.py").write_text(
+        "from recipekit.plan import check_accelerate\nimport os\nfor problem in check_accelerate(os.environ):\n    print(problem)\n"
+    )
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", str(free_port()), *flags, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment() | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=300, check=False)
+    told = done.stdout.splitlines()
+    assert done.returncode == 0 and len(told) == len(said) and all(part in line for part, line in zip(said, told, strict=True)), (told, done.stderr[-3000:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [(["--num_processes", "2"], 0), (["--cpu", "--num_processes", "2"], 0), (["--num_processes", "1"], 1), (["--multi_gpu", "--num_processes", "2"], 2)],
+    ids=["several", "several on the CPU", "one", "as the refusal says"],
+)
+def test_accelerate_starts_as_many_ranks_as_it_was_asked_for(tmp_path: Path, flags: list[str], ranks: int) -> None:
+    """Without several GPUs it silently started one of several."""
+    (tmp_path / "mine.py").write_text(
+        "from recipekit.plan import check_launcher\nimport os, sys\nfor problem in check_launcher(os.environ):\n    sys.exit(str(problem))\n"
+        "open(f\"rank{os.environ.get('RANK', '0')}\", 'w').close()\n"
+    )
+    place = environment() | {"HF_HOME": str(tmp_path)} | ({"MASTER_PORT": str(free_port())} if ranks == 1 else {})
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", str(free_port()), *flags, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300, check=False)
+    assert len(list(tmp_path.glob("rank*"))) == ranks, done.stderr[-3000:]
+    told = "accelerate launch: has started 1 of several processes, as it does where it sees fewer than two GPUs; write accelerate launch --multi_gpu"
+    assert (done.returncode == 0) == (ranks > 0) and (told in done.stderr) == (ranks == 0), done.stderr[-3000:]

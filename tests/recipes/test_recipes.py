@@ -1,0 +1,301 @@
+"""Every recipe in recipes/: says what it does, costs nothing to import, and trains from its one command."""
+
+import ast
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+from pool import ROOT, environment, free_port
+from recipekit.architectures.lookup import SHIPPED
+from recipekit.command import parse
+from recipekit.mesh import make_mesh
+from recipekit.plan import Plan, make_plan
+from recipekit.planner.show import drawn_up, fullest, show
+from recipekit.planner.terms import ACCELERATOR, HOST, total
+from recipekit.refusal import Refusal
+
+FILES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py"))}
+every_recipe = pytest.mark.parametrize("name", FILES)
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", FILES[name])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def plan(name: str, *argv: str) -> Plan:
+    return make_plan(parse(load(name).RECIPE, FILES[name], ["--dry_run", *argv]))
+
+
+def docstring(name: str) -> str:
+    found = ast.get_docstring(ast.parse(FILES[name].read_text()))
+    assert found, f"{FILES[name]} has no docstring"
+    return found
+
+
+def num_gpus(name: str) -> int:
+    """The ranks that the command in the docstring starts."""
+    found = re.search(rf"\n\n    deepspeed (?:--hostfile hosts --num_nodes (\d+) )?--num_gpus (\d+) recipes/{name}\.py( .*)?\n\n", docstring(name))
+    assert found, f"{FILES[name]}: the docstring holds no line `    deepspeed --num_gpus N recipes/{name}.py`"
+    return int(found[1] or 1) * int(found[2])
+
+
+def needs(name: str) -> str:
+    """The hardware of the docstring's line `Needs: HARDWARE (why). Measured: ...`."""
+    found = re.search(r"^Needs: ([^(.]+?)(?: \(.*\))?\..* ?Measured: .*\.", docstring(name), re.DOTALL | re.MULTILINE)
+    assert found, f"{FILES[name]}: the docstring holds no `Needs: HARDWARE. Measured: WHAT, or not measured.`"
+    return " ".join(found[1].split())
+
+
+def refused_mask(name: str) -> str:
+    """The mask for whose bytes the docstring says that the recipe is refused at its full length; empty if it is not."""
+    found = re.search(r"Refused until attention is mended: the dense mask of such a row takes ([\d.]+ GB) on every GPU", " ".join(docstring(name).split()))
+    return found[1] if found else ""
+
+
+def full_size(name: str) -> list[str]:
+    """The recipe on the ranks of its command; with short rows where its own are refused."""
+    return ["--world", str(num_gpus(name)), *(["--seq_len", "4096"] if refused_mask(name) else [])]
+
+
+def catalogue_entry(name: str) -> str:
+    """What recipes/README.md says of a recipe under "The recipes", made from its file."""
+    recipe = load(name).RECIPE
+    dataset = " ".join(filter(None, (recipe.dataset, recipe.subset)))
+    teaches = docstring(name).split("\n\n")[0]
+    return " ".join(f"[{name}]({name}.py): {teaches} `{recipe.model}` on `{dataset}`".split())
+
+
+def hardware_row(name: str) -> str:
+    """Its row of README.md's table."""
+    recipe = load(name).RECIPE
+    mesh = make_mesh(num_gpus(name), tp=recipe.tp, pp=recipe.pp, sp=recipe.sp, ep=recipe.ep)
+    return f"| `{name}` | {recipe.ds_config} | {mesh} | {needs(name)} |"
+
+
+def section(title: str, page: str) -> str:
+    return (ROOT / page).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_every_kind_of_strategy_has_a_recipe():
+    recipes = [load(name).RECIPE for name in FILES]
+    assert {recipe.ds_config for recipe in recipes} >= {"zero0.json", "zero1.json", "zero2.json", "zero3.json", "zero3_cpu.json", "zero3_nvme.json"}
+    assert any(recipe.tp > 1 for recipe in recipes) and any(recipe.adapt for recipe in recipes) and any(recipe.task == "sft" for recipe in recipes)
+
+
+@every_recipe
+def test_recipe_is_one_flat_file(name):
+    """A docstring, imports, RECIPE with only what differs from a default, and `run(RECIPE)` when it is started."""
+    tree = ast.parse(FILES[name].read_text())
+    assert ast.unparse(tree.body[-1]) == "if __name__ == '__main__':\n    run(RECIPE)"
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.If) and node is not tree.body[-1]]
+    (call,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPE"]
+    assert isinstance(call, ast.Call)
+    defaults = {field: item.default for field, item in load(name).RECIPE.__dataclass_fields__.items()}
+    written = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
+    needless = [field for field, value in written.items() if value == defaults[field] and field not in ("model", "dataset", "ds_config")]
+    assert not needless, f"{needless} repeat the default"
+
+
+@every_recipe
+def test_recipe_has_its_architecture(name):
+    recipe = load(name).RECIPE
+    file = SHIPPED / f"{recipe.model.replace('/', '--')}.json"
+    assert file.exists(), f"--tiny needs {file}"
+    assert recipe.seq_len <= (config := json.loads(file.read_text())).get("max_position_embeddings", config.get("n_positions"))
+
+
+def test_no_architecture_is_left_over():
+    used = {load(name).RECIPE.model.replace("/", "--") for name in FILES}
+    assert {file.stem for file in SHIPPED.glob("*.json")} == used
+
+
+def test_importing_a_recipe_starts_nothing(tmp_path):
+    """Neither heavy modules nor threads, processes, files or variables."""
+    code = """
+import importlib, os, sys, threading
+before = dict(os.environ)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    heavy = {"torch", "transformers", "deepspeed", "datasets", "peft", "wandb", "numpy"} & set(sys.modules)
+    assert not heavy, (name, heavy)
+    assert threading.active_count() == 1 and dict(os.environ) == before, name
+"""
+    subprocess.run([sys.executable, "-c", code, *FILES], cwd=tmp_path, env=environment(), check=True, timeout=60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_catalogue_lists_every_recipe_as_it_is():
+    entries = [" ".join(entry.split()) for entry in re.findall(r"^- (\[.+\n(?:  .+\n)*)", section("The recipes", "recipes/README.md"), re.MULTILINE)]
+    rows = re.findall(r"^\| `.+$", section("The recipes", "README.md"), re.MULTILINE)
+    for found, made in ((entries, catalogue_entry), (rows, hardware_row)):
+        belong = [made(name) for name in FILES]
+        assert sorted(found) == sorted(belong), "README.md and recipes/README.md; what belongs there:\n" + "\n".join(belong)
+
+
+@every_recipe
+def test_docstring_tells_the_memory_of_the_states(name):
+    """`N.N GiB of states` is what --dry_run predicts to be there all the time on each rank of the docstring's command, host and NVMe included."""
+    world = num_gpus(name)
+    planned = plan(name, *full_size(name))
+    assert planned.model_config is not None
+    terms = fullest(planned, *drawn_up(planned))
+    states = sum(term.taken for term in terms if not term.when and not term.bound) / 2**30
+    claim = re.search(r"([\d.]+) GiB of states", docstring(name))
+    assert claim or states < 0.1
+    if claim:
+        assert float(claim[1]) == pytest.approx(states, abs=0.05)
+        hardware = re.match(r"(\d+) x (\d+) GB GPUs(?:.* (\d+) GB of host memory)?", needs(name))
+        assert hardware and int(hardware[1]) == world
+        assert total(terms, ACCELERATOR) < 0.7 * int(hardware[2]) * 1e9, "a third is left for activations, beside copies and logits"
+        assert world * total(terms, HOST) < 0.95 * int(hardware[3] or 0) * 1e9 or not total(terms, HOST)
+    if "meta-llama/" in planned.recipe.model:
+        assert "Gated model" in docstring(name)
+
+
+@every_recipe
+def test_a_recipe_is_accepted_on_the_ranks_of_its_command_or_says_why_not(name):
+    if not (size := refused_mask(name)):
+        plan(name, "--world", str(num_gpus(name)))
+        return
+    with pytest.raises(Refusal) as refused:
+        plan(name, "--world", str(num_gpus(name)))
+    (problem,) = refused.value.problems
+    assert f"takes {size} on every rank" in problem.rule and "use --seq_len 65536, or --attention flash_attention_2" in problem.fix
+
+
+@every_recipe
+def test_dry_run(name, capsys):
+    """At full size; tiny ones are in test_worlds.py."""
+    planned = plan(name, *full_size(name))
+    show(planned)
+    printed = capsys.readouterr().out
+    assert f"ranks: {planned.mesh}" in printed and "iB always" in printed and '"auto"' not in printed
+
+
+@pytest.mark.parametrize("argv", [["--tp", "2"], ["--pp", "2", "--deepspeed_config", "zero1.json"]])
+def test_a_dry_run_refuses_a_degree_without_a_plan(argv):
+    with pytest.raises(Refusal, match="with GPT2LMHeadModel: this model publishes no"):
+        show(plan("gpt2_124m_zero0", "--world", "4", *argv))
+
+
+def test_dry_run_as_a_user_starts_it(tmp_path):
+    argv = [sys.executable, ROOT / "recipes" / "llama3_1_8b_zero1_tp4.py", "--dry-run", "--world", "8"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "8 ranks: dp2_tp4" in done.stdout and "accelerator, each rank: 26.18 GiB always" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def start(argv: list[str | Path], cwd: Path, timeout: float) -> tuple[int | None, str]:
+    """(exit code, output) of a command; after `timeout` seconds its whole process tree is ended, stacks first, and the code is None."""
+    log = cwd / "output.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv, cwd=cwd, env=environment() | {"PYTHONFAULTHANDLER": "1"}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+            tree = psutil.Process(process.pid).children(recursive=True)
+            for child in tree:
+                if "LOCAL_RANK" in child.environ():
+                    child.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stacks
+            time.sleep(2)
+            for child in tree:
+                if child.is_running():
+                    child.kill()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code, log.read_text(errors="replace")
+
+
+def train_tiny(name: str, out: str) -> int:
+    """Runs on every rank of a pool: what the recipe's file does when it is started."""
+    from recipekit.train import main
+
+    sys.argv = [str(FILES[name]), "--tiny", "--steps", "3", "--eval_every", "1", "--no-wandb", "--out", out]
+    return main(make_plan(parse(load(name).RECIPE, FILES[name], sys.argv[1:])))
+
+
+def check_tiny(out: Path) -> None:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
+    assert abs(lines[0]["loss"] / math.log(264) - 1) < 0.1  # random weights: about ln(vocabulary)
+    assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]  # on the same rows; batches differ by more than 3 steps teach
+    assert list((out / "hf").glob("*.safetensors"))
+
+
+def wait_for_ops(name: str, ops: Callable[[str], None]) -> None:
+    zero = plan(name, "--tiny", "--world", "2").ds_config["zero_optimization"]
+    offload = {zero.get(block, {}).get("device", "none") for block in ("offload_optimizer", "offload_param")}
+    for op, needed in (("cpu_adam", offload != {"none"}), ("async_io", "nvme" in offload)):
+        if needed:
+            ops(op)
+
+
+@every_recipe
+def test_recipe_trains_tiny(name, tmp_path, pools, ops):
+    wait_for_ops(name, ops)
+    assert pools.run(2, train_tiny, name=name, out=str(tmp_path / "run")) == [0, 0]
+    check_tiny(tmp_path / "run")
+
+
+STARTED = ("llama_nano_zero2",)  # by their commands in `make test`, the others in `make test-slow`
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in STARTED else pytest.mark.slow) for name in FILES])
+def test_recipe_trains_tiny_by_its_command(name, tmp_path, ops):
+    """`deepspeed --num_gpus 2 recipes/NAME.py --tiny --steps 3`, as a user starts it, without network."""
+    wait_for_ops(name, ops)
+    launcher = shutil.which("deepspeed", path=environment()["PATH"])
+    assert launcher
+    argv = [launcher, "--num_gpus", "2", "--master_port", str(free_port()), FILES[name], "--tiny", "--steps", "3", "--eval_every", "1"]
+    code, output = start([*argv, "--out", tmp_path / "run"], tmp_path, timeout=240)
+    assert code == 0, f"ended with {code}:\n{output[-8000:]}"
+    check_tiny(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_lora_starts_from_published_weights_and_exports_adapter_or_merged_model(tmp_path, ops):
+    """What peft reads from the adapter is what --merge wrote as a whole model."""
+    import torch
+    import transformers
+    from peft import PeftModel
+    from recipekit.architectures.shrink import shrink
+
+    config = shrink(json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text()), 264)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(config.pop("model_type"), **config))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    argv = [sys.executable, FILES["qwen3_0_6b_lora_zero3"], "--model", tmp_path / "base", "--tokenizer", "bytes", "--dataset", "builtin", "--subset", ""]
+    argv += ["--steps", "2", "--seq_len", "64", "--global_batch", "2", "--eval_every", "0", "--no-wandb", "--lr", "0.1"]
+    for extra in ([], ["--merge"]):
+        code, output = start([*argv, *extra, "--out", tmp_path / f"run{len(extra)}"], tmp_path, timeout=240)
+        assert code == 0, f"ended with {code}:\n{output[-8000:]}"
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run1" / "hf").state_dict()
+    theirs = PeftModel.from_pretrained(base, tmp_path / "run0" / "hf").merge_and_unload().state_dict()
+    assert ours.keys() == theirs.keys() == before.keys()
+    for name, value in ours.items():
+        changed = not torch.equal(value, before[name])
+        assert changed == name.endswith("_proj.weight"), name
+        torch.testing.assert_close(value, theirs[name], rtol=0.01, atol=0.01)  # bf16

@@ -1,0 +1,185 @@
+"""Any number of ranks: a tiny recipe fits it, a full one names the numbers that it fits, the tools choose a batch for it."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pool import ROOT, environment
+from recipekit.command import parse
+from recipekit.plan import make_plan
+from recipekit.planner.show import show
+from recipekit.refusal import Refusal
+from test_recipes import FILES, full_size, load, plan
+
+sys.path.insert(0, str(ROOT / "tools" / "bench"))
+sys.path.insert(0, str(ROOT / "tools"))
+
+import bench_checkpoint
+import bench_loop
+import bench_tensor_parallel
+import quickstart
+
+WORLDS = range(1, 10)
+
+# The layouts of the recipes that cut anything, on 1 to 9 ranks, and what else of the tiny model limits a degree.
+TINY = {
+    "gpt2_xl_zero1_pp4": ("dp1 dp1_pp2 dp1_pp3 dp1_pp4 dp5 dp2_pp3 dp7 dp2_pp4 dp3_pp3", ""),
+    "llama3_1_405b_zero1_pp16_tp8": ("dp1 dp1_tp2 dp1_pp3 dp1_tp4 dp5 dp1_tp2_pp3 dp7 dp1_tp4_pp2 dp3_pp3", ", 4 key-value heads and 4 layers"),
+    "llama3_1_70b_zero1_pp4_tp4": ("dp1 dp1_tp2 dp1_pp3 dp1_tp4 dp5 dp1_tp2_pp3 dp7 dp1_tp4_pp2 dp3_pp3", ""),
+    "llama3_1_8b_zero1_pp4": ("dp1 dp1_pp2 dp1_pp3 dp1_pp4 dp5 dp2_pp3 dp7 dp2_pp4 dp3_pp3", ""),
+    "llama3_1_8b_zero1_tp4": ("dp1 dp1_tp2 dp3 dp1_tp4 dp5 dp3_tp2 dp7 dp2_tp4 dp9", ""),
+    "llama3_1_8b_zero3_sp8": ("dp1 dp1_sp2 dp3 dp1_sp4 dp5 dp3_sp2 dp7 dp1_sp8 dp9", ""),
+    "llama3_1_8b_zero3_tp2": ("dp1 dp1_tp2 dp3 dp2_tp2 dp5 dp3_tp2 dp7 dp4_tp2 dp9", ""),
+    "mixtral_8x7b_zero1_pp4_tp2": ("dp1 dp1_tp2 dp1_pp3 dp1_tp2_pp2 dp5 dp1_tp2_pp3 dp7 dp1_tp2_pp4 dp3_pp3", ""),
+    "qwen3_30b_a3b_zero1_ep4": ("dp1 dp2_ep2 dp3 dp4_ep4 dp5 dp6_ep2 dp7 dp8_ep4 dp9", ""),
+}
+ONLY_DP = (" ".join(f"dp{world}" for world in WORLDS), "")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_tiny_recipe_fits_any_number_of_ranks(name, capsys):
+    """Accepted as it is, or lowered in one line that says from what to what."""
+    recipe = load(name).RECIPE
+    wanted = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")}
+    meshes, limits = TINY.get(name, ONLY_DP)
+    for world, layout in zip(WORLDS, meshes.split(), strict=True):
+        planned = plan(name, "--tiny", "--world", str(world))
+        show(planned)
+        said, _, shown = capsys.readouterr().out.partition("layout ")
+        ranks = f"{world} rank{'s' if world > 1 else ''}"
+        assert shown.startswith(f"  {ranks}: {layout}\n") and "iB always" in shown and '"auto"' not in shown
+        found = {axis: int(degree[1]) if (degree := re.search(rf"{axis}(\d+)", layout)) else 1 for axis in wanted}
+        lowered = ", ".join(f"{axis} {wanted[axis]} -> {found[axis]}" for axis in wanted if found[axis] != wanted[axis])
+        said = [line for line in said.splitlines() if not line.startswith("gradients: ZeRO-0 ")]
+        assert said == ([f"--tiny lowered {lowered} to fit {ranks}{limits}"] if lowered else [])
+        assert planned.recipe.micro_batch == 2 and planned.recipe.global_batch == 4 * planned.mesh.dp * planned.mesh.pp
+
+
+@pytest.mark.parametrize(
+    ("argv", "micro_batch", "global_batch"),
+    [
+        (["--world", "3", "--global_batch", "3"], 1, 3),  # two rows of a rank would be six
+        (["--world", "2", "--global_batch", "6"], 1, 6),
+        (["--world", "2", "--global_batch", "8"], 2, 8),
+        (["--world", "2", "--micro_batch", "3"], 3, 12),
+    ],
+)
+def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, global_batch):
+    planned = plan("llama_nano_zero2", "--tiny", *argv)
+    assert (planned.recipe.micro_batch, planned.recipe.global_batch) == (micro_batch, global_batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "text"),
+    [
+        (
+            "llama_nano_zero2",
+            ["--tiny", "--world", "4", "--tp", "3"],  # nor does it divide the heads, so no number of ranks would help
+            "tp(3) = 3: does not divide the 4 ranks; choose degrees whose product is 1 or 2 or 4, or start a multiple of 3 ranks",
+        ),
+        (
+            "llama_nano_zero2",
+            ["--tiny", "--world", "3", "--tp", "2"],
+            "tp(2) = 2: does not divide the 3 ranks; choose degrees whose product is 1 or 3, or start a multiple of 2 ranks"
+            "; the recipe fits 2 or 4 ranks as it is",
+        ),
+        (
+            "llama_nano_zero2",
+            ["--tiny", "--world", "3", "--micro_batch", "2", "--global_batch", "4"],
+            "global_batch (train_batch_size) = 4: does not divide by 3 data-parallel ranks * micro_batch 2 = 6; use global_batch 6"
+            "; the recipe fits 2 ranks as it is",
+        ),
+        (
+            "llama3_1_405b_zero1_pp16_tp8",
+            ["--world", "9"],
+            "pp(16) * tp(8) = 128: does not divide the 9 ranks; choose degrees whose product is 1 or 3 or 9, or start a multiple of 128 ranks"
+            "; the recipe fits 128 ranks as it is",
+        ),
+        (
+            "qwen3_30b_a3b_zero1_ep4",
+            ["--world", "6"],
+            "ep = 4: does not divide the 6 data-parallel ranks; use --ep 1 or 2 or 3 or 6; the recipe fits 4 or 8 ranks as it is",
+        ),
+        (
+            "llama3_1_70b_zero3_nvme",
+            ["--world", "2"],
+            "zero_optimization.offload_param.buffer_size = 200000000: is less than the 525336576 elements that a rank holds of the embedding"
+            "; write 525336576 or more; the recipe fits 8 ranks as it is",
+        ),
+        (
+            "llama_nano_zero2",
+            ["--world", "3", "--save_every", "-1"],  # no number of ranks mends the other mistake
+            "save_every = -1: must not be negative; use --save_every 0 or more\n"
+            "global_batch (train_batch_size) = 16: does not divide by 3 data-parallel ranks * micro_batch 4 = 12; use global_batch 12 or 24"
+            "; the recipe fits 2 or 4 ranks as it is",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_refused_names_the_nearest_ranks_that_fit(name, argv, text):
+    with pytest.raises(Refusal) as refused:
+        plan(name, *argv)
+    assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_ranks_that_a_refusal_names_are_the_nearest_that_are_accepted(name):
+    more = full_size(name)[2:]
+
+    def refusal(world: int) -> str:
+        try:
+            plan(name, *more, "--world", str(world))
+        except Refusal as refused:
+            return str(refused)
+        return ""
+
+    world = 7
+    told = re.search(r"; the recipe fits ([\d or]+) ranks as it is$", refusal(world))
+    assert told
+    nearest = [int(number) for number in told[1].split(" or ")]
+    below, above = ([ranks for ranks in nearest if ranks < world], [ranks for ranks in nearest if ranks > world])
+    assert not any(map(refusal, nearest))
+    assert all(map(refusal, range((below or [0])[0] + 1, world)))
+    assert all(map(refusal, range(world + 1, min((above or [17])[0], 17))))  # above 16 none of them has a number between
+
+
+def accepted(recipe, file: Path, argv: list[str], world: int) -> int:
+    """The rows of a step with which a command line is accepted on so many ranks. Raises `Refusal`."""
+    command = parse(recipe, file, argv)
+    return make_plan(replace(command, world=world)).recipe.global_batch
+
+
+def test_the_quickstart_takes_a_batch_that_its_ranks_can_share(tmp_path):
+    rows = []
+    for ranks in range(1, 65):
+        _, number, file, *argv = quickstart.training(ranks, tmp_path / "run", steps=2)
+        assert (number, file) == (str(ranks), str(FILES["llama_nano_zero2"]))
+        rows.append(accepted(load("llama_nano_zero2").RECIPE, Path(file), argv, ranks))
+    assert rows[:9] == [16, 16, 24, 16, 20, 24, 28, 32, 36] and rows[63] == 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_the_quickstart_runs_on(ranks, tmp_path, ops):
+    command = [sys.executable, ROOT / "tools" / "quickstart.py", "--ranks", ranks, "--steps", "2", "--out", tmp_path / "run"]
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert f"llama_nano_zero2 on {ranks} rank{'s' if ranks > 1 else ''} (dp{ranks})" in done.stdout and "done in " in done.stdout
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_benches_fit_any_number_of_ranks(world, tmp_path):
+    arguments, _ = bench_loop.arguments_of([])
+    assert bench_loop.planned(arguments, [], world, tmp_path / "run").recipe.global_batch == [16, 16, 24, 16, 20, 24, 28, 32, 36][world - 1]
+    command = replace(parse(bench_checkpoint.RECIPE, Path("bench.py"), []), world=world)
+    assert bench_checkpoint.planned(command, tmp_path / "run").recipe.global_batch == max(2, world)
+
+
+def test_a_tensor_group_is_as_large_as_the_heads_allow(tmp_path):
+    assert [bench_tensor_parallel.ranks_of(devices, [], tmp_path / "run") for devices in range(2, 10)] == [2, 2, 4, 4, 4, 4, 4, 4]
+    with pytest.raises(Refusal, match="1 device: a tensor group takes 2 ranks or more"):
+        bench_tensor_parallel.ranks_of(1, [], tmp_path / "run")

@@ -1,0 +1,514 @@
+"""Stop anywhere, resume anywhere: the run goes on bit for bit, from the newest checkpoint that is whole, or says why it does not."""
+
+import contextlib
+import dataclasses
+import fcntl
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job import checkpoints, metrics, numbers
+from recipekit.architectures.lookup import SHIPPED
+from recipekit.checkpoints.manifest import faults
+from recipekit.command import parse
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.run_folder import identity
+from test_parity import strategy
+from wandb_file import read_history
+
+BASE = Recipe(
+    model="meta-llama/Llama-3.2-1B",
+    ds_config="zero1.json",
+    seq_len=64,
+    micro_batch=1,
+    global_batch=4,
+    lr=3e-3,
+    steps=6,
+    warmup_steps=2,
+    eval_every=2,
+    eval_rows=4,
+    keep=0,
+    wandb=False,
+    export=False,
+)
+slow = pytest.mark.slow
+TYPED = ("micro_batch", "global_batch", "seq_len", "eval_rows")  # numbers that --tiny must leave alone
+
+
+class Printed(io.StringIO):
+    def fileno(self) -> int:
+        return 2  # DeepSpeed silences it while it looks for libaio
+
+
+def train(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
+    """Runs on every rank of a pool: (exit code or refusal, what was printed), as `run` would start it, of this rank."""
+    from recipekit.train import main
+
+    sys.argv = ["resume.py", "--tiny", *[word for name in TYPED for word in (f"--{name}", str(getattr(recipe, name)))], *argv]
+    with contextlib.redirect_stdout(Printed()) as printed, contextlib.redirect_stderr(printed):
+        try:
+            result: int | str = main(make_plan(parse(recipe, Path(sys.argv[0]), sys.argv[1:])))
+        except Refusal as refusal:
+            result = str(refusal)
+    return result, printed.getvalue()
+
+
+@pytest.fixture
+def go(pools: Any) -> Callable[..., str]:
+    """Starts the recipe on two ranks, says what rank 0 printed; every rank must end with the same result, at first 0."""
+
+    def go(out: Path, *argv: object, recipe: Recipe = BASE, world: int = 2, refused: bool = False) -> str:
+        results = pools.run(world, train, recipe=recipe, argv=["--out", str(out), *map(str, argv)])
+        assert len({result for result, _ in results}) == 1, results
+        result, printed = results[0]
+        assert isinstance(result, str) == refused and (refused or result == 0), results
+        return result if refused else printed
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def half(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was stopped at step 4 of 6, with checkpoints of steps 2 and 4; copy it, do not change it."""
+    out = tmp_path_factory.mktemp("half") / "run"
+    results = pools.run(2, train, recipe=BASE, argv=["--out", str(out), "--stop_at", "4", "--save_every", "2"])
+    assert [result for result, _ in results] == [0, 0], results
+    return out
+
+
+@pytest.fixture
+def run(half: Path, tmp_path: Path) -> Path:
+    """A copy of `half`, to be spoiled."""
+    shutil.copytree(half, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def unbroken(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The numbers of the same run, never stopped."""
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    pools.run(2, train, recipe=BASE, argv=["--out", str(out)])
+    return numbers(metrics(out))
+
+
+GPT2 = "openai-community/gpt2"  # its config has dropout 0.1
+LAYOUTS = [
+    pytest.param({"ds_config": "zero0.json"}, id="zero0"),
+    pytest.param({"ds_config": "zero1.json"}, id="zero1", marks=slow),
+    pytest.param({"ds_config": "zero2.json"}, id="zero2", marks=slow),
+    pytest.param({"ds_config": "zero3.json"}, id="zero3", marks=slow),
+    pytest.param({"ds_config": "zero1.json", "tp": 2}, id="zero1 tp2"),
+    pytest.param({"ds_config": "zero2.json", "model": GPT2}, id="zero2 dropout"),
+    pytest.param({"ds_config": "zero3.json", "model": GPT2, "activation_checkpointing": True}, id="zero3 dropout, recomputed"),
+    pytest.param({"ds_config": "zero0.json", "model": GPT2}, id="zero0 dropout", marks=slow),
+    pytest.param({"ds_config": "zero3.json", "tp": 2}, id="zero3 tp2", marks=slow),
+    pytest.param({"ds_config": strategy("zero1")}, id="zero1 fp32", marks=slow),
+    pytest.param({"ds_config": "zero2_cpu.json"}, id="zero2 optimizer on the CPU", marks=slow),
+    pytest.param({"ds_config": "zero3_nvme.json"}, id="zero3 on NVMe", marks=slow),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go: Callable[..., str], ops: Callable[[str], None], tmp_path: Path, layout: dict[str, Any]) -> None:
+    """On NVMe the matrices lie in swap files and the vectors, smaller than DeepSpeed swaps, do not; stock 0.19.8 restores the files only."""
+    for op in {"zero2_cpu.json": ["cpu_adam"], "zero3_nvme.json": ["cpu_adam", "async_io"]}.get(str(layout["ds_config"]), []):
+        ops(op)
+    recipe = dataclasses.replace(BASE, **layout, export=True)
+    go(tmp_path / "unbroken", recipe=recipe)
+    go(tmp_path / "stopped", "--stop_at", 3, recipe=recipe)
+    assert [line["step"] for line in metrics(tmp_path / "stopped")] == [1, 2, 3]
+    printed = go(tmp_path / "stopped", recipe=recipe)
+    assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000003" in printed
+    assert numbers(metrics(tmp_path / "stopped")) == numbers(metrics(tmp_path / "unbroken"))
+    assert [line["step"] for line in metrics(tmp_path / "stopped") if "eval_loss" in line] == [2, 4, 6]
+    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "unbroken")]
+    assert weights[0] == weights[1]
+
+
+def test_wandb_holds_what_metrics_jsonl_holds_after_a_resume_that_went_back(go: Callable[..., str], tmp_path: Path) -> None:
+    """Steps 4 and 5 were recorded, then lost with their checkpoint, and taken again."""
+    out = tmp_path / "run"
+    recipe = dataclasses.replace(BASE, wandb=True)
+    go(out, "--stop_at", 5, "--save_every", 3, recipe=recipe)
+    (out / "checkpoints" / "step_00000005" / "state.json").unlink()
+    go(out, recipe=recipe)
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5, 6]
+    assert read_history(out) == metrics(out)
+    assert len(list(out.glob("wandb/offline-run-*"))) == 2
+
+
+def first_file(step: Path, pattern: str) -> Path:
+    return sorted(step.glob(pattern))[0]
+
+
+def flip_a_bit(step: Path) -> Path:
+    file = first_file(step, "*zero_pp_rank_1*_optim_states.pt")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def lose_a_file(step: Path) -> Path:
+    file = first_file(step, "rng_rank_1.pt")
+    file.unlink()
+    return file
+
+
+def truncate_a_file(step: Path) -> Path:
+    file = first_file(step, "mp_rank_00_model_states.pt")
+    file.write_bytes(file.read_bytes()[:-1])
+    return file
+
+
+def spoil_the_manifest(step: Path) -> Path:
+    (step / "manifest.json").write_text((step / "manifest.json").read_text()[:-20])
+    return step / "manifest.json"
+
+
+def lose_the_manifest(step: Path) -> Path:
+    (step / "manifest.json").unlink()
+    return step / "manifest.json"
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, lose_a_file, truncate_a_file, spoil_the_manifest, lose_the_manifest])
+def test_damage_is_found_and_its_file_named(run: Path, damage: Callable[[Path], Path]) -> None:
+    step = run / "checkpoints" / "step_00000004"
+    assert faults(step) == []
+    file = damage(step)
+    assert [fault.split(" ")[0] for fault in faults(step)] == [file.name]
+
+
+def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
+    file = flip_a_bit(run / "checkpoints" / "step_00000004")
+    printed = go(run)
+    assert f"step_00000004 is damaged, passed over: {file.name} was changed" in printed
+    assert f"resumed from {run}/checkpoints/step_00000002" in printed
+    assert numbers(metrics(run)) == unbroken
+
+
+def test_without_a_whole_checkpoint_the_run_is_refused_and_kept(go: Callable[..., str], run: Path) -> None:
+    """Starting anew would throw away the record of the run."""
+    before = (run / "metrics.jsonl").read_bytes()
+    for step in (2, 4):
+        flip_a_bit(run / "checkpoints" / f"step_{step:08d}")
+    refusal = go(run, refused=True)
+    assert "holds no complete checkpoint" in refusal and "--resume never" in refusal
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_beginning(go: Callable[..., str], run: Path, unbroken: list) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints" / ".staging" / "step_00000002").mkdir(parents=True)
+    go(run)
+    assert numbers(metrics(run)) == unbroken
+    assert checkpoints(run) == [6]
+
+
+@pytest.mark.parametrize("keep", [pytest.param(1, marks=slow), 2])
+def test_pruning_after_a_step_back_never_leaves_only_damaged_checkpoints(go: Callable[..., str], run: Path, keep: int) -> None:
+    flip_a_bit(run / "checkpoints" / "step_00000004")
+    go(run, "--stop_at", 3, "--save_every", 1, "--keep", keep)
+    assert checkpoints(run) == [2, 3][-keep:]
+    assert "resumed from" in (printed := go(run, "--stop_at", 5)) and "step_00000003" in printed
+    assert "damaged" not in printed
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5]
+
+
+def test_going_back_by_hand_leaves_the_later_checkpoints_behind(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
+    """`--resume STEP` is a new future: a later start must not go on from a step of the old one."""
+    printed = go(run, "--resume", run / "checkpoints" / "step_00000002", "--stop_at", 3)
+    assert f"resumed from {run}/checkpoints/step_00000002" in printed
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3]
+    assert checkpoints(run) == [2, 3]
+    assert "step_00000003" in go(run)
+    assert numbers(metrics(run)) == unbroken
+
+
+def test_save_every_and_keep(go: Callable[..., str], tmp_path: Path) -> None:
+    for keep, left in ((0, [2, 4, 5]), (2, [4, 5])):
+        go(tmp_path / str(keep), "--save_every", 2, "--steps", 5, "--keep", keep)
+        assert checkpoints(tmp_path / str(keep)) == left
+        assert (tmp_path / str(keep) / "checkpoints" / "latest").read_text() == "step_00000005"
+        assert {path.name for path in (tmp_path / str(keep) / "checkpoints").iterdir()} == {"latest", *(f"step_{step:08d}" for step in left)}
+
+
+def test_a_finished_run_says_so(go: Callable[..., str], run: Path) -> None:
+    go(run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert f"nothing to do: the run in {run} has finished 6 of 6 steps" in go(run)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_never_puts_the_run_aside_and_overwrites_nothing(go: Callable[..., str], run: Path) -> None:
+    files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for number in (1, 2):
+        printed = go(run, "--resume", "never", "--stop_at", number)
+        assert f"the run that was in {run} is now in {run}.{number}" in printed
+        assert [line["step"] for line in metrics(run)] == list(range(1, number + 1))
+    aside = run.with_name("run.1")
+    assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == files
+    assert len(metrics(run.with_name("run.2"))) == 1
+
+
+CHANGES = {"lr": "0.001", "seed": "5", "steps": "9", "model": "Qwen/Qwen3-0.6B", "weight_decay": "0.3", "global_batch": "8", "seq_len": "32"}
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, out: Path, *argv: object) -> Any:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    typed = [word for name in TYPED if f"--{name}" not in argv for word in (f"--{name}", getattr(BASE, name))]
+    return make_plan(parse(BASE, Path("resume.py"), [str(word) for word in ("--tiny", "--out", out, *typed, *argv)]))
+
+
+def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refusal) as refused:
+        planned(monkeypatch, half, *[word for name, value in CHANGES.items() for word in (f"--{name}", value)])
+    said = str(refused.value)
+    for name, value in CHANGES.items():
+        assert f"{name} = {value}: the run in {half} has {getattr(BASE, name)}" in said
+    assert len(refused.value.problems) == len(CHANGES)
+    for way in ("--out NEW", f"--resume {half}", "--resume never"):
+        assert said.count(way) == 1 and way in said.splitlines()[0]
+    with pytest.raises(Refusal) as refused:
+        planned(monkeypatch, half, "--steps", 1)  # which lowers the warm-up of the recipe: no number that the user typed
+    (problem,) = refused.value.problems
+    assert problem.where == "steps = 1" and problem.fix.startswith(f"go on with --steps {BASE.steps}, start a new run")
+
+
+def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--tiny` changes many numbers; what differs then is said once. So are the flags that a run goes on with."""
+    (tmp_path / "half").mkdir()
+    saved = json.loads((half / "run.json").read_text())
+    for tiny, says in ((False, r"--tiny: the run in .* was begun without it; leave it out to go on"), (True, rf"seed = 5: the run in .* has {BASE.seed}")):
+        (tmp_path / "half" / "run.json").write_text(json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}}))
+        with pytest.raises(Refusal, match=says) as refused:
+            planned(monkeypatch, tmp_path / "half", "--seed", 5, "--global_batch", 8)
+    assert f"go on with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run" in str(refused.value)
+
+
+def test_what_may_change_is_accepted(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = ("--micro_batch", 2, "--save_every", 1, "--keep", 5, "--stop_at", 5, "--deepspeed_config", "zero3.json", "--eval_every", 1, "--no-export")
+    assert planned(monkeypatch, half, *free).resume_from == half
+    assert planned(monkeypatch, half, "--tp", 2).resume_from == half
+
+
+def test_a_path_accepts_the_differences(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
+    """A longer schedule, other optimizer numbers: from the next step on they are what the optimizer uses."""
+    go(run, "--resume", run, "--steps", 8, "--lr", 1e-3, "--stop_at", 5, "--schedule", "constant")
+    lines = metrics(run)
+    assert numbers(lines[:4]) == unbroken[:4]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[4]["lr"] == 1e-3
+    assert lines[4]["loss"] == unbroken[4]["loss"], "step 5 starts from the same weights and rows"
+    go(run, "--steps", 8, "--lr", 1e-3, "--schedule", "constant", "--stop_at", 6)  # accepted once, it is the run
+
+
+def engine_numbers(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
+    """What the optimizer holds after the step that follows a resume."""
+    import recipekit.train as loop
+
+    seen: dict[str, Any] = {}
+    train_step = loop.train_step
+
+    def watching(engine: Any, *rest: Any) -> Any:
+        result = train_step(engine, *rest)
+        groups = engine.optimizer.param_groups
+        seen.update({"lr": groups[0]["lr"], "betas": tuple(groups[0]["betas"]), "eps": groups[0]["eps"]})
+        seen.update({"weight_decay": [group["weight_decay"] for group in groups], "clip": getattr(engine.optimizer, "clip_grad", None)})
+        return result
+
+    loop.train_step = watching
+    try:
+        result, printed = train(recipe, argv)
+    finally:
+        loop.train_step = train_step
+    assert result == 0, (result, printed)
+    return seen
+
+
+@pytest.mark.parametrize("file", ["zero1", pytest.param("zero0", marks=slow), pytest.param("zero3", marks=slow)])
+def test_accepted_optimizer_numbers_reach_the_optimizer(go: Callable[..., str], pools: Any, tmp_path: Path, file: str) -> None:
+    """DeepSpeed restores the saved ones."""
+    recipe = dataclasses.replace(BASE, ds_config=f"{file}.json", schedule="constant")
+    go(tmp_path / "run", "--stop_at", 2, recipe=recipe)
+    flags = ["--weight_decay", "0.25", "--beta1", "0.8", "--beta2", "0.9", "--eps", "1e-5", "--gradient_clipping", "0.5", "--lr", "0.002"]
+    for seen in pools.run(2, engine_numbers, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--resume", str(tmp_path / "run"), "--stop_at", "3", *flags]):
+        assert seen["lr"] == 0.002 and seen["betas"] == (0.8, 0.9) and seen["eps"] == 1e-5
+        assert set(seen["weight_decay"]) == {0.25, 0.0}
+        assert seen["clip"] == 0.5
+
+
+def test_a_path_in_another_folder_starts_a_new_run_from_it(go: Callable[..., str], half: Path, tmp_path: Path, unbroken: list[dict[str, Any]]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in half.rglob("*")}
+    go(tmp_path / "new", "--resume", half / "checkpoints" / "step_00000002")
+    assert numbers(metrics(tmp_path / "new")) == unbroken[2:]
+    assert {path: path.stat().st_mtime_ns for path in half.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    "flag", [("--seed", 9), pytest.param(("--seq_len", 32), marks=slow), pytest.param(("--global_batch", 8), marks=slow)], ids=lambda flag: flag[0]
+)
+def test_a_path_accepts_other_data(go: Callable[..., str], half: Path, tmp_path: Path, flag: tuple[str, int]) -> None:
+    """The saved position is of another stream, so the new one is read from its beginning, and that is said."""
+    recipe = dataclasses.replace(BASE, **{flag[0].removeprefix("--"): flag[1]})
+    printed = go(tmp_path / "new", "--resume", half, recipe=recipe)
+    assert "from its beginning" in printed
+    assert [line["step"] for line in metrics(tmp_path / "new")] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "told"),
+    [
+        (["--deepspeed_config", "zero3.json"], 2, "to dp2, ZeRO-3"),
+        pytest.param(["--tp", "2"], 2, "to dp1_tp2, ZeRO-1", marks=slow),
+        pytest.param([], 1, "to dp1, ZeRO-1", marks=slow),
+    ],
+)
+def test_another_layout_goes_on_with_the_same_tokens(
+    go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]], argv: list, world: int, told: str
+) -> None:
+    """bf16: the losses differ by its rounding. What fp32 gives, in more layouts, is in test_convert.py."""
+    printed = go(run, *argv, world=world)
+    assert f"converting {run}/checkpoints/step_00000004 from dp2, ZeRO-1" in printed and told in printed
+    lines = metrics(run)
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in unbroken]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in unbroken], rel=1e-3)
+    assert not (run / "checkpoints" / ".converted").exists()
+
+
+def test_another_model_is_refused_even_with_a_path(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refusal, match="is of another model"):
+        planned(monkeypatch, tmp_path / "new", "--resume", half, "--model", "Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "someone/unknown"], ids=["shipped", "not shipped"])
+def test_a_hub_model_that_the_run_has_downloaded_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """At the first start its shape is the one we ship, or not known; then the hub's own config.json, with more in it, lies in the cache."""
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    out = tmp_path / "run"
+    recipe = dataclasses.replace(BASE, model=model, out=str(out))
+    first = make_plan(parse(recipe, Path("resume.py"), []))
+    out.mkdir()
+    (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config)}))
+    (out / "checkpoints").mkdir()
+    snapshot = tmp_path / "home" / "hub" / f"models--{model.replace('/', '--')}" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    shipped = json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(shipped | {"transformers_version": "4.51.0"}))
+    for resume in ("auto", str(out)):
+        second = make_plan(parse(recipe, Path("resume.py"), ["--resume", resume]))
+        assert second.model_config != first.model_config and second.resume_from == out
+
+
+def test_a_model_folder_that_holds_another_model_now_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text())
+    out, folder = tmp_path / "run", tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    recipe = dataclasses.replace(BASE, model=str(folder), init="random", out=str(out), tokenizer="bytes")
+    first = make_plan(parse(recipe, Path("resume.py"), []))
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config)}))
+    assert make_plan(parse(recipe, Path("resume.py"), [])).resume_from == out
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1234.5}))
+    for resume, said in (("auto", "model_config = "), (str(out), "is of another model")):
+        with pytest.raises(Refusal, match=said):
+            make_plan(parse(recipe, Path("resume.py"), ["--resume", resume]))
+
+
+def test_a_path_that_is_no_run_is_refused(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refusal, match="neither a run folder nor a step folder"):
+        planned(monkeypatch, tmp_path / "new", "--resume", tmp_path)
+    other = shutil.copytree(half, tmp_path / "other")
+    with pytest.raises(Refusal, match="already holds a run"):
+        planned(monkeypatch, other, "--resume", half)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_from_the_other(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what a restart after an early crash types; a run that has a checkpoint is one to be kept."""
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "new" / "run.json").write_text(json.dumps({"recipe": {"resume": str(half)}}))
+    assert planned(monkeypatch, tmp_path / "new", "--resume", half).resume_from == half
+    with pytest.raises(Refusal, match="already holds a run"):
+        planned(monkeypatch, tmp_path / "new", "--resume", half / "checkpoints" / "step_00000002")
+    (tmp_path / "new" / "checkpoints" / "step_00000001").mkdir()
+    with pytest.raises(Refusal, match="already holds a run"):
+        planned(monkeypatch, tmp_path / "new", "--resume", half)
+
+
+def test_a_torn_run_json_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "run.json").write_text((run / "run.json").read_text()[:100])
+    with pytest.raises(Refusal, match=r"run\.json"):
+        planned(monkeypatch, run)
+
+
+def test_every_random_generator_is_restored(pools: Any, tmp_path: Path) -> None:
+    results = pools.run(1, draws_after_resume, recipe=BASE, out=str(tmp_path / "run"))
+    assert results[0][0] == results[0][1]
+
+
+def draws_after_resume(recipe: Recipe, out: str) -> tuple[list[float], list[float]]:
+    """What the generators give after the save of step 2 and after a resume from it."""
+    import random
+
+    import numpy as np
+
+    def draws() -> list[float]:
+        return [torch.rand(()).item(), random.random(), float(np.random.rand())]
+
+    train(recipe, ["--out", out, "--stop_at", "1"])
+    random.seed(1234)
+    np.random.seed(1234)
+    from recipekit.checkpoints import load as load_module
+
+    load = load_module.load
+    seen: list[list[float]] = []
+
+    def loading(*arguments: Any) -> Any:
+        state = load(*arguments)
+        saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        seen.append(draws())
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        np.random.set_state(saved[2])
+        return state
+
+    train(recipe, ["--out", out, "--stop_at", "2"])
+    after = draws()
+    load_module.load = loading
+    try:
+        random.seed(99)
+        np.random.seed(99)
+        train(recipe, ["--out", out, "--stop_at", "3"])
+    finally:
+        load_module.load = load
+    return after, seen[0]
+
+
+def test_a_second_job_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    from recipekit.run import _lock
+
+    (tmp_path / "run").mkdir()
+    first = _lock(tmp_path / "run")
+    with pytest.raises(Refusal, match="another job is running in this folder"):
+        _lock(tmp_path / "run")
+    fcntl.flock(first, fcntl.LOCK_UN)
+    _lock(tmp_path / "run").close()
+
+
+def test_the_saved_state_is_that_of_its_own_step(half: Path) -> None:
+    """Tokens and data position of a checkpoint belong to the step in its name, though the prefetch thread is ahead."""
+    for step in (2, 4):
+        state = json.loads((half / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
+        assert state["step"] == step
+        assert state["tokens"] == metrics(half)[step - 1]["tokens"]

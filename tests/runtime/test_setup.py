@@ -1,0 +1,64 @@
+"""What happens before the first step leaves nothing behind, and what it tells of the device is exact."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pool import environment
+
+
+def what_the_shm_op_leaves() -> tuple[list[str], bool]:
+    """Runs on every rank of a pool, after its start: the names that DeepSpeed's CPU collectives give to shared memory, and whether their op is loaded."""
+    names = [path.name for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*")]
+    return names, hasattr(torch.ops.deepspeed, "inference_all_reduce_")
+
+
+def all_reduced_as_for_inference() -> float:
+    import deepspeed.comm as dist
+
+    told = torch.full((4,), float(dist.get_rank() + 1))
+    dist.inference_all_reduce(told)
+    return told.sum().item()
+
+
+def test_ranks_take_no_shared_memory(pools: Any) -> None:
+    """And what DeepSpeed has its op for is done without."""
+    assert pools.run(2, what_the_shm_op_leaves) == [([], False)] * 2
+    assert pools.run(2, all_reduced_as_for_inference) == [12.0, 12.0]
+
+
+def test_collectives_outwait_the_patience_with_a_server(ops: Callable[[str], None]) -> None:
+    """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a collective."""
+    argv = ["--tiny", "--retry_s", "7200"]
+    code = (
+        "import sys, torch; from pathlib import Path; from recipekit.command import parse; from recipekit.recipe import Recipe; from recipekit.plan import make_plan\n"
+        "from recipekit.run import _single_process_defaults; _single_process_defaults()\n"
+        "from recipekit.runtime.start import start\n"
+        "start(make_plan(parse(Recipe(model='meta-llama/Llama-3.2-1B'), Path('x.py'), sys.argv[1:])))\n"
+        "print(torch.distributed.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds())\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) >= 7200 + 600
+
+
+def questions_to_the_cpu() -> int:
+    import cpuinfo
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from recipekit.hosts.ops import OPS, load_op
+
+    load_op(OPS["cpu_adam"], print)
+    for _ in range(2):
+        DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(8))])
+    return cpuinfo.get_cpu_info.cache_info().misses
+
+
+def test_py_cpuinfo_is_asked_once(pools: Any, ops: Callable[[str], None]) -> None:
+    """It takes a second, and the ranks of a host load an op one by one."""
+    ops("cpu_adam")
+    assert pools.run(2, questions_to_the_cpu) == [1, 1]

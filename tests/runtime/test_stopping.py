@@ -1,0 +1,306 @@
+"""Stopping: every signal and every lost launcher ends all ranks in time, after the step in progress, and leaves no process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+LIMIT = 20.0  # seconds for anything a test waits for; the promises are asserted by the tests themselves
+
+# A rank without torch: 20 ms steps until it is told to stop, then a "checkpoint" of 0.3 s.
+RANK = """
+import ctypes, multiprocessing, os, signal, sys, time
+from pathlib import Path
+from recipekit.runtime.stopping import Stopper, quiet_interrupts, start_launcher_watch
+
+folder, grace = Path(sys.argv[1]), float(sys.argv[2])
+name = "rank" + os.environ.get("RANK", "")
+
+def report(what, text=""):
+    (folder / f"{name}.tmp").write_text(str(text))
+    (folder / f"{name}.tmp").rename(folder / f"{name}.{what}")
+
+def block_in_c():
+    reader, writer = os.pipe()
+    ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+
+def train(save_seconds=0.3, next_within=None):
+    with Stopper(grace) as stopper:
+        report("pid", os.getpid())
+        while not stopper.requested:
+            time.sleep(0.02)
+            stopper.boundary()
+        stopper.boundary(next_within)
+        time.sleep(save_seconds)
+        report("saved", stopper.requested)
+    sys.exit(stopper.exit_code)
+
+start_launcher_watch()
+quiet_interrupts()
+"""
+
+# What starts ranks, as `deepspeed.launcher.launch` does; two of them
+LAUNCHER = """
+import os, subprocess, sys
+for process in [subprocess.Popen([sys.executable, *sys.argv[1:]], env=os.environ | {"RANK": str(rank)}) for rank in range(2)]:
+    process.wait()
+"""
+
+# What starts the launcher, as the `deepspeed` command does
+RUNNER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
+"""
+
+
+class Job:
+    """A folder with the scripts of one test, and the processes that they start."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def write(self, name: str, text: str) -> Path:
+        (self.folder / name).write_text(text)
+        return self.folder / name
+
+    def start(self, *words: object, ranked: bool = False) -> subprocess.Popen[str]:
+        environment = {key: value for key, value in os.environ.items() if key not in {"RANK", "LOCAL_RANK"}} | ({"RANK": "0"} if ranked else {})
+        process = subprocess.Popen(
+            [str(word) for word in words], env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+        )
+        self.started.append(process)
+        return process
+
+    def start_rank(self, body: str, grace: float = 10) -> subprocess.Popen[str]:
+        """One rank that nothing watches, ready for signals."""
+        process = self.start(sys.executable, self.write("rank.py", RANK + body), self.folder, grace)
+        self.wait_for(lambda: (self.folder / "rank.pid").exists())
+        return process
+
+    def start_tree(self, body: str, runner: str = "deepspeed") -> tuple[int, int, list[int]]:
+        """The pids of runner, launcher and ranks."""
+        rank, launcher = self.write("rank.py", RANK + body), self.write("launcher.py", LAUNCHER)
+        process = self.start(sys.executable, self.write(runner, RUNNER), launcher, rank, self.folder, 10)
+        self.wait_for(lambda: len(self.pids()) == 2)
+        time.sleep(1)  # the watch has looked at least once
+        [launch] = psutil.Process(process.pid).children()
+        return process.pid, launch.pid, self.pids()
+
+    def pids(self) -> list[int]:
+        return [int(path.read_text()) for path in self.folder.glob("*.pid")]
+
+    def saved(self) -> list[str]:
+        return [path.read_text() for path in sorted(self.folder.glob("*.saved"))]
+
+    @staticmethod
+    def wait_for(true: Callable[[], bool], seconds: float = LIMIT) -> float:
+        """Seconds until it was true."""
+        began = time.monotonic()
+        while not true():
+            assert time.monotonic() - began < seconds, "it did not come true in time"
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    pids = {
+        pid
+        for process in job.started
+        if process.poll() is None
+        for pid in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    }
+    for pid in pids | set(job.pids()):
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+    for process in job.started:
+        process.communicate(timeout=LIMIT)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(job: Job, number: int, code: int) -> None:
+    rank = job.start_rank("train()")
+    rank.send_signal(number)
+    assert rank.communicate(timeout=5)[1] == ""
+    assert rank.returncode == code
+    assert job.saved() == [signal.Signals(number).name]
+
+
+def test_nohup_is_respected(job: Job) -> None:
+    rank = job.start_rank("signal.signal(signal.SIGHUP, signal.SIG_IGN)\ntrain()")
+    rank.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert rank.poll() is None
+
+
+def test_the_signals_of_launchers_do_not_interrupt_the_checkpoint(job: Job) -> None:
+    rank = job.start_rank("train(save_seconds=1)")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+        rank.send_signal(number)
+        time.sleep(0.1)
+    rank.wait(5)
+    assert rank.returncode == 130
+    assert job.saved() == ["SIGINT"]
+
+
+def test_the_third_ctrl_c_ends_the_rank_at_once(job: Job) -> None:
+    rank = job.start_rank("train(save_seconds=30)", grace=60)
+    for _ in range(3):
+        assert rank.poll() is None
+        rank.send_signal(signal.SIGINT)
+        time.sleep(1.2)
+    assert rank.communicate(timeout=2)[1] == "rank 0: third Ctrl-C: ended at once, without a checkpoint\n"
+    assert rank.returncode == 130
+    assert job.saved() == []
+
+
+def test_a_rank_blocked_in_a_collective_ends_after_the_grace_with_its_stacks(job: Job) -> None:
+    rank = job.start_rank("with Stopper(grace):\n    report('pid', os.getpid())\n    block_in_c()", grace=1.5)
+    began = time.monotonic()
+    rank.send_signal(signal.SIGTERM)
+    said = rank.communicate(timeout=LIMIT)[1]
+    assert 1.5 < time.monotonic() - began < 4
+    assert rank.returncode == 143
+    assert said.startswith("rank 0: stuck: no step boundary came in the 1.5 s after SIGTERM; the stacks of its threads:\n")
+    assert "in block_in_c" in said
+
+
+def test_boundaries_do_not_rescue_a_hung_checkpoint(job: Job) -> None:
+    rank = job.start_rank("train(save_seconds=30)", grace=1)
+    rank.send_signal(signal.SIGTERM)
+    assert "stuck" in rank.communicate(timeout=5)[1]
+    assert rank.returncode == 143
+
+
+def test_an_announced_checkpoint_may_outlast_the_grace(job: Job) -> None:
+    rank = job.start_rank("train(save_seconds=3, next_within=20)", grace=1)
+    rank.send_signal(signal.SIGTERM)
+    assert rank.wait(LIMIT) == 143
+    assert job.saved() == ["SIGTERM"]
+
+
+def test_what_another_rank_was_told_is_passed_on(job: Job) -> None:
+    rank = job.start_rank(
+        "with Stopper(grace) as stopper:\n    report('pid', os.getpid())\n    stopper.request('SIGINT')\n    stopper.request('SIGTERM')\nsys.exit(stopper.exit_code)"
+    )
+    assert rank.wait(LIMIT) == 130
+
+
+def test_outside_the_stopper_signals_act_as_before(job: Job) -> None:
+    rank = job.start_rank("with Stopper(grace):\n    pass\nreport('pid', os.getpid())\ntime.sleep(30)")
+    rank.send_signal(signal.SIGTERM)
+    assert rank.wait(5) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("wait", ["block_in_c()", "time.sleep(30)", "[i for i in iter(int, 1)]"])
+def test_ctrl_c_during_start_up_is_one_line(job: Job, wait: str) -> None:
+    rank = job.start_rank(f"report('pid', os.getpid())\n{wait}")
+    rank.send_signal(signal.SIGINT)
+    assert rank.communicate(timeout=5)[1] == "rank 0: interrupted before training began\n"
+    assert rank.returncode == 130
+
+
+def test_a_forked_worker_dies_of_sigterm_and_does_not_stop_its_parent(job: Job) -> None:
+    """`datasets` and torch end their worker processes with SIGTERM."""
+    body = """
+with Stopper(grace) as stopper:
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    time.sleep(0.3)
+    worker.terminate()
+    worker.join(5)
+    code = worker.exitcode
+    worker.kill()
+    report("pid", os.getpid())
+    time.sleep(1)
+    sys.exit(f"worker {code}, parent {stopper.requested}")
+"""
+    rank = job.start_rank(body)
+    assert rank.communicate(timeout=LIMIT)[1] == "worker -15, parent None\n"
+
+
+@pytest.mark.parametrize("who", ["launcher", "deepspeed"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_save_and_go_when_their_launcher_has_gone(job: Job, who: str, number: int) -> None:
+    runner, launcher, ranks = job.start_tree("train()")
+    os.kill({"launcher": launcher, "deepspeed": runner}[who], number)
+    assert job.wait_for(lambda: not any(map(alive, ranks))) < 5
+    assert job.saved() == ["launcher gone"] * 2
+    job.wait_for(lambda: not alive(launcher), 5)  # as an orphan it ends when its ranks have
+
+
+@pytest.mark.parametrize("who", ["launcher", "deepspeed"])
+def test_ranks_go_at_once_when_their_launcher_goes_during_start_up(job: Job, who: str) -> None:
+    runner, launcher, ranks = job.start_tree("report('pid', os.getpid())\nblock_in_c()")
+    gone = {"launcher": launcher, "deepspeed": runner}[who]
+    os.kill(gone, signal.SIGKILL)
+    assert job.wait_for(lambda: not any(map(alive, ranks))) < 2
+    said = job.started[0].communicate(timeout=LIMIT)[1]
+    assert sorted(said.splitlines()) == [f"rank {rank}: the launcher (pid {gone}) has gone: ended" for rank in (0, 1)]
+
+
+def test_signals_after_the_launcher_has_gone_are_harmless(job: Job) -> None:
+    _, launcher, ranks = job.start_tree("train(save_seconds=2)")
+    os.kill(launcher, signal.SIGKILL)
+    time.sleep(1)
+    for pid in ranks:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+    job.wait_for(lambda: not any(map(alive, ranks)), 6)
+    assert job.saved() == ["launcher gone"] * 2
+
+
+def test_an_unrelated_ancestor_may_go(job: Job) -> None:
+    runner, launcher, ranks = job.start_tree("train()", runner="submit.py")
+    os.kill(runner, signal.SIGKILL)
+    time.sleep(2)
+    assert all(map(alive, [launcher, *ranks]))
+    assert job.saved() == []
+
+
+def test_a_shell_that_set_the_rank_by_hand_may_go(job: Job) -> None:
+    rank = job.write("rank.py", RANK + "train()")
+    shell = job.start("sh", "-c", f"'{sys.executable}' '{rank}' '{job.folder}' 10 2>/dev/null & sleep 1.5; exit 0", ranked=True)
+    job.wait_for(lambda: (job.folder / "rank0.pid").exists())
+    assert shell.wait(LIMIT) == 0
+    time.sleep(1.5)
+    assert all(map(alive, job.pids())) and job.saved() == []
+
+
+def test_plain_python_has_no_launcher_to_lose(job: Job) -> None:
+    rank = job.write("rank.py", RANK + "train()")
+    starter = job.start(
+        sys.executable,
+        "-c",
+        f"import subprocess, time; subprocess.Popen([{sys.executable!r}, {str(rank)!r}, {str(job.folder)!r}, '10'], stderr=-3); time.sleep(1.5)",
+    )
+    job.wait_for(lambda: (job.folder / "rank.pid").exists())
+    assert starter.wait(LIMIT) == 0
+    time.sleep(1.5)
+    assert all(map(alive, job.pids())) and job.saved() == []
+
+
+def test_the_first_reason_stays() -> None:
+    from recipekit.runtime.stopping import Stopper
+
+    stopper = Stopper(grace=5)
+    assert (stopper.requested, stopper.exit_code) == (None, 0)
+    stopper.request("SIGINT")
+    stopper.request("SIGTERM")
+    assert (stopper.requested, stopper.exit_code) == ("SIGINT", 130)

@@ -1,0 +1,437 @@
+"""Tracking: `metrics.jsonl` reads as one unbroken run, W&B holds the same numbers, and neither W&B nor a terminal can fail a step."""
+
+import contextlib
+import http.server
+import json
+import math
+import os
+import pty
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from recipekit.recipe import Recipe
+from recipekit.runtime import tracking
+from wandb_file import read_config, read_exit_codes, read_history, wandb_files
+
+RECIPE = Recipe(model="some/model", steps=100)
+CONFIG = {"recipe": {"lr": 3e-4, "model": "some/model"}, "ds_config": {"zero_optimization": {"stage": 2}}, "mesh": {"dp": 2}}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def step_metrics(step: int, job: int = 0) -> dict[str, Any]:
+    """Numbers whose shortest decimal form is long, tiny or huge; another job sees other times."""
+    return {
+        "step": step,
+        "loss": 10 / (step + 2 / 3) + job * 1e-15,
+        "grad_norm": math.pi * 10.0 ** (step % 40 - 20),
+        "lr": 5e-324 * step,
+        "tokens": step * 2**40 + 1,
+        "step_s": 0.1 + job / 3,
+        "tokens_per_s": 1e6 / 7,
+        "data_wait_s": 0.0,
+        "peak_mem_bytes": 2**36 + step,
+    } | ({"eval_loss": 1 / step} if step % 5 == 0 else {})
+
+
+def open_tracker(run_dir: Path, start_step: int = 0, recipe: Recipe = RECIPE) -> Any:
+    return tracking.open_tracker(run_dir=run_dir, is_main=True, start_step=start_step, **of_run(recipe))
+
+
+def of_run(recipe: Recipe = RECIPE) -> dict[str, Any]:
+    return {"name": "name", "config": CONFIG, "last_step": recipe.steps, "wandb": recipe.wandb, "project": recipe.project}
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def wandb_core(run_dir: Path, process: psutil.Process | None = None, start: int = 1) -> psutil.Process:
+    """The wandb-core that a process (this one) started, once it records the run for the `start`-th time."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        recording = len(wandb_files(run_dir)) == start
+        with contextlib.suppress(psutil.NoSuchProcess):  # that of an earlier test, which is ending: the newest is this run's
+            children = sorted((process or psutil.Process()).children(), key=lambda child: child.create_time(), reverse=True)
+            cores = [child for child in children if child.name() == "wandb-core" and child.status() != psutil.STATUS_ZOMBIE]
+            if recording and cores:
+                return cores[0]
+        time.sleep(0.05)
+    raise AssertionError("wandb-core did not start")
+
+
+def start_script(body: str, *arguments: object, **more: Any) -> subprocess.Popen[str]:
+    """Runs `body` in a process of its own, with this file's helpers at hand."""
+    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\nfrom test_tracking import *\n" + body
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, **more)
+
+
+def test_wandb_holds_the_numbers_of_metrics_jsonl_across_a_resume(tmp_path: Path) -> None:
+    tracker = open_tracker(tmp_path)
+    for step in range(1, 13):
+        tracker.log(step_metrics(step))
+    tracker.finish(143)
+    tracker = open_tracker(tmp_path, start_step=7)
+    for step in range(8, 16):
+        tracker.log(step_metrics(step, job=1))
+    tracker.finish(0)
+
+    expected = [step_metrics(step, job=step > 7) for step in range(1, 16)]
+    assert read_metrics(tmp_path) == expected
+    assert read_history(tmp_path) == expected
+    kept_id = (tmp_path / "wandb_id").read_text()
+    assert [path.name for path in wandb_files(tmp_path)] == [f"run-{kept_id}.wandb"] * 2
+    assert read_exit_codes(tmp_path) == [143, 0]
+    assert CONFIG.items() <= read_config(tmp_path).items()
+
+
+@pytest.mark.parametrize("tail", ['{"step": 4, "lo', '{"step": 4, "loss": 1.0}', "\0\0\0\0\n\0\0", '{"step": 4, "loss": 1.0}\n{"step": 5, "loss": 1.0}\n', ""])
+def test_resume_cuts_what_lies_after_the_checkpoint(tmp_path: Path, tail: str) -> None:
+    whole = "".join(json.dumps({"step": step, "loss": 1 / 3}) + "\n" for step in (1, 2, 3))
+    (tmp_path / "metrics.jsonl").write_text(whole + tail)
+    tracking.cut_metrics(tmp_path / "metrics.jsonl", 3)
+    assert (tmp_path / "metrics.jsonl").read_text() == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_last_line_without_its_newline_is_completed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    tracking.cut_metrics(tmp_path / "metrics.jsonl", 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_start_from_scratch_drops_an_older_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    open_tracker(tmp_path, recipe=Recipe(wandb=False)).finish(0)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_sigkill_leaves_a_readable_record_and_no_process(tmp_path: Path) -> None:
+    body = """
+tracker = open_tracker(Path(sys.argv[1]))
+for step in range(1, 10**9):
+    tracker.log(step_metrics(step))
+    time.sleep(0.0005)
+"""
+    with start_script(body, tmp_path, stderr=subprocess.DEVNULL) as job:
+        core = wandb_core(tmp_path, psutil.Process(job.pid))
+        time.sleep(1)
+        job.kill()
+    core.wait(10)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) > 50
+    assert all(line.endswith("\n") and json.loads(line) == step_metrics(step) for step, line in enumerate(lines, 1))
+    held = read_history(tmp_path)
+    assert held == [json.loads(line) for line in lines[: len(held)]]
+
+
+def test_other_ranks_track_nothing(tmp_path: Path) -> None:
+    tracker = tracking.open_tracker(run_dir=tmp_path / "run", is_main=False, start_step=0, **of_run())
+    tracker.log(step_metrics(1))
+    tracker.say("unseen")
+    tracker.finish(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_wandb_there_is_no_trace_of_it(tmp_path: Path) -> None:
+    tracker = open_tracker(tmp_path, recipe=Recipe(wandb=False, steps=1))
+    tracker.log(step_metrics(1))
+    tracker.finish(0)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_non_finite_numbers_are_valid_json(tmp_path: Path) -> None:
+    tracker = open_tracker(tmp_path)
+    tracker.log(step_metrics(1) | {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf})
+    tracker.finish(1)
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (metrics["loss"], metrics["grad_norm"], metrics["lr"]) == ("NaN", "Infinity", "-Infinity")
+    [held] = read_history(tmp_path)
+    assert math.isnan(held["loss"]) and held["grad_norm"] == math.inf
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_wandb_starts_again_and_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int) -> None:
+    """`deepspeed.launcher.launch` sends SIGTERM to all descendants of a rank, wandb-core among them."""
+    tracker = open_tracker(tmp_path)
+    for step in range(1, 300):
+        tracker.log(step_metrics(step))
+        if step in (100, 299):
+            wandb_core(tmp_path, start=1 + step // 200).send_signal(number)
+        time.sleep(0.002)
+    tracker.finish(143)
+    assert read_metrics(tmp_path) == read_history(tmp_path) == [step_metrics(step) for step in range(1, 300)]
+    assert read_exit_codes(tmp_path)[-1:] == [143]
+    said = capfd.readouterr().err
+    assert said.count("starting it again") == 2
+    assert "Traceback" not in said
+
+
+def test_a_wandb_killed_during_a_long_step_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "WANDB_REPEAT", 0.2)
+    tracker = open_tracker(tmp_path)
+    core = wandb_core(tmp_path)
+    time.sleep(0.7)  # the thread is past its start
+    for step in range(1, 6):
+        tracker.log(step_metrics(step))
+    time.sleep(0.05)
+    core.kill()
+    time.sleep(0.5)
+    tracker.log(step_metrics(6))
+    tracker.finish(0)
+    assert read_history(tmp_path) == [step_metrics(step) for step in range(1, 7)]
+
+
+def test_a_wandb_that_keeps_dying_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = open_tracker(tmp_path)
+    for step in range(1, 4):
+        tracker.log(step_metrics(step))
+        wandb_core(tmp_path, start=step).kill()
+        time.sleep(0.2)
+        tracker.log(step_metrics(step))
+    began = time.monotonic()
+    tracker.log(step_metrics(4))
+    tracker.finish(0)
+    assert time.monotonic() - began < 5
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
+    said = capfd.readouterr().err
+    assert said.count("given up; metrics.jsonl goes on") == 1
+    assert "Traceback" not in said
+
+
+def test_a_killed_wandb_leaves_no_traceback_at_exit(tmp_path: Path) -> None:
+    body = """
+tracker = open_tracker(Path(sys.argv[1]))
+core = wandb_core(Path(sys.argv[1]))
+core.kill()
+tracker.log(step_metrics(1))
+tracker.finish(0)
+"""
+    with start_script(body, tmp_path, stderr=subprocess.PIPE) as job:
+        said = job.communicate(timeout=60)[1]
+    assert job.returncode == 0
+    assert "Traceback" not in said and "W&B stopped recording" in said
+
+
+def test_a_hung_wandb_does_not_delay_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tracking, "WANDB_FINISH", 1.0)
+    tracker = open_tracker(tmp_path)
+    core = wandb_core(tmp_path)
+    core.suspend()
+    try:
+        slowest = []
+        for step in range(1, 5001):  # several times what the socket holds
+            began = time.perf_counter()
+            tracker.log(step_metrics(step))
+            slowest.append(time.perf_counter() - began)
+        assert sorted(slowest)[4950] < 0.005
+        began = time.monotonic()
+        tracker.finish(0)
+        assert time.monotonic() - began < 6
+    finally:
+        core.resume()
+    assert len(read_metrics(tmp_path)) == 5000
+    assert "metrics.jsonl is complete" in capfd.readouterr().err
+    core.wait(20)
+    assert len(read_history(tmp_path)) == 5000
+
+
+def test_not_logged_in_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
+    tracker = open_tracker(tmp_path / "run")
+    tracker.log(step_metrics(1))
+    tracker.finish(0)
+    assert [path.parent.name.startswith("offline-run-") for path in wandb_files(tmp_path / "run")] == [True]
+
+
+def test_unreachable_server_falls_back_to_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(tracking, "WANDB_INIT", 2.0)
+    tracker = open_tracker(tmp_path)
+    began = time.monotonic()
+    tracker.log(step_metrics(1))
+    assert time.monotonic() - began < 0.5
+    tracker.finish(0)
+    assert "W&B cannot be reached" in capfd.readouterr().err
+    assert read_history(tmp_path) == [step_metrics(1)]
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """The address of a server that answers as W&B's does to a key that it does not know."""
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer = json.dumps({"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}], "data": {"viewer": None}})
+            self.send_response(401)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+KEYED = """
+if sys.argv[2] == "silent":
+    tracking.WANDB_INIT, tracking.WANDB_FINISH = 8.0, 0.5  # the end comes before W&B is given up
+tracker = open_tracker(Path(sys.argv[1]))
+for step in range(1, 4):
+    tracker.log(step_metrics(step))
+if sys.argv[2] == "refused":
+    deadline = time.monotonic() + 60
+    while not any(path.name.startswith("offline-run-") for path in Path(sys.argv[1]).glob("wandb/*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+tracker.finish(0)
+"""
+
+
+@pytest.mark.parametrize("mode", ["online", ""], ids=["online", "as logged in"])
+def test_a_refused_key_is_told_with_the_way_to_another(tmp_path: Path, refusing: str, mode: str) -> None:
+    place = os.environ | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": refusing, "WANDB_MODE": mode}
+    with start_script(KEYED, tmp_path, "refused", stderr=subprocess.PIPE, env={key: value for key, value in place.items() if value}) as job:
+        said = job.communicate(timeout=120)[1]
+    assert job.returncode == 0 and "Traceback" not in said
+    told = f"W&B refuses the key ({refusing}, error 401): give a valid WANDB_API_KEY, for the next start; the run goes on without it"
+    assert told in said.splitlines() and "W&B records offline" in said and "Failed to export" not in said
+    assert [line["step"] for line in read_history(tmp_path)] == [1, 2, 3]
+
+
+def test_a_refused_login_is_mended_by_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert "wandb login --relogin --host https://a.b takes another" in tracking._trouble("returned error 401: user is not logged in", "https://a.b")
+
+
+def test_a_server_that_never_answers_leaves_no_traceback_at_exit(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = os.environ | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}", "WANDB_MODE": "online"}
+        with start_script(KEYED, tmp_path, "silent", stderr=subprocess.PIPE, env=place) as job:
+            said = job.communicate(timeout=120)[1]
+    assert job.returncode == 0
+    assert "metrics.jsonl is complete" in said and "Traceback" not in said and "stopped recording" not in said
+
+
+def test_a_wandb_that_a_launcher_ends_with_the_run_is_started_again_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = tracking.open_tracker(run_dir=tmp_path, is_main=True, start_step=0, stopping=lambda: True, **of_run())
+    tracker.log(step_metrics(1))
+    wandb_core(tmp_path).terminate()
+    time.sleep(0.5)
+    tracker.log(step_metrics(2))
+    tracker.finish(130)
+    assert read_history(tmp_path) == [step_metrics(1), step_metrics(2)] and read_exit_codes(tmp_path)[-1:] == [130]
+    assert "stopped recording" not in capfd.readouterr().err
+
+
+def test_without_a_home_wandb_core_tells_nothing(tmp_path: Path) -> None:
+    """Its log, which it writes below HOME, came to the terminal."""
+    body = "tracker = open_tracker(Path(sys.argv[1]))\ntracker.log(step_metrics(1))\ntracker.finish(0)\n"
+    place = {key: value for key, value in os.environ.items() if key not in ("WANDB_CACHE_DIR", "XDG_CACHE_HOME")} | {"HOME": "/proc/nowhere"}
+    with start_script(body, tmp_path / "run", stderr=subprocess.PIPE, env=place) as job:
+        said = job.communicate(timeout=120)[1]
+    assert job.returncode == 0 and "connection: closing" not in said and " INFO " not in said and " ERROR " not in said
+    assert read_history(tmp_path / "run") == [step_metrics(1)]
+
+
+def test_the_command_that_uploads_can_be_pasted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = open_tracker(tmp_path / "it's é folder")
+    tracker.log(step_metrics(1))
+    tracker.finish(0)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "wandb sync" in line]
+    command, folder = shlex.split(line.partition("upload with: ")[2])[:2], Path(shlex.split(line)[-1])
+    assert command == ["wandb", "sync"] and folder.parent == tmp_path / "it's é folder" / "wandb" and folder.is_dir()
+
+
+def test_no_secret_and_no_code_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {name: f"secret-{name}-value" for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")} | {"WANDB_API_KEY": "5ec2e7" * 7}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    tracker = open_tracker(tmp_path)
+    tracker.log(step_metrics(1))
+    tracker.finish(0)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for path in files:
+        content = path.read_bytes()
+        assert not [name for name, value in secrets.items() if value.encode() in content], path
+    assert not [path for path in files if path.suffix in {".py", ".patch"}]
+
+
+def test_plain_lines_where_stderr_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = open_tracker(tmp_path, recipe=Recipe(wandb=False, steps=40))
+    for step in range(1, 5):
+        tracker.log(step_metrics(step) | {"step_s": 2.0, "tokens_per_s": 12345.6})
+    tracker.say("[bold]said as it is[/bold]")
+    tracker.finish(0)
+    assert capsys.readouterr().err.splitlines() == [
+        "step 1/40  loss 6.0000  12,346 tokens/s  ETA 0:01:18",
+        "[bold]said as it is[/bold]",
+        "step 4/40  loss 2.1429  12,346 tokens/s  ETA 0:01:12",
+    ]
+
+
+def test_a_live_line_on_a_terminal(tmp_path: Path) -> None:
+    body = """
+tracker = open_tracker(Path(sys.argv[1]), recipe=Recipe(wandb=False, steps=2))
+tracker.log(step_metrics(1))
+time.sleep(0.6)
+tracker.say("[a] word")
+tracker.log(step_metrics(2))
+tracker.finish(0)
+"""
+    ours, theirs = pty.openpty()
+    with start_script(body, tmp_path, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "120"}) as job:
+        os.close(theirs)
+        shown = b""
+        try:
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        except OSError:
+            pass  # the other end of a terminal closes with an error
+        job.wait(30)
+    os.close(ours)
+    assert job.returncode == 0
+    for part in ("step 1/2  loss 6.0000", "[a] word", "step 2/2  loss 3.7500"):
+        assert part in shown.decode()
+
+
+def test_a_lost_terminal_does_not_fail_the_run(tmp_path: Path) -> None:
+    body = """
+tracker = open_tracker(Path(sys.argv[1]), recipe=Recipe(wandb=False, steps=2))
+sys.stdin.read()  # until the reader of stderr has gone
+tracker.log(step_metrics(1))
+tracker.say("to nobody")
+tracker.log(step_metrics(2))
+tracker.finish(0)
+print("done")
+"""
+    for terminal in (False, True):
+        ours, theirs = pty.openpty() if terminal else os.pipe()
+        with start_script(body, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=theirs) as job:
+            os.close(theirs)
+            time.sleep(1.5 if terminal else 0)
+            os.close(ours)
+            said = job.communicate(timeout=30)[0]
+        assert (said, [line["step"] for line in read_metrics(tmp_path)]) == ("done\n", [1, 2])

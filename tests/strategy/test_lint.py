@@ -1,0 +1,106 @@
+"""tools/lint.py: the exit code and what is printed. The mistakes themselves are in test_ds_config.py."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lint(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "lint.py"), *words], cwd=cwd, capture_output=True, text=True, timeout=10, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_clean_file_exits_0_and_shows_the_batch() -> None:
+    code, text = lint("ds_configs/zero3.json", "--recipe", "recipes/llama_nano_zero2.py", "--world", "2")
+    assert code == 0 and "zero3.json: clean" in text and "dp2: 16 rows of a step = 2 data-parallel * 4 micro_batch * 2 accumulation" in text
+
+
+def test_the_recipe_s_own_file_is_checked_when_none_is_named() -> None:
+    code, text = lint("--recipe", "recipes/llama_nano_zero2.py", "--world", "3")
+    assert code == 1 and "1 problem in recipes/llama_nano_zero2.py" in text and "use global_batch 12 or 24" in text
+    assert "; the recipe fits 2 or 4 ranks as it is (DeepSpeed" in text
+    code, text = lint("--recipe", "recipes/llama3_1_405b_zero1_pp16_tp8.py", "--world", "9")
+    assert code == 1 and "or start a multiple of 128 ranks; the recipe fits 128 ranks as it is\n" in text
+
+
+def test_problems_of_the_json_and_the_recipe_are_told_together(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text('from recipekit import Recipe\nRECIPE = Recipe(model="org/model", steps=0)\n')
+    (tmp_path / "config.json").write_text('{"gradient_cliping": 1.0}')
+    code, text = lint("config.json", "--recipe", "recipe.py", cwd=tmp_path)
+    assert code == 1 and "2 problems" in text and "steps = 0" in text and "gradient_cliping" in text
+
+
+def test_a_recipe_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("RECIPE = (")
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "reads.py").write_text('open("prompts.txt")')
+    (tmp_path / "looks.py").write_text('import os\nos.environ["NO_SUCH_NAME"]')
+    for name, says in (
+        ("absent.py", "no such file"),
+        ("broken.py", "cannot be imported: SyntaxError"),
+        ("empty.py", "sets no RECIPE"),
+        ("reads.py", "cannot be imported: FileNotFoundError: [Errno 2] No such file or directory: 'prompts.txt'"),
+        ("looks.py", "cannot be imported: KeyError: 'NO_SUCH_NAME'"),
+    ):
+        code, text = lint("--recipe", name, cwd=tmp_path)
+        assert code == 1 and says in text
+
+
+def test_a_mixture_that_is_written_wrong_is_a_problem(tmp_path: Path) -> None:
+    """As at a start."""
+    nano = (ROOT / "recipes" / "llama_nano_zero2.py").read_text()
+    (tmp_path / "mixed.py").write_text(nano.replace('dataset="builtin"', 'dataset="a=builtin@x; b"'))
+    code, text = lint("--recipe", "mixed.py", cwd=tmp_path)
+    assert code == 1 and "2 problems" in text and "'a=builtin@x': is no part of a mixture" in text and "'b': is no part" in text, text
+    (tmp_path / "mixed.py").write_text("from recipekit import Recipe\nRECIPE = Recipe(model='a/b', dataset=5)")
+    code, text = lint("--recipe", "mixed.py", cwd=tmp_path)
+    assert code == 1 and "dataset = 5: must be of type str" in text, text
+
+
+def test_a_json_of_anyone_is_told_what_deepspeed_would_do(tmp_path: Path) -> None:
+    """One line for each key, with the outcome; exit code 1. What works is but noted, and exits 0."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3, "gradient_acumulation_steps": 2, "bf16": {"enabled": "auto"}}')
+    code, text = lint(str(file), "--json-only", "--world", "1")
+    assert code == 1 and "3 problems" in text and "gradient_acumulation_steps = 2" in text and "(DeepSpeed 0.19.8 ignores it)" in text
+    assert 'bf16.enabled = "auto"' in text and "replaces it)" in text and "use train_batch_size 9 or 12" in text and "fails on it)" in text
+    file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}, # of 2020\n}')
+    code, text = lint(str(file), "--json-only")
+    assert code == 0 and "ds.json: clean" in text and text.count("note: ") == 3
+    assert 'write "zero_optimization.offload_optimizer": {"device": "cpu"} instead' in text and "delete # of 2020" in text
+    code, text = lint(str(file))
+    assert code == 1 and text.count("is not strict JSON") == 2 and 'write "zero_optimization.offload_optimizer"' in text  # all at once
+
+
+def test_of_a_stage_that_is_auto_only_the_stage_is_told(tmp_path: Path) -> None:
+    """What it holds besides suits the stage that its reader means."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": "auto", "reduce_bucket_size": 500000000, "allgather_bucket_size": 500000000, "overlap_comm": true}}')
+    code, text = lint(str(file))
+    assert code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": "auto" is filled by nobody here; write 2' in text, text
+
+
+def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    assert lint(str(file), "--json-only", "--world", "4")[0] == 0
+    code, text = lint(str(file), "--world", "4", "--pp", "2")
+    assert code == 1 and "ZeRO stages 2 and 3 do not work with pipeline parallelism" in text
+
+
+def test_the_shipped_files_are_clean_for_whoever_fills_them() -> None:
+    for file in sorted((ROOT / "ds_configs").glob("*.json")):
+        for library in ("trainer", "accelerate"):
+            code, text = lint(str(file), "--filled-by", library)
+            assert code == 0, text
+        code, text = lint(str(file), "--json-only")
+        assert code == 1 and "--filled-by trainer" in text and "train_batch_size" in text
+
+
+def test_a_wrong_command_line_exits_2() -> None:
+    assert lint()[0] == 2 and lint("zero3.json", "--world", "0")[0] == 2
+    assert lint("zero3.json", "--pp", "0")[0] == 2 and lint("zero3.json", "--filled-by", "me")[0] == 2
+    assert lint("--recipe", "recipes/llama_nano_zero2.py", "--json-only")[0] == 2

@@ -1,0 +1,240 @@
+"""What is asked of every device that is not the CPU: test_second_device.py asks it without a GPU, test_gpu.py on one.
+
+`run(case, **arguments)` stands for two ranks that have the device and give what each returned.
+"""
+
+import dataclasses
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job import metrics
+from recipekit.command import parse
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from reference import train_plain
+from test_export import add_lora
+from test_model import ds_config, tiny_config
+from test_parity import strategy
+from test_weights import save_tiny
+from torch import nn
+
+Run = Callable[..., list[Any]]
+RECIPE = Recipe(
+    tokenizer="bytes",
+    seq_len=64,
+    micro_batch=2,
+    global_batch=4,
+    lr=3e-4,
+    eps=1e-6,
+    steps=2,
+    warmup_steps=1,
+    eval_every=2,
+    eval_rows=4,
+    save_in_background=True,
+    wandb=False,
+)
+QUICK: dict[str, tuple[str, str, dict[str, Any]]] = {  # the model that is trained from its files, the JSON, the layout
+    "zero1 tp2": ("llama", "zero1", {"tp": 2}),
+    "zero1 pp2": ("llama", "zero1", {"pp": 2}),
+}
+SLOW: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{f"zero{stage}": ("llama", f"zero{stage}", {"micro_batch": 1, "save_in_background": stage % 2 == 0}) for stage in range(4)},
+    "zero1 gpt2": ("gpt2", "zero1", {}),
+    "zero2 on the CPU": ("llama", "zero2_cpu", {}),
+    "zero3 on the CPU": ("llama", "zero3_cpu", {}),
+    "zero3 tp2, recomputed": ("llama", "zero3", {"tp": 2, "activation_checkpointing": True}),
+    "zero1 tp2, experts": ("qwen3_moe", "zero1", {"tp": 2}),
+    "zero1 tp2, experts and every matrix by itself": ("mixtral", "zero1", {"tp": 2}),
+    "zero1 pp2, both ways": ("llama_tied", "zero1", {"pp": 2, "micro_batch": 1, "pipeline_schedule": "dualpipev"}),
+    "zero3 sp2": ("llama", "zero3", {"sp": 2}),
+    "zero1 ep2": ("qwen3_moe", "zero1", {"ep": 2, "micro_batch": 1}),
+}
+
+
+def mixture(folder: Path) -> str:
+    """Two domains, so that losses are summed by domain."""
+    folder.mkdir()
+    for name in ("letters", "digits"):
+        texts = [f"{name} {number} " * (5 + number % 50) for number in range(400)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return f"letters={folder}/letters.jsonl@70; digits={folder}/digits.jsonl@30"
+
+
+def train_twice(recipe: Recipe, config: dict[str, Any], out: str, lora: bool = False) -> list[int]:
+    """The exit codes of a run that is stopped after its first step and goes on from there, on every rank."""
+    from recipekit.train import main
+
+    sys.argv = ["device.py"]
+    recipe = dataclasses.replace(recipe, ds_config=config, out=out, adapt=add_lora if lora else None)
+    return [main(make_plan(parse(recipe, Path("device.py"), stop))) for stop in (["--stop_at", "1"], [])]
+
+
+def check_training(run: Run, folder: Path, layout: str, within: float) -> None:
+    """Trains in a layout, stops and resumes; losses and norms (relative) and exported weights (absolute) are those of plain PyTorch on the CPU."""
+    from safetensors.torch import load_file
+
+    model, file, degrees = (QUICK | SLOW)[layout]
+    save_tiny(folder / "model", model)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config |= {key: 0.0 for key in config if key.endswith("pdrop")}  # what is dropped out differs from device to device
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    plain = dataclasses.replace(RECIPE, model=str(folder / "model"), dataset=mixture(folder / "data"))
+    assert run(train_twice, recipe=dataclasses.replace(plain, **degrees), config=strategy(file), out=str(folder / "run")) == [[0, 0]] * 2
+    expected = train_plain(plain, config, plain.steps)
+    lines = metrics(folder / "run")
+    assert [line["loss"] for line in lines] == pytest.approx(expected.losses, rel=within)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(expected.grad_norms, rel=within)
+    assert lines[-1]["eval_loss"] == pytest.approx(expected.eval_loss, rel=within)
+    got = {name: value for path in (folder / "run" / "hf").glob("*.safetensors") for name, value in load_file(path).items()}
+    assert got.keys() == expected.weights.keys()
+    assert max((got[name] - value).abs().max().item() for name, value in expected.weights.items()) <= within
+
+
+def check_adapter(run: Run, folder: Path, file: str) -> None:
+    """Trains an adapter in bf16, whose merged export differs from the model that it began with."""
+    from safetensors.torch import load_file
+
+    before = dict(save_tiny(folder / "model", "llama").named_parameters())
+    recipe = dataclasses.replace(RECIPE, model=str(folder / "model"), dataset="builtin", merge=True)
+    assert run(train_twice, recipe=recipe, config=strategy(file, bf16=True), out=str(folder / "run"), lora=True) == [[0, 0]] * 2
+    got = load_file(folder / "run" / "hf" / "model.safetensors")
+    assert got.keys() == before.keys() and any(not torch.equal(got[name], value) for name, value in before.items())
+
+
+def wrong_weight(folder: str, device: str) -> str:
+    """What is said of a cut parameter that is not its file's any more, after all were found to be (a case for two ranks)."""
+    from recipekit.mesh import make_mesh
+    from recipekit.model.build import build_model, check_weights
+    from recipekit.parallel.groups import Groups
+
+    place = torch.device(device, 0)
+    groups = Groups(make_mesh(2, tp=2), place.type)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    built = build_model(Recipe(model=folder, tp=2), config, groups, ds_config(1, 2, 2), place)
+    assert {parameter.device for parameter in built.model.parameters()} == {buffer.device for buffer in built.model.buffers()} == {place}
+    assert check_weights(None, built, groups, samples=1000) == len(built.names)
+    name = next(name for name, cut in built.cuts.items() if cut.sharded)
+    with torch.no_grad():
+        built.model.get_parameter(name).view(-1)[0] += 1
+    try:
+        check_weights(None, built, groups, samples=1000)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+def drawn_otherwise(device: str) -> list[str]:
+    """The parameters of a model that is drawn at random and cut on two ranks of the device, and is not the one drawn on the CPU."""
+    from recipekit.mesh import make_mesh
+    from recipekit.model.build import build_model
+    from recipekit.model.export import whole_parameters
+    from recipekit.parallel.groups import Groups
+
+    recipe, config, place = Recipe(model="none", init="random", seed=7), tiny_config("llama"), torch.device(device, 0)
+    expected = dict(build_model(recipe, config, None, ds_config(0), torch.device("cpu")).model.named_parameters())
+    wrong = []
+    for stage, tp in ((1, 2), (3, 2), (3, 1)):
+        groups = Groups(make_mesh(2, tp=tp), place.type)
+        built = build_model(dataclasses.replace(recipe, tp=tp), config, groups, ds_config(stage, 2, tp), place)
+        got = dict(whole_parameters(built.model, built, groups, torch.float32))
+        wrong += [f"ZeRO-{stage}, tp {tp}: {name}" for name, value in expected.items() if not torch.equal(got[name], value)]
+        wrong += [f"ZeRO-{stage}, tp {tp}: {name} lies on {value.device}" for name, value in built.model.named_parameters() if value.device != place]
+    return wrong
+
+
+def copies_for_a_checkpoint(device: str) -> None:
+    """What a background save keeps: the values of that moment, on the host, sharing memory where the states do."""
+    from recipekit.checkpoints.deepspeed_io import DeepSpeedFiles
+
+    flat = torch.arange(12.0, device=device)
+    states = {
+        "flat": flat,
+        "views": [flat[2:6], flat.view(3, 4).t()],
+        "ordered": OrderedDict(weight=torch.ones(2, 2, dtype=torch.bfloat16, device=device)),
+        "empty": torch.empty(0, device=device),
+        "host": torch.arange(3),
+        "numbers": (1, "two", torch.Size([3])),
+    }
+    files = DeepSpeedFiles()
+    files.snapshots = True
+    for turn in range(2):  # the second save uses the memory of the first again
+        expected = [float(number + turn) for number in range(12)]
+        work = torch.ones(1024, 1024, device=device)
+        for _ in range(20 if device == "cuda" else 0):  # still under way when the copy is asked for
+            work = work @ work / 1024
+        flat.mul_(work[0, 0])
+        files.save(states, "states.pt")
+        ((kept, _),) = files.take()
+        flat.add_(1)
+        states["ordered"]["weight"].zero_()
+        assert kept["flat"].tolist() == expected and kept["views"][0].tolist() == expected[2:6]
+        assert kept["views"][1].t().flatten().tolist() == expected
+        assert kept["ordered"]["weight"].tolist() == [[1.0 - turn] * 2] * 2 and kept["ordered"]["weight"].dtype == torch.bfloat16
+        assert kept["host"].tolist() == [0, 1, 2] and kept["numbers"] == states["numbers"] and kept["empty"].numel() == 0
+        tensors = [kept["flat"], *kept["views"], kept["ordered"]["weight"], kept["empty"], kept["host"]]
+        assert {(type(tensor), tensor.device.type) for tensor in tensors} == {(torch.Tensor, "cpu")}
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors[:3]}) == 1
+
+
+def rule_breakers(device: str) -> list[str]:
+    """What the device does otherwise than CUDA where tensors of two devices meet: it takes what raises there, or refuses what is taken there."""
+    there, here = torch.arange(6.0, device=device).view(2, 3), torch.arange(6.0).view(2, 3)
+    number, index, linear = torch.tensor(2.0), torch.tensor([1]), nn.Linear(3, 2).to(device)
+    refused: dict[str, Callable[[], Any]] = {
+        "equal": lambda: torch.equal(there, here),
+        "equal of the host": lambda: torch.equal(here, there),
+        "sum": lambda: there + here,
+        "sum on the host": lambda: here.add_(there),
+        "sum into a number": lambda: number.clone().add_(there.sum()),
+        "result": lambda: torch.add(there, there, out=torch.empty(2, 3)),
+        "matmul": lambda: there @ here.t(),
+        "linear": lambda: linear(here),
+        "embedding": lambda: nn.functional.embedding(index, there),
+        "loss": lambda: nn.functional.cross_entropy(there, torch.tensor([0, 1])),
+        "index_add": lambda: there.clone().index_add_(0, index, there[:1]),
+        "cat": lambda: torch.cat([there, here]),
+        "the host's by an index of the device": lambda: here[index.to(device)],
+        "mask": lambda: torch.where(here > 1, there, there),
+        "numpy": lambda: there.numpy(),
+        "generator": lambda: torch.rand(2, device=device, generator=torch.Generator()),
+        "collective": lambda: torch.distributed.all_reduce(here),
+    }
+    wrong = []
+    for name, act in refused.items():
+        try:
+            act()
+            wrong.append(f"{name} is taken")
+        except (RuntimeError, TypeError):
+            pass
+    taken: dict[str, tuple[Callable[[], Any], torch.Tensor]] = {
+        "number": (lambda: there * number, here * number),
+        "index": (lambda: there[index], here[index]),
+        "copy to it": (lambda: here.to(device), here),
+        "copy into it": (lambda: torch.empty_like(there).copy_(here), here),
+        "made from a list": (lambda: torch.tensor([1, 2], device=device), torch.tensor([1, 2])),
+        "made like it": (lambda: torch.zeros_like(there), torch.zeros(2, 3)),
+        "in place": (lambda: there.clone().mul_(2).unsqueeze_(0), (here * 2).unsqueeze(0)),
+        "data": (lambda: _moved(here.clone(), there), here),
+        "integers counted": (lambda: torch.histc(there.int(), 2, 0, 5), torch.tensor([3, 3])),
+    }
+    for name, (act, value) in taken.items():
+        result = act()
+        if result.device != torch.device(device, 0) or result.tolist() != value.tolist():
+            wrong.append(f"{name} gives {result}")
+    loss = nn.functional.cross_entropy(linear(there), torch.tensor([0, 1], device=device))
+    loss.backward()
+    if loss.item() <= 0 or any(parameter.grad is None or parameter.grad.device != there.device for parameter in linear.parameters()):
+        wrong.append("backward")
+    return wrong
+
+
+def _moved(tensor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    tensor.data = to
+    return tensor

@@ -1,0 +1,107 @@
+"""The run every layout is compared with: plain PyTorch, one process, the unmodified Hugging Face model.
+
+Its loss and its learning rate are written here from their definitions: nothing of recipekit's step is shared with what it judges.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from recipekit.data.held_out import eval_rows
+from recipekit.data.processors import load_tokenizer
+from recipekit.data.request import request_of
+from recipekit.data.stream import open_stream
+from recipekit.model import build as model_module
+from recipekit.recipe import Recipe
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    grad_norms: list[float]
+    lrs: list[float]
+    tokens: list[int]  # that had a label, up to each step
+    eval_loss: float | None
+    weights: dict[str, torch.Tensor]
+
+
+def summed_cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Adds up -log p(label) over the positions that have a label, in fp32."""
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.float()  # (B, T, V)
+    labels = batch["labels"]
+    chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)  # (B, T)
+    return (logits.logsumexp(-1) - chosen)[labels != -100].sum()
+
+
+def num_labels(batches: list[dict[str, torch.Tensor]]) -> int:
+    return sum(int((batch["labels"] >= 0).sum()) for batch in batches)
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Gives the rate of step 1, 2, ...: it rises by equal parts to lr, which step `warmup_steps` has, and falls to min_lr, which the last step has."""
+    if step < recipe.warmup_steps:
+        return step * (recipe.lr / recipe.warmup_steps)
+    gone = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps)
+    left = {"constant": 1.0, "linear": 1.0 - gone, "cosine": math.cos(math.pi / 2 * gone) ** 2}[recipe.schedule]
+    return recipe.lr * left + recipe.min_lr * (1.0 - left)
+
+
+def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: bool = False) -> Trained:
+    """Trains `steps` optimizer steps with torch.optim.AdamW; loss and gradients are means over the global batch's tokens.
+
+    bf16: fp32 master weights and fp32 gradient accumulation around a bf16 model, as mixed precision is defined.
+    """
+    torch.manual_seed(0)
+    model = model_module.build_model(recipe, model_config, None, {"bf16": {"enabled": bf16}}, torch.device("cpu")).model
+    masters = (
+        {name: parameter.detach().float().clone().requires_grad_() for name, parameter in model.named_parameters()} if bf16 else dict(model.named_parameters())
+    )
+    matrices = [value for value in masters.values() if value.ndim >= 2]
+    vectors = [value for value in masters.values() if value.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=recipe.lr,
+        betas=(recipe.beta1, recipe.beta2),
+        eps=recipe.eps,
+    )
+    tokenizer = load_tokenizer(recipe.model, recipe.tokenizer)
+    stream = open_stream(request_of(recipe), tokenizer, dp=1, dp_rank=0)
+    trained = Trained([], [], [], [], None, {})
+    with contextlib.closing(stream):
+        for step in range(1, steps + 1):
+            batches, _ = next(stream)
+            tokens = num_labels(batches)
+            trained.lrs.append(learning_rate(recipe, step))
+            trained.tokens.append(tokens + sum(trained.tokens[-1:]))
+            for group in optimizer.param_groups:
+                group["lr"] = trained.lrs[-1]
+            optimizer.zero_grad()
+            for value in masters.values():
+                value.grad = torch.zeros_like(value)
+            total = 0.0
+            for batch in batches:
+                loss = summed_cross_entropy(model, batch) / tokens
+                loss.backward()
+                total += loss.item()
+                if bf16:
+                    for name, parameter in model.named_parameters():
+                        masters[name].grad += parameter.grad.float()
+                        parameter.grad = None
+            norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.gradient_clipping or float("inf"))
+            optimizer.step()
+            if bf16:
+                with torch.no_grad():
+                    for name, parameter in model.named_parameters():
+                        parameter.copy_(masters[name])
+            trained.losses.append(total)
+            trained.grad_norms.append(norm.item())
+    if recipe.eval_every:
+        held_out = eval_rows(request_of(recipe), tokenizer, dp=1, dp_rank=0)
+        model.eval()
+        with torch.no_grad():
+            trained.eval_loss = sum(summed_cross_entropy(model, batch).item() for batch in held_out) / num_labels(held_out)
+    saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    trained.weights = {name: value.detach().clone() for name, value in {**masters, **saved_buffers}.items()}
+    return trained

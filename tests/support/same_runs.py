@@ -1,0 +1,125 @@
+"""Proves that a change of the code changes no run: four tiny runs of a commit and of the working tree, compared bit for bit.
+
+    python tests/support/same_runs.py COMMIT [--folder FOLDER] [--rtol 1e-6]
+
+Each run has 6 steps, an evaluation and a checkpoint every 3. Step, loss, grad_norm, lr, tokens and eval_loss of every step
+have to be equal, and the digests of every tensor of both checkpoints; then the working tree goes on from the commit's
+checkpoint of step 3, in the commit's own run folder, and has to come to the same end. `--folder` keeps the runs, and takes
+those of the commit from there the next time. `--rtol` compares numbers to a relative difference, and leaves the digests out.
+"""
+
+import argparse
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pool import ROOT, environment, free_port
+
+STEPS, SAVE_EVERY = 6, 3
+KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")  # of a line of metrics.jsonl: those that no clock decides
+CASES: dict[str, tuple[int, list[str]]] = {  # name -> ranks, recipe and flags
+    "zero2_dp2": (2, ["qwen3_0_6b_zero2.py"]),
+    "zero1_tp2_pp2": (4, ["llama3_1_70b_zero1_pp4_tp4.py", "--tp", "2", "--pp", "2"]),
+    "zero3_sp2": (2, ["llama3_1_8b_zero3_sp8.py", "--sp", "2"]),
+    "sft": (2, ["qwen3_0_6b_sft_zero2.py"]),
+}
+NUMBERS = ["--tiny", "--steps", STEPS, "--warmup_steps", 2, "--save_every", SAVE_EVERY, "--eval_every", SAVE_EVERY, "--keep", STEPS]
+
+
+def checked_out(commit: str, folder: Path) -> Path:
+    """The files of a commit, in a folder of their own."""
+    if not folder.exists():
+        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(folder, filter="data")
+    return folder
+
+
+def train(tree: Path, case: str, out: Path) -> None:
+    """Runs a case with the code of `tree`, or goes on with the run in `out`."""
+    ranks, (recipe, *flags) = CASES[case]
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    command = [*launcher, str(tree / "recipes" / recipe), *map(str, [*flags, *NUMBERS, "--out", out])]
+    done = subprocess.run(command, cwd=out.parent, env=environment() | {"PYTHONPATH": ""}, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        sys.exit(f"{case} with {tree} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+
+
+def facts(run: Path) -> dict[str, Any]:
+    """What has to be equal: the lines of metrics.jsonl, and for each checkpoint the digests of its tensors."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    manifests = {folder.name: json.loads((folder / "manifest.json").read_text()) for folder in sorted(run.glob("checkpoints/step_*"))}
+    return {
+        "lines": [{key: line[key] for key in KEYS if key in line} for line in lines],
+        "digests": {name: manifest["tensors"] for name, manifest in manifests.items()},
+    }
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], rtol: float) -> list[str]:
+    """What differs, one line each."""
+    found = []
+    if len(before["lines"]) != len(after["lines"]):
+        found.append(f"{len(before['lines'])} steps, now {len(after['lines'])}")
+    for was, now in zip(before["lines"], after["lines"], strict=False):
+        unlike = [key for key in was.keys() | now.keys() if key not in was or key not in now or abs(was[key] - now[key]) > rtol * abs(was[key])]
+        found += [f"step {was['step']}: {key} {was.get(key)}, now {now.get(key)}" for key in sorted(unlike)]
+    if not rtol:
+        for step, tensors in before["digests"].items():
+            others = after["digests"].get(step, {})
+            unlike = [name for name in tensors.keys() | others.keys() if tensors.get(name) != others.get(name)]
+            found += [f"{step}: {len(unlike)} of {len(tensors)} tensors differ, {min(unlike)} among them"] if unlike else []
+        if before["digests"].keys() != after["digests"].keys():
+            found.append(f"checkpoints {', '.join(before['digests'])}, now {', '.join(after['digests'])}")
+    return found
+
+
+def without_the_end(run: Path, folder: Path) -> Path:
+    """A copy of a run folder as it was when step 3 had been saved and the process was killed."""
+    shutil.copytree(run, folder)
+    checkpoints = folder / "checkpoints"
+    shutil.rmtree(checkpoints / f"step_{STEPS:08}")
+    (checkpoints / "latest").write_text(f"step_{SAVE_EVERY:08}")
+    shutil.rmtree(folder / "hf", ignore_errors=True)
+    return folder
+
+
+def main() -> int:
+    """Exit code: 0 nothing differs, 1 something does."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("commit", help="what the working tree is compared with, for example HEAD~3")
+    parser.add_argument("--folder", type=Path, help="keep the runs there (default: a temporary folder)")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative difference of the numbers that is let pass (default: none)")
+    arguments = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", arguments.commit], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    found = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).absolute()
+        before, after = folder / commit, folder / "now"
+        shutil.rmtree(after, ignore_errors=True)
+        after.mkdir(parents=True)
+        tree = checked_out(commit, before / "tree")
+        for case in CASES:
+            old = before / case
+            if not (old / "done").exists():
+                shutil.rmtree(old, ignore_errors=True)
+                train(tree, case, old)
+                (old / "done").touch()
+            train(ROOT, case, after / case)
+            resumed = without_the_end(old, after / f"{case}_resumed")
+            train(ROOT, case, resumed)
+            for what, run in (("trained", after / case), ("resumed", resumed)):
+                unlike = differences(facts(old), facts(run), arguments.rtol)
+                print(f"{case}, {what}: {'differs' if unlike else 'the same'}", flush=True)
+                found += [f"{case}, {what}: {line}" for line in unlike]
+    print(*found, sep="\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""How long a checkpoint holds up training: ours in the background, ours at once, and DeepSpeed's plain save.
+
+    python tools/bench/bench_checkpoint.py > tools/bench/bench_checkpoint.md            # the page it prints is Markdown; progress goes to stderr
+    python tools/bench/bench_checkpoint.py --rounds 9 --stages 3 --seq_len 512
+
+For each ZeRO stage 2 ranks (without GPUs, else one per GPU) train a model of 106 M parameters (SmolLM2-135M with a vocabulary of bytes). In every round each kind of
+save happens once, in random order, each followed by a few timed steps. Flags that are not listed here are a recipe's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from recipekit import Recipe
+from recipekit.command import Command, parse
+from recipekit.hosts import op_cache
+from recipekit.mesh import fit_batch
+from recipekit.plan import Plan, make_plan
+from recipekit.refusal import Refusal, exit_refused
+
+TITLES = {
+    "none": "no save",
+    "plain": "`engine.save_checkpoint` (no fsync, no digest)",
+    "at_once": "**ours**, at once",
+    "background": "**ours**, in the background",
+}
+RECIPE = Recipe(
+    model="HuggingFaceTB/SmolLM2-135M",
+    init="random",
+    tokenizer="bytes",
+    dataset="builtin",
+    ds_config="zero2.json",
+    seq_len=64,
+    micro_batch=1,
+    global_batch=2,
+    lr=1e-4,
+)
+ENOUGH_ROUNDS = 5
+SMALL = 0.2  # of the save at once: the stall that counts as a small fraction of it
+
+
+def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The bench's own flags, and what is left: those of the recipe."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument(
+        "--rounds", type=int, default=ENOUGH_ROUNDS, help=f"saves of each kind; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)"
+    )
+    parser.add_argument("--steps-after", "--steps_after", type=int, default=3, help="timed steps after each save (default: %(default)s)")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=(1, 2, 3), help="ZeRO stages (default: 2 3)")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave it
+    return parser.parse_known_args(argv)
+
+
+def main() -> int:
+    arguments, recipe_argv = arguments_of(sys.argv[1:])
+    if arguments.report:
+        return rank_main(arguments, recipe_argv)
+    if arguments.rounds < 1 or arguments.steps_after < 1:
+        print("--rounds and --steps-after must be at least 1", file=sys.stderr)
+        return 1
+    import torch
+
+    ranks = torch.cuda.device_count() or 2
+    load = os.getloadavg()[0]
+    stages = {}
+    for stage in arguments.stages:
+        with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=arguments.folder) as folder:
+            report = Path(folder) / "report.json"
+            deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+            command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port()), __file__, "--report", str(report), *sys.argv[1:]]
+            code = subprocess.run([*command, "--deepspeed_config", f"zero{stage}.json"], env=environment(), stdout=sys.stderr, check=False).returncode
+            if code or not report.exists():
+                print(f"the ranks ended with exit code {code}; their messages are above", file=sys.stderr)
+                return 1
+            stages[f"ZeRO-{stage}"] = json.loads(report.read_text())
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} CPU cores, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no accelerator'}",
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
+        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed")},
+        "commit": commit or "unknown",
+        "ranks": ranks,
+        "rounds": arguments.rounds,
+        "steps_after": arguments.steps_after,
+        "stages": stages,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    print(page(found), end="")
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """One thread per rank, and the recipes' compiled ops."""
+    import torch
+
+    own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+# The page ---------------------------------------------------------------------------------------------------------
+
+
+def page(found: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    tables = []
+    for title, report in found["stages"].items():
+        lines, calm = [], median(report["kinds"]["none"]["steps"])
+        for kind, own in report["kinds"].items():
+            stall, steps, left = (median(own[key]) for key in ("stall", "steps", "left"))
+            cells = [
+                f"{stall:.2f} ({min(own['stall']):.2f} to {max(own['stall']):.2f})",
+                f"{own['first']:.2f}",
+                f"{steps:.2f}",
+                f"{steps - calm:+.2f}",
+                f"{left:.2f}",
+            ]
+            lines.append(f"| {TITLES[kind]} | {' | '.join(cells)} | {own['bytes'] / report['parameters']:.2f} |")
+        kinds = report["kinds"]
+        background, at_once, plain = (median(kinds[kind]["stall"]) for kind in ("background", "at_once", "plain"))
+        small = "a small fraction" if background <= SMALL * at_once else f"**not** a small fraction (at most {SMALL:.0%})"
+        tables.append(f"""## {title}: {report["model"]}, {report["parameters"] / 1e6:.1f} M parameters
+
+| save | stall, s | first save, s | {found["steps_after"]} steps after it, s | slow-down, s | still to wait, s | bytes |
+|---|---|---|---|---|---|---|
+{chr(10).join(lines)}
+
+In the background the stall is {background / at_once:.0%} of that of the save at once, {small},
+and {background / plain:.0%} of DeepSpeed's plain save.
+""")
+    few = "" if found["rounds"] >= ENOUGH_ROUNDS else " **A trial, not a measurement.**"
+    return f"""# What a checkpoint costs a training run
+
+Written by `python tools/bench/bench_checkpoint.py` on {found["date"]}: {found["machine"]}.
+Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
+{", ".join(f"{name} {number}" for name, number in found["versions"].items())}; commit {found["commit"]}.
+
+{found["ranks"]} ranks train in bf16. {found["rounds"]} saves of each kind after one that is not counted, in random order within a round.
+The numbers are medians, of the stall also (least to most).{few}
+
+{chr(10).join(tables)}
+The stall is the time inside the call, of the slowest rank. Ours ends with every byte on the disk (fsync), sha256 of
+every file and digests of every tensor in a manifest; DeepSpeed's own save does none of it, so part of what it wrote is
+still in memory when it returns.
+
+The steps after a save are those that share the cores and the disk with a save in the background; the slow-down is
+theirs, and "still to wait" is what is left of the save after them. Bytes are those on the disk, for each parameter.
+Before each save everything else is on the disk.
+"""
+
+
+# One rank ---------------------------------------------------------------------------------------------------------
+
+
+def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
+    from recipekit.runtime.stopping import start_launcher_watch
+
+    start_launcher_watch()
+    try:
+        plan = planned(parse(RECIPE, Path(__file__), recipe_argv), arguments.report.parent / "run")
+        found = measure(plan, arguments)
+        if plan.command.rank == 0:
+            arguments.report.write_text(json.dumps(found))
+    except Refusal as refusal:
+        exit_refused(refusal, 3.0)
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def planned(command: Command, out: Path) -> Plan:
+    """The plan of a stage, with a batch that the ranks share evenly. Raises `Refusal`."""
+    micro_batch, global_batch = fit_batch(command.world, command.recipe.micro_batch, command.recipe.global_batch, command.typed)
+    own: dict[str, Any] = {"out": str(out), "resume": "never", "wandb": False, "micro_batch": micro_batch, "global_batch": global_batch}
+    return make_plan(replace(command, recipe=replace(command.recipe, **own)))
+
+
+def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was measured of one stage, the same on every rank (a collective)."""
+    import deepspeed
+    import torch.distributed as dist
+    from recipekit.checkpoints.save import Saver
+    from recipekit.data.processors import load_tokenizer
+    from recipekit.data.request import request_of
+    from recipekit.data.stream import open_stream
+    from recipekit.model.build import build_model
+    from recipekit.model.weights import fetch_config
+    from recipekit.optim.groups import parameter_groups
+    from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
+    from recipekit.parallel.groups import Groups
+    from recipekit.runtime.facts import layout_of
+    from recipekit.runtime.start import start
+    from recipekit.train import train_step
+
+    device, rank0 = start(plan), plan.command.rank == 0
+    groups = Groups(plan.mesh, device.type)
+    built = build_model(plan.recipe, plan.model_config or fetch_config(plan.recipe.model), groups, plan.ds_config, device)
+    trained: Any = parameter_groups(built.model)
+    engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, dist_init_required=False)[0]
+    undo_hidden_step(engine)
+    keep_grad_norm(engine)
+    layout, folder, plain = layout_of(plan, engine, built), plan.out / "checkpoints", engine.checkpoint_engine
+    savers = {kind: Saver(engine, folder, built.blueprint, layout, 0, kind == "background", lambda folder: None) for kind in ("at_once", "background")}
+    stream = open_stream(request_of(plan.recipe), load_tokenizer(plan.recipe.model, plan.recipe.tokenizer), dp=plan.mesh.dp, dp_rank=groups.coords["dp"])
+    kinds: dict[str, dict[str, Any]] = {kind: {"stall": [], "steps": [], "left": [], "bytes": 0} for kind in TITLES}
+
+    def save(kind: str, step: int) -> None:
+        if kind == "plain":
+            engine.checkpoint_engine = plain
+            engine.save_checkpoint(str(folder), tag=f"step_{step:08d}")
+        elif kind != "none":
+            engine.checkpoint_engine = savers[kind].files
+            savers[kind].save({"step": step, "tokens": 0, "data": None, "export_dtype": "bfloat16"})
+
+    def steps() -> None:
+        for _ in range(arguments.steps_after):
+            train_step(engine, next(stream)[0], plan.recipe.lr, "", plan.mesh)
+
+    order, shuffle, number = list(TITLES), random.Random(0), 0
+    steps()
+    for turn in range(arguments.rounds + 1):
+        for kind in order:
+            if rank0:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                os.sync()
+            number += 1
+            seconds = {
+                "stall": slowest(lambda kind=kind, number=number: save(kind, number)),
+                "steps": slowest(steps),
+                "left": slowest(savers["background"].wait),
+            }
+            own = kinds[kind]
+            own["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            if turn == 0:
+                own["first"] = seconds["stall"]
+                continue
+            for key, value in seconds.items():
+                own[key].append(value)
+        if rank0:
+            print(
+                f"ZeRO-{layout.zero_stage}, round {turn} of {arguments.rounds}: "
+                + ", ".join(f"{k} {own['stall'][-1]:.2f} s" for k, own in kinds.items() if turn)
+            )
+        shuffle.shuffle(order)  # the same on every rank
+    stream.close()
+    dist.barrier()
+    size = sum(tensor.numel for tensor in built.blueprint.tensors if not tensor.buffer)
+    return {"model": plan.recipe.model, "parameters": size, "kinds": kinds}
+
+
+def slowest(work: Any) -> float:
+    """The seconds of the slowest rank (a collective)."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    begun = time.perf_counter()
+    work()
+    seconds: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seconds, time.perf_counter() - begun)
+    return max(seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""How fast the checkpoint converter is and how much memory it takes, beside cp and DeepSpeed's own two converters.
+
+    python tools/bench/bench_convert.py > tools/bench/bench_convert.md                  # the page it prints is Markdown; progress goes to stderr
+    python tools/bench/bench_convert.py --rounds 9 --folder /scratch/bench        # needs about 20 GB there, which are freed at the end
+
+A ZeRO-2 checkpoint of 8 ranks (4.3 GB, random numbers) is made once. Then every round starts each command once, in random
+order, as a user would, and takes the time of the whole process. The ratio is the median over the rounds.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from textwrap import wrap
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+TITLES = {
+    "cp": "`cp` of the step folder, fsync",
+    "reshape": "**ours:** `reshape --zero 1 --dp 4`",
+    "reshape_3d": "**ours:** `reshape --zero 1 --dp 2 --tp 2 --pp 2`",
+    "universal": "`ds_to_universal.py`",
+    "cp_fp32": "`cp` of the fp32 safetensors, fsync",
+    "to_hf": "**ours:** `to-hf --dtype fp32`",
+    "zero_to_fp32": "`zero_to_fp32.py`",
+    "zero_to_fp32_safe": "`zero_to_fp32.py --safe_serialization`",
+    "start": "**ours:** start-up only (`reshape --dry-run`)",
+}
+CP = {"reshape": "cp", "reshape_3d": "cp", "universal": "cp", "to_hf": "cp_fp32", "zero_to_fp32": "cp_fp32", "zero_to_fp32_safe": "cp_fp32"}
+ENOUGH_ROUNDS, ENOUGH_BYTES = 5, 4e9
+SAMPLE = 0.05  # seconds between two looks at the memory
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def arguments_of(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument(
+        "--rounds", type=int, default=ENOUGH_ROUNDS, help=f"of every command; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES), metavar="ROW", help=f"rows to measure, of {', '.join(TITLES)}")
+    parser.add_argument("--layers", type=int, default=16, help="of the model; each adds 0.21 GB to the checkpoint (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters: a trial of the bench itself")
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    arguments = arguments_of(sys.argv[1:])
+    if arguments.make:
+        make(arguments.make, TINY if arguments.tiny else MODEL | {"num_hidden_layers": arguments.layers})
+        return 0
+    if arguments.rounds < 1:
+        print(f"--rounds {arguments.rounds}: must be at least 1", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="bench_convert_", dir=arguments.folder) as folder:
+        report = measure(Path(folder), arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
+    print(page(report), end="")
+    return 0
+
+
+def make(folder: Path, shape: dict[str, Any]) -> None:
+    """A run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors written (a hole would cost nothing to copy)."""
+    import numpy as np
+    import torch
+    from recipekit.checkpoints import convert, copying, manifest, places, step_folder, tensor_files
+    from recipekit.mesh import Mesh
+    from recipekit.model.describe import published_blueprint
+    from recipekit.parallel.blueprint import Layout, default_optimizer
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    config.save_pretrained(folder / "hf")
+    save_file({name: torch.zeros(own, dtype=torch.bfloat16) for name, own in shapes.items()}, folder / "hf" / "model.safetensors", metadata={"format": "pt"})
+    blueprint = published_blueprint(folder / "hf")
+    plain = Layout(Mesh(), 0, default_optimizer(0, "bfloat16"), "bfloat16")
+    layout = step_folder.target_layout(blueprint, plain, dp=8, tp=1, pp=1, zero=2)
+    step = folder / "run" / "checkpoints" / "step_00000000"
+    convert.from_hf(folder / "hf", step, blueprint, layout)
+    shutil.rmtree(folder / "hf")
+
+    files = tensor_files.open_checkpoint(step, blueprint, layout, writable=True)
+    draw = np.random.default_rng(0)
+    for tensor in blueprint.tensors:
+        for role in ("master", *places.MOMENTS):
+            bits = (np.float32(0.02) * draw.standard_normal(tensor.numel, dtype=np.float32)).view(np.uint32)
+            files.write(tensor, role, 0, bits & np.uint32(0x7FFFFFFF) if role == "exp_avg_sq" else bits)
+            if role == "master":
+                files.write(tensor, "weight", 0, copying.cast(bits, "float32", layout.dtype))
+    digests, _ = copying.run(copying.copies(blueprint, files, None), files, copying.Effort())
+    files.close()
+    names = [name for name in manifest.read(step)["files"]]
+    manifest.write(step, 0, {name: manifest.facts(step / name) for name in names}, digests)
+    for path in (step.parent / "latest", step.parent.parent / "latest"):
+        path.write_text(step.name)
+
+
+# The measurement --------------------------------------------------------------------------------------------------
+
+
+def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    load = os.getloadavg()[0]
+    say(f"making a checkpoint in {folder}")
+    run([sys.executable, __file__, "--make", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])], folder / "log")
+    step, fp32, out = folder / "run" / "checkpoints" / "step_00000000", folder / "fp32", folder / "out"
+    tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
+    copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
+    commands = {
+        "cp": ["sh", "-c", copied, step, out],
+        "reshape": [*tool, "reshape", step, out, "--zero", 1, "--dp", 4],
+        "reshape_3d": [*tool, "reshape", step, out, "--zero", 1, "--dp", 2, "--tp", 2, "--pp", 2],
+        "universal": [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
+            *("--input_folder", step, "--output_folder", out / "step_00000000_universal"),
+        ],
+        "cp_fp32": ["sh", "-c", copied, fp32, out],
+        "to_hf": [*tool, "to-hf", step, out, "--dtype", "fp32"],
+        "zero_to_fp32": [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", step.parent, out, "--tag", step.name],
+        "zero_to_fp32_safe": [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", step.parent, out, "--tag", step.name, "--safe_serialization"],
+        "start": [*tool, "reshape", step, out, "--zero", 1, "--dp", 4, "--dry-run"],
+    }
+    run([*tool, "to-hf", step, fp32, "--dtype", "fp32"], folder / "log")
+    rows: dict[str, dict[str, Any]] = {row: {"seconds": [], "cpu": [], "resident": 0, "anonymous": 0} for row in TITLES if row in arguments.only}
+    order, shuffle = list(rows), random.Random(0)
+    for number in range(1, arguments.rounds + 1):
+        shuffle.shuffle(order)
+        for row in order:
+            settle([fp32] if row == "cp_fp32" else [step])
+            seconds, cpu, resident, anonymous = run(commands[row], folder / "log")
+            own = rows[row]
+            own["seconds"].append(seconds)
+            own["cpu"].append(cpu)
+            own["bytes"] = size_of(out)
+            own["resident"], own["anonymous"] = max(own["resident"], resident), max(own["anonymous"], anonymous)
+            shutil.rmtree(out, ignore_errors=True)
+        say(f"round {number} of {arguments.rounds}: " + ", ".join(f"{row} {rows[row]['seconds'][-1]:.1f} s" for row in rows))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} CPU cores, {os.sysconf('SC_PHYS_PAGES') * PAGE / 2**30:.0f} GiB",
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
+        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed")},
+        "commit": commit or "unknown",
+        "rounds": arguments.rounds,
+        "checkpoint_bytes": size_of(step),
+        "rows": rows,
+    }
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def settle(folders: list[Path]) -> None:
+    """Nothing is left to write, and the files of `folders` lie in memory."""
+    os.sync()
+    for folder in folders:
+        subprocess.run(f"cat {folder}/*.* > /dev/null", shell=True, check=True)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
+    """(seconds, CPU seconds, peak of the resident bytes, peak of the anonymous ones among them) of a command with its children."""
+    own = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT / "recipes"), "TOKENIZERS_PARALLELISM": "false"}
+    peaks, ended = [0, 0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(SAMPLE):
+            resident, anonymous = memory_of(process.pid)
+            peaks[:] = max(peaks[0], resident), max(peaks[1], anonymous)
+
+    with log.open("w") as output:
+        begun, worked = time.perf_counter(), cpu_seconds()
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | own)
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        code = process.wait()
+        seconds = time.perf_counter() - begun
+        ended.set()
+        watcher.join()
+    if code:
+        raise SystemExit(f"{' '.join(map(str, command))} ended with {code}:\n{log.read_text()[-4000:]}")
+    return seconds, cpu_seconds() - worked, peaks[0], peaks[1]
+
+
+def cpu_seconds() -> float:
+    """Of all children that have ended, with theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """(resident bytes, the anonymous ones among them), added up over a process and its children; what two of them map counts twice."""
+    try:
+        resident, shared = (PAGE * int(pages) for pages in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it ended in between
+        return 0, 0
+    everyone = [(resident, resident - shared), *map(memory_of, children)]
+    return sum(own for own, _ in everyone), sum(own for _, own in everyone)
+
+
+# The page ---------------------------------------------------------------------------------------------------------
+
+
+def speed(report: dict[str, Any], row: str, beside: str) -> float:
+    """Bytes written per second over those of another row, the median over the rounds."""
+    own, other = report["rows"][row], report["rows"][beside]
+    return median(own["bytes"] / mine / (other["bytes"] / theirs) for mine, theirs in zip(own["seconds"], other["seconds"], strict=True))
+
+
+def verdicts(report: dict[str, Any]) -> list[str]:
+    """Each target with what was reached."""
+    rows, lines = report["rows"], []
+
+    def target(reached: bool, text: str) -> None:
+        lines.extend(wrap(f"- {'reached' if reached else '**missed**'}: {text}", 120, subsequent_indent="  ", break_on_hyphens=False))
+
+    for row in ("reshape", "reshape_3d", "to_hf"):
+        if row in rows and CP[row] in rows:
+            ratio = speed(report, row, CP[row])
+            target(ratio >= 0.8, f"{TITLES[row]} has {ratio:.0%} of `cp`'s speed for equal bytes (target: at least 80%)")
+    for row in ("zero_to_fp32", "zero_to_fp32_safe"):
+        if row in rows and "to_hf" in rows:
+            ratio = median(theirs / ours for ours, theirs in zip(rows["to_hf"]["seconds"], rows[row]["seconds"], strict=True))
+            target(ratio >= 1, f"{TITLES['to_hf']} takes {1 / ratio:.2f} of the time of {TITLES[row]} (target: never slower)")
+    for row in ("reshape", "reshape_3d"):
+        if row in rows and "universal" in rows:
+            ratio = median(theirs / ours for ours, theirs in zip(rows[row]["seconds"], rows["universal"]["seconds"], strict=True))
+            target(ratio >= 5, f"{TITLES[row]} is {ratio:.1f} times as fast as `ds_to_universal.py` (target: 5)")
+    ours = {row: own["resident"] for row, own in rows.items() if "ours" in TITLES[row]}
+    if ours:
+        target(max(ours.values()) < 1e9, f"ours took at most {max(ours.values()) / 1e9:.2f} GB resident (target: under 1 GB)")
+    return lines
+
+
+def page(report: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = []
+    for row, own in report["rows"].items():
+        seconds = own["seconds"]
+        beside = f"{speed(report, row, CP[row]):.0%}" if CP.get(row) in report["rows"] else ""
+        lines.append(
+            f"| {TITLES[row]} | {own['bytes'] / 1e9:.2f} | {median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {median(own['cpu']):.1f} | "
+            f"{own['bytes'] / median(seconds) / 1e6:,.0f} | {beside} | {own['resident'] / 1e9:.2f} | {own['anonymous'] / 1e9:.2f} |"
+        )
+    few = "" if report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES else " **A trial, not a measurement.**"
+    return f"""# The converter beside cp and DeepSpeed's converters
+
+Written by `python tools/bench/bench_convert.py` on {report["date"]}: {report["machine"]}.
+Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
+{", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
+
+A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, in the page cache.
+{report["rounds"]} rounds of every command, in random order within a round; seconds are medians (least to most).{few}
+
+| command | GB written | seconds | CPU seconds | MB/s | of `cp`'s speed | GB resident | anonymous |
+|---|---|---|---|---|---|---|---|
+{chr(10).join(lines)}
+
+{chr(10).join(verdicts(report))}
+
+The time is that of the whole process, imports included (ours: the row start-up; DeepSpeed's two import torch). Before
+each command everything is written back and the source is read once.
+
+Ours and `cp` end with fsync of every file; ours also checks the digest of every tensor that it reads, and writes sha256
+of every file (not of safetensors) and digests of every tensor. `zero_to_fp32.py` and `ds_to_universal.py` do neither:
+part of what they wrote is still in memory when they end, which is not counted against them. Ours writes past the page
+cache, so what it wrote has to be read from the disk when it is loaded, where the others' may still lie in memory.
+
+CPU seconds are those of the process and its children; the system's own writing to the disk is in them only where fsync
+does it. Memory is the sum over the process and its children of the resident pages (anonymous + mapped files), the most
+of all rounds, looked at every {1000 * SAMPLE:.0f} ms.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,756 @@
+"""What one GPU does with the recipes: losses beside a CPU's, memory beside the plan, speed, checkpoints.
+
+    python tools/bench/bench_gpu.py --parts A --page bench_gpu.md        # A first: is it right? Then B, C, D: how fast is it?
+    python tools/bench/bench_gpu.py --page bench_gpu.md                  # all four parts; goes on where it was
+    python tools/bench/bench_gpu.py --tiny                               # the same rows in tiny shapes, on a CPU too
+
+A row is one job of its own with a time limit, and one line when it is done. What a row measured is kept in OUT/rows.jsonl: the same command
+goes on with the rows that are missing or that broke. Rows of another device, code or version are kept apart. The exit code is 0 when every
+row passes, else 1. `--list` shows the rows. Needs no network and no data: weights are random, rows are packed random tokens.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from textwrap import wrap
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from recipekit import Recipe
+from recipekit.architectures.safetensors_files import read_header
+from recipekit.refusal import Problem, Refusal, exit_refused, refuse
+
+Line = dict[str, Any]  # of metrics.jsonl
+PARTS = {
+    "A": "Is it right?",
+    "B": "1.3 billion parameters, bf16, packed documents of 2048 tokens a row",
+    "C": "Larger models, rows of 4096 and 8192 tokens",
+    "D": "What is not a matmul: checkpoints, the loop, the data",
+}
+QWEN, LORA = "recipes/qwen3_0_6b_zero2.py", "recipes/qwen3_0_6b_lora_zero3.py"
+# What differs from Llama 3.1 8B, whose shape is shipped. With --tiny the last three are shrunk to a tiny Llama.
+MODELS = {
+    "small": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": None, "eos_token_id": None},
+    "1b": {"vocab_size": 50368, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24}
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
+    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "tie_word_embeddings": True},
+    "8b": {},
+}
+SAME_LOSS = 5e-3  # relative: bf16 on two devices
+MFU = {"1b": 0.38, "3b": 0.40}
+LORA_TOKENS = 13_000  # a second; AutoModel reaches 12,473 on an H100 with these settings
+NEAR_PLAN = 0.05  # relative
+STALL, OUTSIDE, WAIT = 1.0, 0.005, 0.01  # seconds of a save in the background, seconds of a step outside the engine, part of a step
+# A run is deterministic only if it is told so; recipes from before the flag are compared as they are.
+DETERMINISTIC = ["--deterministic"] if "deterministic" in {item.name for item in dataclasses.fields(Recipe)} else []
+
+
+class RowFailed(Exception):
+    """A row has no figures: why, in one line."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a row measured, in words and in numbers, and what its bars say: (bar, reached or not, None where it does not apply)."""
+
+    measured: str
+    bars: list[tuple[str, bool | None]]
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    part: str
+    name: str
+    limit: int  # seconds, with a first compile of DeepSpeed's ops where there is one
+    runs: str
+    bar: str
+    measure: Callable[["Bench", "Row"], Found]
+    needs: tuple[str, ...] = ()  # rows whose figures this one is compared with
+
+
+# Running a row ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """Where the bench works, on what, and what it has measured so far, by the name of the row."""
+
+    out: Path
+    tiny: bool
+    key: dict[str, Any]
+    kept: dict[str, dict[str, Any]]
+    deadline: float = 0.0  # of the row that runs
+
+    @property
+    def inputs(self) -> Path:
+        return self.out / ("inputs_tiny" if self.tiny else "inputs")
+
+    def folder(self, name: str) -> Path:
+        """An empty folder for one run."""
+        folder = self.out / "runs" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def rows(self, full: tuple[int, int, int], tiny: tuple[int, int, int]) -> list[str]:
+        """Flags for (seq_len, micro_batch, global_batch)."""
+        return flags(dict(zip(("seq_len", "micro_batch", "global_batch"), tiny if self.tiny else full, strict=True)))
+
+    def corpus(self) -> list[str]:
+        return flags({"tokenizer": self.inputs / "tokenizer", "dataset": self.inputs / "rows.parquet", "text_field": "input_ids"})
+
+    def data(self) -> list[str]:
+        """Flags that every recipe of the bench is given."""
+        return [*self.corpus(), *flags({"token_cache": "off", "warmup_steps": 0, "eval_every": 0, "save_every": 0}), "--no-wandb"]
+
+    def run(self, name: str, argv: list[str], ranks: int = 1, cpu: bool = False, until: Callable[[], bool] = lambda: False) -> None:
+        """Runs a command, on several ranks of one device, to its end or until `until`. Raises `RowFailed` with the last line of its log."""
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+        logs = [self.out / "logs" / f"{name}{f'.{rank}' if ranks > 1 else ''}.log" for rank in range(ranks)]
+        env = environment(ranks, cpu) | {"HF_DATASETS_CACHE": str(self.out / "datasets")}
+        started: list[subprocess.Popen[Any]] = []
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("wb") as output:
+                    # LOCAL_RANK 0 for all: the ranks share the device
+                    own = env | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+                    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+                    started.append(subprocess.Popen([sys.executable, *argv], cwd=self.out, env=own, start_new_session=True, **streams))
+            while not until():
+                codes = [process.poll() for process in started]
+                failed = next((rank for rank, code in enumerate(codes) if code), None)
+                if failed is not None:
+                    raise RowFailed(f"exit code {codes[failed]}: {last_line(logs[failed])}")
+                if all(code == 0 for code in codes):
+                    return
+                if time.monotonic() > self.deadline:
+                    raise RowFailed(f"was not done in time; {logs[0].name} ends with: {last_line(logs[0])}")
+                time.sleep(0.05)
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def train(self, row: Row, recipe: str, argv: list[str], ranks: int = 1, cpu: bool = False, enough: int = 0) -> list[Line]:
+        """The lines of metrics.jsonl. After `enough` steps the run is killed, so that nothing of size is saved."""
+        out = self.folder(row.name)
+        tool = [str(ROOT / recipe)] if ranks == 1 else [__file__, "--gloo", str(ROOT / recipe)]
+        whole = [*tool, *self.data(), *argv, "--out", str(out)]
+        self.run(row.name, whole, ranks, cpu, until=lambda: bool(enough) and len(metrics(out)) >= enough)
+        return metrics(out)
+
+
+def environment(ranks: int, cpu: bool) -> dict[str, str]:
+    """One device, no network, W&B off; RANK and what goes with it are a rank's own."""
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+    visible = "" if cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    own = {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "OMP_NUM_THREADS": str(max(1, min(4, (os.cpu_count() or 1) // ranks))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")))),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_EXTENSIONS_DIR": cache,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    return os.environ | own | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def metrics(out: Path) -> list[Line]:
+    """The whole lines of a run's metrics.jsonl."""
+    file = out / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is no warning of torch's own at exit."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not re.match(r"(\[rank\d+\]:)?\[[WI]\d", line)]
+    return lines[-1][-300:] if lines else "(an empty log)"
+
+
+# Part A: is it right? ---------------------------------------------------------------------------------------------
+
+
+def small(bench: Bench) -> list[str]:
+    """Flags of part A: a small model from its published weights."""
+    steps = 8 if bench.tiny else 20
+    model = flags({"model": bench.inputs / "small", "init": "pretrained", "steps": steps, "lr": 3e-3})
+    return [*model, *bench.rows((512, 4, 16), (64, 2, 8)), "--no-export"]
+
+
+def numbers(lines: list[Line]) -> list[list[float]]:
+    """[step, loss, gradient norm] of each line."""
+    return [[line["step"], line["loss"], line["grad_norm"]] for line in lines]
+
+
+def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    """The largest relative difference of two runs' losses; infinite unless they took the same steps."""
+    if not ours or [line[0] for line in ours] != [line[0] for line in theirs]:
+        return math.inf
+    return max(abs(a[1] - b[1]) / abs(b[1]) for a, b in zip(ours, theirs, strict=True))
+
+
+def other_bits(ours: list[list[float]], theirs: list[list[float]]) -> str:
+    """Where two runs differ in the bits of a loss or a gradient norm; empty if nowhere."""
+    if ours == theirs and ours:
+        return ""
+    step = next((b[0] for a, b in zip(ours, theirs, strict=False) if a != b), None)
+    if step is None:
+        return f"{len(ours)} steps, not {len(theirs)}"
+    return f"other bits from step {step} on, losses within {furthest(ours, theirs):.1e}"
+
+
+def on_the_cpu(bench: Bench, row: Row) -> Found:
+    lines = numbers(bench.train(row, QWEN, small(bench), cpu=True))
+    falls = lines[-1][1] < lines[0][1]
+    return Found(f"loss {lines[0][1]:.4f} to {lines[-1][1]:.4f} in {len(lines)} steps", [("the loss falls", falls)], {"lines": lines})
+
+
+def beside_the_cpu(bench: Bench, row: Row, more: Sequence[str] = (), ranks: int = 1) -> Found:
+    lines = numbers(bench.train(row, QWEN, [*small(bench), *more], ranks=ranks))
+    away = furthest(lines, bench.kept["cpu"]["figures"]["lines"])
+    return Found(f"losses within {away:.1e} of the CPU's", [(f"at most {SAME_LOSS:g}", away <= SAME_LOSS)], {"lines": lines, "away": away})
+
+
+def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = False) -> Found:
+    """Beside the row zero2: again, after a stop and a resume, or with other flags."""
+    argv = [*small(bench), *DETERMINISTIC, *more]
+    if stop:
+        half = bench.kept["zero2"]["figures"]["lines"][-1][0] // 2
+        out = bench.folder(row.name)
+        for name, flag in ((f"{row.name}_stopped", ["--stop_at", str(half)]), (row.name, [])):
+            bench.run(name, [str(ROOT / QWEN), *bench.data(), *argv, "--out", str(out), *flag])
+        lines = numbers(metrics(out))
+    else:
+        lines = numbers(bench.train(row, QWEN, argv))
+    other = other_bits(lines, bench.kept["zero2"]["figures"]["lines"])
+    return Found(other or f"the same bits in {len(lines)} steps", [("the same bits", not other)], {"lines": lines})
+
+
+def exported(bench: Bench, row: Row) -> Found:
+    """What the run wrote and what the converter makes of its checkpoint."""
+    bench.train(row, QWEN, [*small(bench), "--steps", "4", "--export"])
+    run, again = bench.out / "runs" / row.name, bench.folder(f"{row.name}_again")
+    bench.run(f"{row.name}_again", [str(ROOT / "tools" / "convert_checkpoint.py"), "to-hf", str(run), str(again), "--verify"], cpu=True)
+    ours, theirs = tensors(run / "hf"), tensors(again)
+    same = bool(ours) and ours == theirs
+    found = f"{len(ours)} tensors verified" if same else f"{len(ours)} and {len(theirs)} tensors, which differ"
+    return Found(found, [("the same bytes", same)], {"tensors": len(ours)})
+
+
+def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """name -> (dtype, shape, sha256 of the bytes) of a folder's safetensors files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        content, header = path.read_bytes(), read_header(folder, path.name)
+        starts = sorted(entry.offset for entry in header.values())
+        ends = dict(zip(starts, [*starts[1:], len(content)], strict=True))
+        for name, entry in header.items():
+            digest = hashlib.sha256(content[entry.offset : ends[entry.offset]]).hexdigest()
+            found[name] = (entry.dtype, entry.shape, digest)
+    return found
+
+
+# Parts B and C: memory and speed ----------------------------------------------------------------------------------
+
+
+def speed(bench: Bench, row: Row, recipe: str, model: str, shape: tuple[int, int, int], more: Sequence[str] = (), enough: int = 6) -> Found:
+    """Steps of a recipe as it is, after two that warm up, and its peak beside what --dry_run prints."""
+    argv = flags({"model": bench.inputs / model, "init": "random", "steps": 1000, "lr": 1e-4})
+    argv += [*bench.rows(shape, (64, 2, 4)), "--no-export", *more]
+    out = bench.folder(f"{row.name}_plan")
+    bench.run(f"{row.name}_plan", [str(ROOT / recipe), *bench.data(), *argv, "--out", str(out), "--dry_run"])
+    plan = read_plan((bench.out / "logs" / f"{row.name}_plan.log").read_text())
+    lines = bench.train(row, recipe, argv, enough=4 if bench.tiny else enough)
+    later = lines[2:]
+    figures = {name: median(line[name] for line in later) for name in ("step_s", "tokens_per_s", "data_wait_s", "mfu") if name in later[0]}
+    figures |= {"peak_bytes": max(line["peak_mem_bytes"] for line in lines), "planned": plan}
+    words = f"{figures['tokens_per_s']:,.0f} tokens/s, {figures['step_s']:.3f} s a step"
+    if "mfu" in figures:
+        words += f", MFU {figures['mfu']:.1%}"
+    memory, judged = beside_plan(plan, figures["peak_bytes"], applies=not bench.tiny)
+    return Found(f"{words}; {memory}", [fast_enough(figures, model, bench.tiny), judged], figures)
+
+
+def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, bool | None]:
+    """The bar of a model's speed: tokens/s for the adapter on 8B, else MFU."""
+    if model == "8b":
+        bar, reached = f"more than {LORA_TOKENS:,} tokens/s", figures["tokens_per_s"] > LORA_TOKENS
+    else:
+        bar, reached = f"MFU of {MFU[model]:.0%} or more", figures["mfu"] >= MFU[model] if "mfu" in figures else None
+    return bar, None if tiny else reached
+
+
+def read_plan(printed: str) -> dict[str, Any]:
+    """What `--dry_run` printed: {"bytes": the most at a time on the accelerator, None if not told, "activations": whether they are counted}."""
+    told = re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
+    sizes = [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])] if told else []
+    counted = re.search(r"^ +[\d.]+ +[^\n]*\bactivations\b", printed, re.MULTILINE)  # among the terms below that line
+    return {"bytes": max(sizes) * 2**30 if sizes else None, "activations": bool(counted)}
+
+
+def beside_plan(plan: dict[str, Any], peak: float, applies: bool) -> tuple[str, tuple[str, bool | None]]:
+    """The peak beside the plan, and the bar for it: near a plan of everything, not below a plan of the states alone."""
+    measured = f"peak {peak / 2**30:.2f} GiB"
+    if plan["bytes"] is None:
+        return f"{measured}, not planned", ("peak near the plan", None)
+    planned = plan["bytes"]
+    words = f"{measured}, planned {planned / 2**30:.2f}"
+    if plan["activations"]:
+        return words, (f"peak within {NEAR_PLAN:.0%} of the plan", abs(peak - planned) <= NEAR_PLAN * planned if applies else None)
+    return f"{words} without activations", ("peak not below the plan", peak >= (1 - NEAR_PLAN) * planned if applies else None)
+
+
+def beside_trainer(bench: Bench, row: Row) -> Found:
+    """Blocks of our loop and of Trainer in turn, in one process: the same model, rows and JSON."""
+    folder = bench.folder(row.name)
+    folder.mkdir()
+    argv = flags({"folder": folder, "pairs": 2 if bench.tiny else 10, "steps-per-block": 1, "model": bench.inputs / "1b", "init": "random"})
+    argv += [*bench.corpus(), *bench.rows((2048, 8, 16), (64, 2, 4)), "--no-wandb", "--loops", "trainer"]
+    bench.run(row.name, [str(ROOT / "tools" / "bench" / "bench_loop.py"), *argv])
+    report = json.loads((folder / "report.json").read_text())
+    ours, theirs = (report["tokens_per_step"] * report["steps_per_block"] / median(report["seconds"][loop]) for loop in ("ours", "trainer"))
+    ratio = median(b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["trainer"], strict=True))
+    words = f"{ours:,.0f} tokens/s beside {theirs:,.0f} of Trainer, ratio {ratio:.3f} in {report['pairs']} pairs; the same losses to 1 %"
+    return Found(words, [], {"report": report, "ratio": ratio})
+
+
+# Part D: what is not a matmul ---------------------------------------------------------------------------------------
+
+
+def loop_costs(bench: Bench, row: Row) -> Found:
+    folder = bench.folder(row.name)
+    folder.mkdir()
+    argv = flags({"folder": folder, "pairs": 2 if bench.tiny else 20, "steps-per-block": 1 if bench.tiny else 2})
+    argv += [*flags({"model": "HuggingFaceTB/SmolLM2-135M", "init": "random"}), *bench.corpus()]
+    argv += [*bench.rows((2048, 8, 32), (64, 2, 4)), "--no-wandb", "--loops", "bare", *(["--tiny"] if bench.tiny else [])]
+    bench.run(row.name, [str(ROOT / "tools" / "bench" / "bench_loop.py"), *argv])
+    report = json.loads((folder / "report.json").read_text())
+    outside, wait = report["outside"]["ours"]["outside_s"], report["data_wait_s"] / report["step_s"]
+    ratio = median(b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["bare"], strict=True))
+    words = f"{1000 * outside:.2f} ms of a step of {1000 * report['step_s']:.1f} ms outside the engine; {wait:.2%} of it waiting for data"
+    applies = lambda reached: None if bench.tiny else reached  # noqa: E731
+    bars = [(f"at most {1000 * OUTSIDE:g} ms", applies(outside <= OUTSIDE)), (f"wait under {WAIT:.0%}", applies(wait < WAIT))]
+    return Found(f"{words}; {ratio:.3f} of the bare loop's tokens/s", bars, {"report": report})
+
+
+def stall_of_a_save(bench: Bench, row: Row) -> Found:
+    folder = bench.folder(row.name)
+    folder.mkdir()
+    argv = flags({"report": folder / "report.json", "rounds": 1 if bench.tiny else 2, "steps-after": 1, "model": "Qwen/Qwen3-0.6B-Base", "init": "random"})
+    argv += [*flags({"tokenizer": bench.inputs / "tokenizer", "deepspeed_config": "zero2.json"}), *(["--tiny"] if bench.tiny else [])]
+    bench.run(row.name, [str(ROOT / "tools" / "bench" / "bench_checkpoint.py"), *argv])
+    report = json.loads((folder / "report.json").read_text())
+    shutil.rmtree(folder / "run", ignore_errors=True)  # gigabytes
+    plain, at_once, background = (median(report["kinds"][kind]["stall"]) for kind in ("plain", "at_once", "background"))
+    size = report["kinds"]["at_once"]["bytes"] / 2**30
+    words = f"{background:.2f} s in the background, {at_once:.2f} at once, {plain:.2f} of DeepSpeed's own; {size:.2f} GiB"
+    return Found(words, [(f"under {STALL:g} s in the background", None if bench.tiny else background < STALL)], {"report": report})
+
+
+# The rows -----------------------------------------------------------------------------------------------------------
+
+BESIDE = f"losses within {SAME_LOSS:g} of the CPU's"
+SAME = "the same bits"
+FAST = "MFU of {:.0%}; peak beside the plan"
+LORA_FLAGS = ["--task", "pretrain", "--deepspeed_config", "zero2.json", "--no-activation_checkpointing"]
+
+
+def one_device(name: str, runs: str, *more: str) -> Row:
+    """Of part A: a ZeRO stage by the name of its JSON; what offloads may compile CPU Adam first."""
+    measure = partial(beside_the_cpu, more=["--deepspeed_config", f"{name}.json", *more])
+    return Row("A", name, 200 if name.endswith("cpu") else 90, runs, BESIDE, measure, ("cpu",))
+
+
+def two_ranks(name: str, runs: str, *more: str) -> Row:
+    return Row("A", name, 120, f"{runs}; two ranks", BESIDE, partial(beside_the_cpu, more=more, ranks=2), ("cpu",))
+
+
+def beside_zero2(name: str, limit: int, runs: str, *more: str, stop: bool = False) -> Row:
+    return Row("A", name, limit, runs, SAME, partial(same_bits, more=more, stop=stop), ("zero2",))
+
+
+def whole_1b(name: str, runs: str, *more: str) -> Row:
+    measure = partial(speed, recipe=QWEN, model="1b", shape=(2048, 8, 64), more=more, enough=7)
+    return Row("B", name, 150, runs, FAST.format(MFU["1b"]), measure)
+
+
+def whole_3b(seq_len: int, rows: int) -> Row:
+    measure = partial(speed, recipe=QWEN, model="3b", shape=(seq_len, 2, rows), more=["--activation_checkpointing"], enough=5)
+    runs = f"3B, all weights, rows of {seq_len}, activation checkpointing"
+    return Row("C", f"3b_{seq_len}", 150, runs, FAST.format(MFU["3b"]), measure)
+
+
+lora_8b = partial(speed, recipe=LORA, model="8b", shape=(4096, 2, 16), more=LORA_FLAGS, enough=5)
+ROWS = [
+    Row("A", "cpu", 180, "ZeRO-2 on the CPU, which the others of this part are compared with", "the loss falls", on_the_cpu),
+    one_device("zero0", "ZeRO-0"),
+    one_device("zero1", "ZeRO-1"),
+    one_device("zero2", "ZeRO-2, with `--deterministic`", *DETERMINISTIC),
+    one_device("zero3", "ZeRO-3"),
+    one_device("zero2_cpu", "ZeRO-2, optimizer on the CPU"),
+    one_device("zero3_cpu", "ZeRO-3, parameters and optimizer on the CPU"),
+    beside_zero2("again", 90, "`zero2` once more"),
+    beside_zero2("resume", 150, "`zero2`, stopped half-way and resumed", stop=True),
+    beside_zero2("background", 90, "`zero2` with saves in the background", "--save_every", "3", "--save_in_background"),
+    Row("A", "export", 120, "a run's Hugging Face files, and `to-hf --verify` of its checkpoint", "the same bytes", exported),
+    two_ranks("two_tp2", "tensor parallel 2, published weights", "--deepspeed_config", "zero1.json", "--tp", "2"),
+    two_ranks("two_zero1", "ZeRO-1", "--deepspeed_config", "zero1.json"),
+    two_ranks("two_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
+    two_ranks("two_sp2", "sequence parallel 2", "--sp", "2"),
+    whole_1b("1b", "ZeRO-2, the recipe's JSON as it is"),
+    whole_1b("1b_zero1", "ZeRO-1", "--deepspeed_config", "zero1.json"),
+    whole_1b("1b_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
+    Row("B", "1b_trainer", 200, "our loop and `transformers.Trainer` in turn, 16 rows a step", "the same losses to 1 %", beside_trainer),
+    Row("C", "8b_lora", 220, "8B, LoRA, rows of 4096", f"{LORA_TOKENS:,} tokens/s; peak beside the plan", lora_8b),
+    whole_3b(4096, rows=16),
+    whole_3b(8192, rows=8),
+    Row("D", "loop", 150, "our loop and a bare one, SmolLM2-135M, rows of 2048", "5 ms outside the engine; wait under 1 %", loop_costs),
+    Row("D", "checkpoint", 260, "a save of Qwen3-0.6B under ZeRO-2", "under 1 s in the background", stall_of_a_save),
+]
+BY_NAME = {row.name: row for row in ROWS}
+
+
+# What is kept -----------------------------------------------------------------------------------------------------
+
+
+def kept_rows(file: Path, key: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """name -> the newest record of a row with this key; a torn line and one of another key count for nothing."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in records(file):
+        if record["key"] == key:
+            found[record["row"]] = record
+    return found
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def keep(file: Path, record: dict[str, Any]) -> None:
+    """Adds a line, also behind one that a kill has torn."""
+    torn = file.exists() and not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0
+    with file.open("a") as stream:
+        stream.write(("\n" if torn else "") + json.dumps(record) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def verdict(found: Found) -> tuple[str, str]:
+    """(pass or fail, the bars that were missed or do not apply)."""
+    missed = [bar for bar, reached in found.bars if reached is False]
+    open_bars = [bar for bar, reached in found.bars if reached is None]
+    said = [f"missed: {bar}" for bar in missed] + [f"no bar here: {bar}" for bar in open_bars]
+    return "fail" if missed else "pass", "; ".join(said)
+
+
+def chosen(parts: Sequence[str], names: Sequence[str], kept: dict[str, dict[str, Any]]) -> list[Row]:
+    """The rows to have, in their order: those asked for, and those they are compared with that were not measured yet."""
+    wanted = {row.name for row in ROWS if (row.name in names if names else row.part in parts)}
+    missing = {need for name in wanted for need in needed(name) if not done(kept.get(need))}
+    return [row for row in ROWS if row.name in wanted | missing]
+
+
+def needed(name: str) -> set[str]:
+    return {above for need in BY_NAME[name].needs for above in {need, *needed(need)}}
+
+
+def done(record: dict[str, Any] | None) -> bool:
+    """True for a row that has its figures, whether it reached its bar or not; one that broke is run again."""
+    return record is not None and record["status"] != "broke"
+
+
+def code_digest() -> str:
+    """A digest of the code that the rows run, committed or not."""
+    files = [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "recipes").rglob("*.json"), *(ROOT / "ds_configs").glob("*.json")]
+    files += [ROOT / "tools" / name for name in ("bench_gpu.py", "bench_loop.py", "bench_checkpoint.py", "convert_checkpoint.py")]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["--gloo"]:
+        return on_gloo(argv[1:])
+    arguments = arguments_of(argv)
+    if arguments.prepare:
+        return prepare(arguments.prepare, arguments.tiny)
+    if arguments.list:
+        print("\n".join(f"{row.part} {row.name:11} at most {row.limit:3} s  {row.runs}: {row.bar}" for row in ROWS))
+        return 0
+    problems = []
+    if arguments.minutes <= 0:
+        problems.append(Problem(f"--minutes {arguments.minutes:g}", "must be a positive number", "leave it out for 7"))
+    if arguments.page and not arguments.page.resolve().parent.is_dir():
+        problems.append(Problem(f"--page {arguments.page}", "its folder does not exist", "make the folder, or name another file"))
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problems.append(Problem(f"--out {arguments.out}", f"cannot be written: {error.strerror}", "choose a folder of yours"))
+    if problems:
+        raise Refusal(problems)
+    file = arguments.out.resolve() / "rows.jsonl"
+    if arguments.no_run:
+        last = next(reversed(records(file)), None)
+        kept, code = kept_rows(file, last["key"]) if last else {}, 0
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the row that runs is ended on the way out
+        kept, code = measure(arguments, file)
+    if arguments.page:
+        arguments.page.write_text(page(kept))
+    return code
+
+
+def arguments_of(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="A", help="A, B, C, D (default: all)")
+    parser.add_argument("--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="single rows instead (--list shows them)")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_gpu"), help="where runs, logs and rows.jsonl lie (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a trial on any machine; bars of speed and memory do not apply")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of a part, after which no row is begun (default: %(default)g)")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="write what is kept as a page")
+    parser.add_argument("--no-run", "--no_run", action="store_true", help="run nothing; with --page: of the rows measured last")
+    parser.add_argument("--list", action="store_true", help="show the rows and end")
+    parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Runs what is missing; returns (the rows of this device, code and versions, exit code)."""
+    bench = Bench(file.parent, arguments.tiny, {}, {}, time.monotonic() + 300)
+    try:
+        bench.run("prepare", [__file__, "--prepare", str(bench.inputs), *(["--tiny"] if bench.tiny else [])])
+    except RowFailed:
+        print((bench.out / "logs" / "prepare.log").read_text(), end="", file=sys.stderr)
+        raise SystemExit(1) from None
+    bench.key = json.loads((bench.inputs / "machine.json").read_text()) | {"code": code_digest(), "tiny": bench.tiny}
+    bench.kept = kept_rows(file, bench.key)
+    print(", ".join(f"{name} {value}" for name, value in bench.key.items() if value is not None), flush=True)
+    rows = chosen(arguments.parts, arguments.rows, bench.kept)
+    for part in PARTS:
+        began = time.monotonic()
+        for row in [row for row in rows if row.part == part]:
+            if done(record := bench.kept.get(row.name)):
+                show(bench.kept[row.name], kept=True)
+                continue
+            left = began + 60 * arguments.minutes - time.monotonic()
+            if left < row.limit and time.monotonic() - began > 1:  # a part's first row is always begun
+                print(f"{row.part} {row.name:11} waits for the next start: it may take {row.limit} s, and {left:.0f} of part {part} are left", flush=True)
+                continue
+            record = run_row(bench, row)
+            keep(file, record)
+            bench.kept[row.name] = record
+            show(record)
+    passed = [row.name for row in rows if bench.kept.get(row.name, {}).get("status") == "pass"]
+    others = [row.name for row in rows if row.name not in passed]
+    print(f"{len(passed)} of {len(rows)} rows pass{'; not: ' + ', '.join(others) if others else ''}")
+    return bench.kept, 1 if others else 0
+
+
+def run_row(bench: Bench, row: Row) -> dict[str, Any]:
+    """The record of one row, which breaks rather than stops the bench."""
+    began = time.monotonic()
+    bench.deadline = began + row.limit
+    status, measured, bars, figures = "broke", "", "", {}
+    try:
+        for need in row.needs:
+            if not done(bench.kept.get(need)):
+                raise RowFailed(f"needs row {need}, which has no figures")
+        found = row.measure(bench, row)
+        measured, figures = found.measured, found.figures
+        status, bars = verdict(found)
+    except Exception as error:  # whatever it is, the other rows have their turn
+        measured = str(error) if isinstance(error, RowFailed) else f"{type(error).__name__}: {error}"
+    seconds = round(time.monotonic() - began, 1)
+    told = {"row": row.name, "part": row.part, "status": status, "seconds": seconds, "measured": measured, "bars": bars}
+    return told | {"date": datetime.date.today().isoformat(), "commit": commit(), "key": bench.key, "figures": figures}
+
+
+def show(record: dict[str, Any], kept: bool = False) -> None:
+    bars = f" ({record['bars']})" if record["bars"] else ""
+    took = "kept" if kept else f"{record['seconds']:.0f} s"
+    print(f"{record['part']} {record['row']:11} {record['status']:5} {took:>6}  {record['measured']}{bars}", flush=True)
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return found or "unknown"
+
+
+# The page ---------------------------------------------------------------------------------------------------------
+
+
+def page(kept: dict[str, dict[str, Any]]) -> str:
+    """What is kept as Markdown; a row without figures is told as such."""
+    measured = [record for record in kept.values() if done(record)]
+    tables = []
+    for part, title in PARTS.items():
+        lines, found = [], []
+        for row in [row for row in ROWS if row.part == part]:
+            record = kept.get(row.name)
+            lines.append(f"| {row.name} | {row.runs} | {row.bar} | {record['status'] if record else 'not measured'} |")
+            if record is not None:
+                bars = f" ({record['bars']})" if record["bars"] else ""
+                found += wrap(f"- {row.name}: {record['measured']}{bars}", 120, subsequent_indent="  ")
+        head = "| row | what runs | bar | result |\n|---|---|---|---|"
+        tables.append("\n".join([f"## {part}: {title}\n\n{head}", *lines, *(["", *found] if found else []), ""]))
+    return f"""# The recipes on one GPU
+
+{heading(kept, len(measured))}
+
+{chr(10).join(tables)}
+- A: a model of two layers from published weights, bf16, on the device and on the CPU, relative differences of the
+  losses. "The same bits" is said of every loss and gradient norm. Rows of two ranks run both on one GPU, which NCCL
+  refuses, so they run on gloo with tensors of the device.
+- B and C: the recipe's own loop and JSON, weights drawn at random, packed documents of random tokens (median 545);
+  medians of the steps after the second. The peak is the largest `peak_mem_bytes`, the plan is what `--dry_run` prints:
+  the peak is to be within {NEAR_PLAN:.0%} of a plan that counts activations, and not below one that leaves them out. A run is
+  killed after its last timed step, so that no checkpoint is in it.
+- D: [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU the
+  device is waited for after each engine call of the pass that times them, so the milliseconds outside are those that
+  nothing hides.
+"""
+
+
+def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
+    if not kept:
+        today = datetime.date.today().isoformat()
+        return (
+            f"Written by `python tools/bench/bench_gpu.py --no-run --page tools/bench/bench_gpu.md` on {today}:\nno GPU was at hand, nothing is measured yet."
+        )
+    key = next(iter(kept.values()))["key"]
+    dates, commits = (sorted({record[name] for record in kept.values()}) for name in ("date", "commit"))
+    versions = ", ".join(f"{name} {key[name]}" for name in ("driver", "Python", "torch", "cuda", "nccl", "deepspeed", "transformers") if key.get(name))
+    passed = sum(record["status"] == "pass" for record in kept.values())
+    tiny = " **Tiny shapes: a trial that every row runs; its figures say nothing of a GPU.**" if key["tiny"] else ""
+    when = " and ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"""Written by `python tools/bench/bench_gpu.py` on {when}: {key["device"]}.
+{versions}; commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} pass.{tiny}"""
+
+
+# Processes of their own ---------------------------------------------------------------------------------------------
+
+
+def on_gloo(argv: list[str]) -> int:
+    """A recipe whose ranks talk over gloo, also with a GPU's tensors: NCCL before 2.30 refuses two ranks on one GPU."""
+    from recipekit.runtime.stopping import start_launcher_watch
+
+    start_launcher_watch()
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    accelerator._communication_backend_name = "gloo"
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+    return 0
+
+
+def prepare(folder: Path, tiny: bool) -> int:
+    """Writes what the machine is, and the models, the tokenizer and the rows of packed random tokens that the bench trains on."""
+    import torch
+    import torch.cuda.nccl
+
+    cuda = torch.cuda.is_available()
+    if not cuda and not tiny:
+        raise refuse("the device", "torch sees no GPU here", "use --tiny for a trial, or see what tools/doctor.py says of the driver")
+    driver = ""
+    if cuda and shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+    machine = {
+        "device": torch.cuda.get_device_name(0) if cuda else f"no GPU, {os.cpu_count()} CPU cores",
+        "driver": driver or None,
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "machine.json").write_text(json.dumps(machine))
+    ready = folder / "ready"
+    if ready.exists() and ready.read_text() == code_digest():
+        return 0
+    make_inputs(folder, tiny)
+    ready.write_text(code_digest())
+    return 0
+
+
+def make_inputs(folder: Path, tiny: bool) -> None:
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+    from recipekit.architectures.lookup import model_config
+    from recipekit.architectures.shrink import shrink
+    from recipekit.data.processors import byte_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    llama = model_config("meta-llama/Llama-3.1-8B")
+    assert llama is not None, "shipped"
+    for name, differs in MODELS.items():
+        config = llama | differs
+        (folder / name).mkdir(exist_ok=True)
+        text = json.dumps(shrink(config, MODELS["small"]["vocab_size"]) if tiny and name != "small" else config)
+        (folder / name / "config.json").write_text(text)
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "small"))
+    model.to(torch.bfloat16).save_pretrained(folder / "small")
+    byte_tokenizer().save_pretrained(folder / "tokenizer")
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(6.3, 1.0, 500 if tiny else 5000).astype(int), 16, 16000)  # like text from the web
+    ids = pa.array([random.integers(0, 250, length, dtype=np.int32) for length in lengths])
+    pq.write_table(pa.table({"input_ids": ids}), folder / "rows.parquet", row_group_size=1000)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refusal as refusal:
+        exit_refused(refusal)

@@ -1,0 +1,553 @@
+"""Which model families train in which layout, found by running them; writes recipes/SUPPORT.md.
+
+    python tools/make/support_matrix.py                        # every causal language model of the installed transformers (hours on 2 cores)
+    python tools/make/support_matrix.py --types llama gemma2   # these only; SUPPORT.md is not written, their marks are printed
+
+For every model type a tiny model is made from the type's own config class. In each layout real processes train it for
+3 optimizer steps (fp32, AdamW, clipping, packed documents) and compare with plain PyTorch in one process: every loss and
+grad_norm within 1e-5 relative, every updated weight within 1e-5 absolute. A cell that fails or outlives its time limit
+is marked with the reason, and its group of processes is replaced.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, ZeRO stage, degrees)
+    "zero3": (2, 3, {}),
+    "tp2": (2, 1, {"tp": 2}),
+    "pp2": (2, 1, {"pp": 2}),
+    "pp2 x tp2": (4, 1, {"pp": 2, "tp": 2}),
+    "ep2": (2, 1, {"ep": 2}),  # of types with experts
+}
+STEPS, ROWS, SEQ_LEN, VOCABULARY = 3, 4, 64, 264
+LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
+WHY = {  # (beginning of a type, part of a layout) -> found by hand
+    ("gemma3n", "tp"): "Gemma3nTextMLP._gaussian_topk takes mean and deviation over the dimension that is cut",
+    ("reformer", ""): "LSHSelfAttention draws its hashes anew in every forward",
+}
+ROUNDED = 1e-6  # relative, of a gradient in fp64: the loss and some norms are computed in fp32 whatever the weights are
+ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}  # said by a refusal -> its mark
+AHEAD = "reads the tokens that it should predict"  # said by the refusal of a model that is not causal
+CELL_S = 60.0  # seconds a cell may take
+CONFIG: dict[str, Any] = {
+    "train_batch_size": ROWS,
+    "gradient_clipping": 1.0,
+    "steps_per_print": None,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True}},
+}
+
+
+def model_types() -> list[str]:
+    """Every model type that AutoModelForCausalLM knows."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_model_config(model_type: str) -> dict[str, Any]:
+    """The tiny config of a type, dropout switched off: runs with it cannot be compared."""
+    from recipekit.architectures.families import tiny_config
+
+    def without_dropout(config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: without_dropout(value)
+            if isinstance(value, dict)
+            else 0.0
+            if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "layerdrop", "jitter_noise", "drop_path_rate")))
+            else value
+            for key, value in config.items()
+        }
+
+    return without_dropout(tiny_config(model_type, VOCABULARY))
+
+
+def recipe_of(model_type: str, **degrees: Any) -> Any:
+    from recipekit import Recipe
+    from recipekit.model.empty import empty_model
+    from recipekit.refusal import Refusal
+
+    recipe = Recipe(model=model_type, init="random", seed=3, micro_batch=1, global_batch=ROWS, seq_len=SEQ_LEN, **degrees)
+    try:
+        empty_model(tiny_model_config(model_type), name=model_type)
+    except Refusal:  # its class has no sdpa
+        recipe = replace(recipe, attention="eager")
+    return recipe
+
+
+def rows() -> list[dict[str, Any]]:
+    """The micro-batches of one optimizer step: packed documents of random tokens, ROWS rows of SEQ_LEN."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for row in range(ROWS):
+        ids = torch.randint(3, VOCABULARY, (1, SEQ_LEN), generator=generator)
+        edge = 20 + 9 * row  # the first document ends here
+        positions = torch.cat([torch.arange(edge), torch.arange(SEQ_LEN - edge)]).unsqueeze(0)
+        labels = ids.roll(-1, 1)
+        labels[:, [edge - 1, -1]] = -100
+        batches.append({"input_ids": ids, "labels": labels, "position_ids": positions})
+    return batches
+
+
+def spread(model: Any) -> None:
+    """Moves parameters and saved buffers that start as a constant (norms, gates, biases) off it: at zeros and ones a wrong layout can go unseen, and top-k meets ties."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    kept = [buffer for name, buffer in model.named_buffers() if name in model.state_dict() and buffer.is_floating_point()]
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *kept]:
+            if tensor.numel() > 1 and tensor.min() == tensor.max():
+                tensor += 0.02 * torch.randn(tensor.shape, generator=generator)
+
+
+def save(model: Any, folder: Path) -> None:
+    """The weights under the model's own names, as every rank reads them."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    parameters = dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    save_file({name: value.detach().contiguous() for name, value in {**parameters, **buffers}.items()}, folder / "model.safetensors")
+
+
+def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
+    """Starts from random weights, which it saves in `folder`. Returns losses, norms and weights of STEPS steps of plain PyTorch, whether the model has experts, and the leak, how far a document's logits follow another document of its row."""
+    import torch
+    from recipekit.model.build import build_model
+    from recipekit.model.causal import check_causal
+    from recipekit.optim.groups import parameter_groups
+    from recipekit.train import token_loss
+
+    recipe, config = recipe_of(model_type), tiny_model_config(model_type)
+    check_causal(config, recipe.attention, recipe.model)
+    model = build_model(recipe, config, None, {}, torch.device("cpu")).model
+    spread(model)
+    save(model, folder)
+    numbers = CONFIG["optimizer"]["params"]
+    groups: Any = parameter_groups(model)
+    optimizer = torch.optim.AdamW(groups, lr=numbers["lr"], betas=tuple(numbers["betas"]), eps=numbers["eps"], weight_decay=numbers["weight_decay"])
+    batches = rows()
+    tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    leak = leak_of(model, batches[0])
+    losses, norms = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = token_loss(model, batch) / tokens
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG["gradient_clipping"]).item())
+        optimizer.step()
+    idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    return {
+        "leak": leak,
+        "experts": any(".experts." in name for name, _ in model.named_parameters()),
+        "idle": idle,
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: parameter.detach() for name, parameter in model.named_parameters()},
+    }
+
+
+def leak_of(model: Any, batch: dict[str, Any]) -> float:
+    """The largest change of a logit in the row's second document when only tokens of the first one change."""
+    import torch
+
+    edge = int((batch["position_ids"][0, 1:] == 0).nonzero()[0]) + 1
+    other = batch["input_ids"].clone()
+    other[:, :edge] = other[:, :edge].flip(1)
+    with torch.no_grad():
+        logits = [model(input_ids=ids, position_ids=batch["position_ids"], use_cache=False).logits[:, edge:] for ids in (batch["input_ids"], other)]
+    return (logits[0] - logits[1]).abs().max().item()
+
+
+class Differs(Exception):
+    """A cell that ran, and did not train like plain PyTorch."""
+
+
+def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, Any]) -> dict[str, float]:
+    """Reads the weights in `folder` and trains one cell on this group of ranks (a collective); returns this rank's largest deviations."""
+    import deepspeed
+    import torch
+    from recipekit.mesh import make_mesh
+    from recipekit.model.build import build_model
+    from recipekit.model.export import whole_parameters
+    from recipekit.optim.groups import parameter_groups
+    from recipekit.optim.repairs import keep_grad_norm
+    from recipekit.parallel import pipeline
+    from recipekit.parallel.groups import Groups
+    from recipekit.train import pipeline_loss, train_step
+
+    world, stage, degrees = LAYOUTS[layout]
+    recipe = replace(recipe_of(model_type, **degrees), model=folder, init="pretrained")
+    mesh = make_mesh(world, **degrees)
+    groups = Groups(mesh, "cpu")
+    accumulation = ROWS // mesh.dp
+    config = CONFIG | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "zero_optimization": {"stage": stage}}
+    if mesh.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
+    built = build_model(recipe, tiny_model_config(model_type), groups, config, torch.device("cpu"))
+    model = built.model
+    if mesh.pp > 1:
+        assert built.split is not None
+        model = pipeline.assemble(built.models, groups, partial(pipeline_loss, None), "1f1b", built.split.num_stages)
+        pipeline.share(model, groups)
+    trained: Any = parameter_groups(model)
+    engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
+    keep_grad_norm(engine)
+    dp_rank = groups.coords["dp"]
+    mine = rows()[dp_rank * accumulation : (dp_rank + 1) * accumulation]
+    results = [train_step(engine, mine, None, None, mesh) for _ in range(STEPS)]
+    worst_weight, where = 0.0, ""
+    for name, value in whole_parameters(model, built, groups, torch.float32):
+        difference = (value - reference["weights"][name]).abs().max().item() if value.numel() else 0.0
+        if difference > worst_weight:
+            worst_weight, where = difference, name
+    worst = {
+        "loss": max(abs(result["loss"] / expected - 1) for result, expected in zip(results, reference["losses"], strict=True)),
+        "grad_norm": max(abs(result["grad_norm"] / expected - 1) for result, expected in zip(results, reference["norms"], strict=True)),
+        "weight": worst_weight,
+    }
+    engine.destroy()
+    if not (worst["loss"] <= LOSS and worst["grad_norm"] <= LOSS and worst["weight"] <= WEIGHT):
+        idle = ", which no gradient reaches: DeepSpeed decays it, torch does not" if where in reference["idle"] else ""
+        exact = "" if idle or mesh.tp == 1 or mesh.pp > 1 else f"; {gradients_in_fp64(model_type, recipe, groups)}"
+        raise Differs(f"differs: loss {worst['loss']:.1e}, grad_norm {worst['grad_norm']:.1e}, weight {worst['weight']:.1e} ({where}{idle}){exact}")
+    return worst
+
+
+def gradients_in_fp64(model_type: str, recipe: Any, groups: Any) -> str:
+    """What the gradients of one step say in fp64 (a collective): equal, so that fp32's rounding is the difference, or which parameter's are wrong."""
+    import torch
+    import torch.distributed as dist
+    from recipekit.model.build import build_model
+    from recipekit.parallel import tensor as tensor_parallel
+    from recipekit.train import token_loss
+
+    config, cpu = tiny_model_config(model_type), torch.device("cpu")
+    plain = build_model(replace(recipe, tp=1), config, None, {}, cpu).model.double()
+    built = build_model(recipe, config, groups, CONFIG | {"zero_optimization": {"stage": 0}}, cpu)
+    for model in (plain, built.model.double()):
+        for batch in rows():
+            token_loss(model, batch).backward()
+    worst, where = 0.0, ""
+    whole = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in built.model.named_parameters():
+        if (expected := whole[name]) is None or parameter.grad is None or not (size := expected.norm().item()):
+            continue
+        if name in built.cuts:
+            assert groups.tp_mesh is not None
+            expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh)
+        worst, where = max((worst, where), ((parameter.grad - expected).norm().item() / size, name))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (worst, where))
+    worst, where = max(everyone)
+    return f"in fp64 all gradients of a step agree to {worst:.0e}" if worst < ROUNDED else f"in fp64 the gradient of {where} differs by {worst:.0e}"
+
+
+# Groups of processes -----------------------------------------------------------------------------------------------
+
+
+def serve(folder: Path) -> None:
+    """One rank of a group: trains the cells that arrive on stdin, each a line of JSON, and writes its answer to a file."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from recipekit.refusal import Refusal
+    from recipekit.runtime.start import do_without_shm_op, quiet
+
+    torch.set_num_threads(1)
+    quiet()
+    do_without_shm_op()
+    deepspeed.init_distributed("gloo", verbose=False)
+    linear = torch.nn.functional.linear
+    for line in sys.stdin:
+        cell = json.loads(line)
+        try:
+            answer = {"ok": True} | train_cell(cell["type"], cell["layout"], cell["weights"], torch.load(cell["reference"], weights_only=True))
+        except BaseException as error:
+            answer = {"ok": False, "reason": reason_of(error), "refused": isinstance(error, Refusal)}
+        _forget(linear)
+        written = folder / f"{cell['number']}_{dist.get_rank()}.json"
+        written.with_suffix(".tmp").write_text(json.dumps(answer))
+        os.rename(written.with_suffix(".tmp"), written)
+
+
+def _forget(linear: Any) -> None:
+    """Puts back what DeepSpeed keeps in module globals, so that one cell does not change the next."""
+    import gc
+
+    import torch
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()
+    torch.nn.functional.linear = linear  # zero.Init replaces it for good (DeepSpeed 0.19.8)
+    partition_parameters.Init.apply_param_persistence = False
+    partition_parameters.Init.num_persisted_parameters = partition_parameters.Init.num_persisted_elements = 0
+    gc.collect()
+
+
+def reason_of(error: BaseException) -> str:
+    """One line: the error, and the module of the model (or, without one, of the recipes) in which it was raised."""
+    import traceback
+
+    from recipekit.refusal import Refusal
+
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{Path(frame.filename).stem}.{frame.name}" for frame in frames if "/models/" in frame.filename]
+    places = places or [f"{Path(frame.filename).stem}.{frame.name}" for frame in frames if "recipekit" in frame.filename]
+    said = str(error).strip().splitlines()
+    if isinstance(error, Refusal):
+        return f"refused: {error.problems[0].where}: {error.problems[0].rule}"
+    if isinstance(error, Differs):
+        return said[0]
+    told = said[0] if said else frames[-1].line
+    return f"{type(error).__name__}: {told}"[:200] + (f" (in {places[-1]})" if places else "")
+
+
+class Group:
+    """The ranks of one layout size, warm from cell to cell."""
+
+    def __init__(self, world: int, folder: Path):
+        self.world, self.folder, self.cells = world, folder, 0
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.ranks = []
+        for rank in range(world):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            log = (folder / f"group{world}_{rank}.log").open("a")
+            command = [sys.executable, __file__, "--serve", str(folder)]
+            self.ranks.append(subprocess.Popen(command, env=os.environ | own | place, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True))
+
+    def run(self, number: int, model_type: str, layout: str, reference: Path) -> dict[str, Any]:
+        """The joined answer of all ranks: the first failure, or the largest deviations. Ends the group if it failed otherwise than by a refusal of all."""
+        self.cells += 1
+        line = (
+            json.dumps({"number": number, "type": model_type, "layout": layout, "reference": str(reference), "weights": str(reference.parent / "weights")})
+            + "\n"
+        )
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                rank.stdin.write(line)
+                rank.stdin.flush()
+        files = [self.folder / f"{number}_{rank}.json" for rank in range(self.world)]
+        deadline = time.monotonic() + CELL_S + (60 if self.cells == 1 else 0)  # the first cell waits for the imports
+        while not all(file.exists() for file in files) and time.monotonic() < deadline:
+            if any(file.exists() and not json.loads(file.read_text())["ok"] for file in files):
+                deadline = min(deadline, time.monotonic() + 2)  # its peers fail soon, or wait for it for ever
+            if any(rank.poll() is not None for rank in self.ranks):
+                break
+            time.sleep(0.02)
+        answers = [json.loads(file.read_text()) for file in files if file.exists()]
+        failed = [answer for answer in answers if not answer["ok"]]
+        if failed or len(answers) < self.world:
+            reason = failed[0]["reason"] if failed else f"no answer within {CELL_S:.0f} s" if self.alive else "a process died"
+            if sum(answer["refused"] for answer in failed) < self.world:  # every rank refuses before its first collective
+                self.close()
+            return {"ok": False, "reason": reason}
+        return {"ok": True} | {key: max(answer[key] for answer in answers) for key in ("loss", "grad_norm", "weight")}
+
+    @property
+    def alive(self) -> bool:
+        return all(rank.poll() is None for rank in self.ranks)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.wait()
+
+
+def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: Any = print) -> dict[str, dict[str, dict[str, Any]]]:
+    """type -> layout (or "reference") -> {"ok", deviations or "reason"}. Cells that `results` holds already are not run again."""
+    import torch
+
+    torch.set_num_threads(1)
+    done: dict[str, dict[str, dict[str, Any]]] = {}
+    if results is not None and results.exists():
+        for line in results.read_text().splitlines():
+            cell = json.loads(line)
+            done.setdefault(cell["type"], {})[cell["layout"]] = cell["result"]
+    groups: dict[int, Group] = {}
+    number, began = 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+
+        def record(model_type: str, layout: str, result: dict[str, Any]) -> None:
+            done.setdefault(model_type, {})[layout] = result
+            if results is not None:
+                with results.open("a") as file:
+                    file.write(json.dumps({"type": model_type, "layout": layout, "result": result}) + "\n")
+
+        try:
+            for index, model_type in enumerate(types, 1):
+                wanted = [layout for layout in layouts if layout not in done.get(model_type, {})]
+                known = done.get(model_type, {}).get("reference", {})
+                if not wanted or not known.get("ok", True) or (wanted == ["ep2"] and not known.get("experts", True)):
+                    continue
+                reference = folder / "reference.pt"
+                try:
+                    plain = train_plain(model_type, folder / "weights")
+                    torch.save(plain, reference)
+                    record(model_type, "reference", {"ok": True, "leak": plain["leak"], "experts": plain["experts"]})
+                except Exception as error:  # whatever a family raises is the reason in its row
+                    record(model_type, "reference", {"ok": False, "reason": reason_of(error)})
+                    say(f"{index}/{len(types)} {model_type}: reference: {reason_of(error)}")
+                    continue
+                wanted = [layout for layout in wanted if layout != "ep2" or plain["experts"]]
+                for layout in wanted:
+                    number += 1
+                    world = LAYOUTS[layout][0]
+                    if world in groups and (not groups[world].alive or groups[world].cells >= 40):
+                        groups.pop(world).close()
+                    if world not in groups:
+                        groups[world] = Group(world, folder)
+                    record(model_type, layout, groups[world].run(number, model_type, layout, reference))
+                marks = ", ".join(f"{layout} {done[model_type][layout].get('reason', 'ok')}" for layout in wanted)
+                say(f"{index}/{len(types)} {model_type}: {marks} [{time.monotonic() - began:.0f} s]")
+        finally:
+            for group in groups.values():
+                group.close()
+    return done
+
+
+# The page ----------------------------------------------------------------------------------------------------------
+
+
+def publishes_pipeline_plan(model_type: str) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type]
+    return any(getattr(kind, "base_model_pp_plan", None) for kind in (config, *getattr(config, "sub_configs", {}).values()))
+
+
+def decoders_alone(types: list[str]) -> list[str]:
+    """Those that are encoder-decoders, of which AutoModelForCausalLM builds the decoder."""
+    from recipekit.architectures.families import default_config
+
+    return [name for name in types if default_config(name).is_encoder_decoder]
+
+
+def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """recipes/SUPPORT.md."""
+    from importlib.metadata import version
+
+    ran = [name for name in done if done[name]["reference"]["ok"]]
+    planned = [name for name in ran if publishes_pipeline_plan(name)]
+    ahead = [name for name in done if AHEAD in done[name]["reference"].get("reason", "")]
+    lines = [
+        "# Which families train in which layout",
+        "",
+        *paragraph(
+            "Made by `python tools/make/support_matrix.py`, which runs every cell; do not edit. A tiny model of each type (its own config class, every kind of "
+            f"layer kept) trains {STEPS} steps on packed documents in real processes (CPU, fp32). A mark means: every loss and grad_norm within {LOSS:.0e} "
+            f"relative of plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. The number is the largest of the deviations."
+        ),
+        "",
+        f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}, {time.strftime('%Y-%m-%d')}.",
+        "No family has code of its own: stages and cuts come from the plans that the model publishes.",
+        "",
+        *paragraph(
+            "- Packed rows: whether a document's logits depend on another document of its row in transformers itself; where they leak, give each row one "
+            "document, or know that they do."
+        ),
+        *paragraph("- no plan: the family publishes none for that degree; a recipe can give its own for pp (gpt2_xl_zero1_pp4.py)."),
+        "- no preset: DeepSpeed's AutoEP has none for its experts. no experts: there is nothing to divide.",
+        "",
+        *paragraph(f"Refused, since they read the tokens that they should predict: {', '.join(sorted(ahead))}."),
+        "",
+        *paragraph(
+            f"Encoder-decoders are refused, too. Of {', '.join(sorted(decoders_alone(ran)))} the rows below are of the decoder alone, "
+            'whose config.json says `"is_encoder_decoder": false`.'
+        ),
+        "",
+    ]
+    for layout in LAYOUTS:
+        passed = [name for name in planned if done[name].get(layout, {}).get("ok")]
+        lines.append(
+            f"- {layout}: {len(passed)} of the {len(planned)} types that publish a pipeline plan, {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}"
+        )
+    for title, names in (("Types that publish a pipeline plan", planned), ("Other types", [name for name in ran if name not in planned])):
+        if not names:
+            continue
+        lines += ["", f"## {title}", "", "| type | " + " | ".join(LAYOUTS) + " | packed rows |", "|---|" + "---|" * (len(LAYOUTS) + 1)]
+        for name in sorted(names):
+            leak = done[name]["reference"].get("leak")
+            isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"  # below it is rounding
+            lines.append(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in LAYOUTS) + f" | {isolated} |")
+    lines += ["", "## Why a cell fails", ""]
+    for name in sorted(done):
+        for layout, result in done[name].items():
+            if not result["ok"] and not _absent(result):
+                why = next(
+                    (f"; {why}" for (start, part), why in WHY.items() if name.startswith(start) and part in layout and "differs" in result["reason"]), ""
+                )
+                lines += paragraph(f"- {name}, {layout}: {result['reason']}{why}")
+    return "\n".join(lines) + "\n"
+
+
+def paragraph(text: str) -> list[str]:
+    return wrap(text, 120, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False, break_on_hyphens=False)
+
+
+def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
+    result = row.get(layout)
+    if result is None:
+        return "no experts" if layout == "ep2" and not row["reference"].get("experts", True) else "not run"
+    if result["ok"]:
+        return f"✓ {max(result['loss'], result['grad_norm'], result['weight']):.0e}"
+    return _absent(result) or "✗"
+
+
+def _absent(result: dict[str, Any]) -> str:
+    """The mark of what a family does not have, "" for another failure."""
+    return next((mark for said, mark in ABSENT.items() if said in result["reason"]), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", help="model types; left out: all, and SUPPORT.md is written")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--results", type=Path, help="a file of finished cells, which are not run again; new ones are added")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    known = model_types()
+    if unknown := sorted(set(arguments.types or ()) - set(known)):
+        parser.error(f"not known to transformers: {', '.join(unknown)}")
+    planned_first = sorted(arguments.types or known, key=lambda name: (not publishes_pipeline_plan(name), name))
+    done = run_matrix(planned_first, arguments.layouts, arguments.results)
+    if not arguments.types:
+        (ROOT / "recipes" / "SUPPORT.md").write_text(page(done))
+        print(f"wrote {ROOT / 'recipes' / 'SUPPORT.md'}")
+    if any(not result["ok"] for row in done.values() for result in row.values()) and arguments.types:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
