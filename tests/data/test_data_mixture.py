@@ -40,7 +40,7 @@ def test_shares_and_losses_of_three_real_domains(mixture: str, pools: Any, tmp_p
     (tmp_path / "fp32.json").write_text(json.dumps(zero1 | {"bf16": {"enabled": False}}))
     for name, *more in (("dp",), ("pp", "--pp", "2")):
         flags = ["--deepspeed_config", str(tmp_path / "fp32.json"), *more]
-        results = pools.run(2, train, request=RECIPE, argv=["--dataset", mixture, "--out", str(tmp_path / name), *flags], timeout=300)
+        results = pools.run(2, train, recipe=RECIPE, argv=["--dataset", mixture, "--out", str(tmp_path / name), *flags], timeout=300)
         assert [result for result, _ in results] == [0, 0], results
         runs.append(metrics(tmp_path / name))
     lines, other = runs

@@ -187,8 +187,7 @@ CASES = [
     Case("a limit above every norm", 1, "zero0", numbers={"gradient_clipping": 1e4}),
     Case("a linear schedule that ends above zero", 1, "zero0", numbers={"schedule": "linear", "min_lr": 1e-4, "warmup_steps": 3}),
     # its activation has parameters that the tensor plan does not name and every rank computes with its own part of
-    # at the usual learning rate its loss jumps up and down, and rounding grows to more than 1e-5
-    Case("a parameter that the plan does not name", 2, "zero0", TP2, numbers={"lr": 1e-5}, model="apertus"),
+    Case("a parameter that the plan does not name", 2, "zero0", TP2, model="apertus"),
 ]
 
 
