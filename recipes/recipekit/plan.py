@@ -71,14 +71,14 @@ def make_plan(command: Command) -> Plan:
     with collecting(problems):
         config, path = json_file.load(recipe.ds_config, command.folder)
     recipe, written = _merge_json(recipe, config, command.typed, notes)
-    model_config = _config_of_model(command, recipe, notes, problems)
+    model_config = _config_of_model(recipe.model, command.tiny, recipe.tokenizer == "bytes" and recipe.init == "random", notes, problems)
     lay_out = partial(_lay_out, recipe, model_config=model_config, fixed=command.typed | written, tiny=command.tiny)
     laid = lay_out(command.world)
     recipe, mesh = laid.recipe, laid.mesh
     notes += laid.notes
-    problems += _check_positions(recipe, model_config) if model_config else []
+    problems += _check_positions(recipe.seq_len, model_config) if model_config else []
     problems += _check_inputs(recipe, model_config is not None, notes)
-    problems += _check_offline(command, recipe, model_config is not None)
+    problems += _check_offline(recipe.model, recipe.init, model_config is not None, command)
     problems += _check_out(command.out)
     resume_from = None
     with collecting(problems):
@@ -113,7 +113,7 @@ def _lower_warmup(command: Command, notes: list[str]) -> Recipe:
     if "steps" not in command.typed or "warmup_steps" in command.typed or not recipe.warmup_steps >= recipe.steps > 0:
         return recipe
     notes.append(f"warmup_steps: {recipe.warmup_steps} of the recipe lowered to {recipe.steps // 10} for {recipe.steps} steps")
-    return _with(recipe, {"warmup_steps": recipe.steps // 10})
+    return dataclasses.replace(recipe, warmup_steps=recipe.steps // 10)
 
 
 def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], notes: list[str]) -> tuple[Recipe, frozenset[str]]:
@@ -122,37 +122,37 @@ def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], n
     for name, value in written.items():
         if getattr(recipe, name) != value:
             notes.append(f"{name}: {value} of the JSON beats {getattr(recipe, name)} of the recipe")
-    return _with(recipe, written), frozenset(written)
+    return dataclasses.replace(recipe, **written), frozenset(written)
 
 
-def _config_of_model(command: Command, recipe: Recipe, notes: list[str], problems: list[Problem]) -> dict[str, Any] | None:
-    """Returns the model's config.json, shrunk for a trial; None if it is not on this machine."""
+def _config_of_model(model: str, tiny: bool, bytes_only: bool, notes: list[str], problems: list[Problem]) -> dict[str, Any] | None:
+    """Returns the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is not on this machine."""
     try:
-        model_config = lookup.model_config(recipe.model)
+        model_config = lookup.model_config(model)
     except Refusal as refusal:
         problems += refusal.problems
         return None
     if (model_config or {}).get("auto_map"):
         notes.append("auto_map: code of the model's own is never run; its class in transformers is used")
-    if model_config is None and command.tiny:
+    if model_config is None and tiny:
         rule = "needs the model's config.json, which is neither shipped nor in the local cache"
         fix = "give its folder with --model, or put the file in recipes/recipekit/architectures/ORG--NAME.json"
-        problems.append(Problem(f"--tiny with model = {recipe.model}", rule, fix))
-    elif model_config is not None and command.tiny:
+        problems.append(Problem(f"--tiny with model = {model}", rule, fix))
+    elif model_config is not None and tiny:
         return shrink(model_config, BYTE_VOCAB)
-    elif model_config is not None and recipe.tokenizer == "bytes" and recipe.init == "random":
+    elif model_config is not None and bytes_only:
         return model_config | {"vocab_size": BYTE_VOCAB}
     return model_config
 
 
-def _check_offline(command: Command, recipe: Recipe, model_known: bool) -> list[Problem]:
+def _check_offline(model: str, init: str, model_known: bool, command: Command) -> list[Problem]:
     """Refuses a model that would have to be downloaded where the user forbids it."""
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
-    needed = recipe.init == "pretrained" or (not model_known and not command.tiny)
-    if not offline or not needed or not recipe.model or command.dry_run or lookup.is_local(recipe.model):
+    needed = init == "pretrained" or (not model_known and not command.tiny)
+    if not offline or not needed or not model or command.dry_run or lookup.is_local(model):
         return []
     rule = "is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
-    return [Problem(f"model = {recipe.model}", rule, f"download it where there is a network: hf download {recipe.model}")]
+    return [Problem(f"model = {model}", rule, f"download it where there is a network: hf download {model}")]
 
 
 def _check_out(out: Path) -> list[Problem]:
@@ -180,13 +180,13 @@ def _check_strategy(config: dict[str, Any], command: Command, model_config: dict
     return divisions.name_worlds(problems, command.world, step, check_on)
 
 
-def _check_positions(recipe: Recipe, model_config: dict[str, Any]) -> list[Problem]:
+def _check_positions(seq_len: int, model_config: dict[str, Any]) -> list[Problem]:
     """Refuses rows longer than a model without rotary positions has places for: its forward pass ends in an IndexError."""
     kind = model_config.get("model_type", "")
     limit = model_config.get(key := POSITIONS.get(kind, ""))
-    if not isinstance(limit, int) or recipe.seq_len <= limit:
+    if not isinstance(limit, int) or seq_len <= limit:
         return []
-    return [Problem(f"seq_len = {recipe.seq_len}", f"a {kind} has positions for {limit} tokens ({key} in its config.json)", f"use --seq_len {limit} or less")]
+    return [Problem(f"seq_len = {seq_len}", f"a {kind} has positions for {limit} tokens ({key} in its config.json)", f"use --seq_len {limit} or less")]
 
 
 def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[Problem]:
@@ -239,11 +239,11 @@ def _lay_out(recipe: Recipe, world: int, model_config: dict[str, Any] | None, fi
         problems = refusal.problems
     if recipe.pp == 1 and ("pp" in fixed or tiny) and recipe.pipeline_schedule != "1f1b" and "pipeline_schedule" not in fixed:
         notes.append(f"pipeline_schedule: {recipe.pipeline_schedule} of the recipe has no pipeline to order with pp 1")
-        recipe = _with(recipe, {"pipeline_schedule": "1f1b"})
+        recipe = dataclasses.replace(recipe, pipeline_schedule="1f1b")
     if tiny and recipe.micro_batch > 0:
         rows = 2 * mesh.dp * mesh.pp * recipe.micro_batch
         micro_batch, global_batch = fit_batch(mesh.dp, recipe.micro_batch, recipe.global_batch if "global_batch" in fixed else rows, fixed)
-        recipe = _with(recipe, {"micro_batch": micro_batch, "global_batch": global_batch})
+        recipe = dataclasses.replace(recipe, micro_batch=micro_batch, global_batch=global_batch)
     return LaidOut(recipe, mesh, notes, problems)
 
 
@@ -268,7 +268,7 @@ def _lower(recipe: Recipe, world: int, model_config: dict[str, Any] | None, fixe
 
 def _tiny(recipe: Recipe, fixed: frozenset[str]) -> Recipe:
     """Shrinks everything but the layout to what a laptop can hold; nothing in `fixed` is touched."""
-    small = {
+    small: dict[str, Any] = {
         "micro_batch": 2,
         "seq_len": min(recipe.seq_len, TINY_SEQ_LEN),
         "eval_rows": min(recipe.eval_rows, 8),
@@ -277,11 +277,7 @@ def _tiny(recipe: Recipe, fixed: frozenset[str]) -> Recipe:
         "tokenizer": "bytes",
         "init": "random",
     }
-    return _with(recipe, {name: value for name, value in small.items() if name not in fixed})
-
-
-def _with(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    return dataclasses.replace(recipe, **changes)
+    return dataclasses.replace(recipe, **{name: value for name, value in small.items() if name not in fixed})
 
 
 # Variable that `accelerate launch` sets (1.15, utils/launch.py) -> (its flag, the values that change nothing, what to do instead)

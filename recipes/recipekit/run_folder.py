@@ -32,11 +32,11 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
     """Returns the folder to go on from, or None for a new run. Raises `Refusal` with every difference to the run in `out`."""
     if recipe.resume == "never":
         return None
+    now = identity(recipe, model_config)
     if recipe.resume != "auto":
-        return _chosen(recipe, out, model_config)
+        return _chosen(recipe.resume, out, now)
     if (before := _saved_identity(out)) is None:
         return None
-    now = identity(recipe, model_config)
     others = [name for name in now if before.get(name) != now[name]]
     others.sort(key=lambda name: name not in typed)  # first what the user may know of
     if "steps" in others and "warmup_steps" not in typed:  # it was lowered with them, and will be again
@@ -53,44 +53,43 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
     raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
 
 
-def _chosen(recipe: Recipe, out: Path, model_config: dict[str, Any] | None) -> Path:
+def _chosen(resume: str, out: Path, now: dict[str, Any]) -> Path:
     """Returns the run or step folder that `--resume PATH` names. Raises `Refusal` for one of another model, or if `out` holds another run."""
-    chosen = Path(recipe.resume)
+    chosen = Path(resume)
     is_run = (chosen / CHECKPOINTS).is_dir()
     if not is_run and not (chosen / "manifest.json").is_file():
         fix = f"give runs/NAME or runs/NAME/{CHECKPOINTS}/step_00000010"
-        raise refuse(f"resume = {recipe.resume}", "is neither a run folder nor a step folder of one", fix)
+        raise refuse(f"resume = {resume}", "is neither a run folder nor a step folder of one", fix)
     inside = chosen.resolve() in (out.resolve(), *out.resolve().glob(f"{CHECKPOINTS}/step_*"))
-    if not inside and (out / FACTS).exists() and not _same_beginning(recipe, out):
-        raise refuse(f"out = {out}", f"already holds a run, which is not {recipe.resume}", "choose a new folder with --out NEW")
+    if not inside and (out / FACTS).exists() and not _same_beginning(resume, out):
+        raise refuse(f"out = {out}", f"already holds a run, which is not {resume}", "choose a new folder with --out NEW")
     before = _saved_identity(chosen if is_run else chosen.parent.parent)
-    now = identity(recipe, model_config)
     same = "model_config" if "model_config" in now else "model"
     if before and before.get(same) != now[same]:
         rule = f"the checkpoint in {chosen} is of another model, {before.get('model')}"
-        raise refuse(f"model = {recipe.model}", rule, f"use --model {before.get('model')}, or start anew with --out NEW")
+        raise refuse(f"model = {now['model']}", rule, f"use --model {before.get('model')}, or start anew with --out NEW")
     return chosen
 
 
-def way_on(recipe: Recipe, out: Path) -> str:
+def way_on(resume: str, out: Path) -> str:
     """Says how a run that has ended before its time goes on, as the end of a line."""
     try:
         step = int((out / CHECKPOINTS / LATEST).read_text().strip().removeprefix("step_"))
     except (OSError, ValueError):
-        start = "begins anew" if recipe.resume in ("auto", "never") else f"starts again from {recipe.resume}"
+        start = "begins anew" if resume in ("auto", "never") else f"starts again from {resume}"
         return f"no checkpoint is complete yet: the same command {start}"
-    if recipe.resume == "auto":
+    if resume == "auto":
         return f"the same command goes on from step {step}"
     return f"the same command with --resume auto goes on from step {step}"
 
 
-def _same_beginning(recipe: Recipe, out: Path) -> bool:
+def _same_beginning(resume: str, out: Path) -> bool:
     """Returns True if this very command began the run in `out`, which ended before its first checkpoint: nothing is lost by beginning again."""
     try:
-        resume = json.loads((out / FACTS).read_text())["recipe"]["resume"]
+        before = json.loads((out / FACTS).read_text())["recipe"]["resume"]
     except (ValueError, KeyError):
         return False
-    return resume == recipe.resume and not any(out.glob(f"{CHECKPOINTS}/step_*"))
+    return before == resume and not any(out.glob(f"{CHECKPOINTS}/step_*"))
 
 
 def _saved_identity(run: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from .data.sameness import merge_states, roll
+from .data.sameness import StreamState, merge_states, roll
 from .engine import Engine
 from .mesh import Mesh
 from .optim.schedules import lr_at
@@ -227,7 +227,7 @@ def loop(ready: Ready) -> int:
     return 0
 
 
-def save_step(ready: Ready, data_state: dict[str, Any], at_end: bool) -> None:
+def save_step(ready: Ready, data_state: StreamState, at_end: bool) -> None:
     """Saves the step that was just taken (a collective); waits until it is complete if the run ends with it."""
     ready.stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
     everyone: list[Any] = [None] * ready.plan.mesh.world
@@ -247,7 +247,7 @@ def stop_early(ready: Ready, reason: str, broken: BaseException | None) -> int:
     stopper.request(reason)  # on the ranks that were not told themselves
     stopper.boundary(next_within=60)
     tracker.finish(REASONS[reason])  # what W&B has to say of its end stands above the last line
-    goes_on = "" if reason == "bad data" else f"; {way_on(plan.recipe, plan.out)}"
+    goes_on = "" if reason == "bad data" else f"; {way_on(plan.recipe.resume, plan.out)}"
     tracker.say(f"stopped by {reason} after step {step}; the checkpoint of it is complete{goes_on}")
     for problem in shared_problems(broken) if reason == "bad data" else []:  # not `requested`: a rank keeps its own first reason
         tracker.say(f"step {step + 1} cannot be made: {problem}")

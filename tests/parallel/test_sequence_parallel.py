@@ -116,7 +116,7 @@ def part_of(kind: str, attention: str) -> list[tuple[torch.Tensor, dict[str, tor
     flash = attention == "flash_attention_2"
     model = build_model(recipe_of("sdpa" if flash else attention, sp), config_of(kind), groups, ds(0, sp), torch.device("cpu")).model.eval()
     if flash:  # not installed here, so its definition takes its place
-        sequence.apply(model, recipe_of(attention, sp), groups)
+        sequence.apply(model, attention, recipe_of(attention, sp).seq_len, groups)
     theirs = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
     type(ALL_ATTENTION_FUNCTIONS).register("flash_attention_2", flash_by_definition)
     try:

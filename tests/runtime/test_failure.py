@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from job import BIN, NANO, Job, checkpoints, command_line, contention, deepspeed, metrics
 from pool import FOLDERS, FORKS, ROOT, environment, free_port
 from recipekit.checkpoints.manifest import faults
-from recipekit.recipe import Recipe
 from recipekit.refusal import refuse
 from recipekit.run_folder import way_on
 from recipekit.runtime.failure import GONE as LATEST
@@ -223,12 +221,11 @@ def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[s
 
 
 def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
-    recipe = Recipe()
-    assert way_on(recipe, tmp_path) == "no checkpoint is complete yet: the same command begins anew"
+    assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command begins anew"
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step_00000012")
-    assert way_on(recipe, tmp_path) == "the same command goes on from step 12"
-    assert way_on(replace(recipe, resume="never"), tmp_path) == "the same command with --resume auto goes on from step 12"
+    assert way_on("auto", tmp_path) == "the same command goes on from step 12"
+    assert way_on("never", tmp_path) == "the same command with --resume auto goes on from step 12"
 
 
 # Ranks that do nothing but watch each other ------------------------------------------------------------------------

@@ -19,18 +19,18 @@ class Carried:
 
     groups: dict[int, dict[str, Any]]
     step: float  # of Adam
-    engine: dict[str, Any]  # global_steps, skipped_steps, global_samples, lr_scheduler, ds_config
+    counts: dict[str, Any]  # global_steps, skipped_steps, global_samples, lr_scheduler, ds_config
 
     @property
     def clipping(self) -> float:
         """The run's clipping norm; DeepSpeed 0.19.8's own default for a checkpoint that no run made."""
-        return float(self.engine["ds_config"].get("gradient_clipping", 1.0))
+        return float(self.counts["ds_config"].get("gradient_clipping", 1.0))
 
 
 def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
     """Reads what a step folder holds besides tensors."""
     groups: dict[int, dict[str, Any]] = {}
-    step, engine = 0.0, {}
+    step, counts = 0.0, {}
     for holder in holders(blueprint, layout):
         numbers = sorted({tensor.group for tensor in held(blueprint, layout, holder.pp_rank) if tensor.group is not None})
         model = _numbers(torch_files.read(folder / holder.model_file()))
@@ -43,9 +43,9 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
             groups.setdefault(number, {key: value for key, value in group.items() if key != "params"})
         steps = [state["step"] for state in optimizer["state"].values() if "step" in state] or [group.get("step", 0) for group in optimizer["param_groups"]]
         step = max([step, *map(float, steps)])
-        if not engine:
-            engine = {key: model.get(key) for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
-    return Carried(groups, step, engine)
+        if not counts:
+            counts = {key: model.get(key) for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
+    return Carried(groups, step, counts)
 
 
 def _numbers(value: Any) -> Any:
@@ -64,12 +64,12 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
             for stage in holder.stages:
                 torch_files.write(folder / layer_file(stage, holder.tp_rank), OrderedDict(_weights(holder, stage)))
         for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
-            torch_files.write(folder / holder.model_file(rank), module_states(holder, carried) | carried.engine)
+            torch_files.write(folder / holder.model_file(rank), module_states(holder, carried) | carried.counts)
         for rank in range(layout.partitions) if layout.zero_stage else ():
             if layout.swapped:
                 _create_swap_files(folder, holder, rank)
             state = zero3_states(holder, carried) if layout.zero_stage == 3 else zero12_states(holder, carried, rank)
-            content = {"optimizer_state_dict": state, "ds_config": carried.engine["ds_config"], "ds_version": version("deepspeed")}
+            content = {"optimizer_state_dict": state, "ds_config": carried.counts["ds_config"], "ds_version": version("deepspeed")}
             torch_files.write(folder / holder.optimizer_file(rank), content)
 
 
@@ -84,7 +84,7 @@ def _weights(holder: Holder, stage: int) -> dict[str, FileTensor]:
 
 
 def module_states(holder: Holder, carried: Carried) -> dict[str, Any]:
-    """A model file without the numbers of `carried.engine`: the weights, and under ZeRO-0 the optimizer's states beside them."""
+    """A model file without the numbers of `carried.counts`: the weights, and under ZeRO-0 the optimizer's states beside them."""
     layout, shapes, trained = holder.layout, holder.shapes, holder.trained
     tensors = held(holder.blueprint, layout, holder.pp_rank)
     frozen = [tensor for tensor in tensors if tensor.name not in trained and not tensor.buffer]
@@ -121,7 +121,7 @@ def zero0_states(holder: Holder, carried: Carried) -> dict[str, Any]:
     optimizer = _base_optimizer(holder, carried, indices, shapes)
     if holder.layout.optimizer == "torch":
         return optimizer
-    scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": carried.engine["global_steps"]}
+    scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": carried.counts["global_steps"]}
     return scale | {"optimizer_state_dict": optimizer, "fp32_groups": [[FileTensor(shape) for shape in group] for group in shapes]}
 
 

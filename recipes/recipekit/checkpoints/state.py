@@ -1,5 +1,6 @@
 """What a run has to remember besides tensors and random generators; kept as JSON in each step folder."""
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 
@@ -8,7 +9,7 @@ class State(TypedDict):
 
     step: int  # optimizer steps taken
     tokens: int  # with a label, over the whole global batch
-    data: dict[str, Any] | None
+    data: Mapping[str, Any] | None
     export_dtype: str  # of the Hugging Face files that are made of it, as torch names it without "torch."
 
 

@@ -183,7 +183,7 @@ class _Reader(_PythonUnpickler):
     def _newer(self, storage: tuple[str, int, int], offset: int, shape: tuple[int, ...], stride: tuple[int, ...], grad: Any, hooks: Any, dtype: Name, *_: Any):
         return self._tensor((dtype.removeprefix("torch."), *storage[1:]), offset, shape, stride)
 
-    def _subclass(self, rebuild: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> FileTensor:
+    def _subclass(self, rebuild: Any, kind: Any, arguments: tuple[Any, ...], attributes: Any) -> FileTensor:
         """A tensor that has attributes: these are left out."""
         if rebuild not in (self._tensor, self._newer):
             raise pickle.UnpicklingError(f"{rebuild} makes no tensor")

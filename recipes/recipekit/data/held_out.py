@@ -14,13 +14,14 @@ from .chunks import Chunk, Reader
 from .packing import fill_positions, fill_rows
 from .processors import pad_id
 from .request import Request
+from .sameness import StreamState
 from .stream import open_corpus
 
 LOG = logging.getLogger(__name__)
 
 
 def eval_rows(
-    request: Request, tokenizer: Any, *, dp: int, dp_rank: int, state: dict | None = None, say: Callable[[str], None] = LOG.warning
+    request: Request, tokenizer: Any, *, dp: int, dp_rank: int, state: StreamState | None = None, say: Callable[[str], None] = LOG.warning
 ) -> list[MicroBatch]:
     """Makes the micro-batches that this rank evaluates: `request.eval_rows` rows of held-out documents, fewer if there are fewer.
 

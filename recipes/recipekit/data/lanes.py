@@ -13,6 +13,7 @@ from .blocks import Place
 from .mixture import Domain, furthest_behind
 from .packing import fill_positions, fill_rows, fill_whole_rows
 from .request import Request
+from .sameness import DomainState, StreamState
 
 
 class Domains:
@@ -21,7 +22,7 @@ class Domains:
     `open_blocks(domain, place)` iterates over that domain's packed blocks from `place` on; a row holds at most `row_tokens`.
     """
 
-    def __init__(self, domains: list[Domain], open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]], row_tokens: int, state: dict):
+    def __init__(self, domains: list[Domain], open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]], row_tokens: int, state: StreamState):
         self.domains = domains
         self.step = state["step"]
         self.weights = [state["domains"][domain.name]["weight"] for domain in domains]  # in force when the tokens were given
@@ -34,7 +35,7 @@ class Domains:
         self.block: list[Any] = [None] * len(domains)
         self.row_tokens = row_tokens
 
-    def state(self) -> dict[str, dict]:
+    def state(self) -> dict[str, DomainState]:
         """Describes each domain: place of its block, rows used of the block, weight, tokens given since the weights changed, broken rows left out."""
         return {
             domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
@@ -85,7 +86,7 @@ class Run(NamedTuple):
 
 def steps(
     domains: Domains, build: Callable[[list[Run]], list[MicroBatch]], request: Request, identity: dict, owned: range
-) -> Iterator[tuple[list[MicroBatch], dict]]:
+) -> Iterator[tuple[list[MicroBatch], StreamState]]:
     """Yields (micro-batches, state) of each step for the lanes `owned`; `build` makes the micro-batches of runs whose slots count from the first owned lane."""
     pinned = torch.cuda.is_available()
     while True:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..task import MicroBatch
+from .sameness import StreamState
 
 PREFETCH = 3  # steps prepared ahead, at least
 LULL = 0.005, 0.1  # seconds that the thread sleeps at first and at most while its steps wait to be taken: each waking costs the trainer
@@ -21,8 +22,8 @@ class Stream:
 
     def __init__(
         self,
-        steps: Iterator[tuple[list[MicroBatch], dict]],
-        state: dict,
+        steps: Iterator[tuple[list[MicroBatch], StreamState]],
+        state: StreamState,
         prefetch: int = PREFETCH,
         closed: threading.Event | None = None,
         files: dict[str, dict[str, str]] | None = None,
@@ -34,7 +35,7 @@ class Stream:
         self._thread = threading.Thread(target=self._read, args=(steps,), name="data", daemon=True)
         self._thread.start()
 
-    def _read(self, steps: Iterator[tuple[list[MicroBatch], dict]]) -> None:
+    def _read(self, steps: Iterator[tuple[list[MicroBatch], StreamState]]) -> None:
         try:
             for step in steps:
                 self._wait_for_room()
@@ -71,7 +72,7 @@ class Stream:
                     self._ahead = RuntimeError("the thread that reads the data has died without saying why")
         return self._ahead if isinstance(self._ahead, BaseException) else None
 
-    def __next__(self) -> tuple[list[MicroBatch], dict]:
+    def __next__(self) -> tuple[list[MicroBatch], StreamState]:
         if error := self.error_ahead():
             raise error
         step, self._ahead = self._ahead, None

@@ -1,4 +1,6 @@
-"""Whether two streams are the same: their identity, their files, and a hash of the tokens given out."""
+"""What a stream of data is known by: its state, its identity, its files, and a hash of the tokens given out."""
+
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -6,6 +8,24 @@ from ..refusal import Problem, Refusal
 from ..task import MicroBatch
 
 NAMED_FILES = 5  # changed files that a refusal names
+
+
+class DomainState(TypedDict):
+    """How far a corpus of a stream has been used."""
+
+    place: dict[str, int]  # of the block in use, as `blocks.Place`; what is 0 is left out
+    used: int  # rows of that block
+    weight: float  # in the mixture
+    tokens: int  # given since the weights last changed
+    bad: int  # broken rows left out
+
+
+class StreamState(TypedDict):
+    """Where a stream stands after a step, the same on all ranks; kept as JSON in a step folder."""
+
+    identity: dict[str, Any]  # what the order depends on
+    step: int
+    domains: dict[str, DomainState]
 
 
 class OtherData(Refusal):
@@ -52,7 +72,7 @@ def roll(seen: int, batches: list[MicroBatch]) -> int:
     return seen
 
 
-def merge_states(states: list[dict]) -> dict:
+def merge_states(states: list[StreamState]) -> StreamState:
     """Returns the state that all ranks have after the same step. Raises RuntimeError if their states differ."""
     for state in states:
         if state != states[0]:

@@ -29,7 +29,7 @@ from .prefetch import PREFETCH, Stream
 from .processors import pad_id
 from .remote import Patience, Unreachable
 from .request import Request, Sizes
-from .sameness import check_identity
+from .sameness import StreamState, check_identity
 from .source import UNREADABLE, Source
 from .sources import open_source
 from .stream import check_batch, start
@@ -121,7 +121,7 @@ def open_samples(
     *,
     dp: int,
     dp_rank: int,
-    state: dict | None = None,
+    state: StreamState | None = None,
     say: Callable[[str], None] = LOG.warning,
 ) -> Stream:
     """Opens the stream of one data-parallel rank over rows of `columns`; a step has `global_batch` rows. Otherwise like `open_stream`.

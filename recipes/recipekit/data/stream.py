@@ -23,7 +23,7 @@ from .prefetch import PREFETCH, Stream
 from .processors import check_tokenizer, pad_id
 from .remote import Patience
 from .request import Request
-from .sameness import changed_files, check_identity
+from .sameness import DomainState, StreamState, changed_files, check_identity
 from .source import Source
 from .sources import open_source
 
@@ -53,7 +53,7 @@ class Corpus:
         return [Reader(source, self.encoder, skip, sizes, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
 
 
-def open_corpus(request: Request, tokenizer: Any, say: Callable[[str], None] = LOG.warning, state: dict | None = None) -> Corpus:
+def open_corpus(request: Request, tokenizer: Any, say: Callable[[str], None] = LOG.warning, state: StreamState | None = None) -> Corpus:
     """Opens the corpora that a run reads; a collective where one is remote. `say` is told of rows left out and of servers waited for.
 
     With the `state` of a stream a data set of the hub is read as it was then, whatever has been committed since. Raises
@@ -83,7 +83,7 @@ def open_stream(
     *,
     dp: int,
     dp_rank: int,
-    state: dict | None = None,
+    state: StreamState | None = None,
     files: dict[str, dict[str, str]] | None = None,
     say: Callable[[str], None] = LOG.warning,
 ) -> Stream:
@@ -120,7 +120,7 @@ def check_batch(global_batch: int, micro_batch: int, dp: int) -> None:
         raise refuse(f"global_batch = {global_batch}", rule, f"use --global_batch {fitting}")
 
 
-def start(domains: list[Domain], identity: dict) -> dict:
+def start(domains: list[Domain], identity: dict[str, Any]) -> StreamState:
     """Makes the state before the first step."""
-    empty = {"place": {}, "used": 0, "tokens": 0, "bad": 0}
-    return {"identity": identity, "step": 0, "domains": {domain.name: empty | {"weight": domain.weight(1)} for domain in domains}}
+    begun = {domain.name: DomainState(place={}, used=0, weight=domain.weight(1), tokens=0, bad=0) for domain in domains}
+    return {"identity": identity, "step": 0, "domains": begun}

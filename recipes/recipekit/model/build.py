@@ -57,7 +57,7 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
     empty = partial(empty_model, model_config, recipe.attention, recipe.model, recipe.recompute_every)
     whole = empty()
     if groups and groups.mesh.sp > 1:
-        sequence.apply(whole, recipe, groups)
+        sequence.apply(whole, recipe.attention, recipe.seq_len, groups)
     if groups and groups.mesh.ep > 1:
         expert.check(whole, groups.mesh.ep)
     blueprint = draft(whole, recipe.pp_plan)

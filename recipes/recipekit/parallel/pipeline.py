@@ -6,7 +6,7 @@ stage's first layer hands in what the stage before sent, the one after its last 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,7 +192,7 @@ def _unpack(states: list[torch.Tensor], there: list[int]) -> tuple[torch.Tensor 
     return tuple(next(values) if present else None for present in there)
 
 
-def assemble(models: list[Any], groups: Groups, loss_fn: Callable[..., torch.Tensor], schedule: str, num_stages: int) -> Any:
+def assemble(models: Sequence[nn.Module], groups: Groups, loss_fn: Callable[..., torch.Tensor], schedule: str, num_stages: int) -> Any:
     """DeepSpeed's module of this rank's stages, whose parameters have the model's own names (a collective)."""
     mesh = groups.mesh
     stages = stages_of(groups.coords["pp"], mesh.pp, schedule)
@@ -211,7 +211,7 @@ def assemble(models: list[Any], groups: Groups, loss_fn: Callable[..., torch.Ten
     return net
 
 
-def _named_parameters(models: list[Any], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(models: Sequence[nn.Module], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     seen: set[int] = set()
     for model in models:
         for name, parameter in model.named_parameters(prefix, recurse, remove_duplicate):

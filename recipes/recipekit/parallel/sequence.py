@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..recipe import Recipe
 from ..refusal import Refusal, refuse
 from .groups import Groups
 
@@ -38,22 +37,22 @@ def own_part(batch: MicroBatch, sp: int, sp_rank: int) -> MicroBatch:
     return {name: tensor.chunk(sp, dim=1)[sp_rank] for name, tensor in batch.items() if name not in rows} | rows | {"document_starts": starts}
 
 
-def apply(model: PreTrainedModel, recipe: Recipe, groups: Groups) -> None:
+def apply(model: PreTrainedModel, attention: str, seq_len: int, groups: Groups) -> None:
     """Makes the model's attention work on parts of rows, in place. It takes `document_starts` as its attention_mask.
 
     Raises `Refusal` for a model in which anything but attention carries information from token to token.
     """
-    check(model, recipe)
-    name = f"sequence_parallel_{recipe.attention}"  # models look for "flash" in the name
+    check(model, seq_len)
+    name = f"sequence_parallel_{attention}"  # models look for "flash" in the name
     register_all_to_all_group(groups.sp_group)
-    AttentionInterface.register(name, _attention(recipe.attention, groups))
-    AttentionMaskInterface.register(name, _mask(recipe.attention))
+    AttentionInterface.register(name, _attention(attention, groups))
+    AttentionMaskInterface.register(name, _mask(attention))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = name
 
 
-def check(model: PreTrainedModel, recipe: Recipe) -> None:
+def check(model: PreTrainedModel, seq_len: int) -> None:
     """Raises `Refusal` for a model that computes something else when its rows are cut."""
     kind = type(model).__name__
     modules = [(name, module) for name, module in model.named_modules() if name]
@@ -66,10 +65,10 @@ def check(model: PreTrainedModel, recipe: Recipe) -> None:
         raise _refuse(kind, f"{sinks[0]} holds a number for each head, of which a rank has only some")
     rope = getattr(model.config, "rope_parameters", None) or {}
     for numbers in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
-        most = numbers.get("original_max_position_embeddings") or getattr(model.config, "max_position_embeddings", recipe.seq_len)
-        if numbers.get("rope_type") in ("dynamic", "longrope") and recipe.seq_len > most:
+        most = numbers.get("original_max_position_embeddings") or getattr(model.config, "max_position_embeddings", seq_len)
+        if numbers.get("rope_type") in ("dynamic", "longrope") and seq_len > most:
             rule = f"beyond {most} tokens its rotary frequencies depend on the longest document of the row ({numbers['rope_type']}), and a part has another"
-            raise refuse(f"sp > 1 with seq_len = {recipe.seq_len}", rule, f"use --sp 1, or --seq_len {most} or less")
+            raise refuse(f"sp > 1 with seq_len = {seq_len}", rule, f"use --sp 1, or --seq_len {most} or less")
 
 
 def _refuse(kind: str, rule: str) -> Refusal:

@@ -55,7 +55,7 @@ def record(engine: Engine, on: bool) -> Iterator[list[Span]]:
     done: Counter[tuple[str, int]] = Counter()  # both schedules take the micro-batches in order, and reuse buffer ids
 
     def timed(kind: str, execute: Callable[..., None]) -> Callable[..., None]:
-        def execute_and_time(engine: Any, **arguments: Any) -> None:
+        def execute_and_time(engine: Engine, **arguments: Any) -> None:
             device.synchronize()
             start = time.perf_counter() - zero
             execute(engine, **arguments)

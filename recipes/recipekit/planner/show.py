@@ -13,7 +13,6 @@ from ..model.empty import empty_model
 from ..parallel import expert, pipeline, tensor
 from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds
 from ..plan import Plan
-from ..recipe import Recipe
 from .devices import device_called
 from .memory import Load, rank_terms
 from .pinned import pins_exactly
@@ -27,7 +26,7 @@ def show(plan: Plan) -> None:
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
     unknown, drawn, terms = "", None, []
     if plan.model_config is not None:  # first: what is refused stands alone
-        refuse_degrees(empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every), recipe, mesh)
+        refuse_degrees(empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every), recipe.pp_plan, mesh)
         unknown = check_causal(plan.model_config, recipe.attention, recipe.model)
         drawn = drawn_up(plan)
         terms = fullest(plan, *drawn)
@@ -83,10 +82,10 @@ def seen_device(command: Command) -> tuple[str, int] | None:
     return None
 
 
-def refuse_degrees(model: PreTrainedModel, recipe: Recipe, mesh: Mesh) -> None:
+def refuse_degrees(model: PreTrainedModel, pp_plan: dict[str, str] | None, mesh: Mesh) -> None:
     """Raises `Refusal` for a degree for which the model publishes no plan, or whose experts cannot be divided."""
     if mesh.pp > 1:
-        pipeline.plan_of(model, recipe.pp_plan)
+        pipeline.plan_of(model, pp_plan)
     if mesh.tp > 1:
         tensor.plan_of(model)
     if mesh.ep > 1:
@@ -110,7 +109,7 @@ def drawn_up(plan: Plan) -> tuple[Blueprint, Layout, Load]:
         adapted=recipe.adapt is not None,
         exact_pins=pins_exactly(),
     )
-    return blueprint, layout_of(recipe, mesh, blueprint), load
+    return blueprint, layout_of(mesh, blueprint, recipe.pipeline_schedule), load
 
 
 def rank_plan(plan: Plan, pp_rank: int) -> list[Term]:
@@ -124,7 +123,7 @@ def fullest(plan: Plan, blueprint: Blueprint, layout: Layout, load: Load) -> lis
     return max((rank_terms(blueprint, layout, plan.ds_config, load, rank) for rank in range(plan.mesh.pp)), key=lambda terms: total(terms, ACCELERATOR))
 
 
-def layout_of(recipe: Recipe, mesh: Mesh, blueprint: Blueprint) -> Layout:
+def layout_of(mesh: Mesh, blueprint: Blueprint, pipeline_schedule: str) -> Layout:
     """The layout that a recipe asks for, as far as it is needed to count."""
-    stages = mesh.pp * (2 if recipe.pipeline_schedule == "dualpipev" else 1)
-    return Layout(mesh, 0, "torch", "float32", stage_bounds(blueprint, stages) if mesh.pp > 1 else (), recipe.pipeline_schedule)
+    stages = mesh.pp * (2 if pipeline_schedule == "dualpipev" else 1)
+    return Layout(mesh, 0, "torch", "float32", stage_bounds(blueprint, stages) if mesh.pp > 1 else (), pipeline_schedule)

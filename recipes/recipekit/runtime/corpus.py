@@ -7,7 +7,7 @@ import torch
 from ..data.held_out import eval_rows
 from ..data.prefetch import Stream
 from ..data.request import request_of
-from ..data.sameness import OtherData
+from ..data.sameness import OtherData, StreamState
 from ..data.stream import open_corpus, open_stream
 from ..parallel.sequence import own_part
 from ..plan import Plan
@@ -29,7 +29,7 @@ def check_data(recipe: Recipe, tokenizer: Any, say: Say) -> None:
         raise Refusal(problems)
 
 
-def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict[str, Any] | None, say: Say) -> Stream:
+def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: StreamState | None, say: Say) -> Stream:
     """Opens the training data at `state`; at its beginning if the data is another than the checkpoint's, which `--resume PATH` accepts."""
     layout = {"dp": plan.mesh.dp, "dp_rank": dp_rank, "say": say}
     try:
@@ -42,7 +42,7 @@ def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: dict[str, Any] | 
         return stream
 
 
-def open_held_out(plan: Plan, tokenizer: Any, coords: dict[str, int], state: dict[str, Any], say: Say) -> list[MicroBatch]:
+def open_held_out(plan: Plan, tokenizer: Any, coords: dict[str, int], state: StreamState, say: Say) -> list[MicroBatch]:
     """Returns this rank's micro-batches of an evaluation, none without evaluations; `state` is that of the open stream."""
     recipe, mesh = plan.recipe, plan.mesh
     if not recipe.eval_every:

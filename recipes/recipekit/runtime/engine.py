@@ -122,7 +122,8 @@ def make_engine(plan: Plan, built: Built, groups: Groups, loss: Callable[..., to
         model = pipeline.assemble(built.models, groups, loss, schedule, built.split.num_stages)
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model)  # a list of groups, which DeepSpeed takes but does not annotate
-    engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    made: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    engine: Engine = made
     undo_hidden_step(engine)
     keep_grad_norm(engine)
     return engine

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..data.sameness import StreamState
 from ..planner.flops import keys_seen
 from ..task import MicroBatch
 from .facts import peak_memory
@@ -22,7 +23,7 @@ def numbers_of_rank(ready: Ready, batches: list[MicroBatch]) -> list[int]:
     return [*peaks, *(keys_seen(batches, ready.flops.per_key) if ready.flops and ready.peak else [])]
 
 
-def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: dict[str, Any], seconds: float, data_wait: float) -> dict[str, Any]:
+def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: StreamState, seconds: float, data_wait: float) -> dict[str, Any]:
     """The metrics of one step, of which `result` is what `train_step` returned; a collective after the last step."""
     recipe, mesh = ready.plan.recipe, ready.plan.mesh
     last = step == ready.plan.last_step or bool(result["stop"])

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..checkpoints import load, save
 from ..checkpoints.state import State
 from ..data.prefetch import Stream
+from ..data.sameness import StreamState
 from ..engine import Engine
 from ..kernels.deterministic import check_in_force
 from ..plan import Plan
@@ -85,7 +86,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
     plan, state = loaded.plan, loaded.state
     recipe, rank0 = plan.recipe, plan.command.rank == 0
     coords = loaded.groups.coords
-    stream = open_data(plan, loaded.tokenizer, coords["dp"], state["data"], say)
+    stream = open_data(plan, loaded.tokenizer, coords["dp"], cast("StreamState | None", state["data"]), say)
     check_same_data(stream)
     if problems := shared_problems(stream.error_ahead()):
         raise Refusal(problems)
@@ -108,7 +109,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         stopping=lambda: stopper.requested is not None,
     )
     if peers:
-        peers.way_on = partial(way_on, recipe, plan.out)
+        peers.way_on = partial(way_on, recipe.resume, plan.out)
         peers.last_words = partial(tracker.finish, 1)
     flops, peak = speed_limits(loaded, facts["host"]["device"], say)
     return Ready(plan, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.by_domain, flops, peak)

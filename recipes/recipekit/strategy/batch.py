@@ -3,25 +3,25 @@
 from typing import Any
 
 from ..mesh import Mesh
-from ..recipe import Recipe
 from ..refusal import FAILS, Problem
-from .numbers import number_of
 from .schema import shown
 
 
-def check_batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None) -> list[Problem]:
-    """rows of a step = data-parallel ranks * rows of a forward pass * accumulated micro-batches, all whole."""
-    total, micro = (number_of(clean, recipe, field) for field in ("global_batch", "micro_batch"))
+def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, of_recipe: bool) -> list[Problem]:
+    """Refuses numbers of rows that do not divide: those of a step are data-parallel ranks * rows of a forward pass * accumulated micro-batches.
+
+    `total` and `micro` are the first two of the JSON, or else the recipe's (`of_recipe`), which has names of its own for them.
+    """
     steps = clean.get("gradient_accumulation_steps", "auto")
     steps = None if steps == "auto" else steps
-    if total is not None and mesh is None and recipe is None and micro and steps and total % (micro * steps):
+    if total is not None and mesh is None and not of_recipe and micro and steps and total % (micro * steps):
         rule = f"no number of ranks makes micro_batch {micro} * {steps} micro-batches = {micro * steps} of it"
         return [Problem(f"train_batch_size = {total}", rule, f"write {_near(total, micro * steps)}, or leave one of the three keys out", FAILS)]
     if total is None or mesh is None or min(total, micro or 1) < 1:
         return []
     dp, literal = mesh.dp, {key for key, value in clean.items() if value != "auto"}
-    all_rows, one = ("train_batch_size", "train_micro_batch_size_per_gpu") if recipe is None else ("global_batch", "micro_batch")
-    where = f"{all_rows} = {total}" if recipe is None else f"{all_rows} (train_batch_size) = {total}"
+    all_rows, one = ("train_batch_size", "train_micro_batch_size_per_gpu") if not of_recipe else ("global_batch", "micro_batch")
+    where = f"{all_rows} = {total}" if not of_recipe else f"{all_rows} (train_batch_size) = {total}"
     if micro is None:
         parts = dp * (steps or 1)
         if total % parts:
@@ -38,7 +38,7 @@ def check_batch(clean: dict[str, Any], recipe: Recipe | None, mesh: Mesh | None)
         return [Problem(where, f"does not divide by {product_of(dp, micro, None)} = {dp * micro}", f"use {', or '.join(ways)}", FAILS)]
     if steps is not None and total != dp * micro * steps:
         rule = f"{product_of(dp, micro, steps)} = {dp * micro * steps}, not the {total} rows of a step"
-        auto = f'write "auto" or {total // (dp * micro)}' if recipe is not None else f"write {total // (dp * micro)}"
+        auto = f'write "auto" or {total // (dp * micro)}' if of_recipe else f"write {total // (dp * micro)}"
         rows = f"use {all_rows} {dp * micro * steps}"
         ways = [rows, auto] if "train_micro_batch_size_per_gpu" in literal and "train_batch_size" not in literal else [auto, rows]  # what the JSON says stays
         fix = ", or ".join(ways) + (f", or {one} {total // (dp * steps)}" if total % (dp * steps) == 0 else "")

@@ -14,7 +14,7 @@ from .divisions import check_dense_mask, check_divisions, check_pipeline
 from .numbers import DEGREES, SHARED, degrees_in, literals, number_of
 from .rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
 from .schema import AUTO, FILLED_BY, at, meant_by_auto, optimizer_name, optimizer_params, resembled, shown, walk
-from .shapes import divisible
+from .shapes import count_layers, divisible
 
 # While one of these, or a block that it lies in, is at fault or misspelt, what it combines with cannot be told.
 PIVOTS = (
@@ -26,12 +26,6 @@ PIVOTS = (
     "optimizer.type",
     "optimizer.params.torch_adam",
 )
-
-
-# Reading
-
-
-# Checking
 
 
 def check(
@@ -58,7 +52,7 @@ def check(
         for path, value in meant_by_auto(config).items():
             if at(config, path) == "auto":  # what is combined is judged as it will be
                 clean.setdefault(path.partition(".")[0], {})["enabled"] = value
-        found = _schedule(found, config, clean, recipe)
+        found = _schedule(found, config, clean, *(recipe.steps, recipe.min_lr) if recipe is not None else (None, 0.0))
     degrees = {axis: getattr(recipe, axis, 1) for axis in DEGREES} | degrees_in(clean)
     if json_only:
         degrees |= {"pp": 1} | (layout or {})  # of pipeline.stages DeepSpeed takes no notice
@@ -82,11 +76,13 @@ def check(
         found += _half_honoured(clean)
     if recipe is not None:
         found += _contradictions(clean, recipe, typed)
-    found += check_batch(clean, recipe, mesh)
-    found += check_divisions(degrees, facts, recipe, model_config, mesh)
-    found += check_pipeline(degrees["pp"], clean, recipe, model_config, mesh)
+    total, micro = (number_of(clean, recipe, field) for field in ("global_batch", "micro_batch"))
+    found += check_batch(clean, total, micro, mesh, of_recipe=recipe is not None)
+    found += check_divisions(degrees, facts, recipe.seq_len if recipe is not None else 0, model_config, mesh)
+    layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
+    found += check_pipeline(degrees["pp"], recipe is not None and recipe.pipeline_schedule == "dualpipev", total, micro, layers, mesh)
     if recipe is not None and divisible(model_config, 0)["sp"]["attention heads"]:
-        found += check_dense_mask(recipe, number_of(clean, recipe, "micro_batch") or 1, 4 if facts.dtype == "fp32" else 2)
+        found += check_dense_mask(recipe.attention, recipe.seq_len, micro or 1, 4 if facts.dtype == "fp32" else 2)
     return list(dict.fromkeys(found))
 
 
@@ -114,19 +110,11 @@ def check_device(config: dict[str, Any], device_type: str) -> list[Problem]:
     return found
 
 
-# What the JSON says
-
-
-# Resolving
-
-
-# Several keys together
-
 # What a recipe's own schedule is called that does the same.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any], recipe: Recipe | None) -> list[Problem]:
+def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any], steps: int | None, min_lr: float) -> list[Problem]:
     """`found`, with one problem in place of several for a scheduler that leaves numbers to Trainer; or with one for its length.
 
     The former is taken out of `clean`, as its fix is to delete it.
@@ -134,14 +122,14 @@ def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any
     params, name, where = at(config, "scheduler.params"), at(config, "scheduler.type"), "scheduler.params."
     autos = [key for key, value in params.items() if value == "auto"] if isinstance(params, dict) and isinstance(name, str) and name in SCHEDULES else []
     if not autos:
-        total, steps = at(clean, f"{where}total_num_steps"), recipe.steps if recipe is not None else None
+        total = at(clean, f"{where}total_num_steps")
         if steps is None or total in (None, steps):
             return found
         fix = f"write {steps}, or delete the scheduler block and use --schedule"
         return [*found, Problem(f"{where}total_num_steps = {total}", f"differs from the {steps} steps of the run", fix, APPLIES)]
     clean.pop("scheduler", None)
     numbers: dict[str, Any] = {"schedule": SCHEDULES[name]}
-    if SCHEDULES[name] == "constant" and recipe is not None and recipe.min_lr:
+    if SCHEDULES[name] == "constant" and min_lr:
         numbers["min_lr"] = "0"
     for field, key in (("warmup_steps", "warmup_num_steps"), ("lr", "warmup_max_lr")):
         if isinstance(value := params.get(key), (int, float)):

@@ -6,20 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ..mesh import Mesh, nearest_worlds
-from ..recipe import Recipe
 from ..refusal import Problem
 from .batch import product_of
-from .numbers import number_of
 from .rules import Facts
-from .shapes import count_layers, divisible, divisors, mask_bytes, shape_of
+from .shapes import divisible, divisors, mask_bytes, shape_of
 
 MOST_MASK_BYTES = 40_000_000_000  # half of an 80 GB device; what else such a row needs is more than the other half
 
 
-def check_divisions(degrees: dict[str, int], facts: Facts, recipe: Recipe | None, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
-    """Parallel degrees that do not divide the model, and parameters that do not fit their swap buffer."""
+def check_divisions(degrees: dict[str, int], facts: Facts, seq_len: int, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
+    """Parallel degrees that do not divide the model, and parameters that do not fit their swap buffer. `seq_len` is 0 where it is not known."""
     found = []
-    whole = divisible(model_config, recipe.seq_len if recipe is not None else 0)
+    whole = divisible(model_config, seq_len)
     experts = whole["ep"]["experts"]
     tp, sp, ep = degrees["tp"], degrees["sp"], degrees["ep"]
     found += check_tp(tp, model_config, (facts.world or 0) // (degrees["pp"] * sp))
@@ -76,16 +74,14 @@ def name_worlds(found: list[Problem], world: int, step: int, check_on: Callable[
     return [named if problem == mended[-1] else problem for problem in found]
 
 
-def check_pipeline(pp: int, clean: dict[str, Any], recipe: Recipe | None, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
-    """More stages than layers, and what the schedule of the micro-batches asks for."""
+def check_pipeline(pp: int, dualpipev: bool, total: int | None, micro: int | None, layers: int, mesh: Mesh | None) -> list[Problem]:
+    """More stages than layers (0: not known), and what the schedule of the micro-batches asks for; `total` is the global batch."""
     found = []
-    dualpipev = recipe is not None and recipe.pipeline_schedule == "dualpipev"
     each = 2 if dualpipev else 1  # stages on one rank
     if dualpipev and pp == 1:
         found.append(
             Problem("pipeline_schedule = dualpipev", "orders the micro-batches of a pipeline, and pp = 1 is none", "use --pp 2 or more, or leave it out")
         )
-    layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
     if pp > 1 and 0 < layers < each * pp:
         ranks = mesh.world // mesh.tp // mesh.sp if mesh is not None else 0
         fits = {each: max((degree for degree in range(1, layers // each + 1) if ranks % degree == 0), default=1) for each in (1, 2)}
@@ -93,7 +89,6 @@ def check_pipeline(pp: int, clean: dict[str, Any], recipe: Recipe | None, model_
         ways += [f"--pp {fits[1]} --pipeline_schedule 1f1b" if dualpipev else f"--pp {fits[1]}"]
         rule = f"makes {each * pp} stages{', two on each rank under dualpipev' if dualpipev else ''}, more than the model's {layers} layers"
         found.append(Problem(f"pp = {pp}", rule, f"use {' or '.join(ways)}"))
-    total, micro = (number_of(clean, recipe, field) for field in ("global_batch", "micro_batch"))
     if dualpipev and pp > 1 and mesh is not None and total and micro and total % (rows := mesh.dp * micro) == 0 and total // rows < 2 * pp:
         rule = f"{product_of(mesh.dp, micro, None)} leaves {total // rows} micro-batches of a step, and dualpipev needs 2 * pp = {2 * pp}"
         fix = f"use global_batch {2 * pp * rows}"
@@ -102,16 +97,14 @@ def check_pipeline(pp: int, clean: dict[str, Any], recipe: Recipe | None, model_
     return found
 
 
-def check_dense_mask(recipe: Recipe, rows: int, width: int) -> list[Problem]:
+def check_dense_mask(attention: str, seq_len: int, rows: int, width: int) -> list[Problem]:
     """A row so long that the mask of its packed documents leaves no room on a device."""
-    size = mask_bytes(recipe.attention, rows, recipe.seq_len, width)
+    size = mask_bytes(attention, rows, seq_len, width)
     if size <= MOST_MASK_BYTES:
         return []
-    fits = max(
-        (1 << power for power in range(recipe.seq_len.bit_length()) if mask_bytes(recipe.attention, rows, 1 << power, width) <= MOST_MASK_BYTES), default=1
-    )
+    fits = max((1 << power for power in range(seq_len.bit_length()) if mask_bytes(attention, rows, 1 << power, width) <= MOST_MASK_BYTES), default=1)
     most = f"more than {MOST_MASK_BYTES / 1e9:.0f} GB are refused"
     rule = f"the dense mask that keeps packed documents apart takes {size / 1e9:.1f} GB on every rank, and {most}"
     fix = f"use --seq_len {fits}, or --attention flash_attention_2, which makes no mask"
-    where = f"seq_len = {recipe.seq_len} with micro_batch = {rows} and attention = {recipe.attention}"
+    where = f"seq_len = {seq_len} with micro_batch = {rows} and attention = {attention}"
     return [Problem(where, rule, fix)]
