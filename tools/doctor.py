@@ -14,7 +14,6 @@ Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
 import itertools
 import os
@@ -23,28 +22,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit.architectures.lookup import is_local
-from recipekit.command import Command, parse, recipe_of
-from recipekit.hosts import accounts, checks, fabric, findings, folders, gpus, op_cache, ports
-from recipekit.hosts.findings import Findings, Row, existing
+from recipekit.hosts import fabric, findings, gpus, op_cache
+from recipekit.hosts.findings import Findings, Row
 from recipekit.hosts.rendezvous import Chair, Line, Member, echo, meet, reach
 from recipekit.hosts.report import Report
+from recipekit.hosts.subject import Slot, Subject, examine_host, left_mark, local_gpus, read_subject, room
 from recipekit.hosts.torch_builds import gpus_in_use
 from recipekit.packages import require_packages
-from recipekit.plan import Plan, make_plan
-from recipekit.refusal import Problem, Refusal
+from recipekit.refusal import Refusal
 from recipekit.runtime.stopping import start_launcher_watch
-from recipekit.strategy import (
-    check,
-    json_file,
-)
+from recipekit.strategy import check
 
 LOOK = 180.0  # seconds in which a host has to answer what it is like
 CONNECT = 5.0  # seconds in which a rank has to connect to another
@@ -52,27 +45,6 @@ PREPARE = 1800.0  # seconds for imports, compiles and counting
 JOIN = 600.0  # seconds for connecting all ranks, which a large NCCL job takes minutes for
 MEASURE = 120.0  # seconds in which the two seconds of measuring have to be over
 SUSPECT = 1.5  # times the others' seconds: then they are measured once more
-
-
-class Slot(NamedTuple):
-    """This process among all ranks, as its launcher says."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    address: str
-    port: int
-
-
-class Subject(NamedTuple):
-    """The run that is examined. `plan` is None without a recipe, and where one was refused for `problems`."""
-
-    out: Path
-    command: Command | None
-    plan: Plan | None
-    problems: list[Problem]
-    config: dict[str, Any]  # the JSON, resolved where there is a plan
 
 
 # What is asked for
@@ -101,93 +73,11 @@ def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     return parser, arguments
 
 
-def read_subject(arguments: argparse.Namespace, slot: Slot) -> Subject:
-    """The run as a start of the recipe would see it on this host. Raises `Refusal` for a wrong command line only."""
-    out = arguments.out or Path("runs")
-    if not arguments.recipe:
-        return Subject(out, None, None, [], {})
-    try:
-        flags = [*arguments.flags, *(["--out", str(arguments.out)] if arguments.out else [])]
-        command = parse(recipe_of(arguments.recipe), arguments.recipe, flags)
-    except Refusal as refusal:
-        if refusal.exit_code == 2:
-            raise
-        return Subject(out, None, None, refusal.problems, {})
-    command = dataclasses.replace(command, world=arguments.world or slot.world, rank=slot.rank, local_rank=slot.local_rank)
-    out = command.out
-    config: dict[str, Any] = {}
-    with contextlib.suppress(Refusal):  # `make_plan` tells what is wrong with the JSON
-        config = json_file.load(command.recipe.ds_config, command.folder)[0]
-    try:
-        plan = make_plan(command)
-        return Subject(out, command, plan, [], plan.ds_config)
-    except Refusal as refusal:
-        return Subject(out, command, None, refusal.problems, config)
-    except PermissionError as error:
-        problem = Problem(str(error.filename), "cannot be read: Permission denied", "let this user read it, or choose another")
-        return Subject(out, command, None, [problem], config)
-
-
-def swap_folder(plan: Plan | None) -> Path | None:
-    """Where the plan swaps to."""
-    zero = plan.ds_config["zero_optimization"] if plan else {}
-    found = [zero[block]["nvme_path"] for block in ("offload_optimizer", "offload_param") if zero.get(block, {}).get("device") == "nvme"]
-    return Path(found[0]) if found else None
+def subject_of(arguments: argparse.Namespace, slot: Slot) -> Subject:
+    return read_subject(arguments.recipe, arguments.flags, arguments.out, arguments.world, slot)
 
 
 # One rank
-
-
-def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: int) -> Findings:
-    """Everything that can be found out on this host alone."""
-    recipe = subject.plan.recipe if subject.plan else subject.command.recipe if subject.command else None
-    yield from checks.check_versions(ROOT / "requirements.txt")
-    yield from gpus.check_devices(slot.local_world)
-    yield from checks.check_toolchain(subject.config)
-    if local_gpus():
-        yield from fabric.check_adapters(slot.world > slot.local_world)
-    yield from folders.check_out(subject.out, mark)
-    yield from subject.problems
-    if folder := swap_folder(subject.plan):
-        yield from folders.check_drive(folder)
-    if slot.rank == 0:  # it alone records the run, and opens the port
-        yield from accounts.check_wandb(recipe is None or recipe.wandb)
-        yield from ports.check_port(master_port)
-    yield from accounts.check_hub(None if recipe is None or recipe.init == "random" or is_local(recipe.model) else recipe.model)
-
-
-def local_gpus() -> list[int]:
-    """The numbers of the GPUs of this host's ranks, in their order."""
-    try:
-        return [gpu.number for gpu in gpus.gpus()]
-    except OSError:
-        return []  # `check_devices` tells
-
-
-def room(subject: Subject) -> dict[str, int]:
-    """place -> bytes that are free on this host."""
-    folder, memory = swap_folder(subject.plan), checks.free_memory()
-    return {"out": _free(subject.out)} | ({"host": memory} if memory is not None else {}) | ({"NVMe": _free(folder)} if folder else {})
-
-
-def _free(folder: Path) -> int:
-    status = os.statvfs(existing(folder))
-    return status.f_bavail * status.f_frsize
-
-
-@contextlib.contextmanager
-def left_mark(out: Path, id: str) -> Iterator[str | None]:
-    """A file in the run folder (or the nearest one above it) by which other hosts know it; None if none can be made."""
-    path = existing(out) / f".doctor_{id}"
-    try:
-        path.touch()
-    except OSError:
-        yield None  # `check_out` tells why
-        return
-    try:
-        yield path.name
-    finally:
-        path.unlink(missing_ok=True)
 
 
 class TorchPart:
@@ -233,7 +123,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
     """One rank's examination; returns the exit code, which is the same on all ranks."""
     start_launcher_watch()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
-    subject = read_subject(arguments, slot)
+    subject = subject_of(arguments, slot)
     master_port = arguments.master_port or slot.port
     if slot.rank == 0 and slot.world > 1:
         print(f"doctor: waiting for {slot.world - 1} more ranks, at most {arguments.patience:.0f} s", flush=True)
@@ -266,7 +156,11 @@ def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, liste
         "port": listener.getsockname()[1],
     }
     if slot.local_rank == 0:
-        seen |= {"findings": findings.to_json(examine_host(subject, slot, mark, master_port)), "room": room(subject), "ranks": slot.local_world}
+        seen |= {
+            "findings": findings.to_json(examine_host(subject, slot, mark, master_port, ROOT / "requirements.txt")),
+            "room": room(subject),
+            "ranks": slot.local_world,
+        }
         seen |= {"fabric": fabric.facts(local_gpus()[: slot.local_world])}
     return seen
 
@@ -342,12 +236,14 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
     """Tells the rank that started it what torch sees, compiles and counts, and then measures when told to."""
     start_launcher_watch()
     line = Line(socket.socket(fileno=arguments.torch_part))
-    subject = read_subject(arguments, slot)
+    subject = subject_of(arguments, slot)
     unfit = [*gpus.check_gpus_seen(), *gpus.check_ordinal(slot.local_rank)]
     told: dict[str, Any] = {"findings": findings.to_json(itertools.chain(unfit, prepare(subject, slot))), "unfit": bool(unfit), "gpus": gpus_in_use()}
     if slot.rank == 0 and subject.plan and subject.plan.model_config:
+        from recipekit.planner.needs import count_needs
+
         try:
-            told["needs"] = count_bytes(subject.plan)
+            told["needs"] = count_needs(subject.plan, on_gpu=bool(gpus_in_use()))
         except Refusal as refusal:  # a model without a pipeline plan, say
             told["findings"] += findings.to_json(iter(refusal.problems))
     line.send(told)
@@ -393,46 +289,6 @@ def peers() -> str:
         return ""
     pairs = list(itertools.permutations(range(count), 2))
     return f", direct access between {sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)} of {len(pairs)} pairs"
-
-
-def count_bytes(plan: Plan) -> dict[str, int]:
-    """Bytes of the states on each rank, of a checkpoint and of the export, and how many checkpoints there will be at a time.
-
-    Raises `Refusal` where the states exceed a GPU of this host.
-    """
-    import torch
-    from recipekit.model.empty import empty_model
-    from recipekit.parallel.pipeline import plan_of
-    from recipekit.planner.show import drawn_up, fullest
-    from recipekit.planner.terms import ACCELERATOR, HOST, NVME, too_much
-    from recipekit.planner.terms import total as bytes_at
-    from recipekit.strategy.numbers import enabled
-
-    recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
-    assert plan.model_config is not None
-    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every)
-    if plan.mesh.pp > 1:
-        plan_of(model, recipe.pp_plan)  # refused if it has none
-    terms = fullest(plan, *drawn_up(plan))
-    model = recipe.adapt(model) if recipe.adapt else model
-    size = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
-    width = 2 if mixed else 4
-    saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1
-    there = len(list((plan.out / "checkpoints").glob("step_*")))
-    device_memory = 0
-    if not gpus_in_use():
-        device_memory = bytes_at(terms, ACCELERATOR)
-    elif problems := too_much(terms, ACCELERATOR, torch.cuda.get_device_properties().total_memory, on=torch.cuda.get_device_name()):
-        raise Refusal(problems)
-    return {
-        "host": bytes_at(terms, HOST) + device_memory,
-        "NVMe": bytes_at(terms, NVME),
-        "checkpoint": (size if stage < 3 else size - trained) * width + trained * ((4 if mixed or stage else 0) + 8),
-        "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next is complete before the oldest goes
-        "export": size * width if recipe.export else 0,
-    }
 
 
 # The whole

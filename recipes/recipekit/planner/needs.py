@@ -1,0 +1,44 @@
+"""What a run needs of a host: memory, and room for what it writes."""
+
+import torch
+
+from ..model.empty import empty_model
+from ..parallel.pipeline import plan_of
+from ..plan import Plan
+from ..refusal import Refusal
+from ..run_folder import CHECKPOINTS
+from ..strategy.numbers import enabled
+from .show import drawn_up, fullest
+from .terms import ACCELERATOR, HOST, NVME, too_much, total
+
+
+def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
+    """Counts the bytes of the states on each rank, of a checkpoint and of the export, and how many checkpoints there will be at a time.
+
+    Raises `Refusal` where the states exceed a GPU of this host.
+    """
+    recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
+    assert plan.model_config is not None
+    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every)
+    if plan.mesh.pp > 1:
+        plan_of(model, recipe.pp_plan)  # refused if it has none
+    terms = fullest(plan, *drawn_up(plan))
+    model = recipe.adapt(model) if recipe.adapt else model
+    size = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
+    width = 2 if mixed else 4
+    saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1
+    there = len(list((plan.out / CHECKPOINTS).glob("step_*")))
+    device_memory = 0
+    if not on_gpu:
+        device_memory = total(terms, ACCELERATOR)
+    elif problems := too_much(terms, ACCELERATOR, torch.cuda.get_device_properties().total_memory, on=torch.cuda.get_device_name()):
+        raise Refusal(problems)
+    return {
+        "host": total(terms, HOST) + device_memory,
+        "NVMe": total(terms, NVME),
+        "checkpoint": (size if stage < 3 else size - trained) * width + trained * ((4 if mixed or stage else 0) + 8),
+        "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next is complete before the oldest goes
+        "export": size * width if recipe.export else 0,
+    }
