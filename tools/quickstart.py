@@ -56,15 +56,16 @@ def main() -> int:
         return 1
     ended(begun)
 
-    begun = phase(2, f"load {arguments.out}/hf with plain transformers and compare the loss on held-out text")
+    begun = phase(2, "load the export with plain transformers and compare the loss on held-out text")
     from recipekit.recipe import Recipe
+    from recipekit.run_folder import CHECKPOINTS, EXPORT, FACTS, METRICS, STRATEGY, read_metrics
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    facts = json.loads((arguments.out / "run.json").read_text())["recipe"]
+    facts = json.loads((arguments.out / FACTS).read_text())["recipe"]
     recipe = Recipe(**{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__})
-    lines = [json.loads(line) for line in (arguments.out / "metrics.jsonl").read_text().splitlines()]
-    model: Any = AutoModelForCausalLM.from_pretrained(arguments.out / "hf")
-    tokenizer = AutoTokenizer.from_pretrained(arguments.out / "hf")
+    lines = read_metrics(arguments.out)
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.out / EXPORT)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.out / EXPORT)
     engine_loss, plain_loss = lines[-1]["eval_loss"], held_out_loss(model, tokenizer, recipe)
     print(f"  engine {engine_loss:.6f}, transformers {plain_loss:.6f}")
     if abs(plain_loss - engine_loss) > TOLERANCE * engine_loss:
@@ -86,10 +87,7 @@ def main() -> int:
 
     first, last, uniform = lines[0]["loss"], lines[-1]["loss"], math.log(len(tokenizer))
     print(f"done in {time.perf_counter() - began:.0f} s: loss {first:.3f} -> {last:.3f}, {last / uniform:.0%} of ln(vocabulary) = {uniform:.3f}")
-    print(
-        "what the run left: "
-        + ", ".join(str(arguments.out / name) for name in ("metrics.jsonl", "run.json", "ds_config.json", "checkpoints/", "hf/", "loss.png"))
-    )
+    print("what the run left: " + ", ".join(str(arguments.out / name) for name in (METRICS, FACTS, STRATEGY, f"{CHECKPOINTS}/", f"{EXPORT}/", "loss.png")))
     return 0
 
 

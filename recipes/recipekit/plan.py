@@ -12,7 +12,7 @@ from typing import Any
 
 from .architectures import lookup
 from .architectures.safetensors_files import open_folder
-from .architectures.shrink import shrink
+from .architectures.shrink import BYTE_VOCAB, shrink
 from .command import Command
 from .data.files import check_first_row, left_out, local_files
 from .data.mixture import Domain, domains_of
@@ -25,7 +25,6 @@ from .run_folder import find_resume
 from .strategy import check, divisions, json_file, resolve, shapes, swap
 from .strategy.numbers import degrees, literals
 
-BYTE_VOCAB = 264  # of the byte-level tokenizer: 256 bytes and 8 special tokens (data/processors.py)
 TINY_SEQ_LEN = 128
 POSITIONS = {  # by model_type: what bounds the length of its rows (transformers 5.22.2)
     **dict.fromkeys(("gpt2", "gpt_bigcode", "openai-gpt", "gptj", "codegen", "ctrl"), "n_positions"),

@@ -124,6 +124,15 @@ def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
     return {}
 
 
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Reads the lines of metrics.jsonl that are complete, [] if there is none: a run that goes on may be writing the last."""
+    try:
+        lines = (run / METRICS).read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def put_aside(out: Path) -> None:
     """Moves an existing run folder to the first free `<name>.N`; nothing is overwritten."""
     number = 1

@@ -6,8 +6,7 @@ import re
 import pytest
 from recipekit.architectures.families import default_config, tiny_config
 from recipekit.architectures.lookup import SHIPPED, model_config
-from recipekit.architectures.shrink import shrink
-from recipekit.plan import BYTE_VOCAB
+from recipekit.architectures.shrink import BYTE_VOCAB, shrink
 from recipekit.refusal import Refusal
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL

@@ -144,7 +144,7 @@ def test_a_row_that_breaks_has_a_record(tmp_path: Path):
     """Also one whose run left nothing to read, and one whose reference is missing."""
     broken = bench_gpu.run_row(a_bench(tmp_path), bench_gpu.BY_NAME["zero0"])
     assert broken["status"] == "broke" and broken["measured"] == "needs row cpu, which has no figures"
-    empty = bench_gpu.Row("A", "cpu", 60, "", "", lambda bench, row: bench_gpu.Found("", [], {"lines": bench_gpu.metrics(tmp_path)[0]}))
+    empty = bench_gpu.Row("A", "cpu", 60, "", "", lambda bench, row: bench_gpu.Found("", [], {"lines": bench_gpu.read_metrics(tmp_path)[0]}))
     assert "IndexError" in bench_gpu.run_row(a_bench(tmp_path), empty)["measured"]
 
 

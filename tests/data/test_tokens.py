@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import free_port
+from recipekit.architectures.shrink import BYTE_VOCAB
 from recipekit.data.encode import encode_chats, encode_texts, render_chat
-from recipekit.data.processors import BYTE_VOCAB, byte_tokenizer, check_tokenizer, load_tokenizer
-from recipekit.plan import BYTE_VOCAB as PLANNED_VOCAB
+from recipekit.data.processors import byte_tokenizer, check_tokenizer, load_tokenizer
 from recipekit.refusal import Refusal
 from recipekit.task import IGNORE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -33,7 +33,7 @@ def test_bytes_are_lossless(text):
 
 
 def test_byte_vocabulary():
-    assert len(BYTES) == BYTE_VOCAB == PLANNED_VOCAB
+    assert len(BYTES) == BYTE_VOCAB
     every = BYTES(bytes(range(256)).decode("latin-1"))["input_ids"]
     assert max(every) < 256 and len({BYTES.eos_token_id, BYTES.bos_token_id, BYTES.pad_token_id}) == 3
     assert len(BYTES("<|im_start|>user<|im_end|>")["input_ids"]) == 6

@@ -6,12 +6,11 @@ import pytest
 import torch
 from recipekit.architectures.families import tiny_config as tiny_of
 from recipekit.architectures.lookup import SHIPPED
-from recipekit.architectures.shrink import shrink
+from recipekit.architectures.shrink import BYTE_VOCAB, shrink
 from recipekit.mesh import make_mesh
 from recipekit.model import build as model_module
 from recipekit.model.describe import draft
 from recipekit.optim.groups import parameter_groups
-from recipekit.plan import BYTE_VOCAB
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 

@@ -20,7 +20,7 @@ from recipekit.command import parse
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
-from recipekit.run_folder import identity
+from recipekit.run_folder import identity, read_metrics
 from test_parity import strategy
 from wandb_file import read_history
 
@@ -512,3 +512,9 @@ def test_the_saved_state_is_that_of_its_own_step(half: Path) -> None:
         state = json.loads((half / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
         assert state["step"] == step
         assert state["tokens"] == metrics(half)[step - 1]["tokens"]
+
+
+def test_only_whole_lines_of_the_metrics_are_read(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]

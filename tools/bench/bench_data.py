@@ -148,7 +148,8 @@ def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
 
 def tokenizer_of(vocabulary: int) -> Any:
     """The byte-level tokenizer, made as large as the tokens of the files need."""
-    from recipekit.data.processors import BYTE_VOCAB, byte_tokenizer
+    from recipekit.architectures.shrink import BYTE_VOCAB
+    from recipekit.data.processors import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<token {number}>" for number in range(vocabulary - BYTE_VOCAB)])

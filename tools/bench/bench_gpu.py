@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import Recipe
 from recipekit.architectures.safetensors_files import read_header
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
+from recipekit.run_folder import read_metrics
 
 Line = dict[str, Any]  # of metrics.jsonl
 PARTS = {
@@ -161,8 +162,8 @@ class Bench:
         out = self.folder(row.name)
         tool = [str(ROOT / recipe)] if ranks == 1 else [__file__, "--gloo", str(ROOT / recipe)]
         whole = [*tool, *self.data(), *argv, "--out", str(out)]
-        self.run(row.name, whole, ranks, cpu, until=lambda: bool(enough) and len(metrics(out)) >= enough)
-        return metrics(out)
+        self.run(row.name, whole, ranks, cpu, until=lambda: bool(enough) and len(read_metrics(out)) >= enough)
+        return read_metrics(out)
 
 
 def environment(ranks: int, cpu: bool) -> dict[str, str]:
@@ -192,12 +193,6 @@ def free_port() -> int:
 
 def flags(values: dict[str, Any]) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
-
-
-def metrics(out: Path) -> list[Line]:
-    """The whole lines of a run's metrics.jsonl."""
-    file = out / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
 
 
 def last_line(log: Path) -> str:
@@ -259,7 +254,7 @@ def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = Fal
         out = bench.folder(row.name)
         for name, flag in ((f"{row.name}_stopped", ["--stop_at", str(half)]), (row.name, [])):
             bench.run(name, [str(ROOT / QWEN), *bench.data(), *argv, "--out", str(out), *flag])
-        lines = numbers(metrics(out))
+        lines = numbers(read_metrics(out))
     else:
         lines = numbers(bench.train(row, QWEN, argv))
     other = other_bits(lines, bench.kept["zero2"]["figures"]["lines"])

@@ -16,7 +16,6 @@ Exit code: 0 all of that held, 1 it did not (the folder is kept, and said), 2 us
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -35,6 +34,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from recipekit.checkpoints import convert, manifest
+from recipekit.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -77,7 +77,7 @@ class Chain:
         return STEPS_A_LIFE * self.kills + SPARE_STEPS
 
     def done(self) -> int:
-        return len(metrics(self.run))
+        return len(read_metrics(self.run))
 
     def saving(self) -> bool:
         """A checkpoint is being written: its staging folder is there."""
@@ -124,13 +124,6 @@ def parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
-    if not (run / "metrics.jsonl").exists():
-        return []
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def start(chain: Chain, run: str, *flags: str) -> Job:
@@ -237,7 +230,7 @@ def check_latest(chain: Chain) -> None:
 def check_equal(chain: Chain) -> None:
     """Raises `Broken` unless the chain's end is the unbroken run's."""
     whole = chain.folder / "unbroken"
-    numbers = [[{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in metrics(run)] for run in (chain.run, whole)]
+    numbers = [[{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in read_metrics(run)] for run in (chain.run, whole)]
     if numbers[0] != numbers[1]:
         raise Broken(f"{chain.run}/metrics.jsonl differs from {whole}/metrics.jsonl")
     weights = [{path.name: path.read_bytes() for path in (run / "hf").glob("*.safetensors")} for run in (chain.run, whole)]

@@ -11,7 +11,6 @@ Exit code: 0 all of that held, 1 it did not (the folder is kept, and said), 2 us
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -24,6 +23,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from recipekit.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -56,15 +57,8 @@ def family(coordinator: int) -> dict[str, list[int]]:
     return found
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
-    if not (run / "metrics.jsonl").exists():
-        return []
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 def numbers(run: Path) -> list[dict[str, Any]]:
-    return [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in metrics(run)]
+    return [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in read_metrics(run)]
 
 
 def start(folder: Path, run: str, steps: int, *flags: str, resume: str = "auto") -> subprocess.Popen[bytes]:
@@ -91,7 +85,7 @@ def kill_one(job: subprocess.Popen[bytes], run: Path, chance: random.Random, ear
     running = lambda: job.poll() is None  # noqa: E731
     wait_for(lambda: not running() or set(family(job.pid)["rank"]) - before)
     # further than at any kill before: three failures at one step would end the job, rightly
-    reached = lambda: len(metrics(run))  # noqa: E731
+    reached = lambda: len(read_metrics(run))  # noqa: E731
     if not early:
         wait_for(lambda: not running() or reached() > before_step)
     time.sleep(chance.uniform(0, 3.0 if early else 0.6))
@@ -124,10 +118,11 @@ def main(argv: list[str] | None = None) -> int:
         while sum(tally.values()) < arguments.kills and job.poll() is None and time.monotonic() - began < 60 * arguments.minutes:
             early = not early and chance.random() < 0.25
             if target := kill_one(job, folder / "run", chance, early, before, before_step):
-                before_step = max(before_step, len(metrics(folder / "run")))
+                before_step = max(before_step, len(read_metrics(folder / "run")))
                 tally[target] += 1
                 print(
-                    f"kill {sum(tally.values())}: {target}{' while it begins' if early else ''}, at step {len(metrics(folder / 'run'))} of {steps}", flush=True
+                    f"kill {sum(tally.values())}: {target}{' while it begins' if early else ''}, at step {len(read_metrics(folder / 'run'))} of {steps}",
+                    flush=True,
                 )
         if not wait_for(lambda: job.poll() is not None, 10 * PATIENCE):
             problems.append("it did not end by itself")

@@ -12,6 +12,7 @@ SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTISED = re.compile(r".*(\.(qweight|qzeros|absmax|SCB|weight_packed|weight_scale(_inv)?)|_blocks)")  # tensors that no model of whole weights has
 OTHER_FILES = ("pytorch_model*.bin", "*.pth", "*.gguf", "tf_model.h5", "flax_model*.msgpack")  # of weights, which are not read
+SHARD_BYTES = 4 * 1024**3  # of a file that we write, where the model's own files do not say
 AGAIN = "download or copy it again"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..refusal import refuse
 
+BYTE_VOCAB = 264  # of the byte-level tokenizer (data/processors.py): 256 bytes and 8 special tokens; 2, 3, 4, 6 and 8 divide it, so tp can cut it
 # What the families call the same number, the commonest name first.
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "attention_heads")

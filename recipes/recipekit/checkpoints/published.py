@@ -10,7 +10,6 @@ from .step_folder import Step
 from .tensor_files import TORCH
 
 NAMES = {value: key for key, value in TORCH.items()}
-SHARD_BYTES = 4 * 1024**3  # of a file, where the model's own files do not say
 
 
 def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, dict[str, str]]]:
@@ -33,7 +32,7 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
     size = 0
     for tensor in chosen:
         nbytes = tensor.numel * safetensors_files.SIZES[named[tensor.name]]
-        if size and size + nbytes > SHARD_BYTES:
+        if size and size + nbytes > safetensors_files.SHARD_BYTES:
             files.append({})
             size = 0
         files[-1][keys[tensor.name]] = named[tensor.name]

@@ -6,11 +6,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..architectures.lookup import local_tokenizer
+from ..architectures.shrink import BYTE_VOCAB
 from ..hub import hub_is_away, hub_refusal
 from ..refusal import refuse
 
 _SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
-BYTE_VOCAB = 256 + len(_SPECIAL)  # 264 divides by 2, 3, 4, 6 and 8, so tensor parallel degrees can cut it
 
 _CHATML = """\
 {%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor -%}

@@ -14,12 +14,11 @@ from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 from torch import nn
 
+from ..architectures import safetensors_files
 from ..engine import Engine
 from ..parallel import expert, tensor
 from ..parallel.groups import Groups
 from .build import Built
-
-SHARD_BYTES = 4 * 1024**3
 
 
 def whole_parameters(model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -76,7 +75,7 @@ def export(engine: Engine, built: Built, groups: Groups, tokenizer: Any, folder:
     for name, value in tensors:
         if not writes:
             continue
-        if size and size + value.nbytes > SHARD_BYTES:
+        if size and size + value.nbytes > safetensors_files.SHARD_BYTES:
             files.append(_write(shard, staging, groups.coords["pp"], len(files)))
             shard, size = {}, 0
         shard[name] = value.contiguous()
