@@ -197,10 +197,21 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
 def _forget() -> None:
     """Puts back what DeepSpeed keeps in module globals, so that one case does not change the next."""
     import torch
+    import torch.distributed as dist
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.utils import groups
+    from torch.distributed.device_mesh import DeviceMesh
 
     groups._release_process_group_references()  # the groups and the mpu of the case
+    gc.collect()
+    dist.barrier()  # no rank is in a collective of a group that another one destroys
+    # Each group of gloo has three threads, one of which wakes a hundred times a second (torch 2.13): a few hundred groups take half of two
+    # cores. DTensor's caches know a mesh by its ranks, and go on with the groups of the first one.
+    meshes = [found for found in gc.get_objects() if isinstance(found, DeviceMesh)]
+    kept = {dist.group.WORLD.group_name, *(name for mesh in meshes for name in getattr(mesh, "_dim_group_names", []))}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_name not in kept:
+            dist.destroy_process_group(group)
     torch.nn.functional.linear = LINEAR  # zero.Init replaces it for good (DeepSpeed 0.19.8)
     partition_parameters.Init.apply_param_persistence = False
     partition_parameters.Init.num_persisted_parameters = partition_parameters.Init.num_persisted_elements = 0
