@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .refusal import Problem
+from .tasks.facts import TASKS
 
 
 def _say(help: str, default: Any, **more: Any) -> Any:
@@ -31,7 +32,7 @@ class Recipe:
     retry_s: float = _say("seconds for which a server that does not answer well is asked again for data", 600.0)
     token_cache: str = _say("folder that keeps tokens; auto: beside the cache of datasets, of local data only; off: none", "auto")
     messages_field: str = _say("column that holds a chat, for task sft", "messages")
-    task: str = _say("pretrain: loss on every token; sft: chats, loss on the answers only", "pretrain", choices=("pretrain", "sft"))
+    task: str = _say("; ".join(f"{name}: {facts.about}" for name, facts in TASKS.items()), "pretrain", choices=tuple(TASKS))
     tokenizer: str = _say("hub id or folder of the tokenizer; bytes: the byte-level one made in code; empty: the model's own", "", group="model")
     init: str = _say("pretrained: the model's published weights; random: drawn from (seed, parameter name)", "pretrained", choices=("pretrained", "random"))
     attention: str = _say("attention implementation of transformers", "sdpa", choices=("sdpa", "eager", "flash_attention_2"))

@@ -3,7 +3,8 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -25,7 +26,8 @@ from .runtime.metrics import metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
 from .runtime.stopping import REASONS
 from .strategy.numbers import enabled
-from .task import MicroBatch
+from .task import MicroBatch, Task
+from .tasks.find import task_called
 
 PEERS_EVERY = 10  # steps between two proofs that the peers of a data-parallel rank were given the same tokens
 
@@ -35,13 +37,14 @@ class StepResult(TypedDict):
 
     loss: float
     grad_norm: float
-    tokens: int  # with a label
+    tokens: int  # of the count that the loss is divided by
     stop: str | None  # a reason that a rank passed
     more: list[int]  # the sums of what the ranks passed
 
 
 def train_step(
     engine: Engine,
+    task: Task,
     batches: list[MicroBatch],
     lr: float | None,
     stop: str | None,
@@ -51,10 +54,10 @@ def train_step(
 ) -> StepResult:
     """Takes one optimizer step (a collective).
 
-    The loss is the mean over the tokens of the global batch that have a label, so it does not depend on how the rows are
-    split into micro-batches and ranks. `lr` None leaves it to the JSON's scheduler. `stop` is a reason of stopping.REASONS.
-    `by_domain`, (2, domains) fp64 for a mixture, is filled with each domain's [loss sum, token count]; the tensor-parallel
-    ranks count the same tokens, so both are too large by one factor. `more` are further numbers to add up over all ranks,
+    The loss is the mean over what the task counts in the global batch (tokens that have a label), so it does not depend on
+    how the rows are split into micro-batches and ranks. `lr` None leaves it to the JSON's scheduler. `stop` is a reason of stopping.REASONS.
+    `by_domain`, (2, domains) fp64 for a mixture, is filled with each domain's [loss sum, count]; the tensor-parallel ranks
+    count the same rows, so both are too large by one factor. `more` are further numbers to add up over all ranks,
     in the all-reduce that counts the tokens.
     """
     if by_domain is not None:
@@ -62,8 +65,8 @@ def train_step(
     if lr is not None:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
-    labelled = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    totals = torch.tensor([labelled, *(reason == stop for reason in REASONS), *more], dtype=torch.int64, device=engine.device)
+    counted = sum(int(task.count(batch).sum()) for batch in batches)
+    totals = torch.tensor([counted, *(reason == stop for reason in REASONS), *more], dtype=torch.int64, device=engine.device)
     counting: Any = dist.all_reduce(totals, async_op=True)  # during the first forward
     peers = mesh.tp * mesh.pp  # ranks that count the same tokens
     weight: torch.Tensor | None = None
@@ -71,11 +74,12 @@ def train_step(
     if mesh.pp > 1:
         counting.wait()
         weight = len(batches) * mesh.dp / (totals[0] // peers)  # undoes DeepSpeed's mean over micro-batches and ranks
-        mean_loss = engine.train_batch(iter(pipeline_batches(batches, weight)))  # forwards, backwards and the step, as the schedule orders them
+        mean_loss = engine.train_batch(iter(pipeline_batches(task, batches, weight)))  # forwards, backwards and the step, as the schedule orders them
     else:
         loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         for batch in batches:
-            loss = token_loss(engine, to_device(batch, engine.device), by_domain)
+            batch = to_device(batch, engine.device)
+            loss = summed_loss(task, task.forward(engine, batch), batch, by_domain)
             loss_sum += loss.detach()
             if weight is None:
                 counting.wait()
@@ -89,63 +93,60 @@ def train_step(
         mean_loss = loss_sum / totals[0]
     if by_domain is not None:
         dist.all_reduce(by_domain)
-    labelled, *told = totals.tolist()
+    counted, *told = totals.tolist()
     reasons = [reason for reason, ranks in zip(REASONS, told, strict=False) if ranks]
     return {
         "loss": mean_loss.item(),
         "grad_norm": float(engine.get_global_grad_norm()),
-        "tokens": labelled // peers,
+        "tokens": counted // peers,
         "stop": next(iter(reasons), None),
         "more": told[len(REASONS) :],
     }
 
 
-def token_loss(model: Callable[..., Any], batch: MicroBatch, by_domain: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes the summed cross-entropy of one micro-batch in fp32; labels of -100 do not count."""
-    starts = batch.get("document_starts")  # of the whole rows, under sequence parallelism only
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=starts, use_cache=False).logits  # (B, T, V)
-    return summed_loss(logits, batch["labels"], batch.get("domain"), by_domain)
+def summed_loss(task: Task, output: torch.Tensor, batch: MicroBatch, by_domain: torch.Tensor | None) -> torch.Tensor:
+    """Computes the task's loss, (), summed over a micro-batch; adds each row's loss and count to its domain's column of `by_domain`, (2, domains)."""
+    if by_domain is None:
+        return task.loss(output, batch, False)
+    rows = task.loss(output, batch, True)  # (B,)
+    by_domain.index_add_(1, batch["domain"], torch.stack([rows.detach(), task.count(batch)]).double())
+    return rows.sum()
 
 
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor, domain: torch.Tensor | None = None, by_domain: torch.Tensor | None = None) -> torch.Tensor:
-    """Sums the cross-entropy over the labels; adds each row's loss and number of labels to its domain's column of `by_domain`, (2, domains)."""
-    if domain is None or by_domain is None:
-        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    of_rows = torch.stack([losses.detach().view_as(labels).sum(1), (labels != -100).sum(1)])  # (2, B)
-    by_domain.index_add_(1, domain, of_rows.double())
-    return losses.sum()
-
-
-def pipeline_loss(by_domain: torch.Tensor | None, logits: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def pipeline_loss(task: Task, by_domain: torch.Tensor | None, output: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Computes the loss on the last stage; DeepSpeed takes its mean over micro-batches and data-parallel ranks."""
-    labels, weight, *domain = target
-    return summed_loss(logits, labels, domain[0] if domain else None, by_domain) * weight
+    weight, *tensors = target
+    batch = dict(zip((*task.targets, "domain"), tensors, strict=False))
+    return summed_loss(task, output, batch, by_domain if "domain" in batch else None) * weight
 
 
-def pipeline_batches(batches: list[MicroBatch], weight: torch.Tensor) -> list[Any]:
+def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor) -> list[Any]:
     """Cuts each micro-batch into (what the first stage takes, what the loss takes)."""
-    batches = [{name: tensor.contiguous() for name, tensor in batch.items()} for batch in batches]
-    domains = [(batch["domain"],) if "domain" in batch else () for batch in batches]
-    return [((batch["input_ids"], batch["position_ids"]), (batch["labels"], weight, *domain)) for batch, domain in zip(batches, domains, strict=True)]
+    cut = []
+    for batch in batches:
+        batch = {name: tensor.contiguous() for name, tensor in batch.items()}
+        targets = [batch[name] for name in (*task.targets, "domain") if name in batch]
+        cut.append((tuple(batch[name] for name in task.facts.inputs), (weight, *targets)))
+    return cut
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: list[MicroBatch], mesh: Mesh) -> float:
-    """Computes the token-mean loss of the held-out rows, the same on every rank and in every layout (a collective)."""
+def evaluate(engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh) -> float:
+    """Computes the mean loss of the held-out rows, the same on every rank and in every layout (a collective)."""
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    sums[1] = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    sums[1] = sum(int(task.count(batch).sum()) for batch in batches)
     if mesh.pp > 1:
         dist.all_reduce(sums)
         weight = len(batches) * mesh.dp / (sums[1] / (mesh.tp * mesh.pp))
         # not eval_batch's own num_micro_batches: with it DeepSpeed 0.19.8 mixes up DualPipeV's buffers and hangs (dualpipev.py, _phase1_buffer)
         of_a_step, engine.micro_batches = engine.micro_batches, len(batches)
-        loss = engine.eval_batch(iter(pipeline_batches(batches, weight)))
+        loss = engine.eval_batch(iter(pipeline_batches(task, batches, weight)))
         engine.micro_batches = of_a_step
         return loss.item()
     engine.eval()
     for batch in batches:
-        sums[0] += token_loss(engine, to_device(batch, engine.device))
+        batch = to_device(batch, engine.device)
+        sums[0] += summed_loss(task, task.forward(engine, batch), batch, None)
     engine.train()
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
@@ -159,7 +160,8 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe = plan.recipe
     say: Say = print if plan.command.rank == 0 else lambda _: None
     device = join(plan, peers, say)
-    loaded = load_model(plan, find_checkpoint(plan, say), device, pipeline_loss, say)
+    task = task_called(recipe.task)
+    loaded = load_model(plan, task, find_checkpoint(plan, say), device, partial(pipeline_loss, task), say)
     exports = recipe.export and plan.last_step == recipe.steps
     if (step := loaded.state["step"]) >= plan.last_step:
         at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""
@@ -199,7 +201,7 @@ def loop(ready: Ready) -> int:
         lr = lr_at(recipe, step) if own_schedule else None
         more = numbers_of_rank(ready, batches)
         with timeline.record(engine, on=step == drawn) as spans:
-            result = train_step(engine, batches, lr, "bad data" if broken else stopper.requested, mesh, ready.by_domain, more)
+            result = train_step(engine, ready.task, batches, lr, "bad data" if broken else stopper.requested, mesh, ready.by_domain, more)
         seconds = time.perf_counter() - begun
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
@@ -213,7 +215,7 @@ def loop(ready: Ready) -> int:
         metrics = metrics_of(ready, step, result, data_state, seconds, data_wait)
         if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
-            metrics["eval_loss"] = evaluate(engine, ready.held_out, mesh)
+            metrics["eval_loss"] = evaluate(engine, ready.task, ready.held_out, mesh)
         tracker.log(metrics)
         timeline.report(engine, spans, plan.command.name, step, plan.out, tracker.say)
         stopper.boundary()

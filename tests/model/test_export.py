@@ -15,7 +15,7 @@ from recipekit.model.build import build_model
 from recipekit.model.export import save_small_files
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
-from recipekit.train import token_loss
+from recipekit.tasks import pretrain
 from test_model import ds_config, tiny_config
 from test_parity import strategy
 from test_weights import save_tiny
@@ -54,7 +54,7 @@ def held_out_loss(model: Any, recipe: Recipe) -> float:
     batches = eval_rows(request_of(recipe), byte_tokenizer(), dp=1, dp_rank=0)
     tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     with torch.no_grad():
-        return sum(token_loss(model.eval(), batch).item() for batch in batches) / tokens
+        return sum(pretrain.loss(pretrain.forward(model.eval(), batch), batch, by_row=False).item() for batch in batches) / tokens
 
 
 def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path):

@@ -17,6 +17,7 @@ from recipekit.parallel import blueprint, pipeline
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
+from recipekit.tasks.facts import TASKS
 from test_model import tiny_config
 from test_parity import Case, accumulating, compare, compare_bf16, each, recipe_for, reference, strategy, train_and_compare, train_in_layout
 
@@ -123,7 +124,7 @@ def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
     assert [name for name in held[0] if name in held[2]] == ["model.embed_tokens.weight"] and not set(held[0]) & set(held[1])
     for stage in range(3):
         part = empty_model(tiny_config("llama_tied"))
-        pipeline.cut(part, split, stage, torch.float32)
+        pipeline.cut(part, split, stage, torch.float32, TASKS["pretrain"])
         assert [name for name, _ in part.named_parameters()] == held[stage], "the names are those of Hugging Face"
         assert set(part.state_dict()) == set(blueprint.state_keys(plan, layout, stage))
     assert "stage 2 layers 3 (" in blueprint.describe(plan, split.bounds)

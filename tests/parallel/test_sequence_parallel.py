@@ -79,11 +79,11 @@ def config_of(kind: str) -> dict[str, Any]:
 
 
 def forward_and_backward(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    from recipekit.train import summed_loss
+    from recipekit.tasks import pretrain
 
     output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=batch.get("document_starts"), use_cache=False)
     model.zero_grad()
-    summed_loss(output.logits, batch["labels"]).backward()
+    pretrain.loss(output.logits, batch, by_row=False).backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     return output.logits.detach(), gradients
 

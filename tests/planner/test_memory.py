@@ -213,11 +213,11 @@ def test_terms_are_the_live_storages(
 
 def test_the_loss_takes_twelve_bytes_a_logit() -> None:
     """When its backward begins; the bf16 logits are gone by then, since only their log-softmax is kept."""
-    from recipekit.train import summed_loss
+    from recipekit.tasks import pretrain
 
     logits, labels = torch.randn(2, 100, 5000, dtype=torch.bfloat16, requires_grad=True), torch.randint(5000, (2, 100))
     with Ledger() as ledger:
-        summed_loss(logits, labels).backward()
+        pretrain.loss(logits, {"labels": labels}, by_row=False).backward()
     assert ledger.peak == pytest.approx(memory.LOGIT_BYTES * 2 * 100 * 5000, rel=0.001)
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "slow_runs.json"
 SELECTED = "slow and not gpu and not multi_gpu"
 SOURCES = {  # folder of tests -> what else it proves, besides the wing of its name
-    "loop": ("train.py", "task.py", "optim", "parallel", "model", "runtime"),
+    "loop": ("train.py", "task.py", "tasks", "optim", "parallel", "model", "runtime"),
     "recipes": ("recipe.py", "command.py", "plan.py", "mesh.py", "run.py", "run_folder.py", "strategy"),
     "runtime": ("train.py", "checkpoints"),
     "checkpoints": ("parallel",),

@@ -219,6 +219,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.parallel.groups import Groups
     from recipekit.runtime.facts import layout_of
     from recipekit.runtime.start import start
+    from recipekit.tasks.find import task_called
     from recipekit.train import train_step
 
     device, rank0 = start(plan), plan.command.rank == 0
@@ -243,7 +244,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
     def steps() -> None:
         for _ in range(arguments.steps_after):
-            train_step(engine, next(stream)[0], plan.recipe.lr, "", plan.mesh)
+            train_step(engine, task_called(plan.recipe.task), next(stream)[0], plan.recipe.lr, "", plan.mesh)
 
     order, shuffle, number = list(TITLES), random.Random(0), 0
     steps()

@@ -294,6 +294,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     from recipekit.plan import make_plan
     from recipekit.recipe import Recipe
     from recipekit.runtime.start import start
+    from recipekit.tasks.find import task_called
     from recipekit.train import train_step
 
     recipe = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes", ds_config="zero2.json", seq_len=256, micro_batch=4, global_batch=16)
@@ -317,7 +318,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
             for name in random.Random(number).sample(list(found), 2):
                 begun = time.perf_counter()
                 batches = next(stream)[0] if name == "stream" else kept[number % len(kept)]
-                train_step(engine, batches, 1e-4, None, plan.mesh)
+                train_step(engine, task_called(plan.recipe.task), batches, 1e-4, None, plan.mesh)
                 if number >= 2:
                     found[name].append(time.perf_counter() - begun)
             if number % 10 == 0:

@@ -319,6 +319,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.parallel.groups import Groups
     from recipekit.runtime.start import start
     from recipekit.runtime.tracking import open_tracker
+    from recipekit.tasks.find import task_called
     from recipekit.train import evaluate
 
     recipe, rank0 = plan.recipe, plan.command.rank == 0
@@ -358,7 +359,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     for loop in loops:
         trains[loop].run(WARM_UP)
     held_out = [{name: batch[name].to(device) for name in ("input_ids", "labels", "position_ids")} for batch in prepared[-1][:2]]
-    losses = {loop: evaluate(engine, held_out, plan.mesh) for loop, engine in engines.items()}
+    losses = {loop: evaluate(engine, task_called(recipe.task), held_out, plan.mesh) for loop, engine in engines.items()}
     if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
         raise Refusal([Problem("the loops", f"did not learn the same: {losses}", "compare them before their speed")])
 
@@ -536,6 +537,7 @@ def our_loop(plan: Plan, model: Any, stream: Any, tracker: Any) -> Start:
     from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
     from recipekit.runtime.prepare import Ready
     from recipekit.runtime.stopping import Stopper
+    from recipekit.tasks.find import task_called
     from recipekit.train import loop
 
     engine = initialize(plan, model)
@@ -550,7 +552,17 @@ def our_loop(plan: Plan, model: Any, stream: Any, tracker: Any) -> Start:
         pausing: Any = SimpleNamespace(log=log, say=tracker.say)
         never_saves: Any = None
         return loop(
-            Ready(plan, engine, stream, [], {"step": 0, "tokens": 0, "data": None, "export_dtype": ""}, never_saves, pausing, Stopper(plan.recipe.grace))
+            Ready(
+                plan,
+                task_called(plan.recipe.task),
+                engine,
+                stream,
+                [],
+                {"step": 0, "tokens": 0, "data": None, "export_dtype": ""},
+                never_saves,
+                pausing,
+                Stopper(plan.recipe.grace),
+            )
         )
 
     return lambda: engine, train

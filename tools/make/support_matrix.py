@@ -132,7 +132,7 @@ def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
     from recipekit.model.build import build_model
     from recipekit.model.causal import check_causal
     from recipekit.optim.groups import parameter_groups
-    from recipekit.train import token_loss
+    from recipekit.tasks import pretrain
 
     recipe, config = recipe_of(model_type), tiny_model_config(model_type)
     check_causal(config, recipe.attention, recipe.model)
@@ -150,7 +150,7 @@ def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
         optimizer.zero_grad()
         total = 0.0
         for batch in batches:
-            loss = token_loss(model, batch) / tokens
+            loss = pretrain.loss(pretrain.forward(model, batch), batch, by_row=False) / tokens
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -194,6 +194,7 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
     from recipekit.optim.repairs import keep_grad_norm
     from recipekit.parallel import pipeline
     from recipekit.parallel.groups import Groups
+    from recipekit.tasks.pretrain import TASK
     from recipekit.train import pipeline_loss, train_step
 
     world, stage, degrees = LAYOUTS[layout]
@@ -208,14 +209,14 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
     model = built.model
     if mesh.pp > 1:
         assert built.split is not None
-        model = pipeline.assemble(built.models, groups, partial(pipeline_loss, None), "1f1b", built.split.num_stages)
+        model = pipeline.assemble(built.models, groups, partial(pipeline_loss, TASK, None), "1f1b", built.split.num_stages)
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model)
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
     keep_grad_norm(engine)
     dp_rank = groups.coords["dp"]
     mine = rows()[dp_rank * accumulation : (dp_rank + 1) * accumulation]
-    results = [train_step(engine, mine, None, None, mesh) for _ in range(STEPS)]
+    results = [train_step(engine, TASK, mine, None, None, mesh) for _ in range(STEPS)]
     worst_weight, where = 0.0, ""
     for name, value in whole_parameters(model, built, groups, torch.float32):
         difference = (value - reference["weights"][name]).abs().max().item() if value.numel() else 0.0
@@ -240,14 +241,14 @@ def gradients_in_fp64(model_type: str, recipe: Any, groups: Any) -> str:
     import torch.distributed as dist
     from recipekit.model.build import build_model
     from recipekit.parallel import tensor as tensor_parallel
-    from recipekit.train import token_loss
+    from recipekit.tasks import pretrain
 
     config, cpu = tiny_model_config(model_type), torch.device("cpu")
     plain = build_model(replace(recipe, tp=1), config, None, {}, cpu).model.double()
     built = build_model(recipe, config, groups, CONFIG | {"zero_optimization": {"stage": 0}}, cpu)
     for model in (plain, built.model.double()):
         for batch in rows():
-            token_loss(model, batch).backward()
+            pretrain.loss(pretrain.forward(model, batch), batch, by_row=False).backward()
     worst, where = 0.0, ""
     whole = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in built.model.named_parameters():

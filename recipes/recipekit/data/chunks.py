@@ -21,6 +21,7 @@ import pyarrow as pa
 from datasets import config as datasets_config
 
 from ..refusal import Refusal, refuse
+from ..tasks.facts import TASKS
 from .encode import encode_chats, encode_texts
 from .files import not_utf8, unreadable
 from .remote import Unreachable
@@ -58,7 +59,11 @@ class Encoder:
         contents, places = [content for content, _ in documents], [place for _, place in documents]
         if not documents:
             return []
-        return encode_chats(self.tokenizer, contents, places, self.seq_len) if self.task == "sft" else encode_texts(self.tokenizer, contents)
+        return encode_chats(self.tokenizer, contents, places, self.seq_len) if self.chats else encode_texts(self.tokenizer, contents)
+
+    @property
+    def chats(self) -> bool:
+        return TASKS[self.task].chats
 
     @functools.cached_property
     def vocabulary(self) -> int:
@@ -69,7 +74,7 @@ class Encoder:
         """Hashes what the tokenizer makes of a text: another value for another tokenizer."""
         tokenizer = self.tokenizer
         own = tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
-        probe = [*own, tokenizer.chat_template if self.task == "sft" else None]
+        probe = [*own, tokenizer.chat_template if self.chats else None]
         return hashlib.blake2b(repr(probe).encode(), digest_size=8).hexdigest()
 
 
@@ -95,7 +100,7 @@ def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes)
     if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
     base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else Path(token_cache).expanduser()
-    limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.seq_len if encoder.task == "sft" else 0, source.piece, FORMAT)
+    limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.seq_len if encoder.chats else 0, source.piece, FORMAT)
     key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, source.times)).encode(), digest_size=12).hexdigest()
     folder = base / key
     try:
@@ -250,14 +255,14 @@ class Reader:
                     skip(problem)
         full = [(ids, labels) for ids, labels in encoded if len(ids)]
         ids = np.concatenate([ids for ids, _ in full]).astype(np.int32) if full else np.empty(0, np.int32)
-        labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and self.encoder.task == "sft" else None
+        labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and self.encoder.chats else None
         lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
         told = [str(problem) for problem in problems[:TOLD]]
         return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told)
 
     def _ready(self, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
         """Makes a chunk of documents that are tokens already; the tokens are taken as they are."""
-        if self.encoder.task == "sft":
+        if self.encoder.chats:
             raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
         end, vocabulary = row + len(lists), self.encoder.vocabulary
         told: list[str] = []

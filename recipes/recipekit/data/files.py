@@ -106,8 +106,8 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
 
     Nothing is looked at where bad rows are to be left out.
     """
-    kind, sft = kind_of(files, dataset), request.task == "sft"
-    if kind == "text" and sft:
+    kind = kind_of(files, dataset)
+    if kind == "text" and request.chats:
         raise no_chats(dataset)
     if request.skip or not files:
         return
@@ -127,7 +127,7 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
         raise error if isinstance(error, Refusal) else unreadable(place, error) from error
     if names:
         check_columns((column,), names, place)
-        check_value(value, sft, place, tokens=kind != "lines")
+        check_value(value, request.chats, place, tokens=kind != "lines")
 
 
 def _head(file: Path) -> bytes:
@@ -210,15 +210,15 @@ def check_columns(columns: tuple[str, ...], names: Iterable[str], place: str) ->
             raise refuse(place, f"has no column {column!r}, only {', '.join(map(repr, names))}", fix)
 
 
-def check_value(value: Any, sft: bool, place: str, tokens: bool = False) -> None:
-    """Raises `Refusal` for a value that is no text or, for the task sft, no list of messages. With `tokens` it may be ready tokens."""
-    if not sft and isinstance(value, list) and value and all(type(token) is int for token in value):
+def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> None:
+    """Raises `Refusal` for a value that is no text or, where `chats` are wanted, no list of messages. With `tokens` it may be ready tokens."""
+    if not chats and isinstance(value, list) and value and all(type(token) is int for token in value):
         if tokens:
             return
         rule = "holds token ids, which are read from Parquet and Arrow files only"
         raise refuse(place, rule, "make such a file: datasets.load_dataset('json', data_files=FILE, split='train').to_parquet('tokens.parquet')")
-    if value is not None and not isinstance(value, list if sft else str):
-        expected = "a list of messages (--messages_field)" if sft else "text (--text_field)"
+    if value is not None and not isinstance(value, list if chats else str):
+        expected = "a list of messages (--messages_field)" if chats else "text (--text_field)"
         rule = f"holds {type(value).__name__} {str(value)[:40]!r} where {expected} should be"
         raise refuse(place, rule, f"name another column, mend the row, or {SKIP}")
 

@@ -9,6 +9,7 @@ from ..architectures.lookup import local_tokenizer
 from ..architectures.shrink import BYTE_VOCAB
 from ..hub import hub_is_away, hub_refusal
 from ..refusal import refuse
+from ..tasks.facts import TASKS
 
 _SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
 
@@ -60,7 +61,7 @@ def check_tokenizer(tokenizer: Any, task: str) -> None:
     """Raises `Refusal` if the tokenizer lacks what `task` needs."""
     if tokenizer.eos_token_id is None:
         raise refuse("--tokenizer", "has no end-of-text token, which separates documents", "use the tokenizer of a causal language model")
-    if task == "sft" and not tokenizer.chat_template:
+    if TASKS[task].chats and not tokenizer.chat_template:
         raise refuse("--tokenizer", "has no chat template, which task sft needs", "use the tokenizer of a chat model, or bytes")
-    if task == "sft" and not tokenizer.is_fast:
+    if TASKS[task].chats and not tokenizer.is_fast:
         raise refuse("--tokenizer", "is a slow one, which cannot say where its tokens lie in the text", "use a fast tokenizer (tokenizer.json)")

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..recipe import Recipe
+from ..tasks.facts import TASKS
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,14 @@ class Request:
     sizes: Sizes = Sizes()
 
     @property
+    def chats(self) -> bool:
+        """Says whether a document is a chat, not a text."""
+        return TASKS[self.task].chats
+
+    @property
     def column(self) -> str:
-        """Names the column that holds a document: a chat for the task sft, else a text."""
-        return self.messages_field if self.task == "sft" else self.text_field
+        """Names the column that holds a document."""
+        return self.messages_field if self.chats else self.text_field
 
     @property
     def skip(self) -> bool:

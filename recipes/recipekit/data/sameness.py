@@ -63,10 +63,11 @@ def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, st
 
 
 def roll(seen: int, batches: list[MicroBatch]) -> int:
-    """Hashes all tokens and labels handed out so far into 64 bits; `seen` is the hash before these batches (0 at first)."""
+    """Hashes all tensors handed out so far into 64 bits; `seen` is the hash before these batches (0 at first)."""
     for batch in batches:
-        for name in ("input_ids", "labels"):
-            values = batch[name].numpy().ravel().view(np.uint64)
+        for name in sorted(batch):
+            values = np.ascontiguousarray(batch[name].numpy()).ravel()
+            values = values.view(f"u{values.itemsize}").astype(np.uint64, copy=False)
             mixed = (values + np.arange(1, len(values) + 1, dtype=np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
             seen = (seen * 0x94D049BB133111EB + int((mixed ^ (mixed >> np.uint64(31))).sum())) % (1 << 64)
     return seen

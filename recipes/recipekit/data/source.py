@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 from datasets.exceptions import DatasetsError
 
+from ..tasks.facts import TASKS
 from .files import check_columns, check_value
 
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
@@ -50,7 +51,7 @@ class Wanted:
         """Makes documents of a wanted value: one, or none if the value is empty. Raises `Refusal` for a value of a wrong kind."""
         if self.as_rows:
             return [(value, place)]
-        check_value(value, self.task == "sft", place)
+        check_value(value, TASKS[self.task].chats, place)
         return [(value, place)] if value else []
 
     def of_row(self, row: dict[str, Any]) -> Any:

@@ -39,12 +39,12 @@ def open_source(request: Request, domain: Domain, patience: Patience, columns: t
     With `columns` a document is a row of a table or of JSON lines: a dictionary of these columns. `before` is the fingerprint of the
     same corpus in an earlier job: a data set of the hub is opened at the commit that it names.
     """
-    sft, sizes = request.task == "sft", request.sizes
+    sizes = request.sizes
     wanted = Wanted(columns or (request.column,), request.task, sizes.read_rows, as_rows=bool(columns))
     if columns and domain.dataset == "builtin":
         raise _no_table(domain, columns)
     if domain.dataset == "builtin":
-        return _builtin_source(request.seq_len, sizes.part_bytes, sft)
+        return _builtin_source(request.seq_len, sizes.part_bytes, request.chats)
     if domain.dataset.startswith(("http://", "https://")):
         return _address_source(domain.dataset, wanted, patience, sizes.part_bytes)
     files = local_files(domain.dataset)
@@ -53,7 +53,7 @@ def open_source(request: Request, domain: Domain, patience: Patience, columns: t
     kind = kind_of(files, domain.dataset)
     if kind == "text" and columns:
         raise _no_table(domain, columns)
-    if kind == "text" and sft:
+    if kind == "text" and request.chats:
         raise no_chats(domain.dataset)
     if kind == "text":
         return text_source(files, request.seq_len, sizes.part_bytes, request.task)
@@ -70,12 +70,12 @@ def open_source(request: Request, domain: Domain, patience: Patience, columns: t
 
 
 @functools.cache  # a run opens its data three times, and the interpreter's own files stay what they are
-def _builtin_source(seq_len: int, part_bytes: int, sft: bool) -> Source:
-    files = standard_library(*(("test", "tests", "idle_test") if sft else ()))  # tests have few docstrings
+def _builtin_source(seq_len: int, part_bytes: int, chats: bool) -> Source:
+    files = standard_library(*(("test", "tests", "idle_test") if chats else ()))  # tests have few docstrings
     # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
     warnings.filterwarnings("ignore", module="builtin_corpus")
-    documents = _docstring_chats if sft else None
-    return text_source(files, seq_len, part_bytes, "builtin", "sft" if sft else "pretrain", documents=documents, whole=sft, errors="replace")
+    documents = _docstring_chats if chats else None
+    return text_source(files, seq_len, part_bytes, "builtin", "sft" if chats else "pretrain", documents=documents, whole=chats, errors="replace")
 
 
 def _no_table(domain: Domain, columns: tuple[str, ...]) -> Refusal:

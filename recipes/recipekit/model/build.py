@@ -19,6 +19,7 @@ from ..parallel.tensor import Cut
 from ..recipe import Recipe
 from ..refusal import refuse
 from ..strategy.numbers import enabled
+from ..tasks.facts import TASKS
 from .describe import draft, with_files
 from .empty import empty_model, leaf_modules
 from .initial import fill, replace_parameter
@@ -54,7 +55,8 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
     whole part besides what it keeps. A collective under ZeRO-3. Raises `Refusal` when the files do not hold every parameter.
     """
     dtype = torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
-    empty = partial(empty_model, model_config, recipe.attention, recipe.model, recipe.recompute_every)
+    facts = TASKS[recipe.task]
+    empty = partial(empty_model, model_config, recipe.attention, recipe.model, recipe.recompute_every, facts.auto_class)
     whole = empty()
     if groups and groups.mesh.sp > 1:
         sequence.apply(whole, recipe.attention, recipe.seq_len, groups)
@@ -70,7 +72,7 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
         stages = stages_of(groups.coords["pp"], pp, recipe.pipeline_schedule)
         split = pipeline.split(whole, blueprint, pp * len(stages), recipe.pp_plan)
         models = [empty() for _ in stages]
-        absent = [pipeline.cut(model, split, stage, dtype) for model, stage in zip(models, stages, strict=True)]
+        absent = [pipeline.cut(model, split, stage, dtype, facts) for model, stage in zip(models, stages, strict=True)]
     cuts: dict[str, Cut] = {}
     filled: dict[str, nn.Parameter] = {}
     weights = None

@@ -13,6 +13,9 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..refusal import refuse
+from ..tasks.facts import TASKS
+
+CAUSAL = TASKS["pretrain"].auto_class
 
 
 def leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -32,7 +35,7 @@ def leaf_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def empty_model(model_config: dict[str, Any], attention: str = "sdpa", name: str = "", recompute_every: int = 0) -> PreTrainedModel:
+def empty_model(model_config: dict[str, Any], attention: str = "sdpa", name: str = "", recompute_every: int = 0, auto_class: str = CAUSAL) -> PreTrainedModel:
     """Makes the model of a config.json with its parameters on the meta device, its buffers real, its embeddings tied.
 
     `name`, a hub id or folder, is what a refusal calls the model. Every `recompute_every`-th layer is recomputed in the
@@ -41,7 +44,7 @@ def empty_model(model_config: dict[str, Any], attention: str = "sdpa", name: str
     attention implementation that the model does not have.
     """
     with no_init_weights(), parameters_on_meta() as small:
-        model = construct(config_of(model_config, name), attention, name)
+        model = construct(config_of(model_config, name), attention, name, auto_class)
     made: Any = {
         f"{place}.{key}" if place else key: small[id(module), key]
         for place, module in model.named_modules()
@@ -69,13 +72,13 @@ def config_of(model_config: dict[str, Any], name: str = "") -> PreTrainedConfig:
         raise refuse(f"model = {name}", rule, "mend the value") from None
 
 
-def construct(config: PreTrainedConfig, attention: str, name: str = "") -> PreTrainedModel:
-    """Makes transformers' model of a config, in fp32."""
+def construct(config: PreTrainedConfig, attention: str, name: str = "", auto_class: str = CAUSAL) -> PreTrainedModel:
+    """Makes the model of a config that an Auto class of transformers knows, in fp32."""
     config._attn_implementation = attention
     config._name_or_path = name  # what an exported adapter names as its base
     config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
     try:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     except (ValueError, ImportError) as error:  # of an attention that the class, or this machine, does not have
         if "attention" not in str(error).lower():
             raise

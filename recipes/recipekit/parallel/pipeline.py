@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..refusal import refuse
+from ..tasks.facts import Facts
 from .blueprint import Blueprint, stage_bounds, stages_of
 from .groups import Groups
 
@@ -126,12 +127,12 @@ class _Left(Exception):
     """Carries the hidden states out of the model's forward."""
 
 
-def cut(model: PreTrainedModel, split: Split, stage: int, dtype: torch.dtype) -> list[str]:
+def cut(model: PreTrainedModel, split: Split, stage: int, dtype: torch.dtype, facts: Facts) -> list[str]:
     """Makes `model` one stage, in place; returns the names of the modules it took out besides layers.
 
-    Its forward takes (input_ids, position_ids) on the first stage and (hidden_states, ..., input_ids, position_ids) on the
-    others, and returns the latter, or logits on the last stage: ids int64 (B, T), hidden states (B, T, D) of `dtype`. Where
-    a layer returns more than hidden states, the rest travels between them: tensors, and which of its places are None.
+    Its forward takes the inputs of the task on the first stage and (hidden_states, ..., inputs) on the others, and returns
+    the latter, or logits on the last stage: ids int64 (B, T), hidden states (B, T, D) of `dtype`. Where a layer returns
+    more than hidden states, the rest travels between them: tensors, and which of its places are None.
     """
     first, last = stage == 0, stage == split.num_stages - 1
     start, stop = split.bounds[stage], split.bounds[stage + 1]
@@ -164,15 +165,15 @@ def cut(model: PreTrainedModel, split: Split, stage: int, dtype: torch.dtype) ->
     form: list[list[int]] = []  # of what is received, the same for every micro-batch
 
     def forward(inputs: tuple[torch.Tensor, ...]) -> Any:
-        *states, input_ids, position_ids = inputs
+        states, given = list(inputs[: -len(facts.inputs)]), inputs[-len(facts.inputs) :]
         if states:
             if len(states) > 1 and not form:
                 form.append(states[-1].tolist())
             received[:] = [_unpack(states, form[0]) if form else states[0]]
         try:
-            output = whole_forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            output = whole_forward(**dict(zip(facts.inputs, given, strict=True)), **facts.constants)
         except _Left as left:
-            return *_pack(*left.args), input_ids, position_ids
+            return *_pack(*left.args), *given
         return output.logits
 
     model.forward = forward

@@ -8,6 +8,7 @@ from ..plan import Plan
 from ..refusal import Refusal
 from ..run_folder import CHECKPOINTS
 from ..strategy.numbers import enabled
+from ..tasks.facts import TASKS
 from .show import drawn_up, fullest
 from .terms import ACCELERATOR, HOST, NVME, too_much, total
 
@@ -19,7 +20,7 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     """
     recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
     assert plan.model_config is not None
-    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every)
+    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class)
     if plan.mesh.pp > 1:
         plan_of(model, recipe.pp_plan)  # refused if it has none
     terms = fullest(plan, *drawn_up(plan))

@@ -7,12 +7,13 @@ from transformers import PreTrainedModel
 
 from ..command import Command
 from ..mesh import Mesh
-from ..model.causal import check_causal
 from ..model.describe import draft
 from ..model.empty import empty_model
 from ..parallel import expert, pipeline, tensor
 from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds
 from ..plan import Plan
+from ..tasks.facts import TASKS
+from ..tasks.find import task_called
 from .devices import device_called
 from .memory import Load, rank_terms
 from .pinned import pins_exactly
@@ -26,8 +27,10 @@ def show(plan: Plan) -> None:
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
     unknown, drawn, terms = "", None, []
     if plan.model_config is not None:  # first: what is refused stands alone
-        refuse_degrees(empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every), recipe.pp_plan, mesh)
-        unknown = check_causal(plan.model_config, recipe.attention, recipe.model)
+        refuse_degrees(
+            empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class), recipe.pp_plan, mesh
+        )
+        unknown = task_called(recipe.task).check(plan.model_config, recipe.attention, recipe.model)
         drawn = drawn_up(plan)
         terms = fullest(plan, *drawn)
     for note in (*plan.notes, *filter(None, [unknown])):
@@ -96,7 +99,7 @@ def drawn_up(plan: Plan) -> tuple[Blueprint, Layout, Load]:
     """The model, its layout and its load, as `memory.rank_terms` takes them; needs no weights."""
     recipe, mesh = plan.recipe, plan.mesh
     assert plan.model_config is not None
-    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every)
+    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class)
     model = recipe.adapt(model) if recipe.adapt is not None else model
     blueprint = draft(model, recipe.pp_plan)
     head = model.get_output_embeddings()

@@ -17,7 +17,6 @@ from ..data.mixture import domains_of
 from ..data.processors import load_tokenizer
 from ..engine import Engine
 from ..model.build import Built, build_model, check_weights
-from ..model.causal import check_causal
 from ..model.export import export, save_small_files
 from ..model.weights import fetch_config, weights_folder
 from ..optim.groups import parameter_groups
@@ -28,6 +27,7 @@ from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
 from ..refusal import Say, refuse
 from ..run_folder import CHECKPOINTS, EXPORT
+from ..task import Task
 from .corpus import check_data
 from .facts import export_dtype, layout_of
 
@@ -41,6 +41,7 @@ class Loaded:
     """
 
     plan: Plan
+    task: Task
     groups: Groups
     model_config: dict[str, Any]
     tokenizer: Any
@@ -67,10 +68,10 @@ class Loaded:
         export(self.engine, self.built, self.groups, self.tokenizer, folder, self.dtype, self.plan.recipe.merge)
 
 
-def load_model(plan: Plan, source: Path | None, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Loaded:
+def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Loaded:
     """Builds the model of a plan and puts it into its engine, with the states of the step folder `source` if there is one (a collective).
 
-    `loss(by_domain, logits, target)` is what the last stage of a pipeline computes.
+    `loss(by_domain, output, target)` is what the last stage of a pipeline computes.
     """
     recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     begun = time.perf_counter()
@@ -82,7 +83,7 @@ def load_model(plan: Plan, source: Path | None, device: torch.device, loss: Call
     tokenizer = fitting_tokenizer(plan, model_config)
     if source is None:
         check_data(recipe, tokenizer, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
-    if unknown := check_causal(model_config, recipe.attention, recipe.model):
+    if unknown := task.check(model_config, recipe.attention, recipe.model):
         say(unknown)
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
     domains = len(domains_of(recipe.dataset))
@@ -100,7 +101,7 @@ def load_model(plan: Plan, source: Path | None, device: torch.device, loss: Call
         state = load.load(engine, source, blueprint, layout, plan.out / CHECKPOINTS / ".converted", say)
         say(f"resumed from {source}")
     state["export_dtype"] = dtype
-    return Loaded(plan, groups, model_config, tokenizer, built, engine, blueprint, layout, state, by_domain)
+    return Loaded(plan, task, groups, model_config, tokenizer, built, engine, blueprint, layout, state, by_domain)
 
 
 def fitting_tokenizer(plan: Plan, model_config: dict[str, Any]) -> Any:

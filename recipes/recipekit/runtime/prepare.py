@@ -19,7 +19,7 @@ from ..planner.devices import DEVICES
 from ..planner.flops import Flops
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS, put_aside, way_on
-from ..task import MicroBatch
+from ..task import MicroBatch, Task
 from .agree import check_same_data, shared_problems
 from .corpus import open_data, open_held_out
 from .engine import Loaded
@@ -39,6 +39,7 @@ class Ready:
     """
 
     plan: Plan
+    task: Task
     engine: Engine
     stream: Stream
     held_out: list[MicroBatch]
@@ -112,7 +113,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         peers.way_on = partial(way_on, recipe.resume, plan.out)
         peers.last_words = partial(tracker.finish, 1)
     flops, peak = speed_limits(loaded, facts["host"]["device"], say)
-    return Ready(plan, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.by_domain, flops, peak)
+    return Ready(plan, loaded.task, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.by_domain, flops, peak)
 
 
 def open_saver(loaded: Loaded) -> save.Saver:

@@ -1,0 +1,33 @@
+"""A causal language model learns the token that follows, at every position of the text."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from ..model.causal import check_causal
+from ..task import IGNORE, MicroBatch, Task
+from .facts import TASKS
+
+
+def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Computes the logits, (B, T, V)."""
+    starts = batch.get("document_starts")  # of the whole rows, under sequence parallelism only
+    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=starts, use_cache=False).logits
+
+
+def loss(logits: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
+    """Sums the cross-entropy over the tokens that have a label, in fp32: () of the micro-batch, or (B,)."""
+    labels = batch["labels"]
+    logits = logits.float().flatten(0, 1)
+    if not by_row:
+        return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none").view_as(labels).sum(1)
+
+
+def count(batch: MicroBatch) -> torch.Tensor:
+    """Counts the tokens of each row that have a label, (B,) int64."""
+    return (batch["labels"] != IGNORE).sum(1)
+
+
+TASK = Task(facts=TASKS["pretrain"], targets=("labels",), forward=forward, loss=loss, count=count, check=check_causal)

@@ -1,0 +1,51 @@
+"""Each task is a row of facts and a file; what its code says of a micro-batch agrees with what the stream makes."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from recipekit.data.processors import byte_tokenizer
+from recipekit.data.request import Request
+from recipekit.data.stream import open_stream
+from recipekit.recipe import Recipe
+from recipekit.task import IGNORE, MicroBatch
+from recipekit.tasks import facts
+from recipekit.tasks.facts import TASKS
+from recipekit.tasks.find import task_called
+
+
+def first_batch(name: str) -> MicroBatch:
+    request = Request(dataset="builtin", task=name, seq_len=64, micro_batch=2, global_batch=2)
+    with contextlib.closing(open_stream(request, byte_tokenizer(), dp=1, dp_rank=0)) as stream:
+        return next(stream)[0][0]
+
+
+def test_a_task_is_a_row_and_a_file():
+    files = {path.stem for path in Path(facts.__file__).parent.glob("*.py")} - {"__init__", "facts", "find"}
+    assert files == TASKS.keys()
+    assert Recipe.__dataclass_fields__["task"].metadata["choices"] == tuple(TASKS)
+    for name, row in TASKS.items():
+        assert task_called(name).facts is row
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_micro_batch_holds_what_the_model_and_the_loss_take(name):
+    task, batch = task_called(name), first_batch(name)
+    assert {*task.facts.inputs, *task.targets} == batch.keys()
+    assert {tensor.shape[0] for tensor in batch.values()} == {2}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_loss_is_a_sum_over_what_is_counted(name):
+    """Of each row and of all; a row without a label adds nothing to either."""
+    task, batch = task_called(name), first_batch(name)
+    batch["labels"][1] = IGNORE
+    logits = torch.randn(*batch["labels"].shape, 264, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    counts, rows, whole = task.count(batch), task.loss(logits, batch, True), task.loss(logits, batch, False)
+    assert counts.tolist() == [int((batch["labels"][0] != IGNORE).sum()), 0] and counts[0] > 0
+    probabilities = logits[0].double().log_softmax(-1)
+    expected = -sum(probabilities[place, label] for place, label in enumerate(batch["labels"][0].tolist()) if label != IGNORE)
+    assert rows.dtype == whole.dtype == torch.float32 and rows.shape == (2,) and whole.shape == ()
+    assert rows.tolist() == pytest.approx([float(expected), 0.0], rel=1e-6)
+    assert float(whole) == pytest.approx(float(expected), rel=1e-6)
