@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import config as datasets_config
 
-from ..refusal import Refusal, refuse
+from ..refusal import Refusal, Say, refuse
 from ..tasks.facts import TASKS
 from .encode import encode_chats, encode_texts
 from .files import not_utf8, unreadable
@@ -145,7 +145,7 @@ class Reader:
     sizes: Sizes
     cache: Path | None
     held_out: bool = False  # read those documents only that are held out
-    say: Callable[[str], None] = LOG.warning
+    say: Say = LOG.warning
     told: list[str] = field(default_factory=list)  # what was said of rows left out
     closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
     not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
@@ -289,7 +289,7 @@ class Reader:
             raise problem
 
 
-def tell(problems: list[str], told: list[str], say: Callable[[str], None]) -> None:
+def tell(problems: list[str], told: list[str], say: Say) -> None:
     """Says which rows were left out, up to `TOLD` times in all; `told` keeps what was said."""
     for problem in problems:
         if len(told) < TOLD and problem not in told:

@@ -1,13 +1,13 @@
 """The held-out rows, which training never sees."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..refusal import refuse
+from ..refusal import Say, refuse
 from ..task import IGNORE, MicroBatch
 from .blocks import packed
 from .chunks import Chunk, Reader
@@ -20,9 +20,7 @@ from .stream import open_corpus
 LOG = logging.getLogger(__name__)
 
 
-def eval_rows(
-    request: Request, tokenizer: Any, *, dp: int, dp_rank: int, state: StreamState | None = None, say: Callable[[str], None] = LOG.warning
-) -> list[MicroBatch]:
+def eval_rows(request: Request, tokenizer: Any, *, dp: int, dp_rank: int, state: StreamState | None = None, say: Say = LOG.warning) -> list[MicroBatch]:
     """Makes the micro-batches that this rank evaluates: `request.eval_rows` rows of held-out documents, fewer if there are fewer.
 
     All ranks together hold the same rows on every layout; rows whose labels are all -100 fill up the ranks that have fewer. A

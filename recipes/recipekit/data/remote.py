@@ -27,7 +27,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, httpx
 
 from ..parallel.groups import waiting_group
-from ..refusal import Refusal, refuse
+from ..refusal import Refusal, Say, refuse
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others a little later
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; each wait is twice the one before
@@ -50,7 +50,7 @@ class Patience:
     """Asks a server that does not answer well again, for `seconds`; `say` is told of each wait."""
 
     seconds: float
-    say: Callable[[str], None]
+    say: Say
     closed: threading.Event = field(default_factory=threading.Event)  # ends the waiting
 
     def __call__(self, where: str, attempt: Callable[[], Made]) -> Made:

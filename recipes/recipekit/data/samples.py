@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..refusal import Refusal, refuse
+from ..refusal import Refusal, Say, refuse
 from ..task import IGNORE, MicroBatch
 from .blocks import Held, Place, blocks
 from .chunks import tell
@@ -68,7 +68,7 @@ class SampleReader:
     source: Source
     skip: bool
     sizes: Sizes
-    say: Callable[[str], None]
+    say: Say
     told: list[str]  # what was said of rows left out
 
     def groups(self, part: int) -> int | SampleChunk:
@@ -122,7 +122,7 @@ def open_samples(
     dp: int,
     dp_rank: int,
     state: StreamState | None = None,
-    say: Callable[[str], None] = LOG.warning,
+    say: Say = LOG.warning,
 ) -> Stream:
     """Opens the stream of one data-parallel rank over rows of `columns`; a step has `global_batch` rows. Otherwise like `open_stream`.
 

@@ -8,12 +8,12 @@ mixture), and the state is a few integers for each corpus.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..refusal import refuse
+from ..refusal import Say, refuse
 from .blocks import Place, blocks, packed
 from .chunks import Encoder, Reader, open_cache
 from .formats import PIECE, TOKEN_LENGTH
@@ -53,7 +53,7 @@ class Corpus:
         return [Reader(source, self.encoder, skip, sizes, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
 
 
-def open_corpus(request: Request, tokenizer: Any, say: Callable[[str], None] = LOG.warning, state: StreamState | None = None) -> Corpus:
+def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state: StreamState | None = None) -> Corpus:
     """Opens the corpora that a run reads; a collective where one is remote. `say` is told of rows left out and of servers waited for.
 
     With the `state` of a stream a data set of the hub is read as it was then, whatever has been committed since. Raises
@@ -85,7 +85,7 @@ def open_stream(
     dp_rank: int,
     state: StreamState | None = None,
     files: dict[str, dict[str, str]] | None = None,
-    say: Callable[[str], None] = LOG.warning,
+    say: Say = LOG.warning,
 ) -> Stream:
     """Opens the stream of one data-parallel rank, from the start or from a state of any rank of any layout.
 

@@ -13,12 +13,12 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
-from ..refusal import Problem, Refusal, refuse
+from ..refusal import Problem, Refusal, Say, refuse
 from ..strategy.swap import file_system
 from .locks import lock
 
@@ -98,7 +98,7 @@ def ours(place: Path, part: str) -> bool:
 
 
 @contextlib.contextmanager
-def held(place: Path, part: str, say: Callable[[str], None]) -> Iterator[None]:
+def held(place: Path, part: str, say: Say) -> Iterator[None]:
     """Holds the folder of `part` against all other processes that compile it.
 
     torch 2.13 marks a compile with a plain file (FileBaton); a process that is killed meanwhile leaves it, and every later
@@ -157,7 +157,7 @@ def check(place: Path) -> list[Problem]:
     return []
 
 
-def _clear(place: Path, part: str, file: IO[str], say: Callable[[str], None]) -> None:
+def _clear(place: Path, part: str, file: IO[str], say: Say) -> None:
     """Removes the mark of a killed compile of this host; waits for a compile of another one."""
     left, told = place / part / "lock", False
     file.seek(0)

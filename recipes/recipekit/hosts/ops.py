@@ -11,12 +11,11 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..refusal import Problem, Refusal, refuse
+from ..refusal import Problem, Refusal, Say, refuse
 from ..strategy.schema import at
 from . import op_cache, torch_builds
 
@@ -203,7 +202,7 @@ def _short(error: BaseException) -> str:
 # Loading
 
 
-def prepare_ops(config: dict[str, Any], say: Callable[[str], None]) -> None:
+def prepare_ops(config: dict[str, Any], say: Say) -> None:
     """Loads the ops that a run with this JSON needs, compiling those that are missing. Raises `Refusal` with what is not there to compile them."""
     if problems := check_ops(config):
         raise Refusal(problems)
@@ -211,7 +210,7 @@ def prepare_ops(config: dict[str, Any], say: Callable[[str], None]) -> None:
         load_op(op, say)
 
 
-def load_op(op: Op, say: Callable[[str], None]) -> None:
+def load_op(op: Op, say: Say) -> None:
     """Loads an op, compiling it first where it is missing; one process of a host at a time. Raises `Refusal` if that cannot be done."""
     import cpuinfo
     from deepspeed.accelerator import get_accelerator
@@ -248,7 +247,7 @@ def _cannot(op: Op, error: Exception) -> Refusal:
     return refuse(f"DeepSpeed's {op.title}", rule, "install what is missing; `ds_report` lists what each op needs")
 
 
-def _compile(op: Op, builder: Any, place: Path, say: Callable[[str], None]) -> None:
+def _compile(op: Op, builder: Any, place: Path, say: Say) -> None:
     """Lets DeepSpeed compile what is missing or out of date, and load it; the caller holds the folders."""
     missing = not all((place / part / f"{part}.so").exists() for part in op.parts)
     begun = time.perf_counter()
