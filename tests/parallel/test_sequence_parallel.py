@@ -170,7 +170,7 @@ def test_models_that_cut_rows_would_change_are_refused(config, says):
     config = {"num_hidden_layers": 2, "vocab_size": 64} | config
     recipe = dataclasses.replace(recipe_of("sdpa", 2), attention="eager")
     with pytest.raises(Refusal, match=says):
-        check(empty_model(config, "eager"), recipe)
+        check(empty_model(config, "eager"), recipe.seq_len)
 
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 261, "intermediate_size": 128}
