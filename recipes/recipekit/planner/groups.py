@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from ..parallel.blueprint import Blueprint, Layout, held, local_shape
+from ..parallel.blueprint import Layout, Tensor, local_shape
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Group:
         return runs
 
 
-def groups_of(blueprint: Blueprint, layout: Layout, pp_rank: int) -> tuple[list[Group], list[int]]:
-    """The optimizer's groups of a rank, and the elements of each frozen parameter. Experts are groups of their own
-    where they are divided.
+def groups_of(tensors: list[Tensor], layout: Layout) -> tuple[list[Group], list[int]]:
+    """Divides the tensors of a rank into the optimizer's groups and the elements of each frozen parameter. Experts are
+    groups of their own where they are divided.
     """
     ep = layout.mesh.ep
     found: dict[tuple[int, bool], list[int]] = {}
     frozen = []
-    for tensor in held(blueprint, layout, pp_rank):
+    for tensor in tensors:
         expert = ep > 1 and ".experts." in tensor.name
         numel = prod(local_shape(tensor, layout.mesh.tp, 0)) // (ep if expert else 1)
         if tensor.buffer or not numel:

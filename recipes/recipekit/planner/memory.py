@@ -52,11 +52,12 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
     """Lists every term of a rank of a pipeline stage: of tensor rank 0, which has the largest part of each cut tensor,
     with the padding that all ranks have.
     """
-    groups, frozen = groups_of(blueprint, layout, pp_rank)
+    tensors = held(blueprint, layout, pp_rank)
+    groups, frozen = groups_of(tensors, layout)
     zero = ds_config.get("zero_optimization", {})
     of_class = {"torch": _plain, "FP16_UnfusedOptimizer": _unfused, "BF16_Optimizer": _bf16, "DeepSpeedZeroOptimizer": _zero_1_2}
     if zero.get("stage", 0) == 3:
-        persistent = [numel for numel in _numels(blueprint, layout, pp_rank) if numel <= zero.get("stage3_param_persistence_threshold", 100_000)]
+        persistent = [numel for numel in _numels(tensors, layout.mesh.tp) if numel <= zero.get("stage3_param_persistence_threshold", 100_000)]
         terms = _zero_3(groups, frozen, persistent, ds_config, load)
     else:
         terms = of_class[optimizer_class(ds_config)](groups, frozen, ds_config, load)
@@ -70,9 +71,8 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
     return [term for term in terms if term.taken]
 
 
-def _numels(blueprint: Blueprint, layout: Layout, pp_rank: int) -> list[int]:
-    tensors: list[Tensor] = [tensor for tensor in held(blueprint, layout, pp_rank) if not tensor.buffer]
-    return [prod(local_shape(tensor, layout.mesh.tp, 0)) for tensor in tensors]
+def _numels(tensors: list[Tensor], tp: int) -> list[int]:
+    return [prod(local_shape(tensor, tp, 0)) for tensor in tensors if not tensor.buffer]
 
 
 def _plain(groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load: Load) -> list[Term]:

@@ -173,7 +173,7 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
         ]
     name = optimizer_name(clean)
     if name:
-        takes = optimizer_params(clean)
+        takes = optimizer_params(clean, name)
         for field, key in (("weight_decay", "weight_decay"), ("beta1", "betas"), ("beta2", "betas"), ("eps", "eps")):
             if field in typed and key not in takes:
                 found.append(Problem(f"--{field} {getattr(recipe, field)}", f"{name} takes no {key}, so it would be ignored", "drop the flag, or use AdamW"))

@@ -6,7 +6,7 @@ from ..mesh import Mesh
 from ..recipe import Recipe
 from .numbers import degrees_in, literals
 from .rules import Facts
-from .schema import optimizer_params, walk
+from .schema import optimizer_name, optimizer_params, walk
 from .shapes import shape_of
 
 
@@ -37,7 +37,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
         resolved["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True}}
         lines.append("optimizer: the JSON has none, so AdamW")
     params = resolved["optimizer"].setdefault("params", {})
-    takes = optimizer_params(resolved)
+    takes = optimizer_params(resolved, optimizer_name(resolved))
     numbers = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps}
     for key, number in numbers.items():
         if key in takes and params.get(key, "auto") == "auto":

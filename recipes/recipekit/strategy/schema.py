@@ -53,9 +53,8 @@ def optimizer_name(config: dict[str, Any]) -> str | None:
     return next((spelled for spelled in known if spelled == name or (known[spelled].get("any_case") and spelled.lower() == name.lower())), None)
 
 
-def optimizer_params(config: dict[str, Any]) -> dict[str, Node]:
-    """The keys of optimizer.params, for the implementation that DeepSpeed will choose."""
-    name = optimizer_name(config)
+def optimizer_params(config: dict[str, Any], name: str | None) -> dict[str, Node]:
+    """Finds the keys of optimizer.params, for the implementation of the optimizer `name` that DeepSpeed will choose."""
     if name is None:
         return {}
     variants = schema()["optimizers"][name]
@@ -106,7 +105,7 @@ def walk(config: dict[str, Any], auto: Collection[str] = AUTO) -> tuple[list[Pro
             package = names[name]["needs_package"]
             found.append(Problem(f"{block}.type = {given}", f"needs the package {package}, which is not installed", "use AdamW", FAILS))
         else:
-            params["keys"] = optimizer_params(config) if block == "optimizer" else names[name]
+            params["keys"] = optimizer_params(config, name) if block == "optimizer" else names[name]
             params["of"], params["strict"] = name, True
             if "params" not in config[block] and (needed := [key for key, node in params["keys"].items() if node.get("required")] or block == "scheduler"):
                 listed = ", ".join(needed) if isinstance(needed, list) else "an object"
