@@ -1,0 +1,225 @@
+"""Lists the parameters that pass through more than three functions of recipekit which hand them on and do not read them.
+
+    python tests/support/threaded.py
+    python tests/support/threaded.py --root OTHER_CHECKOUT --most 2
+
+A function hands a parameter on if it uses it only as an argument, as it is, of calls of recipekit: of functions, of
+methods of classes that can be told, of classes (which keep it), and of these in partial(...). A way is followed through
+the functions that read the value, too, but these are neither counted nor shown. What is called through a variable, a
+field or a table is not seen.
+
+On 2026-11-24 these are 6, after 9; commit 521c804 had none (through more than two: 21, and 14 then). Modules and closures
+have been cut into smaller functions since: `places.holders`, for one, came between `groups_of` and its callers.
+
+    blueprint  create.create, create.read_carried, other_programs._check_sizes, places.expected_bytes or tensor_files.open_checkpoint
+               > places.holders > blueprint.groups_of > blueprint.held
+    place      formats._from_line > files.row_of > files.decoded > files.not_utf8 > refusal.refuse
+"""
+
+import argparse
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "recipekit"
+MOST = 3  # functions that may hand a value on unread before it is listed
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Tree = ast.Module | ast.ClassDef | Function
+Place = tuple[str, str]  # a function by its full name, as recipekit.data.lanes.Domains.deal, and one of its parameters
+
+
+@dataclass(frozen=True)
+class Code:
+    """Holds what a package defines and imports, by full name."""
+
+    modules: set[str]
+    classes: set[str]
+    functions: dict[str, Function]
+    stored: dict[str, set[str]]  # function -> the names that it sets
+    imported: dict[str, str]
+    values: dict[tuple[str, str], set[str]]  # (module, or "" for all; variable, parameter or attribute) -> the classes of what it holds
+
+
+@dataclass(frozen=True)
+class Thread:
+    """Holds a value's way: the name that it has first, who gives it, and the functions that hand it on unread."""
+
+    name: str
+    givers: tuple[str, ...]
+    functions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}, from {', '.join(self.givers) or 'callers that are not seen'}: {' > '.join(self.functions)}".replace(f"{PACKAGE}.", "")
+
+
+def read_code(package: Path) -> Code:
+    code = Code(set(), set(), {}, {}, {}, defaultdict(set))
+    trees: dict[str, ast.Module] = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = (PACKAGE, *path.relative_to(package).with_suffix("").parts)
+        module = ".".join(parts).removesuffix(".__init__")
+        code.modules.add(module)
+        trees[module] = ast.parse(path.read_text())
+        _define(code, trees[module], module, parts[:-1])
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            match node:
+                case (
+                    ast.arg(arg=name, annotation=ast.expr() as kind)
+                    | ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name), annotation=kind)
+                    | ast.Assign(targets=[ast.Name(id=name) | ast.Attribute(attr=name)], value=ast.Call(func=kind))
+                    | ast.withitem(optional_vars=ast.Name(id=name), context_expr=ast.Call(func=kind))
+                ):
+                    made = code.functions.get(_meant(code, module, kind) or "")
+                    kinds = ast.walk(made.returns) if made and made.returns else ast.walk(kind)
+                    held = {found for each in kinds if (found := _meant(code, module, each)) in code.classes}
+                    code.values[module, name] |= held
+                    code.values["", name] |= held
+    return code
+
+
+def _define(code: Code, tree: Tree, scope: str, package: tuple[str, ...]) -> None:
+    """Adds what is defined and imported in a definition, and in those inside it."""
+    for node in _own(tree):
+        if isinstance(node, Function):
+            code.functions[f"{scope}.{node.name}"] = node
+            code.stored[f"{scope}.{node.name}"] = {each.id for each in _own(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+            _define(code, node, f"{scope}.{node.name}", package)
+        elif isinstance(node, ast.ClassDef):
+            code.classes.add(f"{scope}.{node.name}")
+            _define(code, node, f"{scope}.{node.name}", package)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            code.imported.update({f"{scope}.{alias.asname or alias.name}": ".".join(filter(None, [*base, node.module, alias.name])) for alias in node.names})
+
+
+def _own(tree: Tree) -> Iterator[ast.AST]:
+    """Yields the nodes of a body, without the bodies of the definitions in it."""
+    rest: list[ast.AST] = [*tree.body]
+    while rest:
+        yield (node := rest.pop())
+        if isinstance(node, Function):
+            rest += [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
+        elif not isinstance(node, ast.ClassDef):
+            rest += ast.iter_child_nodes(node)
+
+
+def _parameters(code: Code, function: str) -> tuple[list[str], list[str]]:
+    """Lists those that can be given by place, without `self`, and all of them."""
+    given = code.functions[function].args
+    placed = [each.arg for each in (*given.posonlyargs, *given.args)]
+    placed = placed[placed[:1] in (["self"], ["cls"]) :]
+    return placed, placed + [each.arg for each in given.kwonlyargs]
+
+
+def _scopes(code: Code, scope: str) -> Iterator[str]:
+    """Yields a function, those around it, and its module."""
+    while scope not in code.modules:
+        if scope in code.functions:
+            yield scope
+        scope = scope.rpartition(".")[0]
+    yield scope
+
+
+def _owner(code: Code, scope: str, name: str) -> str | None:
+    """Finds the function whose parameter or variable a name is."""
+    for each in _scopes(code, scope):
+        if each in code.functions and (name in _parameters(code, each)[1] or name in code.stored[each]):
+            return each
+    return None
+
+
+def _parameter(code: Code, scope: str, node: ast.AST) -> Place | None:
+    """Finds whose parameter an expression is, if it is one and no more."""
+    if isinstance(node, ast.Name) and (owner := _owner(code, scope, node.id)) and node.id in _parameters(code, owner)[1]:
+        return owner, node.id
+    return None
+
+
+def _meant(code: Code, scope: str, node: ast.AST) -> str | None:
+    """Finds the module, class or function that an expression names; a method, where one class that its receiver may have defines it."""
+    names: list[str] = []
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+        node = ast.Name(node.value)
+    if isinstance(node, ast.Name):
+        names = [] if _owner(code, scope, node.id) else [f"{each}.{node.id}" for each in _scopes(code, scope)]
+    elif isinstance(node, ast.Attribute) and (base := _meant(code, scope, node.value)):
+        names = [f"{base}.{node.attr}"]
+    elif isinstance(node, ast.Attribute):
+        receiver = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+        *around, module = _scopes(code, scope)
+        owners = [each.rpartition(".")[0] for each in around] if receiver == "self" else code.values[module, receiver] or code.values["", receiver]
+        names = [name for owner in owners if (name := f"{owner}.{node.attr}") in code.functions]
+        names = names if len(names) == 1 else []
+    known = code.functions.keys() | code.classes | code.modules
+    for name in names:
+        while name not in known and name in code.imported:
+            name = code.imported[name]
+        if name in known:
+            return name
+    return None
+
+
+def _handed(code: Code, scope: str, call: ast.Call) -> Iterator[tuple[ast.expr, Place | None]]:
+    """Yields the arguments of a call of ours, or of partial(ours, ...), each with the parameter that it becomes."""
+    args, called = call.args, _meant(code, scope, call.func)
+    if args and (getattr(call.func, "id", None) or getattr(call.func, "attr", None)) in ("partial", "submit"):
+        called, args = _meant(code, scope, args[0]), args[1:]
+    if called in code.classes:
+        called = f"{called}.__init__"  # of a dataclass too: it keeps the value
+    elif called not in code.functions:
+        return
+    placed, known = _parameters(code, called) if called in code.functions else ([], [])
+    starred = next((index for index, each in enumerate(args) if isinstance(each, ast.Starred)), len(args))
+    for index, value in enumerate(args[:starred]):
+        yield value, (called, placed[index]) if index < len(placed) else None
+    for keyword in call.keywords:
+        if keyword.arg:
+            yield keyword.value, (called, keyword.arg) if keyword.arg in known else None
+
+
+def threads(package: Path, most: int = MOST) -> list[Thread]:
+    """Lists the longest way of each value that more than `most` functions hand on unread, without ways that lie in another."""
+    code = read_code(package)
+    ways: dict[Place, set[Place]] = defaultdict(set)
+    givers: dict[Place, set[str]] = defaultdict(set)
+    read: set[Place] = set()
+    for scope, function in code.functions.items():
+        handed = set()
+        for call in _own(function):
+            for value, place in _handed(code, scope, call) if isinstance(call, ast.Call) else ():
+                if source := _parameter(code, scope, value):
+                    handed.add(id(value))
+                    ways[source] |= {place} if place else set()
+                elif place:
+                    givers[place].add(scope)
+        read |= {source for node in _own(function) if id(node) not in handed and (source := _parameter(code, scope, node))}
+
+    def longest(place: Place, before: tuple[str, ...] = ()) -> tuple[str, ...]:
+        here = () if place in read or place not in ways else place[:1]
+        after = [longest(each, (*before, place[0])) for each in ways.get(place, ()) if each[0] not in (*before, place[0])]
+        return here + max(sorted(after), key=len, default=())
+
+    inner = set().union(*ways.values())
+    found: dict[tuple[str, ...], Thread] = {}
+    for place in sorted(place for place in ways if place in givers or place not in inner):
+        functions = longest(place)
+        same = found.get(functions)
+        found[functions] = Thread(same.name if same else place[1], tuple(sorted({*givers.get(place, ()), *(same.givers if same else ())})), functions)
+    return [thread for key, thread in found.items() if len(key) > most and not any(set(key) < set(other) for other in found)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=ROOT, help="a checkout")
+    parser.add_argument("--most", type=int, default=MOST, help="functions that may hand a value on unread")
+    args = parser.parse_args()
+    found = threads(args.root / "recipes" / PACKAGE, args.most)
+    print(*found, f"{len(found)} parameters pass through more than {args.most} functions that do not read them", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
