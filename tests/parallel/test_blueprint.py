@@ -11,7 +11,7 @@ from recipekit.mesh import Mesh
 from recipekit.model.describe import draft
 from recipekit.model.empty import empty_model
 from recipekit.parallel import tensor as tensor_parallel
-from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, runs, stage_bounds
+from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, runs, stage_bounds
 
 FAMILIES = ("llama", "phi3", "qwen3_moe", "mixtral", "gemma2", "olmo2", "deepseek_v3", "glm4", "qwen3")
 
@@ -51,7 +51,7 @@ def model(sizes: list[int], layers: int) -> Blueprint:
 def test_every_element_lies_in_exactly_one_place(sizes, dp, zero, sub_group_size):
     blueprint = model(sizes, 1)
     layout = Layout(Mesh(dp=dp), zero, "", "float32", sub_group_size=sub_group_size)
-    groups = groups_of(blueprint, layout, 0, 0)
+    groups = groups_of(held(blueprint, layout, 0), layout, 0)
     seen: dict[tuple[int, int, int], str] = {}
     for (_, size, extents), tensors in zip(flat_groups(groups, layout), flat_tensors(groups, layout), strict=True):
         for (tensor, numel), pieces in zip(tensors, extents, strict=True):
@@ -92,7 +92,7 @@ def test_an_uneven_block_is_cut_as_torch_chunks_it(block, blocks, tp):
 def test_a_partition_has_an_even_number_of_elements(sizes, dp):
     """DeepSpeed pads a group to a multiple of 2 x partitions (stage_1_and_2.py: nccl_start_alignment_factor), and divides it."""
     blueprint, layout = model(sizes, 1), Layout(Mesh(dp=dp), 1, "", "float32")
-    groups = groups_of(blueprint, layout, 0, 0)
+    groups = groups_of(held(blueprint, layout, 0), layout, 0)
     for group, (_, size, _) in zip(groups, flat_groups(groups, layout), strict=True):
         total = sum(numel for _, numel in group)
         assert size % 2 == 0 and total <= size * dp < total + 2 * dp

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..mesh import Mesh
-from ..parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, groups_of
+from ..parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, groups_of, held
 from ..refusal import refuse
 from .places import MOMENTS, model_file, optimizer_file, shards
 from .state import State
@@ -134,7 +134,7 @@ def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
             if opened[piece.file].tensors.get(piece.keys) is None or opened[piece.file].tensors[piece.keys].numel() < piece.offset + piece.stop - piece.start:
                 raise _undecided(f"{folder / piece.file}: {'/'.join(map(str, piece.keys))}", "is not as large as the layout says", "use another copy")
     for tp_rank in range(layout.mesh.tp if layout.zero_stage == 3 else 0):
-        for index, (_, size, _) in enumerate(flat_groups(groups_of(blueprint, layout, 0, tp_rank), layout)):
+        for index, (_, size, _) in enumerate(flat_groups(groups_of(held(blueprint, layout, 0), layout, tp_rank), layout)):
             found = opened[optimizer_file(layout, 0, tp_rank, 0)].tensors["optimizer_state_dict", "fp32_flat_groups", index].numel()
             if found != size:
                 raise _undecided(

@@ -100,9 +100,10 @@ class Holder:
 def holders(blueprint: Blueprint, layout: Layout) -> Iterator[Holder]:
     """Every model-parallel rank of a layout."""
     for pp_rank in range(layout.mesh.pp):
+        tensors = held(blueprint, layout, pp_rank)
         for tp_rank in range(layout.mesh.tp):
-            shapes = {tensor.name: local_shape(tensor, layout.mesh.tp, tp_rank) for tensor in held(blueprint, layout, pp_rank)}
-            yield Holder(blueprint, layout, pp_rank, tp_rank, groups_of(blueprint, layout, pp_rank, tp_rank), shapes)
+            shapes = {tensor.name: local_shape(tensor, layout.mesh.tp, tp_rank) for tensor in tensors}
+            yield Holder(blueprint, layout, pp_rank, tp_rank, groups_of(tensors, layout, tp_rank), shapes)
 
 
 def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[Shard]]:

@@ -237,13 +237,13 @@ class Extent:
     stop: int
 
 
-def groups_of(blueprint: Blueprint, layout: Layout, pp_rank: int, tp_rank: int) -> list[list[tuple[Tensor, int]]]:
-    """The optimizer groups of a rank: [(tensor, elements of its shard), ...] in the order of the flat buffers.
+def groups_of(tensors: list[Tensor], layout: Layout, tp_rank: int) -> list[list[tuple[Tensor, int]]]:
+    """The optimizer groups of a rank that has these tensors (`held`): [(tensor, elements of its shard), ...] in the order of the flat buffers.
 
     DeepSpeed leaves out what is frozen or has no element here; groups that would be empty are not made.
     """
     groups: dict[int, list[tuple[Tensor, int]]] = {}
-    for tensor in held(blueprint, layout, pp_rank):
+    for tensor in tensors:
         numel = prod(local_shape(tensor, layout.mesh.tp, tp_rank))
         if tensor.group is not None and numel:
             groups.setdefault(tensor.group, []).append((tensor, numel))
