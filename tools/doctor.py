@@ -59,8 +59,8 @@ def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--master_port", "--master-port", type=int, help="the port that the run will use; default: MASTER_PORT, or 29500")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for ranks that have not come (60)")
     parser.add_argument("--quick", action="store_true", help="leave out what imports torch: compiling ops, counting bytes, all-reduce")
-    parser.add_argument("--torch-part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument("--torch-part", "--torch_part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     arguments, flags = parser.parse_known_args()
     arguments.flags = flags[1:] if flags[:1] == ["--"] else flags
     if arguments.flags and not arguments.recipe:
