@@ -501,7 +501,7 @@ def done(record: dict[str, Any] | None) -> bool:
 def code_digest() -> str:
     """A digest of the code that the rows run, committed or not."""
     files = [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "recipes").rglob("*.json"), *(ROOT / "ds_configs").glob("*.json")]
-    files += [ROOT / "tools" / name for name in ("bench_gpu.py", "bench_loop.py", "bench_checkpoint.py", "convert_checkpoint.py")]
+    files += [ROOT / "tools" / name for name in ("bench/bench_gpu.py", "bench/bench_loop.py", "bench/bench_checkpoint.py", "convert_checkpoint.py")]
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
