@@ -16,6 +16,7 @@ from .refusal import Problem, Refusal, refuse
 FACTS = "run.json"  # everything that made the run (runtime/facts.py)
 STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
 METRICS = "metrics.jsonl"  # a line for each step
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")  # of such a line
 DATA_FILES = "data_files.json"  # what was read, so that a resume can name a file that is another one now
 CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
 LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
@@ -131,6 +132,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Takes from lines of metrics.jsonl what training decided, and leaves what clocks and machines did: equal runs have equal numbers."""
+    return [{key: line[key] for key in NUMBERS if key in line} for line in lines]
 
 
 def put_aside(out: Path) -> None:

@@ -34,6 +34,7 @@ from recipekit.hosts import op_cache
 from recipekit.mesh import fit_batch
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Refusal, exit_refused
+from recipekit.run_folder import CHECKPOINTS
 
 TITLES = {
     "none": "no save",
@@ -229,7 +230,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, dist_init_required=False)[0]
     undo_hidden_step(engine)
     keep_grad_norm(engine)
-    layout, folder, plain = layout_of(plan, engine, built), plan.out / "checkpoints", engine.checkpoint_engine
+    layout, folder, plain = layout_of(plan, engine, built), plan.out / CHECKPOINTS, engine.checkpoint_engine
     savers = {kind: Saver(engine, folder, built.blueprint, layout, 0, kind == "background", lambda folder: None) for kind in ("at_once", "background")}
     stream = open_stream(request_of(plan.recipe), load_tokenizer(plan.recipe.model, plan.recipe.tokenizer), dp=plan.mesh.dp, dp_rank=groups.coords["dp"])
     kinds: dict[str, dict[str, Any]] = {kind: {"stall": [], "steps": [], "left": [], "bytes": 0} for kind in TITLES}

@@ -29,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
+from recipekit.run_folder import CHECKPOINTS, LATEST
+
 MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
 TITLES = {
@@ -97,7 +99,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     blueprint = published_blueprint(folder / "hf")
     plain = Layout(Mesh(), 0, default_optimizer(0, "bfloat16"), "bfloat16")
     layout = step_folder.target_layout(blueprint, plain, dp=8, tp=1, pp=1, zero=2)
-    step = folder / "run" / "checkpoints" / "step_00000000"
+    step = folder / "run" / CHECKPOINTS / "step_00000000"
     convert.from_hf(folder / "hf", step, blueprint, layout)
     shutil.rmtree(folder / "hf")
 
@@ -113,7 +115,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     files.close()
     names = [name for name in manifest.read(step)["files"]]
     manifest.write(step, 0, {name: manifest.facts(step / name) for name in names}, digests)
-    for path in (step.parent / "latest", step.parent.parent / "latest"):
+    for path in (step.parent / LATEST, step.parent.parent / LATEST):
         path.write_text(step.name)
 
 
@@ -124,7 +126,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     say(f"making a checkpoint in {folder}")
     run([sys.executable, __file__, "--make", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])], folder / "log")
-    step, fp32, out = folder / "run" / "checkpoints" / "step_00000000", folder / "fp32", folder / "out"
+    step, fp32, out = folder / "run" / CHECKPOINTS / "step_00000000", folder / "fp32", folder / "out"
     tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
     copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
     commands = {

@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import Recipe
 from recipekit.architectures.safetensors_files import read_header
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
-from recipekit.run_folder import read_metrics
+from recipekit.run_folder import EXPORT, read_metrics
 
 Line = dict[str, Any]  # of metrics.jsonl
 PARTS = {
@@ -266,7 +266,7 @@ def exported(bench: Bench, row: Row) -> Found:
     bench.train(row, QWEN, [*small(bench), "--steps", "4", "--export"])
     run, again = bench.out / "runs" / row.name, bench.folder(f"{row.name}_again")
     bench.run(f"{row.name}_again", [str(ROOT / "tools" / "convert_checkpoint.py"), "to-hf", str(run), str(again), "--verify"], cpu=True)
-    ours, theirs = tensors(run / "hf"), tensors(again)
+    ours, theirs = tensors(run / EXPORT), tensors(again)
     same = bool(ours) and ours == theirs
     found = f"{len(ours)} tensors verified" if same else f"{len(ours)} and {len(theirs)} tensors, which differ"
     return Found(found, [("the same bytes", same)], {"tensors": len(ours)})

@@ -41,6 +41,7 @@ from recipekit.hosts import op_cache
 from recipekit.mesh import fit_batch
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
+from recipekit.run_folder import read_metrics
 from recipekit.strategy.json_file import load as load_json
 
 MicroBatch = dict[str, Any]  # of tensors
@@ -374,7 +375,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
             left = (time.monotonic() - began) / pair * (arguments.pairs - pair)
             shown = ", ".join(f"{loop} {1000 * blocks[-1][loop] / steps:.0f}" for loop in loops)
             tracker.say(f"pair {pair} of {arguments.pairs}: {shown} ms per step; {left:.0f} s left")
-    measured = recorded_waits(plan.out / "metrics.jsonl", 1 + WARM_UP, arguments.pairs * steps) if rank0 else {}
+    measured = recorded_waits(plan.out, 1 + WARM_UP, arguments.pairs * steps) if rank0 else {}
 
     tracker.say("timing the engine calls")
     timed = {loop: [] for loop in loops}
@@ -448,11 +449,11 @@ def medians(pairs: list[tuple[float, float]], steps: int) -> list[float]:
     return [float(value) / steps for value in np.median(pairs, axis=0)]
 
 
-def recorded_waits(path: Path, first: int, count: int) -> dict[str, float]:
+def recorded_waits(run: Path, first: int, count: int) -> dict[str, float]:
     """Medians of what our loop recorded of its own steps."""
     import numpy as np
 
-    lines = [json.loads(line) for line in path.read_text().splitlines()][first : first + count]
+    lines = read_metrics(run)[first : first + count]
     return {key: float(np.median([line[key] for line in lines])) for key in ("step_s", "data_wait_s")}
 
 

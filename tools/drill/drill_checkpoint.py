@@ -34,7 +34,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from recipekit.checkpoints import convert, manifest
-from recipekit.run_folder import read_metrics
+from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -82,7 +82,7 @@ class Chain:
     def saving(self) -> bool:
         """A checkpoint is being written: its staging folder is there."""
         try:
-            return any(name.startswith("step_") for name in os.listdir(self.run / "checkpoints" / ".staging"))
+            return any(name.startswith("step_") for name in os.listdir(self.run / CHECKPOINTS / ".staging"))
         except FileNotFoundError:  # it comes and goes with each save
             return False
 
@@ -215,13 +215,13 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
 
 def check_latest(chain: Chain) -> None:
     """Raises `Broken` unless `latest` names a checkpoint that is what was saved, or no checkpoint was complete yet."""
-    folder = chain.run / "checkpoints"
-    if not (folder / "latest").exists():
+    folder = chain.run / CHECKPOINTS
+    if not (folder / LATEST).exists():
         if len(list(folder.glob("step_*"))) > 1:
             raise Broken(f"{folder} has no latest")
         chain.tally["before the first checkpoint"] += 1
         return
-    step = folder / (folder / "latest").read_text()
+    step = folder / (folder / LATEST).read_text()
     if faults := manifest.faults(step) or convert.verify(step):
         raise Broken(f"latest names {step}: {faults}")
     chain.tally["verified"] += 1
@@ -230,14 +230,13 @@ def check_latest(chain: Chain) -> None:
 def check_equal(chain: Chain) -> None:
     """Raises `Broken` unless the chain's end is the unbroken run's."""
     whole = chain.folder / "unbroken"
-    numbers = [[{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in read_metrics(run)] for run in (chain.run, whole)]
-    if numbers[0] != numbers[1]:
-        raise Broken(f"{chain.run}/metrics.jsonl differs from {whole}/metrics.jsonl")
-    weights = [{path.name: path.read_bytes() for path in (run / "hf").glob("*.safetensors")} for run in (chain.run, whole)]
+    if numbers(read_metrics(chain.run)) != numbers(read_metrics(whole)):
+        raise Broken(f"{chain.run / METRICS} differs from {whole / METRICS}")
+    weights = [{path.name: path.read_bytes() for path in (run / EXPORT).glob("*.safetensors")} for run in (chain.run, whole)]
     if weights[0] != weights[1] or not weights[0]:
-        raise Broken(f"the weights in {chain.run}/hf differ from those in {whole}/hf")
+        raise Broken(f"the weights in {chain.run / EXPORT} differ from those in {whole / EXPORT}")
     last = f"step_{chain.steps:08d}"
-    tensors = [manifest.read(run / "checkpoints" / last)["tensors"] for run in (chain.run, whole)]
+    tensors = [manifest.read(run / CHECKPOINTS / last)["tensors"] for run in (chain.run, whole)]
     if tensors[0] != tensors[1]:
         raise Broken(f"{last} of {chain.run} has other weights or optimizer states than that of {whole}")
     chain.tally["bit-equal"] += 1

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recipekit.run_folder import read_metrics
+from recipekit.run_folder import numbers, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -55,10 +55,6 @@ def family(coordinator: int) -> dict[str, list[int]]:
     for launcher in found["launcher"]:
         found["rank"] += [pid for pid in children(launcher) if RECIPE.name in command(pid)]
     return found
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    return [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in read_metrics(run)]
 
 
 def start(folder: Path, run: str, steps: int, *flags: str, resume: str = "auto") -> subprocess.Popen[bytes]:
@@ -136,7 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         problems.append(f"a restart began anew ({', '.join(aside)})")
     print("the unbroken run", flush=True)
     whole = start(folder, "unbroken", steps)
-    if whole.wait() or numbers(folder / "unbroken") != numbers(folder / "run") or len(numbers(folder / "run")) != steps:
+    code, expected, lines = whole.wait(), numbers(read_metrics(folder / "unbroken")), numbers(read_metrics(folder / "run"))
+    if code or expected != lines or len(lines) != steps:
         problems.append("its losses are not those of the unbroken run")
     log = (folder / "run.log").read_text(errors="replace")
     print(next((line for line in reversed(log.splitlines()) if "goodput" in line), "no goodput was printed"))

@@ -10,7 +10,7 @@ from ..architectures import safetensors_files
 from ..mesh import Mesh
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer, stage_bounds
 from ..refusal import Problem, Refusal, refuse
-from ..run_folder import CHECKPOINTS
+from ..run_folder import CHECKPOINTS, FACTS
 from ..strategy.divisions import check_tp
 from . import manifest, other_programs
 from .state import State
@@ -114,5 +114,5 @@ def target_layout(
 
 def is_small(path: Path) -> bool:
     """Whether a file of a model's folder is config or tokenizer, neither weights nor code nor a record of training."""
-    known = path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in (safetensors_files.INDEX, "trainer_state.json", "run.json")
+    known = path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in (safetensors_files.INDEX, "trainer_state.json", FACTS)
     return known and not path.name.startswith("all_results")
