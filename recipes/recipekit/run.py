@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import IO
 from .command import parse
 from .hosts import op_cache
 from .hosts.locks import lock
+from .hosts.ports import free_port
 from .packages import check_packages
 from .planner import pinned
 from .recipe import Recipe
@@ -93,9 +93,7 @@ def _single_process_defaults() -> None:
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(free_port())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
 

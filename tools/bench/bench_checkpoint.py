@@ -14,7 +14,6 @@ import os
 import platform
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import Recipe
 from recipekit.command import Command, parse
 from recipekit.hosts import op_cache
+from recipekit.hosts.ports import free_port
 from recipekit.mesh import fit_batch
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Refusal, exit_refused
@@ -118,12 +118,6 @@ def environment() -> dict[str, str]:
 
     own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "TOKENIZERS_PARALLELISM": "false"}
     return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 # The page ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -287,6 +286,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
+    from recipekit.hosts.ports import free_port
     from recipekit.model.build import build_model
     from recipekit.optim.groups import parameter_groups
     from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
@@ -301,9 +301,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     command = parse(replace(recipe, out=str(folder / "run"), resume="never", wandb=False), ROOT / "recipes" / "bench_data.py", [])
     plan = make_plan(command)
     assert plan.model_config is not None, "its shape lies in architectures/"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     device = start(plan)
     groups = Groups(plan.mesh, device.type)
     model = build_model(plan.recipe, plan.model_config, groups, plan.ds_config, device).model

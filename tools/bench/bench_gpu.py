@@ -22,7 +22,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -40,6 +39,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit import Recipe
 from recipekit.architectures.safetensors_files import read_header
+from recipekit.hosts.ports import free_port
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
 from recipekit.run_folder import EXPORT, read_metrics
 
@@ -183,12 +183,6 @@ def environment(ranks: int, cpu: bool) -> dict[str, str]:
         "MASTER_PORT": str(free_port()),
     }
     return os.environ | own | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def flags(values: dict[str, Any]) -> list[str]:

@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import Recipe
 from recipekit.command import Command, parse
 from recipekit.hosts import op_cache
+from recipekit.hosts.ports import free_port
 from recipekit.mesh import fit_batch
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
@@ -157,12 +157,6 @@ def environment() -> dict[str, str]:
 
     own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
     return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:

@@ -20,7 +20,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from recipekit.checkpoints import convert, manifest
+from recipekit.hosts.ports import free_port
 from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,12 +128,9 @@ def parent(pid: int) -> int:
 
 def start(chain: Chain, run: str, *flags: str) -> Job:
     ranks, own = LAYOUTS[chain.layout]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     deepspeed = Path(sys.executable).parent / "deepspeed"
-    command = [str(deepspeed), "--num_gpus", str(ranks), "--master_port", str(port), str(RECIPE), "--tiny", *own, "--steps", str(chain.steps), "--out", run]
-    command += ["--save_every", "1", "--eval_every", "0", "--keep", "3", "--no-wandb", *flags]
+    command = [str(deepspeed), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(RECIPE), "--tiny", *own]
+    command += ["--steps", str(chain.steps), "--out", run, "--save_every", "1", "--eval_every", "0", "--keep", "3", "--no-wandb", *flags]
     mark = f"{chain.folder}:{time.monotonic_ns()}"
     log = chain.folder / f"{run}_{time.monotonic_ns()}.log"
     environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{deepspeed.parent}{os.pathsep}{os.environ['PATH']}"}

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -329,10 +328,10 @@ class Group:
     """The ranks of one layout size, warm from cell to cell."""
 
     def __init__(self, world: int, folder: Path):
+        from recipekit.hosts.ports import free_port
+
         self.world, self.folder, self.cells = world, folder, 0
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.ranks = []
         for rank in range(world):

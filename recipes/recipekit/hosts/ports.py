@@ -1,4 +1,4 @@
-"""The port on which rank 0 lets the other ranks join."""
+"""Ports: the one on which rank 0 lets the other ranks join, and free ones."""
 
 import contextlib
 import errno
@@ -35,6 +35,13 @@ def check_master_port(rank: int) -> list[Problem]:
         return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
     fix = f"choose another, {_free_port(int(port))} say: --master_port of the launcher, or MASTER_PORT (`ss -ltnp 'sport = :{port}'` shows who has it)"
     return [replace(found, fix=fix) for found in check_port(int(port)) if isinstance(found, Problem)]
+
+
+def free_port() -> int:
+    """Finds a port of this machine that no program listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _free_port(above: int) -> int:
