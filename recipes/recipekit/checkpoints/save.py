@@ -54,9 +54,8 @@ class Saver:
         self.files = DeepSpeedFiles()
         self.files.snapshots = self.in_background
         self.engine.checkpoint_engine = self.files
-        self.engine._copy_recovery_script = lambda _: (
-            None
-        )  # it would copy scripts into the staging folder, which is removed, and a full disk would end rank 0 amid collectives
+        # it would copy a script into the staging folder, which is removed; and a full disk would end rank 0 amid collectives
+        self.engine._copy_recovery_script = lambda _: None
         self.thread: threading.Thread | None = None
         self.written = threading.Event()  # this rank's part of a save in the background is written, or has failed
         self.error: str = ""

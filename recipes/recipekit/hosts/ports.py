@@ -1,4 +1,4 @@
-"""Ports: the one on which rank 0 lets the other ranks join, and free ones."""
+"""Checks the port on which rank 0 lets the other ranks join, and finds free ports."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from .findings import Findings, Row
 
 
 def check_port(port: int) -> Findings:
-    """Checks that the master port is free, on which rank 0 lets the others join; torchrun itself holds it already."""
+    """Checks that the master port, on which rank 0 lets the others join, is free; under torchrun the launcher itself holds it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield Row("master port", f"{port}, held by torchrun")
         return
@@ -28,7 +28,7 @@ def check_port(port: int) -> Findings:
 
 
 def check_master_port(rank: int) -> list[Problem]:
-    """Refuses the port that a launcher has named for rank 0, if another program has it. Without a launcher a free port is taken."""
+    """Refuses the port that a launcher named for rank 0 if another program has it. Without a launcher a run takes a free port."""
     if rank or "MASTER_PORT" not in os.environ:
         return []
     if not (port := os.environ["MASTER_PORT"]).isdigit():
