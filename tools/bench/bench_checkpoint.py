@@ -1,10 +1,11 @@
-"""How long a checkpoint holds up training: ours in the background, ours at once, and DeepSpeed's plain save.
+"""Measures how long a checkpoint holds up training: ours in the background, ours at once, and DeepSpeed's plain save.
 
     python tools/bench/bench_checkpoint.py > tools/bench/bench_checkpoint.md            # the page it prints is Markdown; progress goes to stderr
     python tools/bench/bench_checkpoint.py --rounds 9 --stages 3 --seq_len 512
 
-For each ZeRO stage 2 ranks (without GPUs, else one per GPU) train a model of 106 M parameters (SmolLM2-135M with a vocabulary of bytes). In every round each kind of
-save happens once, in random order, each followed by a few timed steps. Flags that are not listed here are a recipe's.
+For each ZeRO stage 2 ranks (without GPUs, else one per GPU) train a model of 106 M parameters (SmolLM2-135M with a
+vocabulary of bytes). In every round each kind of save happens once, in random order, each followed by a few timed steps.
+Flags that are not listed here are a recipe's.
 """
 
 import argparse
@@ -54,11 +55,11 @@ RECIPE = Recipe(
     lr=1e-4,
 )
 ENOUGH_ROUNDS = 5
-SMALL = 0.2  # of the save at once: the stall that counts as a small fraction of it
+SMALL = 0.2  # part of the stall of a save at once that counts as a small fraction
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The bench's own flags, and what is left: those of the recipe."""
+    """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--rounds", type=int, default=ENOUGH_ROUNDS, help=f"saves of each kind; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)"
@@ -67,7 +68,7 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=(1, 2, 3), help="ZeRO stages (default: 2 3)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave it
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 
 
@@ -113,7 +114,7 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    """One thread per rank, and the recipes' compiled ops."""
+    """Returns the ranks' environment: one thread per rank, and the recipes' compiled ops."""
     import torch
 
     own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "TOKENIZERS_PARALLELISM": "false"}
@@ -124,7 +125,7 @@ def environment() -> dict[str, str]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Writes the result as Markdown."""
     tables = []
     for title, report in found["stages"].items():
         lines, calm = [], median(report["kinds"]["none"]["steps"])
@@ -193,14 +194,14 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
 
 
 def planned(command: Command, out: Path) -> Plan:
-    """The plan of a stage, with a batch that the ranks share evenly. Raises `Refusal`."""
+    """Plans a stage, with a batch that the ranks share evenly. Raises `Refusal`."""
     micro_batch, global_batch = fit_batch(command.world, command.recipe.micro_batch, command.recipe.global_batch, command.typed)
     own: dict[str, Any] = {"out": str(out), "resume": "never", "wandb": False, "micro_batch": micro_batch, "global_batch": global_batch}
     return make_plan(replace(command, recipe=replace(command.recipe, **own)))
 
 
 def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was measured of one stage, the same on every rank (a collective)."""
+    """Measures one stage; returns the same on every rank (a collective)."""
     import deepspeed
     import torch.distributed as dist
     from recipekit.checkpoints.save import Saver
@@ -275,7 +276,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def slowest(work: Any) -> float:
-    """The seconds of the slowest rank (a collective)."""
+    """Returns the seconds of the slowest rank (a collective)."""
     import torch.distributed as dist
 
     dist.barrier()

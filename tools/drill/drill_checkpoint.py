@@ -1,4 +1,4 @@
-"""Kills training jobs at random moments, again and again, and compares what comes of them with runs that were never broken.
+"""Kills training jobs at random moments, again and again, and compares the results with runs that were never broken.
 
     python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 zero2 zero3 pp2_tp2 --seed 0
 
@@ -10,8 +10,8 @@ losses, weights and optimizer states must equal those of the unbroken run bit fo
 
 Measured: 2026-11-22, 2 CPU cores, --kills 107 --chain 27 --seed 11: 107 kills (80 inside a save, 47 of lives that save in the background; 65 of a rank,
 22 of launch.py, 20 of deepspeed) in 4 chains, one of each layout, all four bit-equal, in 35 minutes with other work beside them. With the runs before it
-(--chain 6 to 12, other seeds) that makes 200 kills, after every one of which `latest` named a verified checkpoint; 200 in one run: not measured.
-Exit code: 0 all of that held, 1 it did not (the folder is kept, and said), 2 usage.
+(--chain 6 to 12, other seeds) that makes 200 kills, and after each `latest` named a verified checkpoint; 200 in one run: not measured.
+Exit code: 0 all of that held, 1 it did not (the folder is kept and named), 2 usage.
 """
 
 import argparse
@@ -53,12 +53,12 @@ TARGETS = ("rank", "rank", "rank", "rank", "launch.py", "deepspeed")
 
 
 class Broken(Exception):
-    """A promise was not kept."""
+    """Says that a promise was not kept."""
 
 
 @dataclass
 class Chain:
-    """One job and its lives: where it runs, and what happened to it."""
+    """Holds one job and its lives: where the job runs, and what happened to it."""
 
     layout: str
     kills: int
@@ -80,16 +80,16 @@ class Chain:
         return len(read_metrics(self.run))
 
     def saving(self) -> bool:
-        """A checkpoint is being written: its staging folder is there."""
+        """Returns True while a checkpoint is written: while its staging folder is there."""
         try:
             return any(name.startswith("step_") for name in os.listdir(self.run / CHECKPOINTS / ".staging"))
-        except FileNotFoundError:  # it comes and goes with each save
+        except FileNotFoundError:  # the folder comes and goes with each save
             return False
 
 
 @dataclass
 class Job:
-    """A started `deepspeed` command."""
+    """Holds a started `deepspeed` command."""
 
     process: subprocess.Popen[bytes]
     mark: str
@@ -100,7 +100,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def pids(self) -> dict[int, dict[str, str]]:
-        """The living processes of the job, whoever their parent is now, with their environments."""
+        """Finds the living processes of the job, whoever their parent is now: pid -> environment."""
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Job:
         return found
 
     def launcher(self) -> int:
-        """The pid of `launch.py`; 0 when it has ended."""
+        """Finds the pid of `launch.py`; 0 if it has ended."""
         return next((pid for pid in self.pids() if parent(pid) == self.process.pid), 0)
 
     def ranks(self) -> list[int]:
@@ -143,7 +143,7 @@ def start(chain: Chain, run: str, *flags: str) -> Job:
 
 
 def wait_for(true: Callable[[], Any], seconds: float, pause: float = 0.02) -> bool:
-    """Whether it came true in time."""
+    """Waits until `true()` is true; returns False if that takes too long."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
@@ -175,7 +175,7 @@ def end(job: Job) -> None:
 def kill(chain: Chain, job: Job, inside: bool) -> bool:
     """Waits for a random moment after a step of this life and kills a random process; False if the job had ended before.
 
-    `inside`: while a checkpoint is written; which it was in fact is counted from the folder, just before the signal.
+    `inside`: kills while a checkpoint is written. Whether that succeeded is read from the folder just before the signal.
     """
     began_with = chain.done()
     running = lambda: job.process.poll() is None  # noqa: E731
@@ -225,7 +225,7 @@ def check_latest(chain: Chain) -> None:
 
 
 def check_equal(chain: Chain) -> None:
-    """Raises `Broken` unless the chain's end is the unbroken run's."""
+    """Raises `Broken` unless the chain ends as the unbroken run does."""
     whole = chain.folder / "unbroken"
     if numbers(read_metrics(chain.run)) != numbers(read_metrics(whole)):
         raise Broken(f"{chain.run / METRICS} differs from {whole / METRICS}")
