@@ -617,7 +617,7 @@ def commit() -> str:
 
 
 def page(kept: dict[str, dict[str, Any]]) -> str:
-    """What is kept as Markdown; a row without figures is told as such."""
+    """Writes the kept records as Markdown; a row without figures is named as one."""
     measured = [record for record in kept.values() if done(record)]
     tables = []
     for part, title in PARTS.items():
