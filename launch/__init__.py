@@ -1,1 +1,1 @@
-"""`python -m launch`: where am I x who forks the ranks -> one command, printed, then run. Standard library only."""
+"""Starts jobs: `python -m launch` finds out where it runs and who forks the ranks, prints one command, and runs it. Standard library only."""

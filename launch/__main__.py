@@ -66,12 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     except Refused as refused:
         print(refused, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # where nothing is started yet
+    except KeyboardInterrupt:  # before anything has started
         return 130
 
 
 def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[str]]:
-    """The flags of launch, and everything from the recipe on, which argparse must not see: it drops a `--`."""
+    """Splits a command line into launch's own flags and everything from the recipe on. argparse must not see the rest: it drops a `--`."""
     index = 0
     while index < len(argv) and argv[index].startswith("-"):
         action = parser._option_string_actions.get(argv[index])
@@ -87,7 +87,7 @@ def meant(parser: argparse.ArgumentParser, flag: str) -> str:
 
 
 def nearest(missing: Path) -> str:
-    """The way from a file that is not there to the one that was meant."""
+    """Suggests the file that was meant by one that is not there."""
     there = {path.name: path for folder in (Path("recipes"), missing.parent) for path in sorted(folder.glob("*.py"))}
     if near := difflib.get_close_matches(f"{missing.stem}.py", there, 1):
         return f"did you mean {there[near[0]]}?"
@@ -129,12 +129,12 @@ READ_BY = {
     "ssh_config": ("hostfile",),
     "sbatch": ("slurm",),
     **dict.fromkeys(("image", "folder", "claim", "name"), ("k8s",)),
-    **dict.fromkeys(("python", "master_addr"), ("local", "hostfile", "slurm")),  # an image has its own, and the first pod its name
+    **dict.fromkeys(("python", "master_addr"), ("local", "hostfile", "slurm")),  # an image has its own Python, and the first pod is found by its name
 }
 
 
 def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, str]) -> list[str]:
-    """Flags that were given and that this place would not read, and variables that cannot travel there."""
+    """Lists flags that were given but would not be read in this place, and variables that cannot travel there."""
     problems = [
         f"--{flag}: is not read with --where {where}, only with {' and '.join(places)}; leave it out"
         for flag, places in READ_BY.items()
@@ -156,7 +156,7 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
 
 
 def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, variables: dict[str, str]) -> Job:
-    """The job for this place. Raises `Refused`."""
+    """Plans the job for this place. Raises `Refused`."""
     node, master_addr, master_port = None, arguments.master_addr, arguments.master_port
     if where == "hostfile":
         if not arguments.hostfile:
@@ -189,7 +189,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
 
 
 def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> None:
-    """What will run: each host's command, and the names of the variables that travel to it."""
+    """Prints what will run: each host's command, and the names of the variables that travel to the host."""
     first, ranks = job.hosts[0], sum(host.slots for host in job.hosts)
     who = "once on each host" if job.spawn == "once" else f"{ranks} rank{'s' if ranks > 1 else ''}, forked by {job.spawn}"
     say(f"{job.where}: {len(job.hosts)} host{'s' if len(job.hosts) > 1 else ''}, {who}")
@@ -208,7 +208,7 @@ def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> 
 
 
 def once(job: Job) -> int:
-    """Runs the script once on each host, and prints what it said there, host by host."""
+    """Runs the script once on each host, and prints its output, host by host."""
     began = time.monotonic()
     logs = new_logs(Path(job.folder) / "runs" / f"{Path(job.words[0]).stem}.logs")
     outcome = Start(job, logs, say).run()
@@ -223,5 +223,5 @@ def say(text: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a pod, which this is, would not even notice it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # in a pod this is the first process, which without a handler does not notice SIGTERM
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What runs on each host of a job: it starts the ranks, watches them, and ends every process that came of them.
+"""Runs on each host of a job: starts the ranks, watches them, and ends every process that they started.
 
     python -m launch.host          started by `python -m launch`, over ssh, srun, or on the same machine
 
@@ -31,16 +31,16 @@ from typing import Any
 from . import spawn
 from .hosts import devices
 
-LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive them
+LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive the ranks
 TRACEBACK_BEGINS = "Traceback (most recent call last):"
-TAIL, TRACEBACK = 25, 200  # lines of a failed rank that are shown, and with its last traceback
+TAIL, TRACEBACK = 25, 200  # lines of a failed rank that are shown: without, and with its last traceback
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class Agent:
-    """One host's part of one start."""
+    """Carries out one host's part of one start."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -55,16 +55,16 @@ class Agent:
         self.console: Any = None  # rank 0's file
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    # what is told and heard
+    # messages
 
     def tell(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more; the end of stdin says so too
+        with contextlib.suppress(OSError):  # nobody listens any more, which the end of stdin says too
             data = json.dumps(message).encode() + b"\n"
             while data:
                 data = data[os.write(1, data) :]
 
     def hear(self) -> list[dict[str, Any]]:
-        """The commands that have come; {"stop"} at the end of stdin."""
+        """Reads the commands that have come; {"stop"} at the end of stdin."""
         chunk = os.read(0, 1 << 16)
         if not chunk:
             self.selector.unregister(0)
@@ -93,12 +93,12 @@ class Agent:
             problems.append(f"{slots} ranks, but {found} GPUs are visible; use --gpus {found}, or correct slots= in the hostfile")
         over_ssh = os.environ.get("SSH_CONNECTION", "").split()
         address = over_ssh[2] if len(over_ssh) == 4 else ""
-        if not address or address.startswith("127."):  # it was reached from itself
+        if not address or address.startswith("127."):  # the connection comes from this host itself
             address = next((own for name in spec["others"] if (own := own_address(name))), address)
         self.tell(hello={"problems": problems, "address": address, "port": free_port()})
 
     def environment(self, meeting: spawn.Meeting, folder: str) -> dict[str, str]:
-        """What the launcher of this host, and so every rank, is started with."""
+        """Builds the environment of this host's launcher, and so of every rank."""
         slots = meeting.slots[meeting.node]
         variables = os.environ | self.spec["environment"]
         variables |= {
@@ -110,7 +110,7 @@ class Agent:
         variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
         variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
         if len(meeting.slots) > 1 and "GLOO_SOCKET_IFNAME" not in variables and (name := interface_to(meeting.master_addr)):
-            # else gloo takes the address that this host's name has in its own /etc/hosts, often 127.0.1.1, where no other host finds it
+            # otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1, which no other host reaches
             variables["GLOO_SOCKET_IFNAME"] = name
         if self.spec["spawn"] == "once":
             place = {"RANK": meeting.first_rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": slots, "WORLD_SIZE": sum(meeting.slots)}
@@ -123,17 +123,17 @@ class Agent:
     def start(self, master_addr: str, master_port: int) -> None:
         folder = tempfile.mkdtemp(prefix="launch_")
         os.mkfifo(f"{folder}/pipe")
-        pipe = os.open(f"{folder}/pipe", os.O_RDWR | os.O_NONBLOCK)  # open for writing too: it never ends
+        pipe = os.open(f"{folder}/pipe", os.O_RDWR | os.O_NONBLOCK)  # open for writing too, so that reading never meets its end
         self.folder, self.pipe = folder, pipe
         self.selector.register(pipe, selectors.EVENT_READ, "pipe")
         meeting = spawn.Meeting(tuple(self.spec["slots"]), self.spec["node"], master_addr, master_port)
         slots = meeting.slots[meeting.node]
         visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()][:slots]
         if "CUDA_VISIBLE_DEVICES" in os.environ and not devices(dict(os.environ)):
-            visible = ["-1"] * slots  # the wish for a CPU
+            visible = ["-1"] * slots  # the user wants the CPU
         visible = visible if len(visible) == slots else [str(index) for index in range(slots)]
         words = spawn.command(self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"])
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes a child of this process
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a process that loses its parent becomes a child of this process
         self.launcher_log = Path(self.spec["logs"]) / f"launcher_{meeting.node}.log"
         for stale in [self.launcher_log, *(self.log(rank) for rank in range(meeting.first_rank, meeting.first_rank + slots))]:
             stale.unlink(missing_ok=True)
@@ -153,7 +153,7 @@ class Agent:
         return Path(self.spec["logs"]) / f"rank_{rank}.log"
 
     def meet_ranks(self) -> None:
-        """Takes note of ranks that have just begun."""
+        """Notes ranks that have just begun."""
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self.pipe, 1 << 16).decode().splitlines():
                 rank, _, pid = map(int, line.split())
@@ -165,7 +165,7 @@ class Agent:
                         os.kill(pid, signal.Signals[self.stopping])
 
     def rank_ended(self, pid: int) -> None:
-        """Reports a rank with its exit code: read while it is a zombie, that is before its launcher looks."""
+        """Reports a rank with its exit code, which is read while the rank is a zombie, before its launcher looks."""
         rank, watched = self.running.pop(pid)
         code = exit_code(pid)
         self.selector.unregister(watched)
@@ -179,7 +179,7 @@ class Agent:
         self.tell(ended={"rank": rank, "code": code, "tail": tail, "error": named_error(self.log(rank)) if code else "", "log": str(self.log(rank))})
 
     def reap(self) -> dict[int, int]:
-        """Exit codes of the children of this process that have ended; those it inherited among them."""
+        """Collects the exit codes of this process's children that have ended, inherited ones included."""
         codes = {}
         while True:
             try:
@@ -193,7 +193,7 @@ class Agent:
                 self.launcher_ended = self.launcher.returncode = codes[pid]
 
     def stop(self, reason: str) -> None:
-        """Asks every rank for a checkpoint and its end; ranks that have not begun yet end with the launcher."""
+        """Asks every rank to save a checkpoint and end; ranks that have not begun yet end with the launcher."""
         if not self.stopping:
             self.stopping = reason
             for pid in list(self.running):
@@ -221,7 +221,7 @@ class Agent:
             self.tell(out=text)
 
     def run(self) -> int:
-        """Until every process of this host has ended."""
+        """Runs until every process of this host has ended."""
         self.selector.register(0, selectors.EVENT_READ, "commands")
         woken, waker = socket.socketpair()
         woken.setblocking(False)
@@ -267,7 +267,7 @@ class Agent:
                 )
             if self.launcher_ended is None or self.running:
                 if self.killing:
-                    self.kill()  # what was forked meanwhile
+                    self.kill()  # processes forked meanwhile
                 continue
             over_since = over_since or time.monotonic()
             left = descendants(os.getpid())
@@ -289,7 +289,7 @@ def free_port() -> int:
 
 
 def own_address(towards: str) -> str:
-    """The address of this host that another one, given by name or address, sees; empty if that cannot be told."""
+    """Finds the address of this host that the host `towards` (name or address) sees; "" if that cannot be found out."""
     try:
         family, _, _, _, target = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -300,7 +300,7 @@ def own_address(towards: str) -> str:
 
 
 def interface_to(address: str) -> str:
-    """The network interface (of IPv4) through which this host reaches `address`; empty if that cannot be told."""
+    """Finds the network interface (of IPv4) through which this host reaches `address`; "" if that cannot be found out."""
     own = own_address(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -312,7 +312,7 @@ def interface_to(address: str) -> str:
 
 
 def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on (state, parent, ...); empty when the process has gone."""
+    """Reads the fields of /proc/PID/stat from the third on (state, parent, ...); [] if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -320,13 +320,13 @@ def stat(pid: int) -> list[str]:
 
 
 def exit_code(pid: int) -> int | None:
-    """Of a process that has ended and was not waited for yet: 0 to 255, or minus the signal; None if it is too late."""
+    """Reads the exit code of a process that has ended and was not waited for yet: 0 to 255, or minus the signal; None if it is too late."""
     fields = stat(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
 
 
 def code_from(log: Path, pid: int) -> int | None:
-    """What torchrun or deepspeed wrote of a rank that they had waited for before we looked."""
+    """Reads a rank's exit code from the log of torchrun or deepspeed, if they had waited for the rank before we looked."""
     time.sleep(1.5)  # deepspeed looks once a second
     text = log.read_text(errors="replace")
     found = re.findall(rf"exitcode\s*:\s*(-?\d+)\s*\(pid: {pid}\)", text) or re.findall(r"exits with return code = (-?\d+)", text)
@@ -334,7 +334,7 @@ def code_from(log: Path, pid: int) -> int | None:
 
 
 def descendants(of: int) -> list[int]:
-    """Living processes below one; zombies do not count."""
+    """Lists the living processes below a process; zombies do not count."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (fields := stat(int(entry))) and fields[0] != "Z":
@@ -346,7 +346,7 @@ def descendants(of: int) -> list[int]:
 
 
 def end_leftovers(mark: str) -> None:
-    """Ends what an earlier start of this job has left on this host, if its connection was lost: the next start would meet it in the run folder."""
+    """Ends processes that an earlier start of this job left on this host when its connection was lost: the next start would meet them in the run folder."""
     wanted = f"{MARK}={mark}".encode()
     while True:
         left = []
@@ -363,14 +363,14 @@ def end_leftovers(mark: str) -> None:
 
 
 def last_lines(log: Path, most: int = TAIL) -> list[str]:
-    """The last lines of a file, each cut to a readable length; more of them where a Python traceback began before."""
+    """Returns the last lines of a file, each cut to a readable length; more lines if a Python traceback began before them."""
     lines = _end(log).splitlines()
     traceback = max((index for index, line in enumerate(lines) if line.endswith(TRACEBACK_BEGINS)), default=len(lines))
     return [line[:1000] for line in lines[max(0, len(lines) - TRACEBACK, min(traceback, len(lines) - most)) :]]
 
 
 def named_error(log: Path) -> str:
-    """The last Python exception in a file, or the first line of a refusal; empty without any."""
+    """Returns the last Python exception in a file, or the first line of a refusal; "" if there is neither."""
     lines = _end(log).splitlines()
     if told := [line for line in lines if line.startswith("refused")]:
         return told[-1]

@@ -1,4 +1,4 @@
-"""Where am I, and which hosts with how many ranks does the job have."""
+"""Finds out where launch runs, and which hosts with how many ranks the job has."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .refused import Refused
 
-# What may follow `ssh` as a word of its own: a name or an address, never a flag and never anything a shell reads
+# What may follow `ssh` as one word: a name or an address, never a flag, never anything that a shell interprets
 NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?|[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}")
 SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})", re.ASCII)
 
@@ -18,7 +18,7 @@ ANSWER = 60.0  # seconds for scontrol
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of the job. `address` is how it is reached from the others, empty where it tells that itself."""
+    """Describes one machine of the job. `address` is where the other hosts reach it, "" if the machine reports that itself."""
 
     name: str
     slots: int  # ranks
@@ -26,7 +26,7 @@ class Host:
 
 
 def detect(variables: dict[str, str], hostfile: str | None) -> str:
-    """local, hostfile, slurm or k8s."""
+    """Finds out where launch runs: local, hostfile, slurm or k8s."""
     if "SLURM_JOB_ID" in variables:
         return "slurm"
     if "KUBERNETES_SERVICE_HOST" in variables and "JOB_COMPLETION_INDEX" in variables:
@@ -35,7 +35,7 @@ def detect(variables: dict[str, str], hostfile: str | None) -> str:
 
 
 def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) -> list[Host]:
-    """The hosts of a DeepSpeed hostfile (`NAME slots=N`, `#` begins a comment), the first `most` of them.
+    """Reads the first `most` hosts of a DeepSpeed hostfile (`NAME slots=N`, `#` begins a comment).
 
     `gpus` replaces the slots. Raises `Refused` with the number of every wrong line.
     """
@@ -71,7 +71,7 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
 
 
 def devices(variables: dict[str, str]) -> int:
-    """GPUs that a process started here sees; 0 without any."""
+    """Counts the GPUs that a process started here sees."""
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
@@ -79,7 +79,7 @@ def devices(variables: dict[str, str]) -> int:
 
 
 def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:
-    """The nodes of the allocation this process runs in, with the addresses that Slurm itself uses. Raises `Refused`."""
+    """Lists the nodes of the allocation that this process runs in, with the addresses that Slurm itself uses. Raises `Refused`."""
     names = scontrol("show", "hostnames", variables.get("SLURM_JOB_NODELIST", "")).split()
     if strange := [name for name in names if not NAME.fullmatch(name)]:
         raise Refused(f"SLURM_JOB_NODELIST: {strange[0]!r} is no host name; start the job with sbatch")
@@ -92,7 +92,7 @@ def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:
 
 
 def scontrol(*words: str) -> str:
-    """What scontrol prints. Raises `Refused`."""
+    """Returns what scontrol prints. Raises `Refused`."""
     asked = f"scontrol {' '.join(words)}"
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True, timeout=ANSWER, env=os.environ | {"LC_ALL": "C"}).stdout

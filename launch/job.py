@@ -1,4 +1,4 @@
-"""One start of a job: a connection to each host, all ranks from their beginning to their end, and why they ended."""
+"""Runs one start of a job: connects to each host, follows all ranks from beginning to end, and finds out why they ended."""
 
 import contextlib
 import json
@@ -20,25 +20,25 @@ from .hosts import Host
 from .refused import Refused
 
 HELLO = 120.0  # seconds in which every host must have answered
-SETTLE = 2.0  # seconds that ranks may still print why they fail, once one has failed
-SETTLE_LOST = 15.0  # the same when those that have ended only lost the one that failed first, which may still be about to tell
-SETTLE_STOP = 60.0  # the same when a rank ended because it was asked to: the others are on their way out too
+SETTLE = 2.0  # seconds that ranks may still print why they fail, after one has failed
+SETTLE_LOST = 15.0  # the same if the ranks that have ended only lost a peer: the rank that failed first may still have to print why
+SETTLE_STOP = 60.0  # the same if a rank ended because it was asked to: the others are ending too
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_CODES = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
-# What a rank says last when it is another one that failed: gloo and sockets, torch's stores, NCCL, recipekit/runtime/failure.py
+# Last words of a rank when another rank has failed: gloo and sockets, torch's stores, NCCL, recipekit/runtime/failure.py
 LOST_PEER = (
     *("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused"),
     *("onnection closed by remote peer", "DistNetworkError", "DistStoreError", "recvValue failed", "Timed out waiting"),
     *("DistBackendError", "NCCL error", "ncclRemoteError", "ncclSystemError", "NCCL operations have failed or timed out"),
     *("ended, because rank ", "failed after rank ", ": lost rank"),
 )
-ABORTED = ("Watchdog caught collective", "atchdog thread terminated with exception")  # by torch's watchdog of NCCL, in C++, with many lines after it
+ABORTED = ("Watchdog caught collective", "atchdog thread terminated with exception")  # printed by torch's watchdog of NCCL, in C++, with many lines after it
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run, and where. `connect` is what comes before the command of a host: [], ssh and its flags, or srun's."""
+    """Says what is to run, and where. `connect` comes before the command of a host: [], ssh with its flags, or srun with its flags."""
 
     hosts: tuple[Host, ...]
     spawn: str
@@ -50,24 +50,24 @@ class Job:
     ssh_config: str = ""
     master_addr: str = ""
     master_port: int = 0  # 0: a free one of the first host
-    node: int | None = None  # this host only, which others start too (Kubernetes)
-    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # of this job's processes
+    node: int | None = None  # this host only; on Kubernetes every host starts its own part
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # marks this job's processes
 
     def connection(self, host: Host) -> list[str]:
-        """The argv that starts the agent of a host. Nothing of the job stands in it: all of that goes through stdin."""
+        """Returns the argv that starts the agent of a host. It says nothing about the job: everything about the job goes through stdin."""
         agent = [self.python, "-m", "launch.host"]
         if self.where == "hostfile":
             remote = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(agent)}"
             flags = ["-T", *(f"-o{option}" for option in ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4"))]
             return ["ssh", *(["-F", self.ssh_config] if self.ssh_config else []), *flags, "--", host.name, remote]
         if self.where == "slurm":
-            # one task, which may use every core of its node
+            # a single task, which may use every core of its node
             flags = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", f"--chdir={REPOSITORY}", "--export=ALL", "--kill-on-bad-exit=0", "--cpu-bind=none"]
             return ["srun", *flags, *agent]
         return agent
 
     def specification(self, node: int, logs: Path) -> dict[str, Any]:
-        """What an agent is told on its stdin."""
+        """Returns the specification that an agent gets on its stdin."""
         return {
             "slots": [host.slots for host in self.hosts],
             "node": node,
@@ -84,7 +84,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended. `kind`: done, stopped, refused (it would only be told again) or failed."""
+    """Says how a start ended. `kind`: done, stopped, refused (another start would be refused again) or failed."""
 
     kind: str
     code: int
@@ -94,7 +94,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def signals_to(handler: Any) -> Iterator[None]:
-    """Signals that ask for a stop go to `handler`, as of signal.signal."""
+    """Sends signals that ask for a stop to `handler`, which is called as by signal.signal."""
     before = {number: signal.signal(number, handler) for number in STOPS}
     try:
         yield
@@ -104,7 +104,10 @@ def signals_to(handler: Any) -> Iterator[None]:
 
 
 class Connection:
-    """A host's agent: its lines arrive in `events`, as (node, message); a message None is the end. Raises `Refused` if it cannot be started."""
+    """Connects to a host's agent, whose lines arrive in `events` as (node, message); a message None is the end.
+
+    Raises `Refused` if the agent cannot be started.
+    """
 
     def __init__(self, node: int, argv: list[str], events: "queue.SimpleQueue[tuple[int, Any]]"):
         self.node = node
@@ -118,7 +121,7 @@ class Connection:
         self.open = True
         self.events = events
         self.listening = [threading.Thread(target=target, daemon=True) for target in (self._listen, self._keep_errors)]
-        for thread in reversed(self.listening):  # the first one joins the second
+        for thread in reversed(self.listening):  # the first thread joins the second
             thread.start()
 
     def _listen(self) -> None:
@@ -127,7 +130,7 @@ class Connection:
             try:
                 message = json.loads(line)
             except ValueError:
-                self.errors.append(line.rstrip())  # a login script that prints
+                self.errors.append(line.rstrip())  # printed by a login script
                 continue
             self.events.put((self.node, message))
         self.listening[1].join(5)
@@ -156,7 +159,7 @@ class Connection:
 
 
 class Start:
-    """One start, event by event. `asked` holds the signals that came before it."""
+    """Follows one start, event by event. `asked` holds the signals that came before the start."""
 
     def __init__(self, job: Job, logs: Path, say: Any, asked: "queue.SimpleQueue[str] | None" = None):
         self.job, self.logs, self.say = job, logs, say
@@ -165,7 +168,7 @@ class Start:
         self.nodes = [job.node] if job.node is not None else list(range(len(job.hosts)))
         self.connections: dict[int, Connection] = {}
         self.failures: list[tuple[int, float, str, list[str], int]] = []  # (how telling, seconds, what, last lines, exit code)
-        self.shown: tuple[int, float, str, list[str], int] | None = None  # the one that was told as soon as it was heard
+        self.shown: tuple[int, float, str, list[str], int] | None = None  # the failure that was printed as soon as it came
         self.codes: dict[int, int | None] = {}  # rank -> exit code
         self.told = ""  # the signal that asks for a stop
         self.presses = 0
@@ -174,7 +177,7 @@ class Start:
         self.began = time.monotonic()
 
     def run(self) -> Outcome:
-        """From the first connection until no process is left on any host. Raises `Refused` when a host cannot start its part."""
+        """Runs from the first connection until no process is left on any host. Raises `Refused` if a host cannot start its part."""
         with signals_to(self.on_signal):
             while not self.asked.empty():
                 self.events.put((-1, self.asked.get()))
@@ -204,7 +207,7 @@ class Start:
         self.events.put((-1, signal.Signals(number).name))
 
     def greet(self) -> dict[int, dict[str, Any]]:
-        """What each host said of itself; raises `Refused` naming every host that did not answer or cannot."""
+        """Collects what each host says about itself. Raises `Refused` with every host that did not answer or cannot start its part."""
         hellos: dict[int, dict[str, Any]] = {}
         problems: list[str] = []
         deadline = time.monotonic() + HELLO
@@ -238,7 +241,7 @@ class Start:
         return hellos
 
     def follow(self) -> None:
-        """Until every host is done: passes on a stop, and ends all ranks once one has failed."""
+        """Follows every host to its end: passes on a stop, and ends all ranks once one has failed."""
         while any(connection.open for connection in self.connections.values()):
             with contextlib.suppress(queue.Empty):
                 node, message = self.events.get(timeout=0.2)
@@ -307,13 +310,13 @@ class Start:
         what = f"{name} on {self.job.hosts[node].name} {how(code)}{f': {error}' if error else ''}; the last lines of {log}"
         if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
             return
-        aborted = [line for line in [error, *tail] if any(word in line for word in ABORTED) and "CUDA error" not in line]  # which is this rank's own
+        aborted = [line for line in [error, *tail] if any(word in line for word in ABORTED) and "CUDA error" not in line]  # a CUDA error is this rank's own
         lost = bool(aborted) or any(word in line for line in [error, *tail[-8:]] for word in LOST_PEER)
         if code in STOP_CODES:
             telling = 5
-        elif code in (-15, -2, -1):  # by a launcher, when another rank had failed, unless nothing else is told
+        elif code in (-15, -2, -1):  # ended by a launcher because another rank had failed, unless no other failure is known
             telling = 4
-        elif lost:  # a peer of the one that failed; it is often reported first
+        elif lost:  # a peer of the rank that failed; often it is reported first
             telling = 3
         else:
             telling = 1 if code is not None and code < 0 else 2
@@ -321,7 +324,7 @@ class Start:
 
     def fail(self, telling: int, what: str, tail: list[str], code: int) -> None:
         if self.killed:
-            return  # that was us
+            return  # we ended it
         failure = (telling, time.monotonic() - self.began, what, tail, code)
         self.failures.append(failure)
         if telling <= 2 and not self.shown:
@@ -335,7 +338,7 @@ class Start:
         if not self.failures:
             ranks = sum(self.job.hosts[node].slots for node in self.nodes) if self.job.spawn != "once" else len(self.nodes)
             if len(self.codes) == ranks and all(code == 0 for code in self.codes.values()):
-                return Outcome("done", 0, "", self.told)  # a stop that came in the last step stopped nothing
+                return Outcome("done", 0, "", self.told)  # a stop in the last step stopped nothing
             if self.told:
                 return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
             return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen; see {self.logs}")
@@ -348,13 +351,13 @@ class Start:
 
 
 def told(failure: tuple[int, float, str, list[str], int]) -> str:
-    """What is printed of a failure."""
+    """Writes a failure as it is printed."""
     _, seconds, what, tail, _ = failure
     return "\n".join([f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}", *("    " + line for line in tail)])
 
 
 def how(code: int | None) -> str:
-    """ended with 1; was ended by SIGKILL."""
+    """Says how a process ended, for example: ended with 1; was ended by SIGKILL."""
     if code is None:
         return "ended"
     if code >= 0:
@@ -368,7 +371,7 @@ def how(code: int | None) -> str:
 
 
 def new_logs(parent: Path) -> Path:
-    """A folder of its own for the output of the next start. Raises `Refused` if none can be made."""
+    """Makes a new folder for the output of the next start. Raises `Refused` if that cannot be done."""
     while True:
         taken = [int(path.name.removeprefix("start_")) for path in parent.glob("start_*") if path.name.removeprefix("start_").isdigit()]
         logs = parent / f"start_{max(taken, default=0) + 1:03d}"

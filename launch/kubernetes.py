@@ -1,4 +1,4 @@
-"""Kubernetes: the manifest of an Indexed Job, and what a pod of it knows of the others."""
+"""Writes the Kubernetes manifest of an Indexed Job, and finds the other pods from inside one."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
 
 
 def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> str:
-    """The Service and the Indexed Job as YAML. Raises `Refused`."""
+    """Writes the Service and the Indexed Job as YAML. Raises `Refused`."""
     name = arguments.name or re.sub(r"[^a-z0-9]+", "-", Path(words[0]).stem.lower()).strip("-")
     folder, nodes, problems = arguments.folder or FOLDER, arguments.nodes or 1, []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
@@ -74,12 +74,12 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
 
 
 def unexpanded(word: str) -> str:
-    """Kubernetes fills `$(NAME)` into commands and variables, and makes `$$` of it `$`."""
+    """Escapes a word for Kubernetes, which expands `$(NAME)` in commands and variables, and turns `$$` into `$`."""
     return word.replace("$", "$$")
 
 
 def scalar(value: object) -> str:
-    """JSON that every YAML reader takes: what YAML does not print is escaped, each character by itself (JSON's surrogate pairs are not YAML)."""
+    """Writes a value as JSON that every YAML reader takes: characters that YAML does not print are escaped one by one (JSON's surrogate pairs are not YAML)."""
     text = json.dumps(value, ensure_ascii=False)
     if lone := re.search("[\ud800-\udfff]", text):
         raise Refused(f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is no text; a manifest cannot carry it")
@@ -93,7 +93,7 @@ def number(name: str, value: str) -> int:
 
 
 def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list[Host], int, str, int]:
-    """The hosts of the Job this pod belongs to, its own place, and where the ranks meet. Waits until the first pod has an address."""
+    """Returns the hosts of this pod's Job, the pod's place among them, and where the ranks meet. Waits until the first pod has an address."""
     nodes = arguments.nodes or 1
     try:
         address, index, port = variables["MASTER_ADDR"], *(number(name, variables[name]) for name in ("JOB_COMPLETION_INDEX", "MASTER_PORT"))

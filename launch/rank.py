@@ -1,4 +1,4 @@
-"""Becomes one rank: started by the launcher, it sends its output to a file of its own and turns into the script.
+"""Becomes one rank: the launcher starts this program, which sends its output to a file and turns into the script.
 
     python rank.py SCRIPT ARGUMENTS...
 
@@ -15,12 +15,12 @@ def main() -> None:
     log = os.open(os.path.join(os.environ["LAUNCH_LOGS"], f"rank_{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["LAUNCH_LOCAL_WORLD_SIZE"]  # torchrun sets it, deepspeed does not
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in C++ leaves the stacks of Python in the file
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # so that a crash in C++ leaves Python's stacks in the file
     with open(os.environ["LAUNCH_PIPE"], "w") as pipe:
         pipe.write(f"{rank} {local_rank} {os.getpid()}\n")
     for own, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(own, target)
-    # the launchers have them blocked: a signal to all processes of a host must not make them kill a rank that is saving
+    # the launchers block these signals: a signal to all processes of a host must not make a launcher kill a rank that is saving
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])
 

@@ -1,8 +1,8 @@
-"""What a user is told when a job cannot be started: every problem at once, each with its fix."""
+"""Refuses a job that cannot be started: prints every problem at once, each with its fix."""
 
 
 class Refused(ValueError):
-    """The input is at fault; `problems` are whole sentences: value, rule, fix."""
+    """Says that the input is at fault; `problems` are whole sentences: value, rule, fix."""
 
     def __init__(self, *problems: str):
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"

@@ -20,7 +20,7 @@ LONGEST_PAUSE = 60.0  # seconds
 
 
 def run(job: Job, max_restarts: int, say: Any) -> int:
-    """The exit code of the job, after at most `max_restarts` starts beyond the first. Raises `Refused` if the first cannot begin."""
+    """Runs the job with at most `max_restarts` further starts; returns its exit code. Raises `Refused` if the first start cannot begin."""
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # signals that come while no start is running; may be used inside a signal handler
     with signals_to(lambda number, _: asked.put(signal.Signals(number).name)):
         return _run(job, max_restarts, say, asked)
@@ -31,8 +31,8 @@ def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]")
     logs_of_all = out.parent / f"{out.name}.logs"
     since = first_start(logs_of_all)
     began, began_at = time.time(), run_folder.last_step(out)
-    failures: list[int] = []  # the step of each
-    failed_at: list[int] = []  # the same, of starts that had begun
+    failures: list[int] = []  # the step of each failed start
+    failed_at: list[int] = []  # the same, for starts whose ranks had begun
     starts, goes_on = 0, False
     while True:
         starts += 1
@@ -43,7 +43,7 @@ def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]")
             logs = new_logs(logs_of_all)
             say(f"start {starts}: output of each rank in {shown(logs)}")
             outcome = judged(Start(job, logs, say, asked).run(), out, began)
-        except Refused as refused:  # it could be started before: a host is away for a moment
+        except Refused as refused:  # an earlier start was possible, so a host is away for a moment
             if starts == 1:
                 raise
             outcome = Outcome("away", 1, str(refused))
@@ -80,14 +80,14 @@ def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]")
 
 
 def stopped(outcome: Outcome, out: Path, say: Any) -> None:
-    """Tells how a job ends that was asked to stop, which is never started again here."""
+    """Prints how a job ended that was asked to stop; such a job is not started again here."""
     what = f"stopped by {outcome.reason}" if outcome.kind == "stopped" else f"not started again: {outcome.reason} had asked for a stop"
     say(f"{what}; the newest complete checkpoint is {run_folder.newest_checkpoint(out) or 'none'}")
     requeue(outcome.reason, say)
 
 
 def first_start(logs: Path) -> float:
-    """When this job began, by the clock of its run folder's disk (seconds since 1970); a Slurm job that was requeued began with its first start."""
+    """Returns when this job began, by the clock of its run folder's disk (seconds since 1970); a requeued Slurm job began with its first start."""
     note = logs / f".began_{os.environ.get('SLURM_JOB_ID', 'here')}"
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" or not note.exists():
         try:
@@ -99,7 +99,7 @@ def first_start(logs: Path) -> float:
 
 
 def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
-    """An end with 0 counts only if the run folder says so too: a launcher that is killed ends with 0, and a rank may."""
+    """Turns an end with 0 into a failure unless the run folder confirms the end: a killed launcher ends with 0, and a rank may."""
     goal = run_folder.goal(out) if run_folder.written(out) >= since else None  # None: not a recipe, or nothing to do
     step = run_folder.last_step(out)
     if outcome.kind != "done" or goal is None:
@@ -112,7 +112,7 @@ def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
 
 
 def requeue(reason: str, say: Any) -> None:
-    """Puts a preempted Slurm job back into the queue. Ctrl-C (SIGINT) and `scancel` are a person's wish, and stop it for good."""
+    """Puts a preempted Slurm job back into the queue. Ctrl-C (SIGINT) and `scancel` are a person's wish, and stop the job for good."""
     if reason != "SIGTERM" or "SLURM_JOB_ID" not in os.environ:
         return
     job = os.environ["SLURM_JOB_ID"]
@@ -128,12 +128,12 @@ def requeue(reason: str, say: Any) -> None:
 
 
 def goodput(out: Path, began_at: int, wall: float, starts: int) -> str:
-    """The part of the wall time that went into steps which the run has kept."""
+    """Says which part of the wall time went into steps that the run has kept."""
     kept = [line for line in run_folder.metrics(out) if line["step"] > began_at]
     useful = sum(line["step_s"] for line in kept)
     return f"goodput {100 * useful / max(wall, 1e-9):.1f} %: {useful:,.1f} s in {len(kept)} steps that count, of {wall:,.0f} s in {starts} starts"
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be typed here."""
+    """Returns a path as short as it can be typed here."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

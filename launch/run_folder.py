@@ -1,15 +1,15 @@
-"""What a recipe's run folder tells of the run, read from outside."""
+"""Reads from outside what a recipe's run folder says about the run."""
 
 import ast
 import json
 from pathlib import Path
 from typing import Any
 
-NONE = (FileNotFoundError, NotADirectoryError)  # the latter where `runs` is a file
+NONE = (FileNotFoundError, NotADirectoryError)  # NotADirectoryError if `runs` is a file
 
 
 def out_of(words: tuple[str, ...]) -> Path:
-    """The run folder of a recipe's command line: its --out, the `out` that the recipe's file writes as plain text, or
+    """Returns the run folder of a recipe's command line: its --out, the `out` that the recipe's file writes as plain text, or
     runs/<recipe>, which is runs/<recipe>_tiny with --tiny."""
     out = ""
     for index, word in enumerate(words):
@@ -22,11 +22,11 @@ def out_of(words: tuple[str, ...]) -> Path:
 
 
 def _out_in(recipe: Path) -> str:
-    """The `out` of `RECIPE = Recipe(...)`, read without running the file; empty if it gives none."""
+    """Reads the `out` of `RECIPE = Recipe(...)` without running the file; "" if the recipe sets none."""
     try:
         tree = ast.parse(recipe.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return ""  # the ranks tell what is wrong with it
+        return ""  # the ranks report what is wrong with the file
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Recipe":
             for given in node.keywords:
@@ -36,7 +36,7 @@ def _out_in(recipe: Path) -> str:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """Reads the complete lines of metrics.jsonl."""
     try:
         text = (out / "metrics.jsonl").read_text()
     except NONE:
@@ -49,15 +49,15 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def last_step(out: Path) -> int:
-    """The last step that metrics.jsonl holds; 0 without any."""
+    """Reads the last step in metrics.jsonl; 0 if there is none."""
     lines = metrics(out)
     return lines[-1]["step"] if lines else 0
 
 
 def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ...]:
-    """The command line of a job's next start, which continues what the job has written since `since` (seconds since 1970).
+    """Returns the command line of a job's next start, which continues what the job has written since `since` (seconds since 1970).
 
-    A typed `--resume never` would begin anew again, and `--resume PATH` would go back to PATH. The latter is kept until there is a checkpoint.
+    A typed `--resume never` would begin anew again, and `--resume PATH` would go back to PATH; `--resume PATH` is kept until there is a checkpoint.
     """
     try:
         began_anew = json.loads((out / "run.json").read_text())["recipe"]["resume"] == "never"
@@ -70,7 +70,7 @@ def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ..
 
 
 def goal(out: Path) -> int | None:
-    """The step at which the run in `out` is to end; None if no run was begun there."""
+    """Reads the step at which the run in `out` is to end; None if no run was begun there."""
     try:
         recipe = json.loads((out / "run.json").read_text())["recipe"]
         return recipe["stop_at"] or recipe["steps"]
@@ -79,7 +79,7 @@ def goal(out: Path) -> int | None:
 
 
 def newest_checkpoint(out: Path) -> str:
-    """The name of the step folder that `latest` points to; empty without any."""
+    """Reads the name of the step folder that `latest` points to; "" if there is none."""
     try:
         return (out / "checkpoints" / "latest").read_text().strip()
     except NONE:
@@ -87,7 +87,7 @@ def newest_checkpoint(out: Path) -> str:
 
 
 def written(out: Path) -> float:
-    """When run.json was written last (seconds since 1970); 0 without any."""
+    """Returns when run.json was last written (seconds since 1970); 0 if there is none."""
     return _changed(out / "run.json")
 
 

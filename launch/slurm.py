@@ -12,7 +12,7 @@ LOGIN = ("PATH", "HOME", "USER", "LANG", "VIRTUAL_ENV")
 
 
 def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, str]) -> int:
-    """Prints and runs sbatch. Only names of variables stand in it, and none of a secret: Slurm keeps what is exported in files."""
+    """Prints and runs sbatch. The command holds names of variables only, and no secret's name: Slurm keeps exported variables in files."""
     names = [*(name for name in LOGIN if name in variables), *environment.needed(variables, arguments.env)]
     words = ["sbatch", f"--nodes={arguments.nodes or 1}", f"--export={','.join(dict.fromkeys(names))}", *arguments.sbatch]
     if arguments.gpus and not any("gpus" in word or "gres" in word for word in arguments.sbatch):

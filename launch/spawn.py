@@ -1,4 +1,4 @@
-"""Who forks the ranks: the command line that starts all ranks of one host."""
+"""Writes the command line with which a launcher, torchrun or deepspeed, forks all ranks of one host."""
 
 import base64
 import json
@@ -10,7 +10,7 @@ RANK = Path(__file__).resolve().with_name("rank.py")
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks find each other: this host's place among all, and the address of the first."""
+    """Says where the ranks find each other: this host's place among all hosts, and the address of the first."""
 
     slots: tuple[int, ...]  # ranks of each host
     node: int  # this host is slots[node]
@@ -23,7 +23,7 @@ class Meeting:
 
 
 def command(spawn: str, python: str, meeting: Meeting, visible: list[str], words: list[str]) -> list[str]:
-    """The argv that starts the ranks of one host; each of them gets `words` (script and arguments) exactly as they are.
+    """Returns the argv that starts the ranks of one host; each rank gets `words` (script and arguments) exactly as they are.
 
     `visible` are the devices of this host, one for each rank.
     """
@@ -31,7 +31,7 @@ def command(spawn: str, python: str, meeting: Meeting, visible: list[str], words
     if spawn == "once":
         return [python, "-u", str(RANK), *words]
     if spawn == "deepspeed":
-        # what `deepspeed` itself starts on every host: it takes the devices by name, and needs no file
+        # the program that `deepspeed` itself starts on every host: it takes the devices by name, and needs no hostfile
         world: dict[str, list[int | str]] = {f"node{node}": list(range(slots)) for node, slots in enumerate(meeting.slots)}
         world[f"node{meeting.node}"] = [int(name) if name.isdigit() else name for name in visible]
         info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
@@ -43,5 +43,5 @@ def command(spawn: str, python: str, meeting: Meeting, visible: list[str], words
 
 
 def for_torchrun(word: str) -> str:
-    """torchrun fills `$local_rank` into every argument (torch 2.13, elastic/utils/api.py, macros.substitute), and makes `$$` of it `$`."""
+    """Escapes a word for torchrun, which expands `$local_rank` in every argument and turns `$$` into `$` (torch 2.13, elastic/utils/api.py)."""
     return word.replace("$", "$$")

@@ -1,4 +1,4 @@
-"""Checkpoints between Hugging Face files and every layout, bit for bit, in bounded memory.
+"""Converts checkpoints between Hugging Face files and every layout, bit for bit, in bounded memory.
 
     python tools/convert_checkpoint.py to-hf RUN_OR_STEP_DIR OUT_DIR [--dtype bf16] [--verify]
     python tools/convert_checkpoint.py from-hf HF_DIR OUT_DIR --zero 1 --tp 2 --pp 2 --dp 1
@@ -6,7 +6,7 @@
     python tools/convert_checkpoint.py verify STEP_DIR
     python tools/convert_checkpoint.py inspect STEP_DIR
 
-The output appears complete or not at all; a conversion that was killed goes on where it was when it is started again.
+The output appears complete or not at all; a killed conversion goes on where it was when the same command is started again.
 """
 
 import argparse
@@ -44,7 +44,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the input is at fault, 2 usage."""
+    """Runs a command; returns the exit code: 0 done, 1 the input is at fault, 2 usage."""
     arguments = parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def size_of(text: str) -> int:
-    """Bytes of a text such as 2G, 512M or 1GiB."""
+    """Reads bytes from a text such as 2G, 512M or 1GiB."""
     number = text.upper().removesuffix("IB").removesuffix("B")
     unit = number[-1:] if number[-1:] in "KMG" else ""
     try:
@@ -106,7 +106,7 @@ def size_of(text: str) -> int:
 
 
 class Bar:
-    """A progress bar on stderr; where that is no terminal, a line at each tenth."""
+    """Shows a progress bar on stderr; a line at each tenth where stderr is no terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -133,12 +133,12 @@ def effort(arguments: argparse.Namespace, bar: Bar) -> Effort:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """Returns the path, or the nearest folder above it that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Raises `Refusal` if the disk has not the room, before anything is written."""
+    """Raises `Refusal` if the disk has no room for the output, before anything is written."""
     free = shutil.disk_usage(existing(out)).free
     if needed > free:
         raise refuse(str(out), f"needs {needed:,} bytes, {free:,} are free", "free space, or choose another folder")
@@ -164,7 +164,7 @@ def to_hf(arguments: argparse.Namespace) -> int:
 
 
 def from_hf(arguments: argparse.Namespace) -> int:
-    from recipekit.model.describe import published_blueprint  # transformers, which only this command needs
+    from recipekit.model.describe import published_blueprint  # imports transformers, which only this command needs
 
     dtype = DTYPES[arguments.dtype]
     blueprint = published_blueprint(arguments.source)

@@ -6,8 +6,9 @@
 
 Looks at versions, devices, shared memory (GPUs), adapters, what compiling ops takes, the NVMe folder, logins, the master port, the
 clocks, the run folder, the room for checkpoints, and at the connections between all ranks: plain sockets first, then two
-seconds of all-reduce and point-to-point messages. A launcher starts it once for each rank, as it would a recipe; without
-one it starts the ranks of this machine itself. A rank that is missing, silent or slow is named; every wait for it has an end.
+seconds of all-reduce and point-to-point messages. A launcher starts the doctor once for each rank, as it would
+start a recipe; without a launcher the doctor starts the ranks of this machine itself. A rank that is missing, silent or slow is
+named; every wait for a rank has an end.
 
 Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line.
 """
@@ -39,15 +40,15 @@ from recipekit.refusal import Refusal
 from recipekit.runtime.stopping import start_launcher_watch
 from recipekit.strategy import check
 
-LOOK = 180.0  # seconds in which a host has to answer what it is like
+LOOK = 180.0  # seconds in which a host has to report about itself
 CONNECT = 5.0  # seconds in which a rank has to connect to another
 PREPARE = 1800.0  # seconds for imports, compiles and counting
-JOIN = 600.0  # seconds for connecting all ranks, which a large NCCL job takes minutes for
+JOIN = 600.0  # seconds for connecting all ranks: a large NCCL job takes minutes
 MEASURE = 120.0  # seconds in which the two seconds of measuring have to be over
-SUSPECT = 1.5  # times the others' seconds: then they are measured once more
+SUSPECT = 1.5  # a rank slower than so many times the others' seconds is measured once more
 
 
-# What is asked for
+# The command line
 
 
 def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -59,8 +60,8 @@ def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--master_port", "--master-port", type=int, help="the port that the run will use; default: MASTER_PORT, or 29500")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for ranks that have not come (60)")
     parser.add_argument("--quick", action="store_true", help="leave out what imports torch: compiling ops, counting bytes, all-reduce")
-    parser.add_argument("--torch-part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument("--torch-part", "--torch_part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     arguments, flags = parser.parse_known_args()
     arguments.flags = flags[1:] if flags[:1] == ["--"] else flags
     if arguments.flags and not arguments.recipe:
@@ -81,7 +82,7 @@ def subject_of(arguments: argparse.Namespace, slot: Slot) -> Subject:
 
 
 class TorchPart:
-    """A process of this rank that imports torch: it may hang or die, and then it is ended."""
+    """Runs torch in a process of this rank: if that process hangs or dies, it is ended."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -92,13 +93,13 @@ class TorchPart:
             stdin=subprocess.DEVNULL,
             stderr=self._errors,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # so that compilers are ended with it
+            start_new_session=True,  # so that its compilers end with the process
         )
         theirs.close()
         self._line = Line(ours)
 
     def ask(self, order: Any, seconds: float) -> dict[str, Any]:
-        """What it answers; {"error": why} if it does not."""
+        """Sends an order; returns the answer, or {"error": why} if there is none."""
         try:
             if order is not None:
                 self._line.send(order)
@@ -120,7 +121,7 @@ class TorchPart:
 
 
 def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
-    """One rank's examination; returns the exit code, which is the same on all ranks."""
+    """Examines one rank; returns the exit code, which is the same on all ranks."""
     start_launcher_watch()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     subject = subject_of(arguments, slot)
@@ -134,7 +135,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
                 meeting.tell(mark)
                 report = Report(slot.local_world, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "what its host is like"))
             return conduct(arguments, slot, subject, meeting, report, listener)
-        mark = meeting.hear(LOOK + 1.5 * arguments.patience)  # rank 0 may be waiting for others
+        mark = meeting.hear(LOOK + 1.5 * arguments.patience)  # rank 0 may still wait for other ranks
         meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
         addresses = meeting.hear(2 * LOOK)
         meeting.gather(reach(to_reach(slot, addresses, meeting), CONNECT))
@@ -148,7 +149,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
 
 
 def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, listener: socket.socket, member: Member | None) -> dict[str, Any]:
-    """What a rank reports of itself; the first rank of a host reports of the host too."""
+    """Collects the report of a rank about itself; the first rank of a host reports about the host too."""
     seen: dict[str, Any] = {
         "node": slot.rank - slot.local_rank,
         "name": socket.gethostname(),
@@ -166,7 +167,7 @@ def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, liste
 
 
 def to_reach(slot: Slot, addresses: dict[str, Any], member: Member | None) -> dict[int, tuple[str, int]]:
-    """rank -> where this rank finds its echo. Ranks on rank 0's host are found where rank 0 was."""
+    """Maps each rank to the address of its echo. Ranks on rank 0's host are reached at rank 0's address."""
     here = addresses[str(slot.rank)][0]
     places = {}
     for rank, (node, address, port) in addresses.items():
@@ -180,7 +181,7 @@ def to_reach(slot: Slot, addresses: dict[str, Any], member: Member | None) -> di
 
 
 def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting: Chair, report: Report, listener: socket.socket) -> int:
-    """Leads all ranks through what they find out together, prints the report and tells them the exit code."""
+    """Leads all ranks through the joint checks, prints the report, and sends the ranks the exit code."""
     report.clocks(meeting.clocks())
     addresses = {str(rank): (seen["node"], seen["address"], seen["port"]) for rank, seen in report.seen.items()}
     meeting.tell(addresses)
@@ -204,7 +205,7 @@ def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting
                     {"port": _torch_port(slot), "seconds": JOIN if any(told["gpus"] for told in ready.values()) else MEASURE}, "its process group"
                 )
                 found = together({"seconds": MEASURE}, "its measurements") if well(joined) else joined
-                if well(found) and report.slow(found, SUSPECT):  # the better of two looks counts: a machine may be busy for a moment, a slow one is slow twice
+                if well(found) and report.slow(found, SUSPECT):  # the better of two measurements counts: a busy machine is slow once, a slow machine twice
                     second = together({"seconds": MEASURE}, "its measurements")
                     found = {rank: min(told, found[rank], key=lambda told: told.get("work", -1.0)) for rank, told in second.items()}
                 report.measured(found, joined)
@@ -221,7 +222,7 @@ def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting
 
 
 def _torch_port(slot: Slot) -> int:
-    """The master port, or a free one where another program has it."""
+    """Returns the master port, or a free port if another program has that one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         for port in (slot.port, 0):
             with contextlib.suppress(OSError), socket.create_server(("", port)) as free:
@@ -233,7 +234,7 @@ def _torch_port(slot: Slot) -> int:
 
 
 def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
-    """Tells the rank that started it what torch sees, compiles and counts, and then measures when told to."""
+    """Reports to the rank that started this process what torch sees, compiles and counts, and then measures on its order."""
     start_launcher_watch()
     line = Line(socket.socket(fileno=arguments.torch_part))
     subject = subject_of(arguments, slot)
@@ -251,12 +252,12 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
     from recipekit.hosts.speed import join, measure
 
     line.send(join())
-    while line.read(2 * PREPARE):  # until the rank ends this process
+    while line.read(2 * PREPARE):  # the rank ends this process
         line.send(measure())
 
 
 def prepare(subject: Subject, slot: Slot) -> Findings:
-    """What torch sees on this rank; on the first rank of a host compiles the ops that the recipe needs."""
+    """Reports what torch sees on this rank; on the first rank of a host compiles the ops that the recipe needs."""
     import torch
 
     if slot.local_rank == 0:
@@ -281,7 +282,7 @@ def prepare(subject: Subject, slot: Slot) -> Findings:
 
 
 def peers() -> str:
-    """Whether the GPUs of this host reach each other's memory directly."""
+    """Says whether the GPUs of this host reach each other's memory directly."""
     import torch
 
     count = torch.cuda.device_count() if gpus_in_use() else 0
@@ -295,11 +296,11 @@ def peers() -> str:
 
 
 def local_main(arguments: argparse.Namespace) -> int:
-    """Starts all ranks on this machine; their exit code."""
+    """Starts all ranks on this machine; returns their exit code."""
     try:
         count = arguments.ranks or len(gpus.gpus()) or 2
     except OSError:
-        count = 2  # `check_devices` tells
+        count = 2  # `check_devices` reports the fault
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     asked = arguments.master_port or int(os.environ.get("MASTER_PORT", "29500"))
@@ -308,7 +309,7 @@ def local_main(arguments: argparse.Namespace) -> int:
 
 
 def start_ranks(first: int, count: int, place: dict[str, str], more: list[str]) -> int:
-    """Starts the ranks of this host, from rank `first` on; the exit code of that."""
+    """Starts the ranks of this host, from rank `first` on; returns their exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     ranks = [
         subprocess.Popen([sys.executable, __file__, *more, *sys.argv[1:]], env=os.environ | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)})
@@ -330,7 +331,7 @@ def start_ranks(first: int, count: int, place: dict[str, str], more: list[str]) 
 
 def main() -> None:
     parser, arguments = read_arguments()
-    if importlib.util.find_spec("torch") is None:  # another Python's complaints would be of no use
+    if importlib.util.find_spec("torch") is None:  # problems found by another Python would be of no use
         require_packages()
     place = os.environ
     if "RANK" not in place:

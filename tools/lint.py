@@ -46,8 +46,9 @@ BEGIN, END = "<!-- written by python tools/lint.py --table -->\n", "<!-- end of 
 
 
 def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dict[str, Any], Path | None, list[Problem]]:
-    """The JSON, its path, and what is wrong with its text if it is one to DeepSpeed only, which reads Hjson: comments, no
-    quotes, spare commas. That is an advice where a script hands it to DeepSpeed."""
+    """Reads the JSON; returns it, its path, and what is wrong with its text. DeepSpeed itself reads Hjson: comments, no quotes,
+    spare commas. So for a file that a script hands to DeepSpeed these faults are only advice.
+    """
     try:
         return *json_file.load(name, folder), []
     except Refusal as refusal:
@@ -77,7 +78,7 @@ def lint(
     filled_by: str = "",
     layout: dict[str, int] | None = None,
 ) -> tuple[list[Problem], list[str]]:
-    """Every problem found, and what was decided or is advised, one line each."""
+    """Checks a JSON; returns every problem, and one line for each decision or piece of advice."""
     problems: list[Problem] = []
     recipe = shape = config = file = None
     if path:
@@ -124,12 +125,12 @@ def lint(
 
 
 def told(problem: Problem) -> str:
-    """The problem as it is printed, with what DeepSpeed alone would do."""
+    """Writes a problem as it is printed, with what DeepSpeed alone would do."""
     return f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})" if problem.outcome else str(problem)
 
 
 def verdict(problems: list[Problem]) -> str:
-    """What DeepSpeed does with a file of these problems: "fails", "ignores" part of it, or "applies" it as it is written."""
+    """Returns what DeepSpeed does with a file that has these problems: "fails", "ignores" a part, or "applies" all as written."""
     outcomes = {problem.outcome for problem in problems}
     return "fails" if outcomes & {FAILS, HANGS} else "ignores" if outcomes & {IGNORES, REPLACES} else "applies"
 
@@ -138,7 +139,7 @@ def verdict(problems: list[Problem]) -> str:
 
 
 def support_table() -> str:
-    """The composition rules, and the keys that are read in some places only, as Markdown: an entry each, as no table of them fits a screen."""
+    """Writes the rules of combinations, and the keys that are read in some places only, as a Markdown list: no table of them fits a screen."""
     lines = [
         f'What DeepSpeed {schema()["deepspeed"]} does with a combination, and where that is decided (files below `deepspeed/runtime`; "run": seen',
         "by running). `lint` tells those that a JSON or a layout shows; the others depend on the script or the model.",
@@ -169,7 +170,7 @@ def order(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:
 
 
 def with_table(page: str) -> str:
-    """The page with the support table of today between its two marks."""
+    """Returns the page with today's support table between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{support_table()}{END}{after}"

@@ -1,4 +1,4 @@
-"""The main job from end to end: train a small Llama with DeepSpeed, export it, and prove that transformers agrees.
+"""Does the main job from end to end: trains a small Llama with DeepSpeed, exports it, and proves that transformers agrees.
 
     make quickstart
 
@@ -76,7 +76,7 @@ def main() -> int:
     begun = phase(3, "generate a sample")
     prompt = tokenizer("def ", return_tensors="pt")
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # one token at a time is too little work to share
+    torch.set_num_threads(1)  # one token at a time is too little work for several threads
     written = model.generate(**prompt, max_new_tokens=120, do_sample=True, temperature=0.6, pad_token_id=tokenizer.pad_token_id)
     print("  " + tokenizer.decode(written[0], skip_special_tokens=True).replace("\n", "\n  "))
     ended(begun)
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def training(ranks: int, out: Path, steps: int | None) -> list[str]:
-    """What follows `deepspeed` on the command line; a global batch that the ranks cannot share evenly is raised."""
+    """Returns the words after `deepspeed` on the command line; raises a global batch that the ranks cannot share evenly."""
     from recipekit.command import recipe_of
     from recipekit.mesh import fit_batch
 
@@ -103,7 +103,7 @@ def training(ranks: int, out: Path, steps: int | None) -> list[str]:
 
 
 def held_out_loss(model, tokenizer, recipe) -> float:
-    """The token-mean loss of a plain transformers model on the rows that the run held out."""
+    """Computes the token-mean loss of a plain transformers model on the rows that the run held out."""
     import torch
     from recipekit.data.held_out import eval_rows
     from recipekit.data.request import request_of

@@ -18,7 +18,7 @@ from .refusal import Problem, Refusal, refuse
 
 @dataclass(frozen=True)
 class Command:
-    """A recipe with its command line applied. `typed` names the fields that the user typed; they are never changed."""
+    """Holds a recipe with its command line applied. `typed` names the fields that the user typed; nothing changes those."""
 
     recipe: Recipe
     name: str  # of the recipe's file, without .py
@@ -26,25 +26,25 @@ class Command:
     typed: frozenset[str]
     tiny: bool = False
     dry_run: bool = False
-    device: str = ""  # of which a dry run tells whether the states fit
+    device: str = ""  # a dry run says whether the states fit it
     world: int = 1
     rank: int = 0
     local_rank: int = 0
 
     @property
     def out(self) -> Path:
-        """The run folder. A trial has one of its own, so that it never stands in the way of the run."""
+        """Returns the run folder. A trial has its own folder, so that it never stands in the way of the run."""
         return Path(self.recipe.out or f"runs/{self.name}{'_tiny' if self.tiny else ''}")
 
 
 def recipe_of(path: Path) -> Recipe:
-    """The `RECIPE` of a recipe's file, which starts nothing when it is imported. Raises `Refusal` if there is none."""
+    """Returns the `RECIPE` of a recipe's file; importing the file starts nothing. Raises `Refusal` if there is none."""
     if not path.is_file():
         raise refuse(f"--recipe {path}", "no such file on this host", "give a file of recipes/")
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     try:
-        # not by an importer, whose cache takes a file of the same size for the same one if it was written in the same second
+        # not by an importer: its cache takes two files for the same if their sizes are equal and both were written in one second
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError, LookupError, OSError) as error:
         raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
@@ -108,7 +108,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     )
 
 
-# What people type who come from elsewhere, and what it is called here.
+# Flags that people know from other programs -> what to do here.
 ELSEWHERE = {
     "dp": "leave it out: data parallelism takes the ranks that are left by --tp, --pp, --sp and --ep",
     "batch_size": "use --global_batch (rows of a step) or --micro_batch (rows of a forward pass)",
@@ -128,7 +128,7 @@ ELSEWHERE = {
 
 
 class _Help(argparse.HelpFormatter):
-    """One spelling of each flag: `--[no-]wandb`."""
+    """Shows one spelling of each flag: `--[no-]wandb`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=min(120, shutil.get_terminal_size().columns))
@@ -140,7 +140,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that collects every mistake of a command line in `problems`, instead of ending at the first."""
+    """Collects every mistake of a command line in `problems`, where argparse would end at the first."""
 
     def __init__(self, prog: str) -> None:
         about = "Every flag is a number of the recipe and may be written with - or _; in brackets is what the recipe's file says."
@@ -154,7 +154,7 @@ class _Parser(argparse.ArgumentParser):
         return self._titles[title]
 
     def flag(self, group: str, name: str, kind: type, about: str, default: Any, choices: tuple[str, ...] = ()) -> None:
-        """A flag of the `group` that sets `name`; left out, it is not among what `read` returns."""
+        """Adds a flag to the help's `group` that sets `name`. `read` returns only the flags that were typed."""
         about += f" (here: {default})" if default != "" else ""
         if kind is bool:
             self.group(group).add_argument(f"--{name}", help=about, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
@@ -176,13 +176,13 @@ class _Parser(argparse.ArgumentParser):
         self.group(group).add_argument(f"--{name}", metavar=metavar, help=about, type=read, nargs="?", const=self, default=argparse.SUPPRESS)
 
     def read(self, argv: list[str]) -> dict[str, Any]:
-        """name -> value of every flag that is right."""
+        """Reads the words of a command line; returns {name: value} of every flag that is right."""
         spelled = {name.replace("_", "-"): name for name in self._option_string_actions}
         words: list[str] = []
         for word in argv:
             name, equals, value = word.partition("=")
             if re.match(r"-[\d.]", word) and words and words[-1] in self._option_string_actions:
-                words[-1] += f"={word}"  # a negative number, which argparse takes for a flag when it is written 1e-3
+                words[-1] += f"={word}"  # a negative number: argparse takes -1e-3 for a flag
             else:
                 words.append(spelled.get(name.replace("_", "-"), name) + equals + value if word.startswith("--") else word)
         found, unknown = self.parse_known_args(words)
@@ -214,7 +214,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _with_values(words: list[str]) -> list[list[str]]:
-    """The words that are no flags, each behind the flag before it."""
+    """Groups words: each flag with the words that follow it up to the next flag."""
     found: list[list[str]] = []
     for word in words:
         if found and not word.startswith("-") and found[-1][0].startswith("-"):
@@ -225,7 +225,7 @@ def _with_values(words: list[str]) -> list[list[str]]:
 
 
 def _nearest(typed: str, flags: list[str]) -> str | None:
-    """The flag that was probably meant; of two that are about as near, the one that begins alike. None if none is near."""
+    """Returns the flag that was probably meant, None if none is near. Of two that are about as near it takes the one that begins alike."""
 
     def likeness(flag: str) -> float:
         matcher = difflib.SequenceMatcher(None, flag, typed)

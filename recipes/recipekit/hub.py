@@ -1,4 +1,4 @@
-"""Whether the hub can be asked, what is in the local cache, and how the hub's errors read."""
+"""Asks whether the Hugging Face hub can be reached, and explains its errors."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from .refusal import Refusal, refuse
 
-HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # connections, a second apart, of so many seconds at most, before the hub counts as away
+HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # attempts to connect, a second apart, and seconds for each, before the hub counts as away
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def hub_is_away() -> bool:
     from huggingface_hub import constants
 
     hub = urlsplit(constants.ENDPOINT)
-    if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():  # which a proxy reaches, if anything does
+    if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():  # offline there is no hub; with a proxy only the proxy can say
         return constants.HF_HUB_OFFLINE
     for attempt in range(HUB_ATTEMPTS):
         time.sleep(min(attempt, 1))

@@ -1,4 +1,4 @@
-"""Which rank does what: data, tensor, pipeline, sequence and expert parallel degrees of one job."""
+"""Lays out the ranks of a job: its data, tensor, pipeline, sequence and expert parallel degrees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from .refusal import Problem, Refusal
 
 @dataclass(frozen=True)
 class Mesh:
-    """The degrees of a job. `world = pp * dp * sp * tp`; ep ranks are taken out of the dp ranks.
+    """Holds the degrees of a job. `world = pp * dp * sp * tp`; ep ranks are taken out of the dp ranks.
 
     Ranks are laid out as DeepSpeed's `PipeModelDataParallelTopology` does: pipeline slowest, then data, then sequence,
     tensor fastest, so that tensor peers are neighbours on one host.
@@ -31,14 +31,14 @@ class Mesh:
         return "_".join(parts)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The coordinate of `rank` on each axis: {"pp", "dp", "sp", "tp"}."""
+        """Returns the coordinate of `rank` on each axis: {"pp", "dp", "sp", "tp"}."""
         rest, tp_rank = divmod(rank, self.tp)
         rest, sp_rank = divmod(rest, self.sp)
         pp_rank, dp_rank = divmod(rest, self.dp)
         return {"pp": pp_rank, "dp": dp_rank, "sp": sp_rank, "tp": tp_rank}
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups of ranks that differ only on `axes`, each sorted; every rank is in exactly one."""
+        """Lists the groups of ranks that differ only on `axes`, each sorted; every rank is in exactly one group."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             fixed = tuple(value for axis, value in self.coords(rank).items() if axis not in axes)
@@ -47,7 +47,7 @@ class Mesh:
 
 
 def make_mesh(world: int, tp: int = 1, pp: int = 1, sp: int = 1, ep: int = 1) -> Mesh:
-    """The mesh of `world` ranks with the given degrees; dp takes what is left. Raises `Refusal` if it does not fit."""
+    """Makes the mesh of `world` ranks with the given degrees; dp takes what is left. Raises `Refusal` if the degrees do not fit."""
     problems = [
         Problem(f"{name} = {degree}", "a degree is at least 1", f"use --{name} 1")
         for name, degree in (("tp", tp), ("pp", pp), ("sp", sp), ("ep", ep))
@@ -72,13 +72,12 @@ def make_mesh(world: int, tp: int = 1, pp: int = 1, sp: int = 1, ep: int = 1) ->
 def fit_degrees(world: int, degrees: dict[str, int], typed: frozenset[str], whole: dict[str, tuple[int, ...]] | None = None) -> dict[str, int]:
     """Lowers degrees until they fit `world`: sp gives way first, then ep, pp and tp, each to the largest that fits.
 
-    `whole` holds, for an axis, the numbers that its degree has to divide, too (0, a number that is not known, is divided
-    by all). A degree in `typed` is never changed. Used by `--tiny`; what cannot be made to fit is left for `make_mesh`
-    to refuse.
+    `whole`: axis -> further numbers that its degree has to divide (0 stands for an unknown number, which every degree
+    divides). A degree in `typed` is never changed. `--tiny` uses this; `make_mesh` refuses degrees that still do not fit.
     """
     kept = {axis for axis, degree in degrees.items() if axis in typed or degree < 1}
     fitted = {axis: max(1, degree) if axis in kept else 1 for axis, degree in degrees.items()}
-    for axis in ("tp", "pp", "ep", "sp"):  # the last to give way takes its part first
+    for axis in ("tp", "pp", "ep", "sp"):  # in reverse order of giving way
         for degree in range(degrees[axis], 0, -1) if axis not in kept else ():
             trial = fitted | {axis: degree}
             dp, left = divmod(world, trial["tp"] * trial["pp"] * trial["sp"])
@@ -89,10 +88,10 @@ def fit_degrees(world: int, degrees: dict[str, int], typed: frozenset[str], whol
 
 
 def fit_batch(dp: int, micro_batch: int, global_batch: int, typed: frozenset[str]) -> tuple[int, int]:
-    """(micro_batch, global_batch) such that `dp` ranks share the global batch evenly; what is in `typed` never changes.
+    """Returns (micro_batch, global_batch) such that `dp` ranks share the global batch evenly; a field in `typed` never changes.
 
     The global batch is raised to the next number that fits. A global batch that was typed stays, and the micro-batch is
-    lowered to the largest that fits. What cannot be made to fit is left to be refused.
+    lowered to the largest that fits. Numbers that still do not fit are refused later.
     """
     if micro_batch < 1:
         return micro_batch, global_batch
@@ -104,9 +103,9 @@ def fit_batch(dp: int, micro_batch: int, global_batch: int, typed: frozenset[str
 
 
 def nearest_worlds(world: int, step: int, works: Callable[[int], bool]) -> list[int]:
-    """The nearest numbers of ranks below and above `world` for which `works` is true.
+    """Finds the nearest numbers of ranks below and above `world` for which `works` is true.
 
-    `step`, the product of the degrees, bounds how far above they are looked for.
+    `step`, the product of the degrees, bounds the search above.
     """
     below = next((ranks for ranks in range(world - 1, 0, -1) if works(ranks)), None)
     above = next((ranks for ranks in range(world + 1, max(64, 2 * (world + step)) + 1) if works(ranks)), None)

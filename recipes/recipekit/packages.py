@@ -1,4 +1,4 @@
-"""The packages that a run needs, looked for before one of them is imported. Imports nothing heavy."""
+"""Looks for the packages that a run needs, before one of them is imported. Imports nothing heavy."""
 
 import importlib.util
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .refusal import Refusal, exit_refused, refuse
 
-# What requirements.txt installs, by the names they are imported by; a run can do without wandb, and matplotlib draws at its end.
+# Import names of what requirements.txt installs, without wandb (a run can do without it) and matplotlib (draws after a run).
 NEEDED = (
     *("torch", "deepspeed", "transformers", "datasets", "accelerate", "peft", "safetensors", "huggingface_hub", "tokenizers"),
     *("hjson", "pyarrow", "jinja2", "pydantic", "numpy", "rich", "cpuinfo"),
@@ -29,7 +29,7 @@ def check_packages(needed: Sequence[str] = NEEDED) -> None:
 
 
 def require_packages(needed: Sequence[str] = NEEDED) -> None:
-    """For a tool, before it imports them: tells what is missing and ends with exit code 1."""
+    """Ends a tool with exit code 1 and a message if packages are missing; called before the tool imports them."""
     try:
         check_packages(needed)
     except Refusal as refusal:

@@ -1,4 +1,4 @@
-"""What a user is told when a run cannot start: every problem at once, each with its fix."""
+"""Refuses a run that cannot start: prints every problem at once, each with its fix."""
 
 import os
 import sys
@@ -10,13 +10,13 @@ from typing import NoReturn
 
 Say = Callable[[str], None]  # prints a line to the user
 
-# What DeepSpeed does, left alone with a problem. "" where it never sees it.
+# What DeepSpeed does with a problem when nobody refuses it first; "" if DeepSpeed never sees the problem.
 FAILS, IGNORES, REPLACES, HANGS, APPLIES = "fails on it", "ignores it", "replaces it", "hangs", "applies it"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: `where` names the key or flag with its value, `rule` what it breaks, `fix` what to write instead."""
+    """Describes one mistake: `where` is the key or flag with its value, `rule` what that breaks, `fix` what to write instead."""
 
     where: str
     rule: str
@@ -28,7 +28,7 @@ class Problem:
 
 
 class Refusal(ValueError):
-    """The input is at fault. Carries every problem found; `exit_code` is 1, or 2 for a wrong command line."""
+    """Says that the input is at fault, with every problem found; `exit_code` is 1, or 2 for a wrong command line."""
 
     def __init__(self, problems: list[Problem], exit_code: int = 1):
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -37,7 +37,7 @@ class Refusal(ValueError):
 
 
 def refuse(where: str, rule: str, fix: str) -> Refusal:
-    """A refusal of one problem, to be raised."""
+    """Returns a refusal of one problem, to be raised."""
     return Refusal([Problem(where, rule, fix)])
 
 
@@ -45,8 +45,8 @@ def exit_refused(refusal: Refusal, patience: float = 60) -> NoReturn:
     """Prints the refusal once per host, on local rank 0, and exits.
 
     The launcher kills every rank as soon as one ends, so the other ranks wait until local rank 0 has ended; otherwise its
-    message would be lost. One that is still there after `patience` seconds has not met this problem (a bad file in one
-    rank's part of the data, say), and then this rank tells.
+    message would be lost. If local rank 0 is still there after `patience` seconds, it has not met this problem (a bad
+    file in one rank's part of the data, say), and this rank prints the refusal.
     """
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     deadline = time.monotonic() + patience
@@ -62,7 +62,7 @@ def exit_refused(refusal: Refusal, patience: float = 60) -> NoReturn:
 
 
 def _local_rank_0_alive() -> bool:
-    """True while a sibling process (same parent) carries LOCAL_RANK=0 in its environment."""
+    """Returns True while a sibling process (same parent) carries LOCAL_RANK=0 in its environment."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -72,5 +72,5 @@ def _local_rank_0_alive() -> bool:
             if sibling and b"LOCAL_RANK=0" in (entry / "environ").read_bytes().split(b"\0"):
                 return True
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended while we looked, or is not ours
+            continue  # the process ended while we looked, or belongs to another user
     return False

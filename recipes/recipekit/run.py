@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import IO
 from .command import parse
 from .hosts import op_cache
 from .hosts.locks import lock
+from .hosts.ports import free_port
 from .packages import check_packages
 from .planner import pinned
 from .recipe import Recipe
@@ -39,7 +39,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
             show(plan)
             return
         held = _lock(plan.out) if command.rank == 0 else None
-        if pinned.pins(plan.ds_config) and pinned.pins_exactly():  # before torch is imported, which reads it once
+        if pinned.pins(plan.ds_config) and pinned.pins_exactly():  # before the import of torch, which reads the variable once
             name, value = pinned.pinning_of(os.environ)
             os.environ[name] = value
         from .hosts.checks import check_start
@@ -59,14 +59,14 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
         exit_refused(refusal, patience)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # launchers repeat them; the rank is on its way out
+            signal.signal(number, signal.SIG_IGN)  # launchers repeat signals; this rank is ending already
         if "torch.distributed" in sys.modules:
             import torch.distributed as dist
 
-            # after an exception it may wait for peers that wait for this rank (NCCL)
+            # after an exception the call may wait for peers that wait for this rank (NCCL)
             if dist.is_initialized() and (clean or dist.get_world_size() == 1):
                 peers.leave()
-                dist.destroy_process_group()  # without it a rank aborts at exit now and then
+                dist.destroy_process_group()  # without this call a rank aborts at exit now and then
     sys.exit(code)
 
 
@@ -76,7 +76,7 @@ def _lock(out: Path) -> IO[str]:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = open(out.parent / f".{out.name}.lock", "w")  # noqa: SIM115 (held until the run ends)
         if out.exists():
-            tempfile.TemporaryFile(dir=out).close()  # fails as the run would: no folder, no permission, a read-only disk
+            tempfile.TemporaryFile(dir=out).close()  # fails where the run would: no folder, no permission, a read-only disk
     except OSError as error:
         raise refuse(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out") from None
     try:
@@ -87,15 +87,13 @@ def _lock(out: Path) -> IO[str]:
 
 
 def _single_process_defaults() -> None:
-    """What a launcher would have set; without it DeepSpeed looks for mpi4py, and the folder of compiled ops."""
+    """Sets the variables that a launcher would have set (without them DeepSpeed looks for mpi4py) and the folder of compiled ops."""
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(free_port())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
 

@@ -1,4 +1,4 @@
-"""What lies in a run folder, whether a command may go on with it, and how it is put aside."""
+"""Names what lies in a run folder, decides whether a command may go on with it, and puts one aside."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,8 @@ from .refusal import Problem, Refusal, refuse
 FACTS = "run.json"  # everything that made the run (runtime/facts.py)
 STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
 METRICS = "metrics.jsonl"  # a line for each step
-DATA_FILES = "data_files.json"  # what was read, so that a resume can name a file that is another one now
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")  # keys of such a line that training decides
+DATA_FILES = "data_files.json"  # digests of what was read, so that a resume can name a file that has changed
 CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
 LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
 EXPORT = "hf"  # the trained model as Hugging Face files
@@ -38,8 +39,8 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
     if (before := _saved_identity(out)) is None:
         return None
     others = [name for name in now if before.get(name) != now[name]]
-    others.sort(key=lambda name: name not in typed)  # first what the user may know of
-    if "steps" in others and "warmup_steps" not in typed:  # it was lowered with them, and will be again
+    others.sort(key=lambda name: name not in typed)  # the flags that the user typed come first
+    if "steps" in others and "warmup_steps" not in typed:  # warmup_steps was lowered with steps, and will be again
         others = [name for name in others if name != "warmup_steps"]
     if not others:
         return out
@@ -54,7 +55,7 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
 
 
 def _chosen(resume: str, out: Path, now: dict[str, Any]) -> Path:
-    """Returns the run or step folder that `--resume PATH` names. Raises `Refusal` for one of another model, or if `out` holds another run."""
+    """Returns the run or step folder that `--resume PATH` names. Raises `Refusal` if its model is another one, or if `out` holds another run."""
     chosen = Path(resume)
     is_run = (chosen / CHECKPOINTS).is_dir()
     if not is_run and not (chosen / "manifest.json").is_file():
@@ -72,7 +73,7 @@ def _chosen(resume: str, out: Path, now: dict[str, Any]) -> Path:
 
 
 def way_on(resume: str, out: Path) -> str:
-    """Says how a run that has ended before its time goes on, as the end of a line."""
+    """Says how to go on with a run that ended early, as the end of a line."""
     try:
         step = int((out / CHECKPOINTS / LATEST).read_text().strip().removeprefix("step_"))
     except (OSError, ValueError):
@@ -84,7 +85,7 @@ def way_on(resume: str, out: Path) -> str:
 
 
 def _same_beginning(resume: str, out: Path) -> bool:
-    """Returns True if this very command began the run in `out`, which ended before its first checkpoint: nothing is lost by beginning again."""
+    """Returns True if this very command began the run in `out` and that run ended before its first checkpoint: beginning again loses nothing."""
     try:
         before = json.loads((out / FACTS).read_text())["recipe"]["resume"]
     except (ValueError, KeyError):
@@ -93,7 +94,7 @@ def _same_beginning(resume: str, out: Path) -> bool:
 
 
 def _saved_identity(run: Path) -> dict[str, Any] | None:
-    """Reads what the run in a folder is made of; None if the folder holds no run.json. Raises `Refusal` if it cannot be read."""
+    """Reads the identity of the run in a folder; None if the folder holds no run.json. Raises `Refusal` if that file cannot be read."""
     return _saved(run)["identity"] if (run / FACTS).exists() else None
 
 
@@ -108,7 +109,7 @@ def _saved(run: Path) -> dict[str, Any]:
 def identity(recipe: Recipe, model_config: dict[str, Any] | None) -> dict[str, Any]:
     """Lists what a run is made of, as run.json keeps it and a resume compares it; a model in a folder adds a hash of its `model_config`.
 
-    A hub id stands for itself: its config.json is the one we ship (or none) at the first start, and the hub's own once that has downloaded it.
+    A hub id has no such hash: its config.json is the one we ship (or none) at the first start, and the hub's own once it is downloaded.
     """
     found = {name: getattr(recipe, name) for name in IDENTITY}
     if Path(recipe.model).is_dir():
@@ -131,6 +132,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keeps of metrics.jsonl's lines the values that training decides, not those of clocks and machines: equal runs have equal numbers."""
+    return [{key: line[key] for key in NUMBERS if key in line} for line in lines]
 
 
 def put_aside(out: Path) -> None:

@@ -132,6 +132,10 @@ def test_rows_of_another_device_or_code_are_not_mixed(tmp_path: Path):
     assert bench_gpu.done(record("1b", "fail")), "one that missed its bar has its figures"
 
 
+def test_the_code_of_the_rows_has_one_digest():
+    assert re.fullmatch("[0-9a-f]{12}", bench_gpu.code_digest()), "it reads files of tools/ by name"
+
+
 def test_a_row_brings_those_it_is_compared_with():
     names = lambda rows: [row.name for row in rows]  # noqa: E731
     assert names(bench_gpu.chosen(["D"], [], {})) == ["loop", "checkpoint"]

@@ -107,3 +107,17 @@ def test_a_command_of_the_docs_can_be_typed(command: str) -> None:
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert next(word for word in rest if "=" not in word) in targets
+
+
+def one_spelling(program: str) -> list[str]:
+    """Flags that a program gives to `add_argument` with `-` or with `_` only."""
+    calls = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")]
+    flags = [{word.value for word in call.args if isinstance(word, ast.Constant) and word.value.startswith("--")} for call in calls]
+    return sorted(name for names in flags for name in names if not {f"--{name[2:].replace(*signs)}" for signs in ("-_", "_-")} <= names)
+
+
+def test_every_flag_may_be_written_with_either_sign() -> None:
+    """As a recipe's may, which `command.py` reads; the other programs give argparse both spellings."""
+    assert one_spelling('parser.add_argument("--a_b")\nparser.add_argument("--c-d", "--c_d")\nparser.add_argument("--e")') == ["--a_b"]
+    programs = [path for folder in ("tools", "launch", "tests/support") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert not [f"{path.relative_to(ROOT)}: {name}" for path in programs for name in one_spelling(path.read_text())]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from job import NANO, Job, metrics, numbers, steps_done
 from pool import ROOT
-from slurm import Slurm, missing
+from slurm import Slurm, slurm_or_skip
 from words import arbitrary_words
 
 FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--no-wandb", "--steps", "100000")
@@ -20,9 +20,7 @@ SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    if why := missing():
-        pytest.skip(why)
-    with Slurm() as made:
+    with slurm_or_skip() as made:
         yield made
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 from pool import ROOT, environment, free_port
+from recipekit.run_folder import CHECKPOINTS, METRICS
+from recipekit.run_folder import numbers as numbers  # tests take it from here
 
 MARK = "TEST_JOB"  # an environment variable that every descendant of a job inherits, wherever it moves to
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -156,23 +158,18 @@ def contention() -> float:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, the last of which may not be torn."""
-    text = (run / "metrics.jsonl").read_text()
+    text = (run / METRICS).read_text()
     assert text == "" or text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def steps_done(run: Path) -> int:
-    return len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0
-
-
-def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What training made, without what the clock and the machine made."""
-    return [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss") if key in line} for line in lines]
+    return len((run / METRICS).read_text().splitlines()) if (run / METRICS).exists() else 0
 
 
 def checkpoints(run: Path) -> list[int]:
     """The steps whose folders are there."""
-    return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
+    return sorted(int(path.name.removeprefix("step_")) for path in (run / CHECKPOINTS).glob("step_*"))
 
 
 def copy_run(run: Path, to: Path) -> Path:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from recipekit.hosts import op_cache
+from recipekit.hosts.ports import free_port as free_port  # tests take it from here
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [ROOT / "tests" / "support", *sorted({test.parent for test in (ROOT / "tests").glob("*/test_*.py")})]  # where tests find each other
@@ -55,12 +55,6 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "recipes", *FOLDERS])),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class CaseFailed(AssertionError):

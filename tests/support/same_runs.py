@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from pool import ROOT, environment, free_port
+from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, numbers, read_metrics
 
 STEPS, SAVE_EVERY = 6, 3
-KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")  # of a line of metrics.jsonl: those that no clock decides
 CASES: dict[str, tuple[int, list[str]]] = {  # name -> ranks, recipe and flags
     "zero2_dp2": (2, ["qwen3_0_6b_zero2.py"]),
     "zero1_tp2_pp2": (4, ["llama3_1_70b_zero1_pp4_tp4.py", "--tp", "2", "--pp", "2"]),
@@ -53,10 +53,9 @@ def train(tree: Path, case: str, out: Path) -> None:
 
 def facts(run: Path) -> dict[str, Any]:
     """What has to be equal: the lines of metrics.jsonl, and for each checkpoint the digests of its tensors."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    manifests = {folder.name: json.loads((folder / "manifest.json").read_text()) for folder in sorted(run.glob("checkpoints/step_*"))}
+    manifests = {folder.name: json.loads((folder / "manifest.json").read_text()) for folder in sorted((run / CHECKPOINTS).glob("step_*"))}
     return {
-        "lines": [{key: line[key] for key in KEYS if key in line} for line in lines],
+        "lines": numbers(read_metrics(run)),
         "digests": {name: manifest["tensors"] for name, manifest in manifests.items()},
     }
 
@@ -82,10 +81,10 @@ def differences(before: dict[str, Any], after: dict[str, Any], rtol: float) -> l
 def without_the_end(run: Path, folder: Path) -> Path:
     """A copy of a run folder as it was when step 3 had been saved and the process was killed."""
     shutil.copytree(run, folder)
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder / CHECKPOINTS
     shutil.rmtree(checkpoints / f"step_{STEPS:08}")
-    (checkpoints / "latest").write_text(f"step_{SAVE_EVERY:08}")
-    shutil.rmtree(folder / "hf", ignore_errors=True)
+    (checkpoints / LATEST).write_text(f"step_{SAVE_EVERY:08}")
+    shutil.rmtree(folder / EXPORT, ignore_errors=True)
     return folder
 
 

@@ -7,8 +7,11 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pytest
 from pool import free_port
 
 CONFIG = """
@@ -52,24 +55,13 @@ def missing() -> str:
 
 
 class Slurm:
-    """`with Slurm() as slurm`: `slurm.run("sbatch", ...)` returns what it printed."""
+    """The daemons: `slurm.run("sbatch", ...)` returns what it printed."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm_"))
         self.daemons: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> "Slurm":
-        try:
-            self._make()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _make(self) -> None:
+    def make(self) -> None:
         os.chmod(self.folder, 0o755)  # munged wants no folder above its socket that others may write
         ports = {"control": free_port(), "first": free_port(), "second": free_port()}
         (self.folder / "slurm.conf").write_text(CONFIG.format(folder=self.folder, host=socket.gethostname(), **ports))
@@ -125,3 +117,13 @@ class Slurm:
                 daemon.kill()
                 daemon.wait()
         shutil.rmtree(self.folder)
+
+
+@contextmanager
+def slurm_or_skip() -> Iterator[Slurm]:
+    """A Slurm that is up; it is taken down however the block ends."""
+    if why := missing():
+        pytest.skip(why)
+    with closing(Slurm()) as slurm:
+        slurm.make()
+        yield slurm

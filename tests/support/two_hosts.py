@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -32,7 +33,7 @@ def missing() -> str:
 
 
 class TwoHosts:
-    """`with TwoHosts() as hosts`: `hosts.on(0, argv)` is the argv that runs something on the first."""
+    """The pair: `hosts.on(0, argv)` is the argv that runs something on the first."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hosts_"))
@@ -40,18 +41,7 @@ class TwoHosts:
         self.addresses = [f"10.86.{os.getpid() % 250}.{index + 1}" for index in range(2)]
         self.sshd: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> "TwoHosts":
-        try:
-            self._make()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _make(self) -> None:
+    def make(self) -> None:
         key = self.folder / "key"
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         Path("/run/sshd").mkdir(exist_ok=True)  # where sshd separates its privileges
@@ -141,7 +131,11 @@ def run(*argv: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def two_hosts_or_skip() -> TwoHosts:
+@contextlib.contextmanager
+def two_hosts_or_skip() -> Iterator[TwoHosts]:
+    """Two hosts that reach each other; they are taken down however the block ends."""
     if why := missing():
         pytest.skip(why)
-    return TwoHosts()
+    with contextlib.closing(TwoHosts()) as hosts:
+        hosts.make()
+        yield hosts

@@ -1,10 +1,11 @@
-"""How long a checkpoint holds up training: ours in the background, ours at once, and DeepSpeed's plain save.
+"""Measures how long a checkpoint holds up training: ours in the background, ours at once, and DeepSpeed's plain save.
 
     python tools/bench/bench_checkpoint.py > tools/bench/bench_checkpoint.md            # the page it prints is Markdown; progress goes to stderr
     python tools/bench/bench_checkpoint.py --rounds 9 --stages 3 --seq_len 512
 
-For each ZeRO stage 2 ranks (without GPUs, else one per GPU) train a model of 106 M parameters (SmolLM2-135M with a vocabulary of bytes). In every round each kind of
-save happens once, in random order, each followed by a few timed steps. Flags that are not listed here are a recipe's.
+For each ZeRO stage 2 ranks (without GPUs, else one per GPU) train a model of 106 M parameters (SmolLM2-135M with a
+vocabulary of bytes). In every round each kind of save happens once, in random order, each followed by a few timed steps.
+Flags that are not listed here are a recipe's.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import os
 import platform
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,9 +31,11 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import Recipe
 from recipekit.command import Command, parse
 from recipekit.hosts import op_cache
+from recipekit.hosts.ports import free_port
 from recipekit.mesh import fit_batch
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Refusal, exit_refused
+from recipekit.run_folder import CHECKPOINTS
 
 TITLES = {
     "none": "no save",
@@ -53,11 +55,11 @@ RECIPE = Recipe(
     lr=1e-4,
 )
 ENOUGH_ROUNDS = 5
-SMALL = 0.2  # of the save at once: the stall that counts as a small fraction of it
+SMALL = 0.2  # part of the stall of a save at once that counts as a small fraction
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The bench's own flags, and what is left: those of the recipe."""
+    """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--rounds", type=int, default=ENOUGH_ROUNDS, help=f"saves of each kind; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)"
@@ -66,7 +68,7 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=(1, 2, 3), help="ZeRO stages (default: 2 3)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave it
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 
 
@@ -112,24 +114,18 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    """One thread per rank, and the recipes' compiled ops."""
+    """Returns the ranks' environment: one thread per rank, and the recipes' compiled ops."""
     import torch
 
     own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "TOKENIZERS_PARALLELISM": "false"}
     return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 # The page ---------------------------------------------------------------------------------------------------------
 
 
 def page(found: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Writes the result as Markdown."""
     tables = []
     for title, report in found["stages"].items():
         lines, calm = [], median(report["kinds"]["none"]["steps"])
@@ -198,14 +194,14 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
 
 
 def planned(command: Command, out: Path) -> Plan:
-    """The plan of a stage, with a batch that the ranks share evenly. Raises `Refusal`."""
+    """Plans a stage, with a batch that the ranks share evenly. Raises `Refusal`."""
     micro_batch, global_batch = fit_batch(command.world, command.recipe.micro_batch, command.recipe.global_batch, command.typed)
     own: dict[str, Any] = {"out": str(out), "resume": "never", "wandb": False, "micro_batch": micro_batch, "global_batch": global_batch}
     return make_plan(replace(command, recipe=replace(command.recipe, **own)))
 
 
 def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was measured of one stage, the same on every rank (a collective)."""
+    """Measures one stage; returns the same on every rank (a collective)."""
     import deepspeed
     import torch.distributed as dist
     from recipekit.checkpoints.save import Saver
@@ -229,7 +225,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, dist_init_required=False)[0]
     undo_hidden_step(engine)
     keep_grad_norm(engine)
-    layout, folder, plain = layout_of(plan, engine, built), plan.out / "checkpoints", engine.checkpoint_engine
+    layout, folder, plain = layout_of(plan, engine, built), plan.out / CHECKPOINTS, engine.checkpoint_engine
     savers = {kind: Saver(engine, folder, built.blueprint, layout, 0, kind == "background", lambda folder: None) for kind in ("at_once", "background")}
     stream = open_stream(request_of(plan.recipe), load_tokenizer(plan.recipe.model, plan.recipe.tokenizer), dp=plan.mesh.dp, dp_rank=groups.coords["dp"])
     kinds: dict[str, dict[str, Any]] = {kind: {"stall": [], "steps": [], "left": [], "bytes": 0} for kind in TITLES}
@@ -280,7 +276,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def slowest(work: Any) -> float:
-    """The seconds of the slowest rank (a collective)."""
+    """Returns the seconds of the slowest rank (a collective)."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,7 +1,7 @@
-"""How fast the checkpoint converter is and how much memory it takes, beside cp and DeepSpeed's own two converters.
+"""Measures how fast the checkpoint converter is and how much memory it takes, beside cp and DeepSpeed's own two converters.
 
     python tools/bench/bench_convert.py > tools/bench/bench_convert.md                  # the page it prints is Markdown; progress goes to stderr
-    python tools/bench/bench_convert.py --rounds 9 --folder /scratch/bench        # needs about 20 GB there, which are freed at the end
+    python tools/bench/bench_convert.py --rounds 9 --folder /scratch/bench        # takes about 20 GB there until the end
 
 A ZeRO-2 checkpoint of 8 ranks (4.3 GB, random numbers) is made once. Then every round starts each command once, in random
 order, as a user would, and takes the time of the whole process. The ratio is the median over the rounds.
@@ -28,6 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
+
+from recipekit.run_folder import CHECKPOINTS, LATEST
 
 MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
@@ -79,7 +81,7 @@ def main() -> int:
 
 
 def make(folder: Path, shape: dict[str, Any]) -> None:
-    """A run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors written (a hole would cost nothing to copy)."""
+    """Makes a run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors written (a hole would cost nothing to copy)."""
     import numpy as np
     import torch
     from recipekit.checkpoints import convert, copying, manifest, places, step_folder, tensor_files
@@ -97,7 +99,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     blueprint = published_blueprint(folder / "hf")
     plain = Layout(Mesh(), 0, default_optimizer(0, "bfloat16"), "bfloat16")
     layout = step_folder.target_layout(blueprint, plain, dp=8, tp=1, pp=1, zero=2)
-    step = folder / "run" / "checkpoints" / "step_00000000"
+    step = folder / "run" / CHECKPOINTS / "step_00000000"
     convert.from_hf(folder / "hf", step, blueprint, layout)
     shutil.rmtree(folder / "hf")
 
@@ -113,7 +115,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     files.close()
     names = [name for name in manifest.read(step)["files"]]
     manifest.write(step, 0, {name: manifest.facts(step / name) for name in names}, digests)
-    for path in (step.parent / "latest", step.parent.parent / "latest"):
+    for path in (step.parent / LATEST, step.parent.parent / LATEST):
         path.write_text(step.name)
 
 
@@ -124,7 +126,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     say(f"making a checkpoint in {folder}")
     run([sys.executable, __file__, "--make", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])], folder / "log")
-    step, fp32, out = folder / "run" / "checkpoints" / "step_00000000", folder / "fp32", folder / "out"
+    step, fp32, out = folder / "run" / CHECKPOINTS / "step_00000000", folder / "fp32", folder / "out"
     tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
     copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
     commands = {
@@ -175,7 +177,7 @@ def say(text: str) -> None:
 
 
 def settle(folders: list[Path]) -> None:
-    """Nothing is left to write, and the files of `folders` lie in memory."""
+    """Writes everything to the disk, and reads the files of `folders` into memory."""
     os.sync()
     for folder in folders:
         subprocess.run(f"cat {folder}/*.* > /dev/null", shell=True, check=True)
@@ -186,7 +188,7 @@ def size_of(folder: Path) -> int:
 
 
 def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
-    """(seconds, CPU seconds, peak of the resident bytes, peak of the anonymous ones among them) of a command with its children."""
+    """Runs a command; returns (seconds, CPU seconds, peak of resident bytes, peak of anonymous bytes), its children included."""
     own = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT / "recipes"), "TOKENIZERS_PARALLELISM": "false"}
     peaks, ended = [0, 0], threading.Event()
 
@@ -210,17 +212,17 @@ def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
 
 
 def cpu_seconds() -> float:
-    """Of all children that have ended, with theirs."""
+    """Returns the CPU seconds of all children that have ended, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """(resident bytes, the anonymous ones among them), added up over a process and its children; what two of them map counts twice."""
+    """Returns (resident bytes, anonymous bytes among them) of a process and its children; memory that two of them map counts twice."""
     try:
         resident, shared = (PAGE * int(pages) for pages in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
         children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):  # it ended in between
+    except (FileNotFoundError, ProcessLookupError):  # the process ended in between
         return 0, 0
     everyone = [(resident, resident - shared), *map(memory_of, children)]
     return sum(own for own, _ in everyone), sum(own for _, own in everyone)
@@ -230,13 +232,13 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 
 def speed(report: dict[str, Any], row: str, beside: str) -> float:
-    """Bytes written per second over those of another row, the median over the rounds."""
+    """Returns the ratio of bytes written per second to those of the row `beside`, the median over the rounds."""
     own, other = report["rows"][row], report["rows"][beside]
     return median(own["bytes"] / mine / (other["bytes"] / theirs) for mine, theirs in zip(own["seconds"], other["seconds"], strict=True))
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
-    """Each target with what was reached."""
+    """Writes each target with the result."""
     rows, lines = report["rows"], []
 
     def target(reached: bool, text: str) -> None:
@@ -261,7 +263,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Writes the result as Markdown."""
     lines = []
     for row, own in report["rows"].items():
         seconds = own["seconds"]

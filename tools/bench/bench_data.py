@@ -1,4 +1,4 @@
-"""How fast the data stream is, beside raw reads and the loaders that one could use instead, and how long a step waits for it.
+"""Measures how fast the data stream is, beside raw reads and other loaders, and how long a step waits for data.
 
     python tools/bench/bench_data.py > tools/bench/bench_data.md       # the page it prints is Markdown; progress goes to stderr
     python tools/bench/bench_data.py --rounds 9 --rows 200000
@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,7 @@ import pyarrow.parquet as pq
 SEQ_LEN, FILES, GROUP = 512, 8, 1000  # tokens of a row; files of each kind; rows of a row group
 BATCH = 32  # rows
 VOCABULARY = 49152
-TARGETS = {  # reader -> (of, kind of files, at least)
+TARGETS = {  # reader -> (reader to compare with, kind of files, least ratio)
     "ours": (("raw", "arrow", 0.5), ("raw", "parquet", 0.6), ("hf rows", "arrow", 50), ("stateful", "arrow", 10), ("grain", "arrow", 10)),
 }
 TITLES = {
@@ -111,7 +110,7 @@ def raw(kind: str, files: list[Path]) -> Iterator[int]:
 
 
 def bare(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
-    """The passes over the tokens that a shuffle with checked tokens cannot do without, and nothing else: no packing, no labels, no state."""
+    """Makes only the passes over the tokens that a shuffle with checked tokens needs: no packing, no labels, no state."""
     from recipekit.data.request import Sizes
 
     draw, out, held = np.random.default_rng(0), np.empty((rows, SEQ_LEN), np.int64), []
@@ -147,7 +146,7 @@ def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
 
 
 def tokenizer_of(vocabulary: int) -> Any:
-    """The byte-level tokenizer, made as large as the tokens of the files need."""
+    """Makes the byte-level tokenizer, as large as the tokens of the files need."""
     from recipekit.architectures.shrink import BYTE_VOCAB
     from recipekit.data.processors import byte_tokenizer
 
@@ -186,7 +185,7 @@ def stateful(kind: str, files: list[Path]) -> Iterator[int]:
 
 
 def grain(kind: str, files: list[Path]) -> Iterator[int]:
-    """Grain needs random access, so the rows lie in memory: a numpy array, for Parquet decoded beforehand."""
+    """Reads by grain, which needs random access: so the rows lie in memory as a numpy array, for Parquet decoded beforehand."""
     import grain as library
 
     if kind == "arrow":
@@ -204,7 +203,7 @@ READERS: dict[str, Callable[[str, list[Path]], Iterator[int]]] = {
 
 
 def rate(reader: Iterator[int], seconds: float) -> float:
-    """Tokens a second."""
+    """Returns tokens a second."""
     tokens, begun = 0, time.perf_counter()
     while (spent := time.perf_counter() - begun) < seconds:
         tokens += next(reader)
@@ -212,7 +211,7 @@ def rate(reader: Iterator[int], seconds: float) -> float:
 
 
 def throughput(files: dict[str, list[Path]], rounds: int, seconds: float = SECONDS) -> dict[str, dict[str, list[float]]]:
-    """kind -> reader -> tokens a second in each round."""
+    """Measures kind -> reader -> tokens a second in each round."""
     found: dict[str, dict[str, list[float]]] = {}
     for kind, of_kind in files.items():
         tell(f"{kind}: opening {len(READERS)} readers")
@@ -230,7 +229,7 @@ def throughput(files: dict[str, list[Path]], rounds: int, seconds: float = SECON
 
 
 def tokenising(seconds: float = SECONDS) -> dict[str, float]:
-    """Tokens and bytes a second of one core: the built-in text, through each tokenizer that is on this machine."""
+    """Measures tokens and bytes a second of one core: the built-in text, through each tokenizer on this machine."""
     from recipekit.data.chunks import Encoder
     from recipekit.data.files import standard_library
     from recipekit.data.processors import byte_tokenizer, load_tokenizer
@@ -256,7 +255,7 @@ def tokenising(seconds: float = SECONDS) -> dict[str, float]:
 
 
 def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
-    """Seconds that each step of `STEP` seconds waits in `next`: ready tokens, and text that is tokenised on the way."""
+    """Measures the seconds that each step of `STEP` seconds waits in `next`: for ready tokens, and for text that is tokenised on the way."""
     from recipekit.data.processors import byte_tokenizer
     from recipekit.data.request import Request
     from recipekit.data.stream import open_stream
@@ -281,12 +280,13 @@ def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
 
 
 def differential(pairs: int, folder: Path) -> dict[str, Any]:
-    """Seconds of training steps of the quickstart's recipe on the stream, and on batches kept in memory, in turns."""
+    """Measures seconds of training steps of the quickstart's recipe on the stream, and on batches kept in memory, in turns."""
     import deepspeed
     from recipekit.command import parse
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
+    from recipekit.hosts.ports import free_port
     from recipekit.model.build import build_model
     from recipekit.optim.groups import parameter_groups
     from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
@@ -301,9 +301,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     command = parse(replace(recipe, out=str(folder / "run"), resume="never", wandb=False), ROOT / "recipes" / "bench_data.py", [])
     plan = make_plan(command)
     assert plan.model_config is not None, "its shape lies in architectures/"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     device = start(plan)
     groups = Groups(plan.mesh, device.type)
     model = build_model(plan.recipe, plan.model_config, groups, plan.ds_config, device).model
@@ -338,7 +336,7 @@ def ratio(found: dict[str, list[float]], one: str, other: str) -> float:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Writes the result as Markdown."""
     lines = []
     for kind, readers in found["throughput"].items():
         for name in readers:

@@ -1,4 +1,4 @@
-"""What one GPU does with the recipes: losses beside a CPU's, memory beside the plan, speed, checkpoints.
+"""Measures what one GPU does with the recipes: losses beside a CPU's, memory beside the plan, speed, checkpoints.
 
     python tools/bench/bench_gpu.py --parts A --page bench_gpu.md        # A first: is it right? Then B, C, D: how fast is it?
     python tools/bench/bench_gpu.py --page bench_gpu.md                  # all four parts; goes on where it was
@@ -22,7 +22,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -40,8 +39,9 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit import Recipe
 from recipekit.architectures.safetensors_files import read_header
+from recipekit.hosts.ports import free_port
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
-from recipekit.run_folder import read_metrics
+from recipekit.run_folder import EXPORT, read_metrics
 
 Line = dict[str, Any]  # of metrics.jsonl
 PARTS = {
@@ -65,17 +65,17 @@ MFU = {"1b": 0.38, "3b": 0.40}
 LORA_TOKENS = 13_000  # a second; AutoModel reaches 12,473 on an H100 with these settings
 NEAR_PLAN = 0.05  # relative
 STALL, OUTSIDE, WAIT = 1.0, 0.005, 0.01  # seconds of a save in the background, seconds of a step outside the engine, part of a step
-# A run is deterministic only if it is told so; recipes from before the flag are compared as they are.
+# Only this flag makes a run deterministic; recipes from before the flag are compared as they are.
 DETERMINISTIC = ["--deterministic"] if "deterministic" in {item.name for item in dataclasses.fields(Recipe)} else []
 
 
 class RowFailed(Exception):
-    """A row has no figures: why, in one line."""
+    """Says in one line why a row has no figures."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a row measured, in words and in numbers, and what its bars say: (bar, reached or not, None where it does not apply)."""
+    """Holds what a row measured, in words and numbers, and its bars: (bar, reached or not, None where it does not apply)."""
 
     measured: str
     bars: list[tuple[str, bool | None]]
@@ -86,11 +86,11 @@ class Found:
 class Row:
     part: str
     name: str
-    limit: int  # seconds, with a first compile of DeepSpeed's ops where there is one
+    limit: int  # seconds, a first compile of DeepSpeed's ops included
     runs: str
     bar: str
     measure: Callable[["Bench", "Row"], Found]
-    needs: tuple[str, ...] = ()  # rows whose figures this one is compared with
+    needs: tuple[str, ...] = ()  # rows with whose figures this row is compared
 
 
 # Running a row ----------------------------------------------------------------------------------------------------
@@ -98,34 +98,34 @@ class Row:
 
 @dataclass
 class Bench:
-    """Where the bench works, on what, and what it has measured so far, by the name of the row."""
+    """Holds where the bench works, on what, and its records so far, by the name of the row."""
 
     out: Path
     tiny: bool
     key: dict[str, Any]
     kept: dict[str, dict[str, Any]]
-    deadline: float = 0.0  # of the row that runs
+    deadline: float = 0.0  # of the running row
 
     @property
     def inputs(self) -> Path:
         return self.out / ("inputs_tiny" if self.tiny else "inputs")
 
     def folder(self, name: str) -> Path:
-        """An empty folder for one run."""
+        """Makes an empty folder for one run."""
         folder = self.out / "runs" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         return folder
 
     def rows(self, full: tuple[int, int, int], tiny: tuple[int, int, int]) -> list[str]:
-        """Flags for (seq_len, micro_batch, global_batch)."""
+        """Returns the flags for (seq_len, micro_batch, global_batch)."""
         return flags(dict(zip(("seq_len", "micro_batch", "global_batch"), tiny if self.tiny else full, strict=True)))
 
     def corpus(self) -> list[str]:
         return flags({"tokenizer": self.inputs / "tokenizer", "dataset": self.inputs / "rows.parquet", "text_field": "input_ids"})
 
     def data(self) -> list[str]:
-        """Flags that every recipe of the bench is given."""
+        """Returns the flags that every recipe of the bench gets."""
         return [*self.corpus(), *flags({"token_cache": "off", "warmup_steps": 0, "eval_every": 0, "save_every": 0}), "--no-wandb"]
 
     def run(self, name: str, argv: list[str], ranks: int = 1, cpu: bool = False, until: Callable[[], bool] = lambda: False) -> None:
@@ -158,7 +158,7 @@ class Bench:
                 process.wait()
 
     def train(self, row: Row, recipe: str, argv: list[str], ranks: int = 1, cpu: bool = False, enough: int = 0) -> list[Line]:
-        """The lines of metrics.jsonl. After `enough` steps the run is killed, so that nothing of size is saved."""
+        """Trains; returns the lines of metrics.jsonl. After `enough` steps the run is killed, so that nothing large is saved."""
         out = self.folder(row.name)
         tool = [str(ROOT / recipe)] if ranks == 1 else [__file__, "--gloo", str(ROOT / recipe)]
         whole = [*tool, *self.data(), *argv, "--out", str(out)]
@@ -167,7 +167,7 @@ class Bench:
 
 
 def environment(ranks: int, cpu: bool) -> dict[str, str]:
-    """One device, no network, W&B off; RANK and what goes with it are a rank's own."""
+    """Returns the environment of a job: one device, no network, W&B off. RANK and the like are set for each rank."""
     cache = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     visible = "" if cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     own = {
@@ -185,18 +185,12 @@ def environment(ranks: int, cpu: bool) -> dict[str, str]:
     return os.environ | own | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def flags(values: dict[str, Any]) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is no warning of torch's own at exit."""
+    """Returns the last line of a log that is no warning of torch at exit."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line and not re.match(r"(\[rank\d+\]:)?\[[WI]\d", line)]
     return lines[-1][-300:] if lines else "(an empty log)"
@@ -206,26 +200,26 @@ def last_line(log: Path) -> str:
 
 
 def small(bench: Bench) -> list[str]:
-    """Flags of part A: a small model from its published weights."""
+    """Returns the flags of part A: a small model from its published weights."""
     steps = 8 if bench.tiny else 20
     model = flags({"model": bench.inputs / "small", "init": "pretrained", "steps": steps, "lr": 3e-3})
     return [*model, *bench.rows((512, 4, 16), (64, 2, 8)), "--no-export"]
 
 
 def numbers(lines: list[Line]) -> list[list[float]]:
-    """[step, loss, gradient norm] of each line."""
+    """Returns [step, loss, gradient norm] of each line."""
     return [[line["step"], line["loss"], line["grad_norm"]] for line in lines]
 
 
 def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
-    """The largest relative difference of two runs' losses; infinite unless they took the same steps."""
+    """Returns the largest relative difference of two runs' losses; infinite unless the runs took the same steps."""
     if not ours or [line[0] for line in ours] != [line[0] for line in theirs]:
         return math.inf
     return max(abs(a[1] - b[1]) / abs(b[1]) for a, b in zip(ours, theirs, strict=True))
 
 
 def other_bits(ours: list[list[float]], theirs: list[list[float]]) -> str:
-    """Where two runs differ in the bits of a loss or a gradient norm; empty if nowhere."""
+    """Says where two runs differ in the bits of a loss or a gradient norm; "" if nowhere."""
     if ours == theirs and ours:
         return ""
     step = next((b[0] for a, b in zip(ours, theirs, strict=False) if a != b), None)
@@ -247,7 +241,7 @@ def beside_the_cpu(bench: Bench, row: Row, more: Sequence[str] = (), ranks: int 
 
 
 def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = False) -> Found:
-    """Beside the row zero2: again, after a stop and a resume, or with other flags."""
+    """Compares a run with the row zero2, whose bits it should have: the same again, after a stop and a resume, or with other flags."""
     argv = [*small(bench), *DETERMINISTIC, *more]
     if stop:
         half = bench.kept["zero2"]["figures"]["lines"][-1][0] // 2
@@ -262,18 +256,18 @@ def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = Fal
 
 
 def exported(bench: Bench, row: Row) -> Found:
-    """What the run wrote and what the converter makes of its checkpoint."""
+    """Compares the run's export with what the converter makes of its checkpoint."""
     bench.train(row, QWEN, [*small(bench), "--steps", "4", "--export"])
     run, again = bench.out / "runs" / row.name, bench.folder(f"{row.name}_again")
     bench.run(f"{row.name}_again", [str(ROOT / "tools" / "convert_checkpoint.py"), "to-hf", str(run), str(again), "--verify"], cpu=True)
-    ours, theirs = tensors(run / "hf"), tensors(again)
+    ours, theirs = tensors(run / EXPORT), tensors(again)
     same = bool(ours) and ours == theirs
     found = f"{len(ours)} tensors verified" if same else f"{len(ours)} and {len(theirs)} tensors, which differ"
     return Found(found, [("the same bytes", same)], {"tensors": len(ours)})
 
 
 def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """name -> (dtype, shape, sha256 of the bytes) of a folder's safetensors files."""
+    """Reads a folder's safetensors files: name -> (dtype, shape, sha256 of the bytes)."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         content, header = path.read_bytes(), read_header(folder, path.name)
@@ -289,7 +283,7 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
 
 
 def speed(bench: Bench, row: Row, recipe: str, model: str, shape: tuple[int, int, int], more: Sequence[str] = (), enough: int = 6) -> Found:
-    """Steps of a recipe as it is, after two that warm up, and its peak beside what --dry_run prints."""
+    """Times steps of a recipe as it is, after two that warm up, and compares its peak with what --dry_run prints."""
     argv = flags({"model": bench.inputs / model, "init": "random", "steps": 1000, "lr": 1e-4})
     argv += [*bench.rows(shape, (64, 2, 4)), "--no-export", *more]
     out = bench.folder(f"{row.name}_plan")
@@ -307,7 +301,7 @@ def speed(bench: Bench, row: Row, recipe: str, model: str, shape: tuple[int, int
 
 
 def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, bool | None]:
-    """The bar of a model's speed: tokens/s for the adapter on 8B, else MFU."""
+    """Judges a model's speed by its bar: tokens/s for the adapter on 8B, else MFU."""
     if model == "8b":
         bar, reached = f"more than {LORA_TOKENS:,} tokens/s", figures["tokens_per_s"] > LORA_TOKENS
     else:
@@ -316,7 +310,7 @@ def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, b
 
 
 def read_plan(printed: str) -> dict[str, Any]:
-    """What `--dry_run` printed: {"bytes": the most at a time on the accelerator, None if not told, "activations": whether they are counted}."""
+    """Reads what `--dry_run` printed: {"bytes": the most at a time on the accelerator or None, "activations": whether they are counted}."""
     told = re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
     sizes = [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])] if told else []
     counted = re.search(r"^ +[\d.]+ +[^\n]*\bactivations\b", printed, re.MULTILINE)  # among the terms below that line
@@ -324,7 +318,7 @@ def read_plan(printed: str) -> dict[str, Any]:
 
 
 def beside_plan(plan: dict[str, Any], peak: float, applies: bool) -> tuple[str, tuple[str, bool | None]]:
-    """The peak beside the plan, and the bar for it: near a plan of everything, not below a plan of the states alone."""
+    """Compares the peak with the plan, and judges it: near a plan of everything, not below a plan of the states alone."""
     measured = f"peak {peak / 2**30:.2f} GiB"
     if plan["bytes"] is None:
         return f"{measured}, not planned", ("peak near the plan", None)
@@ -336,7 +330,7 @@ def beside_plan(plan: dict[str, Any], peak: float, applies: bool) -> tuple[str, 
 
 
 def beside_trainer(bench: Bench, row: Row) -> Found:
-    """Blocks of our loop and of Trainer in turn, in one process: the same model, rows and JSON."""
+    """Times blocks of our loop and of Trainer in turn, in one process: the same model, rows and JSON."""
     folder = bench.folder(row.name)
     folder.mkdir()
     argv = flags({"folder": folder, "pairs": 2 if bench.tiny else 10, "steps-per-block": 1, "model": bench.inputs / "1b", "init": "random"})
@@ -391,7 +385,7 @@ LORA_FLAGS = ["--task", "pretrain", "--deepspeed_config", "zero2.json", "--no-ac
 
 
 def one_device(name: str, runs: str, *more: str) -> Row:
-    """Of part A: a ZeRO stage by the name of its JSON; what offloads may compile CPU Adam first."""
+    """Makes a row of part A: a ZeRO stage by the name of its JSON. A JSON with offload may first compile CPU Adam."""
     measure = partial(beside_the_cpu, more=["--deepspeed_config", f"{name}.json", *more])
     return Row("A", name, 200 if name.endswith("cpu") else 90, runs, BESIDE, measure, ("cpu",))
 
@@ -449,7 +443,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 
 def kept_rows(file: Path, key: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """name -> the newest record of a row with this key; a torn line and one of another key count for nothing."""
+    """Reads the newest record of each row with this key; torn lines and lines with another key count for nothing."""
     found: dict[str, dict[str, Any]] = {}
     for record in records(file):
         if record["key"] == key:
@@ -466,7 +460,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def keep(file: Path, record: dict[str, Any]) -> None:
-    """Adds a line, also behind one that a kill has torn."""
+    """Adds a line, also behind a line that a kill has torn."""
     torn = file.exists() and not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0
     with file.open("a") as stream:
         stream.write(("\n" if torn else "") + json.dumps(record) + "\n")
@@ -475,7 +469,7 @@ def keep(file: Path, record: dict[str, Any]) -> None:
 
 
 def verdict(found: Found) -> tuple[str, str]:
-    """(pass or fail, the bars that were missed or do not apply)."""
+    """Returns (pass or fail, the bars that were missed or do not apply)."""
     missed = [bar for bar, reached in found.bars if reached is False]
     open_bars = [bar for bar, reached in found.bars if reached is None]
     said = [f"missed: {bar}" for bar in missed] + [f"no bar here: {bar}" for bar in open_bars]
@@ -483,7 +477,7 @@ def verdict(found: Found) -> tuple[str, str]:
 
 
 def chosen(parts: Sequence[str], names: Sequence[str], kept: dict[str, dict[str, Any]]) -> list[Row]:
-    """The rows to have, in their order: those asked for, and those they are compared with that were not measured yet."""
+    """Returns the rows to run, in their order: the rows asked for, and unmeasured rows with which these are compared."""
     wanted = {row.name for row in ROWS if (row.name in names if names else row.part in parts)}
     missing = {need for name in wanted for need in needed(name) if not done(kept.get(need))}
     return [row for row in ROWS if row.name in wanted | missing]
@@ -494,14 +488,14 @@ def needed(name: str) -> set[str]:
 
 
 def done(record: dict[str, Any] | None) -> bool:
-    """True for a row that has its figures, whether it reached its bar or not; one that broke is run again."""
+    """Returns True for a row that has its figures, whether it reached its bar or not; a row that broke is run again."""
     return record is not None and record["status"] != "broke"
 
 
 def code_digest() -> str:
-    """A digest of the code that the rows run, committed or not."""
+    """Digests the code that the rows run, committed or not."""
     files = [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "recipes").rglob("*.json"), *(ROOT / "ds_configs").glob("*.json")]
-    files += [ROOT / "tools" / name for name in ("bench_gpu.py", "bench_loop.py", "bench_checkpoint.py", "convert_checkpoint.py")]
+    files += [ROOT / "tools" / name for name in ("bench/bench_gpu.py", "bench/bench_loop.py", "bench/bench_checkpoint.py", "convert_checkpoint.py")]
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -536,7 +530,7 @@ def main(argv: list[str]) -> int:
         last = next(reversed(records(file)), None)
         kept, code = kept_rows(file, last["key"]) if last else {}, 0
     else:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the row that runs is ended on the way out
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit ends the running row
         kept, code = measure(arguments, file)
     if arguments.page:
         arguments.page.write_text(page(kept))
@@ -576,7 +570,7 @@ def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[s
                 show(bench.kept[row.name], kept=True)
                 continue
             left = began + 60 * arguments.minutes - time.monotonic()
-            if left < row.limit and time.monotonic() - began > 1:  # a part's first row is always begun
+            if left < row.limit and time.monotonic() - began > 1:  # the first row of a part is always begun
                 print(f"{row.part} {row.name:11} waits for the next start: it may take {row.limit} s, and {left:.0f} of part {part} are left", flush=True)
                 continue
             record = run_row(bench, row)
@@ -590,7 +584,7 @@ def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[s
 
 
 def run_row(bench: Bench, row: Row) -> dict[str, Any]:
-    """The record of one row, which breaks rather than stops the bench."""
+    """Runs one row; returns its record. An error breaks the row, not the bench."""
     began = time.monotonic()
     bench.deadline = began + row.limit
     status, measured, bars, figures = "broke", "", "", {}
@@ -601,7 +595,7 @@ def run_row(bench: Bench, row: Row) -> dict[str, Any]:
         found = row.measure(bench, row)
         measured, figures = found.measured, found.figures
         status, bars = verdict(found)
-    except Exception as error:  # whatever it is, the other rows have their turn
+    except Exception as error:  # whatever the error, the other rows have their turn
         measured = str(error) if isinstance(error, RowFailed) else f"{type(error).__name__}: {error}"
     seconds = round(time.monotonic() - began, 1)
     told = {"row": row.name, "part": row.part, "status": status, "seconds": seconds, "measured": measured, "bars": bars}
@@ -623,7 +617,7 @@ def commit() -> str:
 
 
 def page(kept: dict[str, dict[str, Any]]) -> str:
-    """What is kept as Markdown; a row without figures is told as such."""
+    """Writes the kept records as Markdown; a row without figures is named as one."""
     measured = [record for record in kept.values() if done(record)]
     tables = []
     for part, title in PARTS.items():
@@ -674,7 +668,7 @@ def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
 
 
 def on_gloo(argv: list[str]) -> int:
-    """A recipe whose ranks talk over gloo, also with a GPU's tensors: NCCL before 2.30 refuses two ranks on one GPU."""
+    """Runs a recipe whose ranks talk over gloo, also with a GPU's tensors: NCCL before 2.30 refuses two ranks on one GPU."""
     from recipekit.runtime.stopping import start_launcher_watch
 
     start_launcher_watch()
@@ -688,7 +682,7 @@ def on_gloo(argv: list[str]) -> int:
 
 
 def prepare(folder: Path, tiny: bool) -> int:
-    """Writes what the machine is, and the models, the tokenizer and the rows of packed random tokens that the bench trains on."""
+    """Writes a description of the machine, and the models, the tokenizer and the rows of packed random tokens that the bench trains on."""
     import torch
     import torch.cuda.nccl
 

@@ -1,4 +1,4 @@
-"""How fast recipekit's training loop is beside three others: a bare hand-written DeepSpeed loop, transformers' Trainer, accelerate.
+"""Measures how fast recipekit's training loop is beside three others: a bare hand-written DeepSpeed loop, transformers' Trainer, accelerate.
 
     python tools/bench/bench_loop.py > tools/bench/bench_loop.md                        # the page it prints is Markdown; progress goes to stderr
     python tools/bench/bench_loop.py --pairs 60 --json report.json --seq_len 512 --deepspeed_config zero3.json
@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,9 +37,11 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import Recipe
 from recipekit.command import Command, parse
 from recipekit.hosts import op_cache
+from recipekit.hosts.ports import free_port
 from recipekit.mesh import fit_batch
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
+from recipekit.run_folder import read_metrics
 from recipekit.strategy.json_file import load as load_json
 
 MicroBatch = dict[str, Any]  # of tensors
@@ -61,10 +62,10 @@ RECIPE = Recipe(
     micro_batch=4,
     global_batch=16,
     lr=5e-4,
-    schedule="constant",  # what a JSON without a scheduler block means to the bare and the accelerate loop
-    beta2=0.999,  # torch's own, which the other libraries leave as it is
+    schedule="constant",  # as the bare and the accelerate loop run a JSON without a scheduler block
+    beta2=0.999,  # torch's default, which the other libraries keep
 )
-# What a user may change of the recipe. Everything else is the bench's, or would not reach the other three loops.
+# Fields of the recipe that a user may change. The bench sets the others, or they would not reach the other three loops.
 OPEN = frozenset(
     {
         *("model", "init", "tokenizer", "dataset", "subset", "split", "text_field", "attention", "activation_checkpointing", "ds_config"),
@@ -78,11 +79,11 @@ TIMED_BLOCKS = 6  # blocks of each loop in the pass that times engine calls
 QUIET = 0.002  # seconds without work of any thread after which a block counts as ended
 RESAMPLES = 10_000
 ENOUGH_PAIRS = 30
-TARGET = 0.98  # of the bare loop
+TARGET = 0.98  # of the bare loop's tokens/s
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The bench's own flags, and what is left: those of the recipe."""
+    """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=40, help=f"blocks of each loop; a measurement has at least {ENOUGH_PAIRS} (default: %(default)s)")
     parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, help="optimizer steps of a block (default: %(default)s)")
@@ -94,7 +95,7 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def planned(arguments: argparse.Namespace, recipe_argv: list[str], world: int, out: Path) -> Plan:
-    """The plan that all four loops follow. Raises one `Refusal` with every problem."""
+    """Makes the plan that all four loops follow. Raises one `Refusal` with every problem."""
     command: Command = parse(RECIPE, Path(__file__), recipe_argv)
     problems: list[Problem] = []
     for name, value in (("--pairs", arguments.pairs), ("--steps-per-block", arguments.steps_per_block)):
@@ -108,7 +109,7 @@ def planned(arguments: argparse.Namespace, recipe_argv: list[str], world: int, o
         problems.append(Problem(f"--{name}", "is set by the bench", f"leave it out; open are {', '.join(sorted(OPEN))}"))
     if problems:
         raise Refusal(problems)
-    steps = 1 + WARM_UP + (arguments.pairs + TIMED_BLOCKS) * arguments.steps_per_block + 1  # the last is never reached: it would save
+    steps = 1 + WARM_UP + (arguments.pairs + TIMED_BLOCKS) * arguments.steps_per_block + 1  # the last step is never reached: it would save
     micro_batch, global_batch = fit_batch(world, command.recipe.micro_batch, command.recipe.global_batch, command.typed)
     own: dict[str, Any] = {"steps": steps, "out": str(out), "resume": "never", "export": False, "micro_batch": micro_batch, "global_batch": global_batch}
     plan = make_plan(replace(command, recipe=replace(command.recipe, **own), world=world))
@@ -151,21 +152,15 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    """One thread per rank, the recipes' compiled ops, and W&B on this machine only."""
+    """Returns the ranks' environment: one thread per rank, the recipes' compiled ops, and W&B on this machine only."""
     import torch
 
     own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
     return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """(median, low, high): the 95 % interval of the median by bootstrap over the pairs, the same at every call."""
+    """Returns (median, low, high): the 95 % interval of the median by bootstrap over the pairs, the same at every call."""
     import numpy as np
 
     values = np.asarray(ratios)
@@ -175,12 +170,12 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def ratios(report: dict[str, Any], other: str) -> list[float]:
-    """Tokens/s of our loop over those of another, pair by pair; both took the same tokens."""
+    """Returns the ratios of our loop's tokens/s to another's, pair by pair; both took the same tokens."""
     return [theirs / ours for ours, theirs in zip(report["seconds"]["ours"], report["seconds"][other], strict=True)]
 
 
 def page(report: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Writes the result as Markdown."""
     import numpy as np
 
     steps, tokens = report["steps_per_block"], report["tokens_per_step"]
@@ -267,9 +262,9 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
 
 
 class Paused:
-    """A training loop in a thread of its own, which stands still after an optimizer step until `run` lets it take more.
+    """Runs a training loop in a thread, which stands still after an optimizer step until `run` lets the loop take more.
 
-    `train(pause)` has to call `pause()` after each optimizer step. It has taken its first step when this returns.
+    `train(pause)` has to call `pause()` after each optimizer step. The constructor returns after the first step.
     """
 
     def __init__(self, device: Any, train: Callable[[Callable[[], None]], Any]):
@@ -289,9 +284,9 @@ class Paused:
 
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # which is a thread's own
+                torch.cuda.set_device(device)  # each thread has its own current device
             self._error = RuntimeError(f"the loop ended by itself with {train(self._pause)}")
-        except BaseException as error:  # whatever it is, it belongs to the thread that calls run
+        except BaseException as error:  # every error belongs to the thread that calls run
             self._error = error
         self._stands.release()
 
@@ -308,7 +303,7 @@ class Paused:
 
 
 def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the page and `--json` hold, the same on every rank (a collective)."""
+    """Measures everything that the page and `--json` hold; returns the same on every rank (a collective)."""
     import torch
     import torch.distributed as dist
     from recipekit.data.processors import load_tokenizer
@@ -374,7 +369,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
             left = (time.monotonic() - began) / pair * (arguments.pairs - pair)
             shown = ", ".join(f"{loop} {1000 * blocks[-1][loop] / steps:.0f}" for loop in loops)
             tracker.say(f"pair {pair} of {arguments.pairs}: {shown} ms per step; {left:.0f} s left")
-    measured = recorded_waits(plan.out / "metrics.jsonl", 1 + WARM_UP, arguments.pairs * steps) if rank0 else {}
+    measured = recorded_waits(plan.out, 1 + WARM_UP, arguments.pairs * steps) if rank0 else {}
 
     tracker.say("timing the engine calls")
     timed = {loop: [] for loop in loops}
@@ -391,7 +386,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in models["ours"].parameters())
     own = [flag for flag in sys.argv[1:] if not flag.startswith("--local_rank")]
-    for flag in ("--folder", "--json"):  # where files went is not what was measured
+    for flag in ("--folder", "--json"):  # paths of output are no part of what was measured
         if flag in own:
             del own[own.index(flag) : own.index(flag) + 2]
     return measured | {
@@ -415,7 +410,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def block_seconds(train: Paused, steps: int, device: Any) -> float:
-    """The time of one block, up to the end of what the loop left to its own threads and to the device (a collective)."""
+    """Times one block, up to the end of the work that the loop left to its threads and to the device (a collective)."""
     import torch
     import torch.distributed as dist
 
@@ -429,9 +424,9 @@ def block_seconds(train: Paused, steps: int, device: Any) -> float:
 
 
 def wait_until_quiet() -> float:
-    """Returns when no thread of this process has worked for a moment: the seconds of that moment.
+    """Waits until no thread of this process has worked for a moment; returns the seconds of that moment.
 
-    Otherwise data that our loop's thread prepares ahead would be prepared in another loop's time.
+    Otherwise our loop's thread would prepare data ahead during another loop's time.
     """
     deadline = time.perf_counter() + 1
     while True:
@@ -448,16 +443,16 @@ def medians(pairs: list[tuple[float, float]], steps: int) -> list[float]:
     return [float(value) / steps for value in np.median(pairs, axis=0)]
 
 
-def recorded_waits(path: Path, first: int, count: int) -> dict[str, float]:
-    """Medians of what our loop recorded of its own steps."""
+def recorded_waits(run: Path, first: int, count: int) -> dict[str, float]:
+    """Returns medians of the seconds that our loop recorded for its own steps."""
     import numpy as np
 
-    lines = [json.loads(line) for line in path.read_text().splitlines()][first : first + count]
+    lines = read_metrics(run)[first : first + count]
     return {key: float(np.median([line[key] for line in lines])) for key in ("step_s", "data_wait_s")}
 
 
 def with_buckets(plan: Plan) -> dict[str, Any]:
-    """The JSON as it is in its file, except that an "auto" bucket size has our number in it.
+    """Returns the JSON as in its file, but with our number for an "auto" bucket size.
 
     Trainer and accelerate fill in hidden_size ** 2, which for a small model means many more collectives in a step: that
     would compare bucket sizes, not loops.
@@ -512,7 +507,7 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
             try:
                 return call(*args, **kwargs)
             finally:
-                if engine.device.type == "cuda":  # else the device's work would be counted where the host waits for it: at .item(), outside
+                if engine.device.type == "cuda":  # otherwise the device's work would count where the host waits for it: at .item(), outside
                     torch.cuda.synchronize(engine.device)
                 spent[kind] += time.perf_counter() - begun
                 inside = False
@@ -533,7 +528,7 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 
 
 def our_loop(plan: Plan, model: Any, stream: Any, tracker: Any) -> Start:
-    """The loop that every recipe runs, unchanged; it pauses where it has recorded a step."""
+    """Runs the loop of every recipe, unchanged; it pauses after it has recorded a step."""
     from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
     from recipekit.runtime.prepare import Ready
     from recipekit.runtime.stopping import Stopper
@@ -569,7 +564,7 @@ def our_loop(plan: Plan, model: Any, stream: Any, tracker: Any) -> Start:
 
 
 def bare_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], device: Any) -> Start:
-    """What one writes by hand: nothing but the engine's three calls, and a look at the loss."""
+    """Runs a loop as one writes it by hand: nothing but the engine's three calls, and a look at the loss."""
     rank, world = plan.command.rank, plan.mesh.world
     mine = [[{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches[rank::world]] for batches in prepared]
     engine = initialize(plan, model)
@@ -648,7 +643,7 @@ def accelerate_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], js
     from transformers import default_data_collator
 
     recipe = plan.recipe
-    AcceleratorState._reset_state(reset_partial_state=False)  # one for the whole process, and Trainer's is equal
+    AcceleratorState._reset_state(reset_partial_state=False)  # the process has one state, and Trainer's is equal
     kind = next((kind for kind in ("bf16", "fp16") if enabled(plan.ds_config, kind)), "no")
     plugin = DeepSpeedPlugin(hf_ds_config=str(json_file), gradient_clipping=recipe.gradient_clipping)
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=plan.accumulation, mixed_precision=kind)
@@ -673,12 +668,12 @@ def accelerate_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], js
 
 
 def loss_of_shifted(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch as transformers' models take labels that are already shifted."""
+    """Makes a micro-batch for transformers' models, whose labels are already shifted."""
     return batch | {"shift_labels": batch["labels"]}
 
 
 def rows_of(prepared: list[list[MicroBatch]], recipe: Recipe) -> Any:
-    """The prepared rows one by one, again and again up to the last step, as a data set."""
+    """Makes a data set of the prepared rows, one by one, again and again up to the last step."""
     rows = [{name: tensor[row] for name, tensor in batch.items()} for batches in prepared for batch in batches for row in range(recipe.micro_batch)]
     from torch.utils.data import Dataset
 

@@ -1,11 +1,12 @@
-"""How fast a step is under our tensor parallelism, beside DeepSpeed's AutoTP and beside transformers' plan styles as they are.
+"""Measures how fast a step is under our tensor parallelism, beside DeepSpeed's AutoTP and beside transformers' plan styles as they are.
 
     python tools/bench/bench_tensor_parallel.py > tools/bench/bench_tensor_parallel.md        # the page it prints is Markdown; progress goes to stderr
     python tools/bench/bench_tensor_parallel.py --pairs 60 --model Qwen/Qwen3-0.6B --seq_len 512
 
 The same weights, rows and JSON on the same ranks (2 on a machine without GPUs, else as many GPUs as the model's heads can
-be cut over), in blocks of steps that alternate: a pair is one block of each way, in random order. The ratio is the median over the pairs, its interval the two
-pairs that hold it with 95 % by the binomial distribution. Collectives are those that torch's profiler sees in one step. Flags that are not listed here are a recipe's.
+be cut over), in blocks of steps that alternate: a pair is one block of each way, in random order. The ratio is the median
+over the pairs; its 95 % interval lies between two pairs, by the binomial distribution. Collectives are counted by torch's
+profiler in one step. Flags that are not listed here are a recipe's.
 """
 
 import argparse
@@ -55,12 +56,12 @@ RECIPE = Recipe(
 ENOUGH_PAIRS = 30
 WARM_UP = 4  # steps of each way before the first pair
 PREPARED = 8  # global batches, taken round and round
-COLLECTIVES = frozenset({"c10d::allreduce_", "c10d::allgather_", "c10d::_allgather_base_"})  # functional ones end in these too
-SAME_LOSS = 0.001  # relative, after the warm-up: bf16 on three ways to add
+COLLECTIVES = frozenset({"c10d::allreduce_", "c10d::allgather_", "c10d::_allgather_base_"})  # functional collectives end in these too
+SAME_LOSS = 0.001  # relative, after the warm-up: bf16, added in three ways
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The bench's own flags, and what is left: those of the recipe."""
+    """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=40, help=f"blocks of each way; a measurement has at least {ENOUGH_PAIRS} (default: %(default)s)")
     parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, help="optimizer steps of a block (default: %(default)s)")
@@ -69,13 +70,13 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def planned(argv: list[str], world: int, out: Path) -> Plan:
-    """The plan of a layout that has all ranks in one tensor group."""
+    """Plans a layout with all ranks in one tensor group."""
     command = parse(RECIPE, Path(__file__), argv)
     return make_plan(replace(command, recipe=replace(command.recipe, tp=world, out=str(out), resume="never", export=False), world=world))
 
 
 def ranks_of(devices: int, argv: list[str], out: Path) -> int:
-    """The most ranks, up to one per device, over which the model can be cut. Raises `Refusal` if there are none."""
+    """Returns the most ranks, up to one per device, over which the model can be cut. Raises `Refusal` if there are none."""
     refused = refuse(
         f"{devices} device{'s' if devices != 1 else ''}", "a tensor group takes 2 ranks or more", "run it on a machine with more GPUs, or without any"
     )
@@ -117,14 +118,14 @@ def main() -> int:
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """(median, low, high): low and high are those order statistics that hold the median with 95 % (normal approximation of the binomial)."""
+    """Returns (median, low, high): low and high are the order statistics that hold the median with 95 % (normal approximation of the binomial)."""
     ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
     low = max(0, math.floor(len(ratios) / 2 - half))
     return statistics.median(ordered), ordered[low], ordered[-1 - low]
 
 
 def page(report: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Writes the result as Markdown."""
     rows = []
     for way, title in WAYS.items():
         milliseconds = 1000 * statistics.median(report["seconds"][way]) / report["steps_per_block"]
@@ -177,7 +178,7 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
 
 
 def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, Any]:
-    """Everything that the page holds, the same on every rank (a collective)."""
+    """Measures everything that the page holds; returns the same on every rank (a collective)."""
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -246,7 +247,7 @@ def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, 
 
 
 def step_of(engine: Any, prepared: list[list[dict[str, Any]]]) -> Callable[[], float]:
-    """One optimizer step with the next global batch; its last loss."""
+    """Returns a function that takes one optimizer step with the next global batch and returns its last loss."""
     batches = itertools.cycle(prepared)
 
     def train() -> float:
@@ -262,7 +263,7 @@ def step_of(engine: Any, prepared: list[list[dict[str, Any]]]) -> Callable[[], f
 
 
 def block_seconds(train: Callable[[], float], steps: int, device: Any) -> float:
-    """The time of one block (a collective)."""
+    """Times one block (a collective)."""
     import torch
     import torch.distributed as dist
 
@@ -276,7 +277,7 @@ def block_seconds(train: Callable[[], float], steps: int, device: Any) -> float:
 
 
 def collectives_of(train: Callable[[], float]) -> int:
-    """How many all-reduces and all-gathers this rank starts in one step, as torch's profiler sees them."""
+    """Counts the all-reduces and all-gathers that this rank starts in one step, as torch's profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as seen:

@@ -1,4 +1,4 @@
-"""Kills training jobs at random moments, again and again, and compares what comes of them with runs that were never broken.
+"""Kills training jobs at random moments, again and again, and compares the results with runs that were never broken.
 
     python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 zero2 zero3 pp2_tp2 --seed 0
 
@@ -10,8 +10,8 @@ losses, weights and optimizer states must equal those of the unbroken run bit fo
 
 Measured: 2026-11-22, 2 CPU cores, --kills 107 --chain 27 --seed 11: 107 kills (80 inside a save, 47 of lives that save in the background; 65 of a rank,
 22 of launch.py, 20 of deepspeed) in 4 chains, one of each layout, all four bit-equal, in 35 minutes with other work beside them. With the runs before it
-(--chain 6 to 12, other seeds) that makes 200 kills, after every one of which `latest` named a verified checkpoint; 200 in one run: not measured.
-Exit code: 0 all of that held, 1 it did not (the folder is kept, and said), 2 usage.
+(--chain 6 to 12, other seeds) that makes 200 kills, and after each `latest` named a verified checkpoint; 200 in one run: not measured.
+Exit code: 0 all of that held, 1 it did not (the folder is kept and named), 2 usage.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,8 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from recipekit.checkpoints import convert, manifest
-from recipekit.run_folder import read_metrics
+from recipekit.hosts.ports import free_port
+from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -53,12 +53,12 @@ TARGETS = ("rank", "rank", "rank", "rank", "launch.py", "deepspeed")
 
 
 class Broken(Exception):
-    """A promise was not kept."""
+    """Says that a promise was not kept."""
 
 
 @dataclass
 class Chain:
-    """One job and its lives: where it runs, and what happened to it."""
+    """Holds one job and its lives: where the job runs, and what happened to it."""
 
     layout: str
     kills: int
@@ -80,16 +80,16 @@ class Chain:
         return len(read_metrics(self.run))
 
     def saving(self) -> bool:
-        """A checkpoint is being written: its staging folder is there."""
+        """Returns True while a checkpoint is written: while its staging folder is there."""
         try:
-            return any(name.startswith("step_") for name in os.listdir(self.run / "checkpoints" / ".staging"))
-        except FileNotFoundError:  # it comes and goes with each save
+            return any(name.startswith("step_") for name in os.listdir(self.run / CHECKPOINTS / ".staging"))
+        except FileNotFoundError:  # the folder comes and goes with each save
             return False
 
 
 @dataclass
 class Job:
-    """A started `deepspeed` command."""
+    """Holds a started `deepspeed` command."""
 
     process: subprocess.Popen[bytes]
     mark: str
@@ -100,7 +100,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def pids(self) -> dict[int, dict[str, str]]:
-        """The living processes of the job, whoever their parent is now, with their environments."""
+        """Finds the living processes of the job, whoever their parent is now: pid -> environment."""
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Job:
         return found
 
     def launcher(self) -> int:
-        """The pid of `launch.py`; 0 when it has ended."""
+        """Finds the pid of `launch.py`; 0 if it has ended."""
         return next((pid for pid in self.pids() if parent(pid) == self.process.pid), 0)
 
     def ranks(self) -> list[int]:
@@ -128,12 +128,9 @@ def parent(pid: int) -> int:
 
 def start(chain: Chain, run: str, *flags: str) -> Job:
     ranks, own = LAYOUTS[chain.layout]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     deepspeed = Path(sys.executable).parent / "deepspeed"
-    command = [str(deepspeed), "--num_gpus", str(ranks), "--master_port", str(port), str(RECIPE), "--tiny", *own, "--steps", str(chain.steps), "--out", run]
-    command += ["--save_every", "1", "--eval_every", "0", "--keep", "3", "--no-wandb", *flags]
+    command = [str(deepspeed), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(RECIPE), "--tiny", *own]
+    command += ["--steps", str(chain.steps), "--out", run, "--save_every", "1", "--eval_every", "0", "--keep", "3", "--no-wandb", *flags]
     mark = f"{chain.folder}:{time.monotonic_ns()}"
     log = chain.folder / f"{run}_{time.monotonic_ns()}.log"
     environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{deepspeed.parent}{os.pathsep}{os.environ['PATH']}"}
@@ -146,7 +143,7 @@ def start(chain: Chain, run: str, *flags: str) -> Job:
 
 
 def wait_for(true: Callable[[], Any], seconds: float, pause: float = 0.02) -> bool:
-    """Whether it came true in time."""
+    """Waits until `true()` is true; returns False if that takes too long."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
@@ -178,7 +175,7 @@ def end(job: Job) -> None:
 def kill(chain: Chain, job: Job, inside: bool) -> bool:
     """Waits for a random moment after a step of this life and kills a random process; False if the job had ended before.
 
-    `inside`: while a checkpoint is written; which it was in fact is counted from the folder, just before the signal.
+    `inside`: kills while a checkpoint is written. Whether that succeeded is read from the folder just before the signal.
     """
     began_with = chain.done()
     running = lambda: job.process.poll() is None  # noqa: E731
@@ -215,29 +212,28 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
 
 def check_latest(chain: Chain) -> None:
     """Raises `Broken` unless `latest` names a checkpoint that is what was saved, or no checkpoint was complete yet."""
-    folder = chain.run / "checkpoints"
-    if not (folder / "latest").exists():
+    folder = chain.run / CHECKPOINTS
+    if not (folder / LATEST).exists():
         if len(list(folder.glob("step_*"))) > 1:
             raise Broken(f"{folder} has no latest")
         chain.tally["before the first checkpoint"] += 1
         return
-    step = folder / (folder / "latest").read_text()
+    step = folder / (folder / LATEST).read_text()
     if faults := manifest.faults(step) or convert.verify(step):
         raise Broken(f"latest names {step}: {faults}")
     chain.tally["verified"] += 1
 
 
 def check_equal(chain: Chain) -> None:
-    """Raises `Broken` unless the chain's end is the unbroken run's."""
+    """Raises `Broken` unless the chain ends as the unbroken run does."""
     whole = chain.folder / "unbroken"
-    numbers = [[{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in read_metrics(run)] for run in (chain.run, whole)]
-    if numbers[0] != numbers[1]:
-        raise Broken(f"{chain.run}/metrics.jsonl differs from {whole}/metrics.jsonl")
-    weights = [{path.name: path.read_bytes() for path in (run / "hf").glob("*.safetensors")} for run in (chain.run, whole)]
+    if numbers(read_metrics(chain.run)) != numbers(read_metrics(whole)):
+        raise Broken(f"{chain.run / METRICS} differs from {whole / METRICS}")
+    weights = [{path.name: path.read_bytes() for path in (run / EXPORT).glob("*.safetensors")} for run in (chain.run, whole)]
     if weights[0] != weights[1] or not weights[0]:
-        raise Broken(f"the weights in {chain.run}/hf differ from those in {whole}/hf")
+        raise Broken(f"the weights in {chain.run / EXPORT} differ from those in {whole / EXPORT}")
     last = f"step_{chain.steps:08d}"
-    tensors = [manifest.read(run / "checkpoints" / last)["tensors"] for run in (chain.run, whole)]
+    tensors = [manifest.read(run / CHECKPOINTS / last)["tensors"] for run in (chain.run, whole)]
     if tensors[0] != tensors[1]:
         raise Broken(f"{last} of {chain.run} has other weights or optimizer states than that of {whole}")
     chain.tally["bit-equal"] += 1

@@ -3,11 +3,11 @@
     python tools/drill/drill_launch.py --kills 50 --seed 0
 
 The job is recipes/llama_nano_zero2.py --tiny on two ranks. SIGKILL goes to a rank, to the launcher that forked the ranks, or to the agent
-of the host (`launch.host`); four of five come after a step of the start they end, the others while it begins. Nobody starts the
-job again but itself. It must end by itself with 0, and its losses must be those of the unbroken run bit for bit.
+of the host (`launch.host`); four of five kills come after a step of the start that they end, the others while that start
+begins. Nobody starts the job again but the job itself. It must end by itself with 0, and its losses must be those of the unbroken run bit for bit.
 
 Measured: 2026-11-21, 2 CPU cores under a load of 15: 10 kills (4 of a rank, 3 of a launcher, 3 of the agent), bit-equal, goodput 10.3 %, 9 minutes.
-Exit code: 0 all of that held, 1 it did not (the folder is kept, and said), 2 usage.
+Exit code: 0 all of that held, 1 it did not (the folder is kept and named), 2 usage.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recipekit.run_folder import read_metrics
+from recipekit.run_folder import numbers, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -48,17 +48,13 @@ def command(pid: int) -> str:
 
 
 def family(coordinator: int) -> dict[str, list[int]]:
-    """agent, launcher and ranks of the start that is running now; what has not begun yet is missing."""
+    """Finds agent, launcher and ranks of the running start; processes that have not begun yet are missing."""
     found: dict[str, list[int]] = {"agent": [pid for pid in children(coordinator) if "launch.host" in command(pid)], "launcher": [], "rank": []}
     for agent in found["agent"]:
         found["launcher"] += [pid for pid in children(agent) if "deepspeed.launcher.launch" in command(pid)]
     for launcher in found["launcher"]:
         found["rank"] += [pid for pid in children(launcher) if RECIPE.name in command(pid)]
     return found
-
-
-def numbers(run: Path) -> list[dict[str, Any]]:
-    return [{key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")} for line in read_metrics(run)]
 
 
 def start(folder: Path, run: str, steps: int, *flags: str, resume: str = "auto") -> subprocess.Popen[bytes]:
@@ -80,11 +76,13 @@ def wait_for(true: Callable[[], Any], seconds: float = PATIENCE) -> bool:
 
 
 def kill_one(job: subprocess.Popen[bytes], run: Path, chance: random.Random, early: bool, before: set[int], before_step: int) -> str:
-    """Kills a process of the start that is running; returns which kind, or nothing if the job had ended. `before`: ranks of earlier
-    starts; `before_step`: the furthest step of them."""
+    """Kills a process of the running start; returns its kind, or "" if the job had ended.
+
+    `before`: ranks of earlier starts; `before_step`: the furthest step of those starts.
+    """
     running = lambda: job.poll() is None  # noqa: E731
     wait_for(lambda: not running() or set(family(job.pid)["rank"]) - before)
-    # further than at any kill before: three failures at one step would end the job, rightly
+    # beyond the step of every earlier kill: three failures at one step rightly end the job
     reached = lambda: len(read_metrics(run))  # noqa: E731
     if not early:
         wait_for(lambda: not running() or reached() > before_step)
@@ -136,7 +134,8 @@ def main(argv: list[str] | None = None) -> int:
         problems.append(f"a restart began anew ({', '.join(aside)})")
     print("the unbroken run", flush=True)
     whole = start(folder, "unbroken", steps)
-    if whole.wait() or numbers(folder / "unbroken") != numbers(folder / "run") or len(numbers(folder / "run")) != steps:
+    code, expected, lines = whole.wait(), numbers(read_metrics(folder / "unbroken")), numbers(read_metrics(folder / "run"))
+    if code or expected != lines or len(lines) != steps:
         problems.append("its losses are not those of the unbroken run")
     log = (folder / "run.log").read_text(errors="replace")
     print(next((line for line in reversed(log.splitlines()) if "goodput" in line), "no goodput was printed"))

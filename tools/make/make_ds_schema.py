@@ -4,8 +4,8 @@
     python tools/make/make_ds_schema.py --check    # exit 1 if the file differs from what the installed DeepSpeed reads
 
 Blocks that are pydantic models are read from their fields. All others are found by handing `DeepSpeedConfig` a dict that
-notes which keys it is asked for. What neither can tell (the type behind a default of None, the names behind a string) is
-declared below; a key that is neither found out nor declared stops the script.
+notes which keys it is asked for. What neither way shows (the type behind a default of None, the names behind a string) is
+declared below; a key that is neither found nor declared stops the script.
 """
 
 import argparse
@@ -68,7 +68,7 @@ FLOAT_DTYPES = [name for name in DTYPES if "int8" not in name]
 COUNT = {"type": ["integer"], "min": 1}
 PATH = {"type": ["string", "null"]}
 
-# What a default cannot tell. Each path must be one that DeepSpeed reads.
+# What no default shows. DeepSpeed must read each path.
 DECLARED: dict[str, Node] = {
     "train_batch_size": COUNT,
     "train_micro_batch_size_per_gpu": COUNT,
@@ -160,7 +160,7 @@ SEEDS: dict[str, dict[str, Any]] = {
 
 
 class Asked(dict):
-    """A dict that notes which keys it is asked for, each with the default that came with the question."""
+    """Notes which keys this dict is asked for, each with the default of the call."""
 
     def __init__(self, values: dict[str, Any]):
         super().__init__(values)
@@ -190,7 +190,7 @@ class Asked(dict):
 
 
 def asked_keys(path: list[str]) -> dict[str, Any]:
-    """The keys that `DeepSpeedConfig` asks of the block at `path`, each with its default."""
+    """Finds the keys that `DeepSpeedConfig` asks for in the block at `path`, each with its default."""
     block = Asked(SEEDS.get(".".join(path), {}))
     config: dict[str, Any] = block
     for depth in range(len(path) - 1, -1, -1):
@@ -202,7 +202,7 @@ def asked_keys(path: list[str]) -> dict[str, Any]:
 
 
 def type_of(default: Any) -> list[str]:
-    """The JSON type of a default value; [] where None leaves it open."""
+    """Returns the JSON type of a default value; [] for None."""
     for python, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), ((list, tuple), "array"), (dict, "object")):
         if isinstance(default, python):
             return [name]
@@ -210,7 +210,7 @@ def type_of(default: Any) -> list[str]:
 
 
 def recorded(path: list[str]) -> Node:
-    """The node of a block that is no pydantic model, found by asking; its blocks are found the same way."""
+    """Makes the node of a block that is no pydantic model, and of the blocks in it, from the keys that are asked for."""
     keys: dict[str, Node] = {}
     for key, default in sorted(asked_keys(path).items()):
         here = [*path, key]
@@ -234,7 +234,7 @@ def recorded(path: list[str]) -> Node:
 
 
 def pipeline() -> Node:
-    """The node of the pipeline block, which DeepSpeed copies whole over its defaults."""
+    """Makes the node of the pipeline block, which DeepSpeed copies whole over its defaults."""
     keys: dict[str, Node] = {key: {"type": type_of(value), "default": value} for key, value in ds.get_pipeline_config({}).items()}
     keys["stages"] = {}  # its default "auto" is of another type
     keys["use_reentrant"] = {}  # read by the pipeline engine only
@@ -242,7 +242,7 @@ def pipeline() -> Node:
 
 
 def annotated(annotation: Any, dotted: str) -> Node | None:
-    """The node of a pydantic field's annotation; None where no JSON value fits (groups, torch dtypes)."""
+    """Makes the node of a pydantic field's annotation; None if no JSON value fits (groups, torch dtypes)."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         nodes = [node for part in inner if part is not type(None) and (node := annotated(part, dotted))]
@@ -272,7 +272,7 @@ def annotated(annotation: Any, dotted: str) -> Node | None:
 
 
 def model(cls: type[BaseModel], dotted: str) -> Node:
-    """The node of a pydantic block."""
+    """Makes the node of a pydantic block."""
     keys: dict[str, Node] = {}
     for name, field in cls.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
@@ -326,7 +326,7 @@ RANGES: dict[str, Node] = {
 
 
 def parameters(function: Any, without: str = "") -> dict[str, Node]:
-    """The JSON keys behind the keyword arguments of an optimizer or scheduler, except those in `without`."""
+    """Lists the JSON keys for the keyword arguments of an optimizer or scheduler, except those in `without`."""
     keys: dict[str, Node] = {}
     for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
         if name in without.split():
@@ -343,7 +343,7 @@ def parameters(function: Any, without: str = "") -> dict[str, Node]:
 
 
 def optimizers() -> dict[str, Node]:
-    """Per optimizer: how its name is compared, and its keys for each implementation DeepSpeed may choose.
+    """Describes each optimizer: how its name is compared, and its keys for each implementation that DeepSpeed may choose.
 
     `torch` is chosen by "torch_adam": true, `cpu` by optimizer offload, `device` otherwise.
     """
@@ -383,7 +383,7 @@ TORCH_SCHEDULERS = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR Polynom
 
 
 def torch_schedulers() -> dict[str, Node]:
-    """The schedules of PyTorch that take nothing but JSON values, and their keys."""
+    """Lists the schedules of PyTorch that take JSON values only, and their keys."""
     found: dict[str, Node] = {}
     for name in TORCH_SCHEDULERS.split():
         arguments = list(inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters.values())[1:]
@@ -416,7 +416,7 @@ def reaches(node: Node, path: list[str]) -> bool:
 
 
 def text() -> str:
-    """The file's content."""
+    """Writes the file's content."""
     spread = json.dumps(schema(), indent=1)
     return re.sub(r"\[[^\[\]{}]*\]|\{[^{}]*\}", lambda leaf: re.sub(r"(?<=[\[{])\s+|\s+(?=[\]}])", "", re.sub(r"\n\s+", " ", leaf.group())), spread) + "\n"
 

@@ -1,4 +1,4 @@
-"""Makes .venv with the Python that runs this, unless one that can be used is there. `make setup` calls it; any Python from 3.7 on reads it.
+"""Makes .venv with the Python that runs this program, unless a usable .venv is there. `make setup` calls this program; any Python from 3.7 on reads it.
 
     python3 tools/make/make_venv.py             # makes it
     python3 tools/make/make_venv.py --look      # only says whether this Python can be used
@@ -23,7 +23,7 @@ def main(look: bool) -> int:
         return 0
     if too_old():
         return 1
-    # without --clear .venv/bin/python stays the one of another Python that was there before
+    # without --clear .venv/bin/python stays the link of an earlier .venv to another Python
     done = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         shutil.rmtree(str(VENV), ignore_errors=True)
@@ -33,8 +33,8 @@ def main(look: bool) -> int:
 
 
 def too_old() -> bool:
-    """Whether the Python that runs this cannot run the recipes, which is told then."""
-    if sys.version_info >= (3, 11):  # noqa: UP036 (told by a Python that is too old)
+    """Returns True, and prints a refusal, if the Python that runs this program cannot run the recipes."""
+    if sys.version_info >= (3, 11):  # noqa: UP036 (an older Python runs this line too)
         return False
     where = f"{sys.executable} is Python {'.'.join(map(str, sys.version_info[:3]))}"
     refuse(where, "the recipes need 3.11 or newer", "install one, or name one that is there: make setup PYTHON3=python3.12")

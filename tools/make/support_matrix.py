@@ -1,4 +1,4 @@
-"""Which model families train in which layout, found by running them; writes recipes/SUPPORT.md.
+"""Finds out which model families train in which layout, by running them; writes recipes/SUPPORT.md.
 
     python tools/make/support_matrix.py                        # every causal language model of the installed transformers (hours on 2 cores)
     python tools/make/support_matrix.py --types llama gemma2   # these only; SUPPORT.md is not written, their marks are printed
@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -52,14 +51,14 @@ CONFIG: dict[str, Any] = {
 
 
 def model_types() -> list[str]:
-    """Every model type that AutoModelForCausalLM knows."""
+    """Lists every model type that AutoModelForCausalLM knows."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_model_config(model_type: str) -> dict[str, Any]:
-    """The tiny config of a type, dropout switched off: runs with it cannot be compared."""
+    """Makes the tiny config of a type, with dropout switched off: runs with dropout cannot be compared."""
     from recipekit.architectures.families import tiny_config
 
     def without_dropout(config: dict[str, Any]) -> dict[str, Any]:
@@ -83,13 +82,13 @@ def recipe_of(model_type: str, **degrees: Any) -> Any:
     recipe = Recipe(model=model_type, init="random", seed=3, micro_batch=1, global_batch=ROWS, seq_len=SEQ_LEN, **degrees)
     try:
         empty_model(tiny_model_config(model_type), name=model_type)
-    except Refusal:  # its class has no sdpa
+    except Refusal:  # the model's class has no sdpa
         recipe = replace(recipe, attention="eager")
     return recipe
 
 
 def rows() -> list[dict[str, Any]]:
-    """The micro-batches of one optimizer step: packed documents of random tokens, ROWS rows of SEQ_LEN."""
+    """Makes the micro-batches of one optimizer step: packed documents of random tokens, ROWS rows of SEQ_LEN."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -105,7 +104,10 @@ def rows() -> list[dict[str, Any]]:
 
 
 def spread(model: Any) -> None:
-    """Moves parameters and saved buffers that start as a constant (norms, gates, biases) off it: at zeros and ones a wrong layout can go unseen, and top-k meets ties."""
+    """Moves parameters and saved buffers that start as a constant (norms, gates, biases) off that constant.
+
+    At zeros and ones a wrong layout can go unseen, and top-k meets ties.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(2)
@@ -117,7 +119,7 @@ def spread(model: Any) -> None:
 
 
 def save(model: Any, folder: Path) -> None:
-    """The weights under the model's own names, as every rank reads them."""
+    """Saves the weights under the model's own names; every rank reads them."""
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
@@ -127,7 +129,11 @@ def save(model: Any, folder: Path) -> None:
 
 
 def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
-    """Starts from random weights, which it saves in `folder`. Returns losses, norms and weights of STEPS steps of plain PyTorch, whether the model has experts, and the leak, how far a document's logits follow another document of its row."""
+    """Trains STEPS steps in plain PyTorch, from random weights that it saves in `folder`.
+
+    Returns losses, norms and weights, whether the model has experts, and the leak: how far a document's logits depend on
+    another document of its row.
+    """
     import torch
     from recipekit.model.build import build_model
     from recipekit.model.causal import check_causal
@@ -168,7 +174,7 @@ def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
 
 
 def leak_of(model: Any, batch: dict[str, Any]) -> float:
-    """The largest change of a logit in the row's second document when only tokens of the first one change."""
+    """Returns the largest change of a logit in a row's second document when only tokens of the first document change."""
     import torch
 
     edge = int((batch["position_ids"][0, 1:] == 0).nonzero()[0]) + 1
@@ -180,7 +186,7 @@ def leak_of(model: Any, batch: dict[str, Any]) -> float:
 
 
 class Differs(Exception):
-    """A cell that ran, and did not train like plain PyTorch."""
+    """Says that a cell ran, but did not train like plain PyTorch."""
 
 
 def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, Any]) -> dict[str, float]:
@@ -236,7 +242,7 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
 
 
 def gradients_in_fp64(model_type: str, recipe: Any, groups: Any) -> str:
-    """What the gradients of one step say in fp64 (a collective): equal, so that fp32's rounding is the difference, or which parameter's are wrong."""
+    """Compares the gradients of one step in fp64 (a collective): says that they are equal, so that fp32 only rounds, or which parameter's are wrong."""
     import torch
     import torch.distributed as dist
     from recipekit.model.build import build_model
@@ -268,7 +274,7 @@ def gradients_in_fp64(model_type: str, recipe: Any, groups: Any) -> str:
 
 
 def serve(folder: Path) -> None:
-    """One rank of a group: trains the cells that arrive on stdin, each a line of JSON, and writes its answer to a file."""
+    """Serves as one rank of a group: trains the cells that arrive on stdin, each a line of JSON, and writes its answers to files."""
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -308,7 +314,7 @@ def _forget(linear: Any) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line: the error, and the module of the model (or, without one, of the recipes) in which it was raised."""
+    """Writes one line: the error, and the module of the model (or, without one, of the recipes) that raised it."""
     import traceback
 
     from recipekit.refusal import Refusal
@@ -326,13 +332,13 @@ def reason_of(error: BaseException) -> str:
 
 
 class Group:
-    """The ranks of one layout size, warm from cell to cell."""
+    """Keeps the ranks of one layout size warm from cell to cell."""
 
     def __init__(self, world: int, folder: Path):
+        from recipekit.hosts.ports import free_port
+
         self.world, self.folder, self.cells = world, folder, 0
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.ranks = []
         for rank in range(world):
@@ -342,7 +348,7 @@ class Group:
             self.ranks.append(subprocess.Popen(command, env=os.environ | own | place, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True))
 
     def run(self, number: int, model_type: str, layout: str, reference: Path) -> dict[str, Any]:
-        """The joined answer of all ranks: the first failure, or the largest deviations. Ends the group if it failed otherwise than by a refusal of all."""
+        """Runs a cell; returns the first failure of any rank, or the largest deviations. Ends the group after a failure, unless all ranks refused."""
         self.cells += 1
         line = (
             json.dumps({"number": number, "type": model_type, "layout": layout, "reference": str(reference), "weights": str(reference.parent / "weights")})
@@ -357,7 +363,7 @@ class Group:
         deadline = time.monotonic() + CELL_S + (60 if self.cells == 1 else 0)  # the first cell waits for the imports
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             if any(file.exists() and not json.loads(file.read_text())["ok"] for file in files):
-                deadline = min(deadline, time.monotonic() + 2)  # its peers fail soon, or wait for it for ever
+                deadline = min(deadline, time.monotonic() + 2)  # the peers of a failed rank fail soon, or wait for ever
             if any(rank.poll() is not None for rank in self.ranks):
                 break
             time.sleep(0.02)
@@ -381,7 +387,7 @@ class Group:
 
 
 def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: Any = print) -> dict[str, dict[str, dict[str, Any]]]:
-    """type -> layout (or "reference") -> {"ok", deviations or "reason"}. Cells that `results` holds already are not run again."""
+    """Runs all cells: type -> layout (or "reference") -> {"ok", deviations or "reason"}. Cells that `results` holds are not run again."""
     import torch
 
     torch.set_num_threads(1)
@@ -412,7 +418,7 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                     plain = train_plain(model_type, folder / "weights")
                     torch.save(plain, reference)
                     record(model_type, "reference", {"ok": True, "leak": plain["leak"], "experts": plain["experts"]})
-                except Exception as error:  # whatever a family raises is the reason in its row
+                except Exception as error:  # whatever error a family raises is the reason in its row
                     record(model_type, "reference", {"ok": False, "reason": reason_of(error)})
                     say(f"{index}/{len(types)} {model_type}: reference: {reason_of(error)}")
                     continue
@@ -444,14 +450,14 @@ def publishes_pipeline_plan(model_type: str) -> bool:
 
 
 def decoders_alone(types: list[str]) -> list[str]:
-    """Those that are encoder-decoders, of which AutoModelForCausalLM builds the decoder."""
+    """Lists the types that are encoder-decoders: AutoModelForCausalLM builds only their decoder."""
     from recipekit.architectures.families import default_config
 
     return [name for name in types if default_config(name).is_encoder_decoder]
 
 
 def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """recipes/SUPPORT.md."""
+    """Writes the text of recipes/SUPPORT.md."""
     from importlib.metadata import version
 
     ran = [name for name in done if done[name]["reference"]["ok"]]
@@ -495,7 +501,7 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
         lines += ["", f"## {title}", "", "| type | " + " | ".join(LAYOUTS) + " | packed rows |", "|---|" + "---|" * (len(LAYOUTS) + 1)]
         for name in sorted(names):
             leak = done[name]["reference"].get("leak")
-            isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"  # below it is rounding
+            isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"  # below 1e-6 is rounding
             lines.append(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in LAYOUTS) + f" | {isolated} |")
     lines += ["", "## Why a cell fails", ""]
     for name in sorted(done):
@@ -522,7 +528,7 @@ def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
 
 
 def _absent(result: dict[str, Any]) -> str:
-    """The mark of what a family does not have, "" for another failure."""
+    """Returns the mark for something that a family does not have, "" for another failure."""
     return next((mark for said, mark in ABSENT.items() if said in result["reason"]), "")
 
 

@@ -1,1 +1,1 @@
-"""What a run leaves on the disk, and its way into every other layout."""
+"""Writes what a run leaves on the disk, and brings it into every other layout."""

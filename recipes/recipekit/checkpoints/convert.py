@@ -1,6 +1,6 @@
-"""Whole conversions of checkpoints: from one layout to another, and from and to Hugging Face files.
+"""Converts whole checkpoints: from one layout to another, and from and to Hugging Face files.
 
-No model is built and no process group made; memory is a few chunks, whatever the model's size.
+No model is built and no process group made; memory holds a few chunks, whatever the model's size.
 """
 
 import json
@@ -27,7 +27,7 @@ from .tensor_files import TORCH, TensorFiles, open_checkpoint, open_published
 def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None = None, effort: Effort | None = None) -> None:
     """Writes the step folder `out`: `source` (a step or run folder) in another layout, bit for bit, complete or not at all.
 
-    `blueprint`: the description of the model that will load `out`, where its plans may differ from the source's.
+    `blueprint`: describes the model that will load `out`, whose plans may differ from the source's.
     """
     effort = effort or Effort()
     step = open_step(source)
@@ -59,7 +59,7 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
 
 
 def _complete(journal: Journal, state: SavedState, blueprint: Blueprint, tensors: dict[str, Any], facts: dict[str, manifest.Facts]) -> None:
-    """Writes what belongs to a step folder besides tensors, the manifest last, and gives the folder its name."""
+    """Writes a step folder's files besides tensors, the manifest last, and gives the folder its name."""
     (journal.folder / manifest.STATE).write_text(json.dumps(state, indent=1))
     (journal.folder / manifest.BLUEPRINT).write_text(json.dumps(blueprint.to_json()))
     for path in journal.folder.rglob("*"):
@@ -70,9 +70,9 @@ def _complete(journal: Journal, state: SavedState, blueprint: Blueprint, tensors
 
 
 def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | None = None, check: bool = False) -> None:
-    """Writes Hugging Face files: safetensors, config, tokenizer. `dtype` None: the dtypes that the model's files had.
+    """Writes Hugging Face files: safetensors, config, tokenizer. `dtype` None: the dtypes of the model's own files.
 
-    A model that was read from files gets their names, keys and order again; of a LoRA run the adapter is written.
+    A model that was read from files gets the file names, keys and order of those files again; a LoRA run gives its adapter.
     With `check` the output is read again and compared with the source.
     """
     effort = effort or Effort()
@@ -104,7 +104,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
     adapter = any(file.startswith("adapter_model") for file in contents)
     for file in step.small_files:
         if adapter and file.name in ("config.json", "generation_config.json"):
-            continue  # those of the base model
+            continue  # a tensor of the base model
         shutil.copyfile(file, journal.folder / file.name)
     if dtype is not None and (config := journal.folder / "config.json").exists():
         config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2) + "\n")
@@ -114,7 +114,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
 
 
 def _compare(copy: Copy, read: TensorFiles, written: TensorFiles, effort: Effort) -> None:
-    """Raises `Refusal` if a tensor in the output is not the source's, cast."""
+    """Raises `Refusal` if a tensor in the output differs from the source's after the cast."""
     for start, stop in chunks(copy.tensor.numel, unit_of(copy.tensor, read, written), effort.chunk):
         wanted = cast(read.read(copy.tensor, copy.role, start, stop), read.dtype_of(copy.tensor, copy.role), written.dtype_of(copy.tensor, "weight"))
         if not np.array_equal(wanted, written.read(copy.tensor, "weight", start, stop)):
@@ -153,7 +153,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
 
 
 def verify(folder: Path, effort: Effort | None = None) -> list[str]:
-    """Every fault of a step folder: of its files, and of each tensor's digest. Empty: it is what was saved."""
+    """Lists every fault of a step folder, in its files and in each tensor's digest; [] if the folder is what was saved."""
     effort = effort or Effort()
     names = []
     with suppress(ValueError):

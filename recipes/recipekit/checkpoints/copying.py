@@ -1,4 +1,4 @@
-"""Copying tensors between two sets of files, in bounded memory and with several threads."""
+"""Copies tensors between two sets of files, in bounded memory and with several threads."""
 
 import threading
 from collections import Counter
@@ -18,32 +18,32 @@ from .journal import Journal
 from .places import MOMENTS, Piece, Shard, originals
 from .tensor_files import BITS, TensorFiles
 
-CHUNK = 256 * 1024  # elements that are moved at a time, at most: what was read is still in the cache when it is digested and written
-BUFFERS = 256 * 2**20  # bytes, at most, that wait for the disk or to be hashed
+CHUNK = 256 * 1024  # most elements moved at a time: they are still in the cache when they are digested and written
+BUFFERS = 256 * 2**20  # most bytes that wait for the disk or for their hash
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much of the machine a conversion may use. `progress` is called with (bytes just done, bytes in all), from several threads."""
+    """Says how much of the machine a conversion may use. `progress` is called with (bytes just done, bytes in all), from several threads."""
 
     workers: int = 2
-    mem_limit: int = 512 * 1024**2  # bytes of buffers
+    mem_limit: int = 512 * 1024**2  # bytes, for buffers
     progress: Callable[[int, int], None] = lambda done, total: None
 
     @property
     def chunk(self) -> int:
-        """Elements that one worker moves at a time, in three copies: read, cut and written."""
+        """Counts the elements that one worker moves at a time, in three copies: read, cut and written."""
         return max(65536, min(CHUNK, self.mem_limit // (self.workers * 16)))
 
     @property
     def buffers(self) -> int:
-        """Bytes that may be on their way to the disk."""
+        """Counts the bytes that may be on their way to the disk."""
         return min(BUFFERS, self.mem_limit - self.workers * self.chunk * 16)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor in one role of the source, and the roles that its copy has in the target (none: it is only read)."""
+    """Names a tensor in one role of the source, and the roles of its copy in the target (none: the tensor is only read)."""
 
     tensor: Tensor
     role: str
@@ -83,7 +83,7 @@ def run(
     """Copies tensors, and returns {"tensor|role": [shape, dtype, digest]} and the facts of each file that was written.
 
     The digests include those that an interrupted conversion had noted in the `journal`. The files are on the disk when
-    this returns; without `hashed` their facts have no sha256. Without a `target` the source is only read.
+    `run` returns; without `hashed` their facts have no sha256. Without a `target` the source is only read.
     """
     digests: dict[str, Any] = dict(journal.done) if journal else {}
     total_bytes = sum(copy.nbytes for copy in todo)
@@ -139,14 +139,14 @@ def run(
 
 
 def _in_order_of_bytes(rest: list[Copy], source: TensorFiles, target: TensorFiles | None) -> list[Copy]:
-    """Sorts copies by where they are written (without a target: read): one file after the other, each from its beginning."""
+    """Sorts copies by their place in the target (without a target: in the source): one file after the other, each from its beginning."""
     places = {copy.key: (target or source).place(copy.tensor, copy.to[0] if target else copy.role) for copy in rest}
     order = {file: number for number, file in enumerate(dict.fromkeys(file for file, _ in places.values()))}
     return sorted(rest, key=lambda copy: (order[places[copy.key][0]], places[copy.key][1]))
 
 
 def _extents(todo: list[Copy], target: TensorFiles) -> dict[str, set[tuple[int, int]]]:
-    """File -> the ranges of bytes that the copies will fill."""
+    """Maps each file to the ranges of bytes that the copies will fill."""
     extents: dict[str, set[tuple[int, int]]] = {}
     for copy in todo:
         for role in copy.to:
@@ -156,7 +156,7 @@ def _extents(todo: list[Copy], target: TensorFiles) -> dict[str, set[tuple[int, 
 
 
 def share_work(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> list[Any]:
-    """Calls `work` for each item on several threads; returns the results in the order of the items. After an error no item is begun."""
+    """Calls `work` for each item on several threads; returns the results in the order of the items. After an error no further item is begun."""
     numbered, found, lock, failed = enumerate(items), {}, threading.Lock(), threading.Event()
 
     def turn() -> None:
@@ -247,7 +247,7 @@ def cast(bits: np.ndarray, dtype: str, to: str) -> np.ndarray:
     rounded = word >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
-    rounded += word  # of a number: no overflow
+    rounded += word  # for numbers only (not NaN), so nothing overflows
     rounded >>= np.uint32(16)
     short = rounded.astype(np.uint16)
     numbers = word.view(np.float32)

@@ -15,15 +15,15 @@ from .torch_files import FileTensor, Fragment, LossScaler, Size, ZeroStage
 
 @dataclass
 class Carried:
-    """What a checkpoint holds besides tensors: step counts, and the numbers of each optimizer group."""
+    """Holds what a checkpoint has besides tensors: step counts, and the numbers of each optimizer group."""
 
     groups: dict[int, dict[str, Any]]
-    step: float  # of Adam
+    step: float  # Adam's count
     counts: dict[str, Any]  # global_steps, skipped_steps, global_samples, lr_scheduler, ds_config
 
     @property
     def clipping(self) -> float:
-        """The run's clipping norm; DeepSpeed 0.19.8's own default for a checkpoint that no run made."""
+        """Returns the run's clipping norm; DeepSpeed 0.19.8's default for a checkpoint that no run made."""
         return float(self.counts["ds_config"].get("gradient_clipping", 1.0))
 
 
@@ -49,7 +49,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
 
 
 def _numbers(value: Any) -> Any:
-    """Replaces tensors of one element by their numbers, so that nobody has to read them from the file again."""
+    """Replaces tensors of one element by their numbers, so that nobody has to read the file again."""
     if isinstance(value, FileTensor):
         return value if value.value is None else value.value
     if isinstance(value, dict):
@@ -58,7 +58,7 @@ def _numbers(value: Any) -> Any:
 
 
 def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried) -> None:
-    """Writes files that DeepSpeed loads in `layout`, whose tensors are zeros (holes) to be filled in."""
+    """Writes the files that DeepSpeed loads in `layout`; their tensors are zeros (holes) to be filled in."""
     for holder in holders(blueprint, layout):
         if layout.mesh.pp > 1:
             for stage in holder.stages:
@@ -74,7 +74,7 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
 
 
 def _weights(holder: Holder, stage: int) -> dict[str, FileTensor]:
-    """The `state_dict()` of a stage. An alias is the same tensor again; under ZeRO-3 parameters are empty."""
+    """Makes the `state_dict()` of a stage. An alias is the same tensor again; under ZeRO-3 parameters are empty."""
     made: dict[str, FileTensor] = {}
     for key, tensor in state_keys(holder.blueprint, holder.layout, stage).items():
         gone = holder.layout.zero_stage == 3 and not tensor.buffer
@@ -84,7 +84,7 @@ def _weights(holder: Holder, stage: int) -> dict[str, FileTensor]:
 
 
 def module_states(holder: Holder, carried: Carried) -> dict[str, Any]:
-    """A model file without the numbers of `carried.counts`: the weights, and under ZeRO-0 the optimizer's states beside them."""
+    """Makes a model file without the numbers of `carried.counts`: the weights, and under ZeRO-0 the optimizer's states."""
     layout, shapes, trained = holder.layout, holder.shapes, holder.trained
     tensors = held(holder.blueprint, layout, holder.pp_rank)
     frozen = [tensor for tensor in tensors if tensor.name not in trained and not tensor.buffer]
@@ -112,7 +112,7 @@ def module_states(holder: Holder, carried: Carried) -> dict[str, Any]:
 
 
 def zero0_states(holder: Holder, carried: Carried) -> dict[str, Any]:
-    """The optimizer of a model file of ZeRO-0: torch's, or FP16_UnfusedOptimizer with a master of each parameter."""
+    """Makes the optimizer states in a model file of ZeRO-0: torch's, or FP16_UnfusedOptimizer's with a master of each parameter."""
     shapes, first = [[holder.shapes[tensor.name] for tensor, _ in group] for group in holder.groups], 0
     indices = []
     for group in shapes:
@@ -126,7 +126,7 @@ def zero0_states(holder: Holder, carried: Carried) -> dict[str, Any]:
 
 
 def zero12_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]:
-    """The optimizer of a data rank's file of ZeRO-1 or -2: its partition of each group, in the form of the layout's class."""
+    """Makes the optimizer states in a data rank's file of ZeRO-1 or -2: the rank's partition of each group, as the layout's optimizer class stores it."""
     layout, groups, flats = holder.layout, holder.groups, flat_groups(holder.groups, holder.layout)
     sizes = [size for _, size, _ in flats]
     bf16 = layout.optimizer == "BF16_Optimizer"
@@ -144,13 +144,13 @@ def zero12_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]
 
 
 def _slice_mapping(group: list[tuple[Tensor, int]], extents: list[list[Extent]], rank: int) -> OrderedDict[str, Fragment]:
-    """Tensor -> where a rank's partition of the group holds its elements."""
+    """Maps each tensor to the place of its elements in a rank's partition of the group."""
     pairs = [(tensor.name, at) for (tensor, _), places in zip(group, extents, strict=True) for at in places if at.rank == rank]
     return OrderedDict((name, Fragment(numel=at.stop - at.start, start=at.offset)) for name, at in pairs)
 
 
 def zero3_states(holder: Holder, carried: Carried) -> dict[str, Any]:
-    """The optimizer of a data rank's file of ZeRO-3: its partition of each sub-group; empty tensors for what lies in swap files."""
+    """Makes the optimizer states in a data rank's file of ZeRO-3: the rank's partition of each sub-group; empty tensors if that lies in swap files."""
     layout, flats = holder.layout, flat_groups(holder.groups, holder.layout)
     kept = [0 if is_swapped(layout, size) else size for _, size, _ in flats]
     indices = [[index for index, flat in enumerate(flats) if flat[0] == number] for number in range(len(holder.groups))]
@@ -172,7 +172,7 @@ def _create_swap_files(folder: Path, holder: Holder, rank: int) -> None:
 
 
 def _base_optimizer(holder: Holder, carried: Carried, indices: list[list[int]], shapes: list[list[tuple[int, ...]]]) -> dict[str, Any]:
-    """The `state_dict()` of the optimizer that DeepSpeed wraps: of each group the numbers of its tensors, and their shapes."""
+    """Makes the `state_dict()` of the optimizer that DeepSpeed wraps. `indices`, `shapes`: the numbers and shapes of the tensors of each group."""
     step, state, param_groups = carried.step, {}, []
     for group, numbers, sizes in zip(holder.groups, indices, shapes, strict=True):
         for index, shape in zip(numbers, sizes, strict=True):
@@ -184,5 +184,5 @@ def _base_optimizer(holder: Holder, carried: Carried, indices: list[list[int]], 
 
 
 def _scaler() -> dict[str, Any]:
-    """What a loss scaler that is off leaves in an optimizer file."""
+    """Makes the entries that a switched-off loss scaler leaves in an optimizer file."""
     return {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False, "overflow": False}

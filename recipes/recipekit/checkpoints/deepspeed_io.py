@@ -1,4 +1,4 @@
-"""DeepSpeed's reading and writing of files, with ours in between."""
+"""Stands between DeepSpeed and its files: keeps what DeepSpeed saves, and reads what it loads."""
 
 import copy
 import importlib
@@ -19,7 +19,7 @@ class DeepSpeedFiles(CheckpointEngine):
         super().__init__()
         self.own_part = own_part  # the file of this rank's optimizer states
         self.pending: list[tuple[Any, Path]] = []
-        self.kept: list[torch.UntypedStorage] = []  # memory of the last snapshot, used again for the next
+        self.kept: list[torch.UntypedStorage] = []  # memory of the last snapshot, used again by the next one
         self.snapshots = False
         self.failure: OSError | RuntimeError | None = None
 
@@ -36,17 +36,17 @@ class DeepSpeedFiles(CheckpointEngine):
         try:
             torch.save(state_dict, path)
             self.pending.append((None, Path(path)))
-        except (OSError, RuntimeError) as error:  # for `take` to raise: DeepSpeed has collectives ahead that the other ranks wait in
+        except (OSError, RuntimeError) as error:  # `take` raises it: the other ranks wait in the next collectives of DeepSpeed's save
             self.failure = self.failure or error
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        content = read_pickle(Path(path))  # mapped
+        content = read_pickle(Path(path))  # mapped, not read
         if path.endswith("_optim_states.pt") and path != self.own_part:
-            return restored(content)  # DeepSpeed opens those of all ranks and takes its own: the others are never read
+            return restored(content)  # DeepSpeed opens the files of all ranks and takes its own: the other files are never read
         return restored(_Memory([]).copied(content))  # training must not depend on a file that may be removed
 
     def take(self) -> list[tuple[Any, Path]]:
-        """What was saved since the last call; with `snapshots` as copies on the CPU that training does not change.
+        """Returns what was saved since the last call; with `snapshots` as copies on the CPU that training does not change.
 
         Raises the first error of a write since then.
         """
@@ -59,7 +59,7 @@ class DeepSpeedFiles(CheckpointEngine):
 
 
 class _Memory:
-    """Copies of nested containers of tensors; tensors that share memory share it in the copy too."""
+    """Copies nested containers of tensors; tensors that share memory share it in the copy too."""
 
     def __init__(self, free: list[torch.UntypedStorage]):
         self.free, self.used = {index: storage for index, storage in enumerate(free)}, []
@@ -88,13 +88,13 @@ class _Memory:
 
 
 _SAFE: list[Any] = [*((kind, kind.place) for kind in torch_files.STANDS), (torch_files.member, "builtins.getattr")]
-_READING = threading.Lock()  # safe_globals is of the whole process: the first thread to leave it would take it from the others
+_READING = threading.Lock()  # safe_globals holds for the whole process: the first thread to leave it would end it for the others
 
 
 def read_pickle(path: Path) -> Any:
-    """A file of torch.save, mapped and not read.
+    """Maps a file of torch.save, without reading its tensors.
 
-    Raises `Refusal` for a file that is damaged, or that names a class which no checkpoint needs: nothing of it is run.
+    Raises `Refusal` for a file that is damaged, or that names a class which no checkpoint needs. No code in it is run.
     """
     try:
         with _READING, torch.serialization.safe_globals(_SAFE):
@@ -104,7 +104,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """What `read_pickle` gives, with DeepSpeed's own objects in the places of their stand-ins."""
+    """Replaces the stand-ins in what `read_pickle` returned by DeepSpeed's own objects."""
     if isinstance(value, torch_files.Stand):
         module, _, name = type(value).place.rpartition(".")  # not an attribute that a file gave it
         kind = getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
-"""Files that are filled in parts, in any order, by several threads: in whole blocks, past the page cache, and hashed on the way.
+"""Fills files in parts, in any order, by several threads: in whole blocks, past the page cache, and hashed on the way.
 
-The kernel spends more on a cache of what nobody is about to read than on the writing itself, most of all under a memory
-limit: 4 GB took 0.4 CPU seconds directly and 3 to 9 through the cache, where `dd` wrote both (2 cores, 24 GiB, 2026-11-22).
+The kernel spends more on caching what nobody is about to read than on the writing itself, most of all under a memory limit:
+`dd` wrote 4 GB in 0.4 CPU seconds directly, and in 3 to 9 through the cache (2 cores, 24 GiB, 2026-11-22).
 """
 
 import errno
@@ -26,8 +26,8 @@ WRITERS = 2  # threads that wait for the disk
 class _Block:
     bits: np.ndarray  # (BLOCK,) uint8, aligned as direct writes need it
     users: int = 0  # threads that copy into it now
-    names: set[str] = field(default_factory=set)  # whose bytes are in it and not yet in the file
-    holds: int = 0  # of the writer and the hasher, once it is full
+    names: set[str] = field(default_factory=set)  # names whose bytes are in the block and not yet in the file
+    holds: int = 0  # the writer's and the hasher's, once the block is full
 
 
 @dataclass
@@ -35,11 +35,11 @@ class _File:
     name: str
     path: Path
     size: int
-    left: np.ndarray  # (blocks,) int64: bytes of each that are still to come
-    missing: int  # blocks that are not yet in the file as they are to be
+    left: np.ndarray  # (blocks,) int64: bytes of each block that are still to come
+    missing: int  # blocks whose final content is not yet in the file
     descriptor: int = -1  # for whole blocks, opened with the first
     filling: dict[int, _Block] = field(default_factory=dict)
-    full: dict[int, _Block] = field(default_factory=dict)  # not yet hashed; what is in neither is in the file
+    full: dict[int, _Block] = field(default_factory=dict)  # not yet hashed; a block in neither dict is in the file
     hash: Any = None
     front: int = 0  # the block that is hashed next
     hashing: bool = False
@@ -64,11 +64,11 @@ class DirectFiles:
         self._files = {name: _begin(folder, name, own, hashed) for name, own in extents.items()}
         self._hashed, self._stored, self._most = hashed, stored, max(4, limit // BLOCK)
         self._spare: list[np.ndarray] = []
-        self.made = 0  # buffers
-        self._writing = self._hashing = 0  # threads that do so
-        self._waiting: Counter[str] = Counter()  # name -> blocks that hold bytes of it which are not in the file
+        self.made = 0  # buffers made so far
+        self._writing = self._hashing = 0  # threads at work
+        self._waiting: Counter[str] = Counter()  # name -> blocks with bytes under that name that are not yet in the file
         self._finished: set[str] = set()
-        self.lost = False  # the disk has lost what was written: after a failed fsync the kernel drops it, and the next one says nothing
+        self.lost = False  # a flush failed: then the kernel drops the written bytes, and the next fsync reports no error
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._disk = ThreadPoolExecutor(WRITERS)
@@ -80,7 +80,7 @@ class DirectFiles:
         try:
             if error is None:
                 for file in self._files.values():
-                    self._advance(file)  # files, or their ends, to which nothing was written
+                    self._advance(file)  # files, or ends of files, to which nothing was written
         finally:
             with self._changed:
                 while self._writing or self._hashing:
@@ -122,7 +122,7 @@ class DirectFiles:
             done += count
 
     def finish(self, name: str) -> None:
-        """All that belongs to `name` has been written."""
+        """Notes that everything under `name` has been written."""
         with self._changed:
             self._finished.add(name)
             self._tell([name])
@@ -135,16 +135,16 @@ class DirectFiles:
                 self._stored(name)
 
     def _block(self, file: _File, number: int) -> _Block:
-        """The block, as far as it is filled; the lock is held."""
+        """Returns the block as it is filled so far; the caller holds the lock."""
         if self._error:
             raise self._error
         if number not in file.filling:
             bits = self._buffer()
-            if number in file.filling:  # made by another thread meanwhile
+            if number in file.filling:  # another thread has made the block meanwhile
                 self._spare.append(bits)
                 self._changed.notify_all()
                 return file.filling[number]
-            if file.left[number] < file.length(number):  # what lies between the extents, or was written by a run that was killed
+            if file.left[number] < file.length(number):  # the bytes between the extents, and those that a killed run had written, come from the file
                 _read(file, number, bits)
             _open(file)
             file.filling[number] = _Block(bits)
@@ -166,7 +166,7 @@ class DirectFiles:
         return np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
 
     def _drop(self) -> bool:
-        """Frees full blocks that wait behind one that is not full, and are in their files: they are hashed from there when their turn comes."""
+        """Frees full blocks that are in their files and wait for the hash of a block that is not full; they are read again when their turn comes."""
         for file in self._files.values():
             if self._hashed and file.full and not file.hashing and file.front not in file.full:
                 for number in [number for number, block in file.full.items() if block.holds == 1]:
@@ -174,7 +174,7 @@ class DirectFiles:
         return bool(self._spare)
 
     def _spill(self) -> bool:
-        """Frees a block that is being filled, in its file."""
+        """Frees a block that is still being filled: writes its bytes to the file."""
         for file in self._files.values():
             for number, block in file.filling.items():
                 if block.users == 0:
@@ -190,7 +190,7 @@ class DirectFiles:
             self._waiting[name] -= 1
         try:
             self._tell(block.names)
-        except BaseException as error:  # of the caller's `stored`: often on a thread that nobody waits for
+        except BaseException as error:  # raised by the caller's `stored`, often on a thread that nobody waits for
             self._error = self._error or error
 
     def _save(self, file: _File, number: int, block: _Block) -> None:
@@ -208,7 +208,7 @@ class DirectFiles:
         self._end(file)
 
     def _put(self, file: _File, number: int, bits: np.ndarray) -> bool:
-        """Writes a block to its file; an error is kept for those who come next."""
+        """Writes a block to its file; an error is kept for the next caller."""
         try:
             part: Any = memoryview(bits)[: file.length(number)]  # pyright: ignore[reportArgumentType]
             done = 0
@@ -216,9 +216,9 @@ class DirectFiles:
                 try:
                     done = os.pwrite(file.descriptor, part, number * BLOCK)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:  # a file system without direct writes may say so only now
+                    if error.errno != errno.EINVAL:  # some file systems report only here that they have no direct writes
                         raise
-            if done < len(part):  # the end of a file is no whole block
+            if done < len(part):  # direct writes need whole blocks, and the end of a file is none
                 with file.path.open("r+b", buffering=0) as plain:
                     while done < len(part):
                         done += os.pwrite(plain.fileno(), part[done:], number * BLOCK + done)
@@ -237,7 +237,7 @@ class DirectFiles:
             self._spare.append(block.bits)
 
     def _advance(self, file: _File) -> None:
-        """Hashes the blocks that are next, unless another thread does."""
+        """Hashes the next blocks in order, unless another thread does."""
         while self._hashed:
             with self._changed:
                 if self._error or file.hashing or file.front == len(file.left) or file.left[file.front]:
@@ -261,7 +261,7 @@ class DirectFiles:
         self._end(file)
 
     def _end(self, file: _File) -> None:
-        """Sends the file to the disk and closes it, if all of it is written and hashed."""
+        """Flushes a file to the disk and closes it once all its blocks are written and hashed."""
         with self._changed:
             if file.ended or self._error or file.missing or (self._hashed and file.front < len(file.left)):
                 return
@@ -296,7 +296,7 @@ def _open(file: _File) -> None:
         try:
             file.descriptor = os.open(file.path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
         except OSError as error:
-            if error.errno != errno.EINVAL:  # which a file system without direct writes says
+            if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct writes
                 raise
             file.descriptor = os.open(file.path, os.O_WRONLY)
 
@@ -308,7 +308,7 @@ def _close(file: _File) -> None:
 
 
 def _read(file: _File, number: int, bits: np.ndarray) -> np.ndarray:
-    """The block as it is in the file, read into `bits`."""
+    """Reads a block from the file into `bits`."""
     part: Any = memoryview(bits)[: file.length(number)]  # pyright: ignore[reportArgumentType]
     with file.path.open("rb", buffering=0) as stream:
         stream.seek(number * BLOCK)

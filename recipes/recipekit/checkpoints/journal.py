@@ -1,4 +1,4 @@
-"""The note beside a conversion's output that lets it go on after a kill."""
+"""Keeps a note beside a conversion's output, so that the conversion can go on after a kill."""
 
 import json
 import os
@@ -13,15 +13,15 @@ from . import manifest
 
 
 def journal_file(out: Path) -> Path:
-    """Where an unfinished conversion to `out` notes what is done."""
+    """Returns the file in which an unfinished conversion to `out` notes what is done."""
     return out.with_name(f".{out.name}.part") / "journal.jsonl"
 
 
 class Journal:
-    """The unfinished output of a conversion: a hidden folder beside `out`, which takes its place when it is complete.
+    """Holds the unfinished output of a conversion: a hidden folder beside `out`, which becomes `out` when it is complete.
 
-    What is done is noted there, so that the same conversion, started again, goes on where it was killed. After a crash of
-    the machine, or a disk's error, it begins anew, since what was written may not have reached the disk.
+    Finished work is noted there, so that the same conversion, started again, goes on where it was killed. After a crash of
+    the machine, or an error of the disk, the conversion begins anew, since written bytes may not have reached the disk.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any]):
@@ -48,7 +48,7 @@ class Journal:
             file.write(json.dumps({key: value}) + "\n")
 
     def forget(self) -> None:
-        """The same conversion begins anew when it is started again."""
+        """Forgets the notes: the same conversion, started again, begins anew."""
         self._file.unlink()
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Finding the newest complete checkpoint, and loading it into an engine."""
+"""Finds the newest complete checkpoint, and loads it into an engine."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from .state import SavedState, State
 
 
 def newest(path: Path, say: Say) -> Path | None:
-    """The newest complete and verified step folder of a run (or `path` itself if it is a step folder); None if none is.
+    """Finds the newest complete and verified step folder of a run (`path` itself if it is a step folder); None if there is none.
 
     The ranks share the work (a collective). Calls `say` with one line for each folder that is passed over.
     """
@@ -47,7 +47,7 @@ def newest(path: Path, say: Say) -> Path | None:
 
 
 def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[SavedState, bool]:
-    """(the state of a step folder, whether it is of this layout). Raises `Refusal` for one of another model, or that cannot be converted."""
+    """Returns (state of a step folder, whether the layout is this one). Raises `Refusal` if the model is another, or the folder cannot be converted."""
     state: SavedState = json.loads((step / STATE).read_text())
     saved = json.loads((step / BLUEPRINT).read_text())
     was = Layout.from_json(state["layout"])
@@ -63,7 +63,7 @@ def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[Save
 
 
 def _differences(saved: Blueprint, now: Blueprint) -> str:
-    """The first difference in names, shapes or optimizer groups, in words."""
+    """Says the first difference in names, shapes or optimizer groups."""
     before, after = ({tensor.name: (tensor.shape, tensor.group) for tensor in blueprint.tensors} for blueprint in (saved, now))
     for name in [*before, *after]:
         if before.get(name) != after.get(name):
@@ -74,7 +74,7 @@ def _differences(saved: Blueprint, now: Blueprint) -> str:
 def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout, scratch: Path, say: Say) -> State:
     """Loads a verified step folder into the engine and this rank's random generators; returns its state (a collective).
 
-    One of another layout is converted into the folder `scratch` on the way, which is removed. The optimizer's numbers
+    A step folder of another layout is first converted into the folder `scratch`, which is removed afterwards. The optimizer's numbers
     (betas, eps, weight decay, clipping) stay those of this start.
     """
     state, same = check(step, blueprint, layout)
@@ -88,7 +88,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
             shutil.rmtree(scratch, ignore_errors=True)
             try:
                 convert.reshape(step, source, layout, blueprint, copying.Effort(workers=min(8, os.cpu_count() or 1)))
-            except (OSError, Refusal) as error:  # the other ranks wait
+            except (OSError, Refusal) as error:  # kept for later: the other ranks wait in the next collective
                 failed = [f"cannot be converted in {scratch}: {error}"]
         dist.broadcast_object_list(failed, group=waiting_group())
         if failed[0]:
@@ -105,7 +105,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
         path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     assert path is not None, f"DeepSpeed did not load {source}"
     for group, own in zip(optimizer.param_groups, before, strict=True):
-        # DeepSpeed puts the saved numbers there, though the user may have changed them (--resume PATH), and only those that the
+        # DeepSpeed restores the saved numbers, though the user may have changed them (--resume PATH), and only those that the
         # optimizer of the other layout had
         group.update({key: value for key, value in own.items() if key in ("betas", "eps", "weight_decay") or key not in group})
     if clipping is not None:
@@ -119,11 +119,12 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
 
 
 def _restore_swapped(optimizer: Any, file: Path) -> None:
-    """Makes ready what DeepSpeed does not restore with NVMe offload; to be called before its `load_checkpoint`.
+    """Restores what DeepSpeed does not restore with NVMe offload; call it before the engine's `load_checkpoint`.
 
-    0.19.8 (engine.py) copies the swap files back, makes the 16-bit weights of all masters anew, and reads nothing else: small
-    flat tensors, which are not swapped, stay as they began, step counts and learning rates are lost, and moments in swap files are not looked
-    for, since a new optimizer has none. Here it gets some, of one element as wide as the file, which are then read from there.
+    DeepSpeed 0.19.8 (engine.py) copies the swap files back, makes the 16-bit weights of all masters anew, and reads nothing
+    else. Small flat tensors, which are not swapped, keep their first values; step counts and learning rates are lost; and
+    moments in swap files are ignored, since a new optimizer has no moments. So this function gives the optimizer moments of
+    one element, expanded to the width of the file, which DeepSpeed then reads from the file.
     """
     saved = read_pickle(file)["optimizer_state_dict"]
     for group, numbers in zip(optimizer.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):

@@ -1,4 +1,4 @@
-"""What a checkpoint folder is made of, written last: without it, or with other files than it lists, the folder does not count."""
+"""Lists the files of a checkpoint folder in a manifest, written last: without it, or with other files, the folder does not count."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ Facts = dict[str, Any]  # {"bytes": size, "sha256": digest}
 
 
 def facts(path: Path, flush: bool = True) -> Facts:
-    """Size and sha256 of a file; with `flush` its bytes are on the disk when this returns."""
+    """Returns size and sha256 of a file; with `flush` its bytes are on the disk afterwards."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if flush:
@@ -27,7 +27,7 @@ def fsync(path: Path) -> None:
 
 
 def write(folder: Path, step: int, files: dict[str, Facts], tensors: dict[str, Any]) -> None:
-    """Completes a folder. `tensors`: "name|role" -> [shape, dtype, digest], see digest.py."""
+    """Completes a folder by its manifest. `tensors`: "name|role" -> [shape, dtype, digest], see digest.py."""
     path = folder / MANIFEST
     content: dict[str, Any] = {"step": step, "files": dict(sorted(files.items())), "tensors": dict(sorted(tensors.items()))}
     path.write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1))
@@ -37,12 +37,12 @@ def write(folder: Path, step: int, files: dict[str, Facts], tensors: dict[str, A
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Of a manifest itself: nothing else would show that one of its own bits, in a tensor's digest say, was flipped."""
+    """Digests the manifest itself: nothing else would show a flipped bit in it, in a tensor's digest say."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder. Raises ValueError, saying what is wrong, if it has none or a damaged one."""
+    """Reads the manifest of a folder. Raises ValueError, saying what is wrong, if the manifest is missing or damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         assert manifest.pop("sha256", None) == _digest(manifest)
@@ -55,9 +55,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def faults(folder: Path, names: Iterable[str] | None = None, seen: Callable[[int], None] = lambda _: None) -> list[str]:
-    """What is wrong with the files of a folder, each named; `names` restricts the slow comparison of contents to some of them.
+    """Finds what is wrong with the files of a folder, each named; `names` restricts the slow comparison of contents to some files.
 
-    `seen` is called with the bytes that were read.
+    `seen` is called with the number of bytes just read.
     """
     try:
         manifest = read(folder)

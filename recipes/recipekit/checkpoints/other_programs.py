@@ -1,7 +1,7 @@
-"""Checkpoints that other programs saved with DeepSpeed (HF Trainer, raw scripts, AutoTP): their layout, read from their files.
+"""Reads the layout of checkpoints that other programs saved with DeepSpeed (HF Trainer, raw scripts, AutoTP) from their files.
 
-Only what the files decide: a pipeline's layer files name nothing that tells the model, and ZeRO-0 stores the states of its
-optimizer without names, so those are refused or left out.
+Pipelines are refused, because nothing in their layer files identifies the model. At ZeRO-0 the optimizer's states are left
+out, because they are stored without names.
 """
 
 import re
@@ -19,7 +19,7 @@ from .torch_files import read
 
 
 def tag_folder(path: Path) -> Path | None:
-    """The folder with the files: `path`, or the one that its `latest` names; None if there are none."""
+    """Returns the folder with the files: `path`, or the folder that `latest` in it names; None if there are no such files."""
     if any(path.glob("*_model_states.pt")):
         return path
     latest = path / "latest"
@@ -30,7 +30,7 @@ def tag_folder(path: Path) -> Path | None:
 
 
 def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
-    """(blueprint, layout, state) of a tag folder. Raises `Refusal` where the files do not decide it."""
+    """Returns (blueprint, layout, state) of a tag folder. Raises `Refusal` where the files do not decide them."""
     if any(folder.glob("layer_*")):
         raise _undecided(folder, "is of a pipeline, whose layer files do not say which model they make", "export it with the program that wrote it")
     if any(folder.glob("*expp_rank_*")) or any(folder.glob("*_expert_*")):
@@ -86,7 +86,7 @@ def _blueprint(folder: Path, model: dict[str, Any], layout: Layout, groups: list
     frozen = dict(model["frozen_param_shapes"] or {}) | {name: model["module"][name].shape for name in names if layout.zero_stage < 3}
     for name, shape in frozen.items():
         if name not in listed:
-            add(name, shape, None)  # at ZeRO-0 the states are not named, so only weights are read
+            add(name, shape, None)  # at ZeRO-0 the states have no names, so only weights are read
     for name in model["buffer_names"]:
         if name in model["module"]:
             value = model["module"][name]
@@ -95,7 +95,7 @@ def _blueprint(folder: Path, model: dict[str, Any], layout: Layout, groups: list
 
 
 def _autotp_cuts(folder: Path, model: dict[str, Any], tp: int) -> dict[str, tuple[tuple[int, ...], tuple[int, int] | None, Any]]:
-    """Of each parameter its whole shape, the dimension that AutoTP cut and which indices of it each rank has (deepspeed/checkpoint/affine.py, version 1)."""
+    """Maps each parameter to its whole shape, the dimension that AutoTP cut, and each rank's indices in it (deepspeed/checkpoint/affine.py, version 1)."""
     if tp == 1:
         return {}
     notes = model.get("universal_checkpoint_info") or {}
@@ -123,7 +123,7 @@ def _autotp_cuts(folder: Path, model: dict[str, Any], tp: int) -> dict[str, tupl
 
 
 def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
-    """Raises `Refusal` unless every tensor lies where the layout says, and the flat tensors have the sizes that it gives them."""
+    """Raises `Refusal` unless every tensor lies where the layout says, and the flat tensors have the sizes that follow from the layout."""
     opened: dict[str, OpenedFile] = {}
     for own in shards(blueprint, layout).values():
         for piece in (piece for shard in own for piece in shard.pieces):

@@ -1,6 +1,6 @@
-"""DeepSpeed's checkpoint files: what is in which of them, where a tensor's bytes lie, and empty ones to be filled in.
+"""Places tensors in DeepSpeed's checkpoint files: which file holds what, and where a tensor's bytes lie.
 
-Read from 0.19.8: runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py, fp16/unfused_optimizer.py,
+Taken from DeepSpeed 0.19.8: runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py, fp16/unfused_optimizer.py,
 pipe/module.py.
 """
 
@@ -18,8 +18,9 @@ STATE = ("optimizer_state_dict", "base_optimizer_state", "state")
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a tensor as it is stored: the indices `runs` of dimension `dim` (None: all) of the sub-tensor `shape` that begins at
-    element `base` of the whole, row-major, in pieces. `tp_rank` tells shards of different content apart."""
+    """Describes a stored part of a tensor: the indices `runs` of dimension `dim` (None: all) of the sub-tensor `shape` that
+    begins at element `base` of the whole, row-major, in pieces. Shards with other content have another `tp_rank`.
+    """
 
     shape: tuple[int, ...]
     pieces: tuple["Piece", ...]
@@ -31,7 +32,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements start..stop of a shard lie in `file`: in the tensor at `keys` of the pickled object, `offset` elements from its beginning."""
+    """Says where elements start..stop of a shard lie: in `file`, in the tensor at `keys` of the pickled object, from its element `offset` on."""
 
     file: str
     keys: Keys
@@ -59,7 +60,7 @@ def swap_folder(layout: Layout, tp_rank: int, rank: int) -> str:
 
 
 def swap_files(blueprint: Blueprint, layout: Layout, group: list[tuple[Tensor, int]], tp_rank: int, rank: int) -> dict[str, str]:
-    """Role -> the file of a swapped flat tensor: raw fp32, padded. DeepSpeed names it after its first and last parameter."""
+    """Names the files of a swapped flat tensor: role -> file, raw fp32, padded. DeepSpeed names a file after its first and last parameter."""
     numbers = {tensor.name: layout.swap_first + index for index, tensor in enumerate(tensor for tensor in blueprint.tensors if not tensor.buffer)}
     own = f"{numbers[group[0][0].name]}_{numbers[group[-1][0].name]}.tensor.swp"
     folder = swap_folder(layout, tp_rank, rank)
@@ -67,13 +68,13 @@ def swap_files(blueprint: Blueprint, layout: Layout, group: list[tuple[Tensor, i
 
 
 def is_swapped(layout: Layout, numel: int) -> bool:
-    """Whether a flat fp32 tensor of ZeRO-3 lies in a swap file (swap_tensor/optimizer_utils.py, `is_swappable_tensor`)."""
+    """Returns True if a flat fp32 tensor of ZeRO-3 lies in a swap file (swap_tensor/optimizer_utils.py, `is_swappable_tensor`)."""
     return layout.swapped and 4 * numel >= layout.swap_bytes
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A model-parallel rank of a layout and what it holds: its optimizer's groups in the order of the flat buffers, and the shapes of its shards."""
+    """Describes what a model-parallel rank holds: its optimizer's groups in the order of the flat buffers, and the shapes of its shards."""
 
     blueprint: Blueprint
     layout: Layout
@@ -98,7 +99,7 @@ class Holder:
 
 
 def holders(blueprint: Blueprint, layout: Layout) -> Iterator[Holder]:
-    """Every model-parallel rank of a layout."""
+    """Yields every model-parallel rank of a layout."""
     for pp_rank in range(layout.mesh.pp):
         tensors = held(blueprint, layout, pp_rank)
         for tp_rank in range(layout.mesh.tp):
@@ -107,10 +108,10 @@ def holders(blueprint: Blueprint, layout: Layout) -> Iterator[Holder]:
 
 
 def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[Shard]]:
-    """(tensor, role) -> where its shards lie; copies of the same content follow each other.
+    """Maps (tensor, role) to its shards; copies of the same content follow each other.
 
-    Roles: "master" (fp32) and MOMENTS of what is trained; "weight" (in the training dtype) of every tensor, as far as
-    the layout stores it.
+    Roles: "master" (fp32) and MOMENTS of trained tensors; "weight" (in the training dtype) of every tensor, if the layout
+    stores it.
     """
     found: dict[tuple[str, str], list[Shard]] = {}
     for holder in holders(blueprint, layout):
@@ -121,7 +122,7 @@ def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[S
             elif own := tuple(runs(tensor, layout.mesh.tp, holder.tp_rank)):
                 shard = Shard(tensor.shape, tuple(pieces), tensor.cut[0], own, 0, holder.tp_rank)
                 found.setdefault((tensor.name, role), []).append(shard)
-    if layout.optimizer == "torch":  # what it trains are the weights themselves
+    if layout.optimizer == "torch":  # this optimizer trains the weights themselves
         for tensor in blueprint.tensors:
             if tensor.group is not None and (tensor.name, "weight") in found:
                 found[tensor.name, "master"] = found.pop((tensor.name, "weight"))
@@ -193,14 +194,14 @@ def _weights(holder: Holder) -> Placed:
 
 
 def _frozen_parts(holder: Holder, name: str, numel: int) -> list[Piece]:
-    """The parts of a frozen parameter under ZeRO-3, one in each rank's model file."""
+    """Lists the parts of a frozen parameter under ZeRO-3, one in each rank's model file."""
     part = -(-numel // holder.layout.partitions)
     ends = [(rank, rank * part, min((rank + 1) * part, numel)) for rank in range(holder.layout.partitions)]
     return [Piece(holder.model_file(rank), ("frozen_param_fragments", name), 0, start, stop) for rank, start, stop in ends if start < stop]
 
 
 def originals(copies: list[Shard]) -> list[Shard]:
-    """The first shard of each content: what is read, where there are copies."""
+    """Lists the first shard of each content: the one that is read where there are copies."""
     first: dict[tuple[int, int], Shard] = {}
     for shard in copies:
         first.setdefault((shard.base, shard.tp_rank) if shard.dim is not None else (shard.base, 0), shard)
@@ -208,7 +209,7 @@ def originals(copies: list[Shard]) -> list[Shard]:
 
 
 def expected_bytes(blueprint: Blueprint, layout: Layout) -> int:
-    """Bytes of the tensors that a checkpoint holds, every copy counted."""
+    """Counts the bytes of the tensors that a checkpoint holds, every copy included."""
     width = {"weight": 4 if layout.dtype == "float32" else 2}
     found = shards(blueprint, layout)
     return sum((piece.stop - piece.start) * width.get(role, 4) for (_, role), own in found.items() for shard in own for piece in shard.pieces)

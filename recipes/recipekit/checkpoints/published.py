@@ -1,4 +1,4 @@
-"""Which tensors go into which file of a Hugging Face folder."""
+"""Assigns tensors to the files of a Hugging Face folder."""
 
 from dataclasses import replace
 from math import prod
@@ -13,7 +13,7 @@ NAMES = {value: key for key, value in TORCH.items()}
 
 
 def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, dict[str, str]]]:
-    """(the blueprint with the keys to write, file -> {key: dtype}) of a checkpoint's Hugging Face files."""
+    """Returns (the blueprint with the keys to write, file -> {key: dtype}) for a checkpoint's Hugging Face files."""
     blueprint = step.blueprint
     wanted = NAMES.get(dtype or step.state["export_dtype"], "")
     if not wanted:
@@ -49,7 +49,7 @@ def published_bytes(blueprint: Blueprint, contents: dict[str, dict[str, str]]) -
 
 
 def shapes_of(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
-    """The shape of each key in the model's files."""
+    """Returns the shape of each key in the model's files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in blueprint.tensors:
         if tensor.name not in blueprint.published:

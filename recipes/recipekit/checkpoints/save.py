@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints: a step folder is complete and verified, or it does not count."""
+"""Saves checkpoints: a step folder is complete and verified, or it does not count."""
 
 import contextlib
 import json
@@ -34,10 +34,10 @@ LIMIT = "no file may become larger than"
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of a run into `folder`. `blueprint` None: of a model that only DeepSpeed can take apart (expert parallelism).
+    """Writes the checkpoints of a run into `folder`. `blueprint` is None for a model that only DeepSpeed can take apart (expert parallelism).
 
-    Every rank writes, hashes and flushes its own files in a staging folder and leaves a note of them; when all notes are
-    there the first rank writes the manifest, renames the folder and moves `latest`. So a kill at any moment leaves `latest` on a
+    Every rank writes, hashes and flushes its own files in a staging folder and leaves a note that lists them; when all notes
+    are there the first rank writes the manifest, renames the folder and moves `latest`. So a kill at any moment leaves `latest` on a
     complete checkpoint. With `in_background` only the copy of the states to host memory delays training: a thread of each
     rank does the rest, without collectives. The oldest steps beyond `keep` (0: none) are removed after a save.
     """
@@ -54,17 +54,18 @@ class Saver:
         self.files = DeepSpeedFiles()
         self.files.snapshots = self.in_background
         self.engine.checkpoint_engine = self.files
-        self.engine._copy_recovery_script = lambda _: None  # they would go with the staging folder; a full disk must not end rank 0 among collectives
+        # it would copy a script into the staging folder, which is removed; and a full disk would end rank 0 amid collectives
+        self.engine._copy_recovery_script = lambda _: None
         self.thread: threading.Thread | None = None
-        self.written = threading.Event()  # this rank's part of a save in the background, or it failed
+        self.written = threading.Event()  # this rank's part of a save in the background is written, or has failed
         self.error: str = ""
         self.needed = expected_bytes(self.blueprint, self.layout) if self.blueprint else 0  # bytes of a checkpoint, 0: not known
 
     def save(self, state: State) -> None:
-        """Saves the step state["step"] (a collective); returns when it is complete, or in the background when it is copied.
+        """Saves the step state["step"] (a collective); returns when the save is complete, in the background when the states are copied.
 
-        `state` (JSON) is the same on every rank. Raises `Refusal` on every rank if a save failed on any: for want of space
-        before anything is written, the sizes named.
+        `state` (JSON) is the same on every rank. Raises `Refusal` on every rank if the save failed on any rank. If the space
+        is too small, it does so before anything is written, with the sizes.
         """
         self.wait()
         tag = f"step_{state['step']:08d}"
@@ -99,7 +100,7 @@ class Saver:
         def finish_and_commit() -> None:
             try:
                 finish()
-            except BaseException as error:  # whatever it is, it belongs to the thread that waits
+            except BaseException as error:  # every error belongs to the thread that waits
                 self.error = f"checkpoint of step {state['step']}: rank {dist.get_rank()}: {error!r}"
             failed = bool(self.error)
             self.written.set()
@@ -112,10 +113,10 @@ class Saver:
         self.thread.start()
 
     def wait(self) -> None:
-        """Returns when the save in the background, if any, is complete (a collective). Raises `Refusal` if it failed."""
+        """Waits until the save in the background, if any, is complete (a collective). Raises `Refusal` if that save failed."""
         if self.thread is not None:
             self.written.wait()
-            self._agree()  # before the first rank's thread is waited for: it waits in turn for the notes of ranks that may have failed or died
+            self._agree()  # before the join: the first rank's thread waits for the notes of ranks that may have failed or died
             self.thread.join()
             self.thread = None
             self._agree()
@@ -123,7 +124,7 @@ class Saver:
     def check_room(self) -> None:
         """Raises `Refusal` on every rank if the disk has no room for one checkpoint (a collective): better now than hours later."""
         if dist.get_rank() == 0:
-            shutil.rmtree(self.folder / ".staging", ignore_errors=True)  # of a save that was killed
+            shutil.rmtree(self.folder / ".staging", ignore_errors=True)  # left by a save that was killed
             there = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
             if self.needed > (free := shutil.disk_usage(there).free):
                 self.error = f"each needs {self.needed:,} bytes, {free:,} are free"
@@ -133,11 +134,11 @@ class Saver:
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, self.error, group=waiting_group())
         self.error = ""
-        if told := [error for error in errors if error]:
+        if failures := [error for error in errors if error]:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.folder / ".staging", ignore_errors=True)
             limited = "the checkpoints before it are intact; raise the limit (ulimit -f unlimited), then start again"
-            raise refuse(f"checkpoint in {self.folder}", told[0], limited if LIMIT in told[0] else fix)
+            raise refuse(f"checkpoint in {self.folder}", failures[0], limited if LIMIT in failures[0] else fix)
 
     def _check_space(self, step: int) -> None:
         if self.needed > shutil.disk_usage(self.folder).free:
@@ -147,7 +148,7 @@ class Saver:
         free, (limit, _) = shutil.disk_usage(self.folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)
         met = limit < self.needed if self.needed else limit != resource.RLIM_INFINITY  # no file is larger than the checkpoint
         if limit != resource.RLIM_INFINITY and met and free > max(self.needed, limit):
-            return f"{LIMIT} {limit:,} bytes"  # torch.save does not say which of the two it has met
+            return f"{LIMIT} {limit:,} bytes"  # torch.save does not say whether it met the limit or the end of the disk
         return f"needs {self.needed:,} bytes, {free:,} are free" if self.needed else f"{free:,} bytes are free"
 
     def _write_own(self, step: Path, content: list[tuple[Any, Path]], generators: dict[str, Any], state: State) -> None:
@@ -182,14 +183,14 @@ class Saver:
             path = step.parent / f"rank_{rank}.json"
             while not path.exists():  # in the background only: another rank is still writing
                 if not step.exists():
-                    return  # or it failed, and `_agree` has removed the staging folder
+                    return  # the other rank has failed, and `_agree` has removed the staging folder
                 time.sleep(0.02)
             note = json.loads(path.read_text())
             files |= note["files"]
             for key, (shape, dtype, part) in note["tensors"].items():
                 tensors[key] = [shape, dtype, add(part, tensors[key][2] if key in tensors else 0)]
         manifest.write(step, state["step"], files, {key: [shape, dtype, f"{total:016x}"] for key, (shape, dtype, total) in tensors.items()})
-        shutil.rmtree(self.folder / step.name, ignore_errors=True)  # a broken one of the same step, if any
+        shutil.rmtree(self.folder / step.name, ignore_errors=True)  # a broken folder of the same step, if any
         os.rename(step, self.folder / step.name)
         point_latest(self.folder, step.name)
         shutil.rmtree(self.folder / ".staging", ignore_errors=True)
@@ -199,7 +200,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _failures_as(saver: Saver, what: str) -> Any:
-    """Keeps what the disk or a library raises for `_agree`, which tells every rank: a rank that raised alone would leave the others waiting."""
+    """Keeps an error of the disk or a library for `_agree`, which raises it on every rank: a rank that raised alone would leave the others waiting."""
     try:
         yield
     except (OSError, RuntimeError, Refusal) as error:
@@ -207,7 +208,7 @@ def _failures_as(saver: Saver, what: str) -> Any:
 
 
 def point_latest(folder: Path, name: str) -> None:
-    """Lets `latest`, which stock DeepSpeed loads, name a step folder; a crash leaves the old name or the new one."""
+    """Makes `latest`, which stock DeepSpeed loads, name a step folder; a crash leaves the old name or the new one."""
     (folder / "latest.tmp").write_text(name)
     manifest.fsync(folder / "latest.tmp")
     manifest.fsync(folder)  # the step folder is on the disk before it is named
@@ -216,7 +217,7 @@ def point_latest(folder: Path, name: str) -> None:
 
 
 def put_aside_later(folder: Path, step: int, say: Say) -> None:
-    """Renames the step folders after `step`: the run goes another way from here, and no later start may go on from them."""
+    """Renames the step folders after `step`: the run goes another way from here, and no later start may go on from those folders."""
     here = f"step_{step:08d}"
     if (folder / here).is_dir() and not ((folder / "latest").is_file() and (folder / "latest").read_bytes() == here.encode()):
         point_latest(folder, here)
@@ -230,7 +231,7 @@ def put_aside_later(folder: Path, step: int, say: Say) -> None:
 
 
 def generator_states() -> dict[str, Any]:
-    """The states of this rank's random generators, in types that `weights_only` loads."""
+    """Returns the states of this rank's random generators, in types that `weights_only` loads."""
     numpy: Any = np.random.get_state(legacy=False)
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     generators = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}

@@ -1,19 +1,19 @@
-"""What a run has to remember besides tensors and random generators; kept as JSON in each step folder."""
+"""Types what a run remembers besides tensors and random generators; each step folder keeps it as JSON."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
 
 class State(TypedDict):
-    """Where a run stands. `data` is the state of the data stream, None before the first step."""
+    """Holds how far a run has come. `data` is the state of the data stream, None before the first step."""
 
     step: int  # optimizer steps taken
-    tokens: int  # with a label, over the whole global batch
+    tokens: int  # tokens with a label, over the whole global batch
     data: Mapping[str, Any] | None
-    export_dtype: str  # of the Hugging Face files that are made of it, as torch names it without "torch."
+    export_dtype: str  # dtype of the Hugging Face files made of this state, as torch names it without "torch."
 
 
 class SavedState(State):
-    """A state as it lies in a step folder, with the layout that wrote the folder."""
+    """Holds a state as a step folder keeps it, with the layout that wrote the folder."""
 
     layout: dict[str, Any]

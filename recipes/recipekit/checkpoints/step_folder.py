@@ -1,4 +1,4 @@
-"""A step folder as it describes itself, and the layouts that it can be given."""
+"""Opens step folders as they describe themselves, and names the layouts that they can be given."""
 
 import json
 from contextlib import suppress
@@ -10,7 +10,7 @@ from ..architectures import safetensors_files
 from ..mesh import Mesh
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer, stage_bounds
 from ..refusal import Problem, Refusal, refuse
-from ..run_folder import CHECKPOINTS
+from ..run_folder import CHECKPOINTS, FACTS
 from ..strategy.divisions import check_tp
 from . import manifest, other_programs
 from .state import State
@@ -18,34 +18,34 @@ from .state import State
 
 @dataclass(frozen=True)
 class Step:
-    """A complete step folder, as its own files describe it."""
+    """Describes a complete step folder, from its own files."""
 
     folder: Path
     state: State
     blueprint: Blueprint
     layout: Layout
-    tensors: dict[str, Any]  # of its manifest
+    tensors: dict[str, Any]  # from its manifest
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Another one for other content, as far as names, sizes and times tell."""
+        """Returns a value that changes with the content, as far as names, sizes and times show."""
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(self.folder.iterdir())]
         return [str(self.folder.resolve()), stats]
 
     @property
     def small_files(self) -> list[Path]:
-        """Config and tokenizer: our own copies of them, or those that HF Trainer leaves beside its checkpoint."""
+        """Lists the files of config and tokenizer: our own copies, or those that HF Trainer leaves beside its checkpoint."""
         own = self.folder / "hf_files"
         return sorted(own.iterdir()) if own.is_dir() else [path for path in sorted(self.folder.parent.iterdir()) if path.is_file() and is_small(path)]
 
     @property
     def model_config(self) -> dict[str, Any] | None:
-        """The model's config.json; None if the checkpoint has none that can be read."""
+        """Reads the model's config.json; None if the checkpoint has none that can be read."""
         with suppress(OSError, ValueError):
             return next((json.loads(path.read_bytes()) for path in self.small_files if path.name == "config.json"), None)
 
     def check(self, digests: dict[str, Any]) -> None:
-        """Raises `Refusal` if what was read is not what was saved."""
+        """Raises `Refusal` if the `digests` of what was read are not those of what was saved."""
         for key, (_, _, read) in digests.items():
             if key in self.tensors and self.tensors[key][2] != read:
                 name, role = key.split("|")
@@ -53,7 +53,7 @@ class Step:
 
 
 def open_step(path: Path) -> Step:
-    """The step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
+    """Opens the step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
     if not path.is_dir():
         raise refuse(str(path), "there is no such folder", "give a run folder, such as runs/NAME, or a step folder of one")
     steps = sorted(path.glob(f"{CHECKPOINTS}/step_*"), reverse=True) or [path]
@@ -81,7 +81,7 @@ def open_step(path: Path) -> Step:
 def target_layout(
     blueprint: Blueprint, was: Layout, model_config: dict[str, Any] | None = None, *, dp: int | None, tp: int | None, pp: int | None, zero: int | None
 ) -> Layout:
-    """The layout asked for; what is None stays. Raises `Refusal` for one that the model, whose config.json tells its heads, cannot have."""
+    """Returns the layout asked for; a degree that is None stays. Raises `Refusal` for a layout that the model cannot have (config.json states its heads)."""
     dp, tp, pp, zero = (now if now is not None else before for now, before in ((dp, was.mesh.dp), (tp, was.mesh.tp), (pp, was.mesh.pp), (zero, was.zero_stage)))
     problems = [Problem(f"{name} = {value}", "a degree is at least 1", f"use --{name} 1") for name, value in (("dp", dp), ("tp", tp), ("pp", pp)) if value < 1]
     if zero not in range(4):
@@ -113,6 +113,6 @@ def target_layout(
 
 
 def is_small(path: Path) -> bool:
-    """Whether a file of a model's folder is config or tokenizer, neither weights nor code nor a record of training."""
-    known = path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in (safetensors_files.INDEX, "trainer_state.json", "run.json")
+    """Returns True for a model's config and tokenizer files, False for weights, code and records of training."""
+    known = path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in (safetensors_files.INDEX, "trainer_state.json", FACTS)
     return known and not path.name.startswith("all_results")

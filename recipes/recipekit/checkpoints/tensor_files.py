@@ -1,4 +1,4 @@
-"""Tensors read and written at the places where a checkpoint or a model holds them."""
+"""Reads and writes tensors at the places where a checkpoint or a model holds them."""
 
 import os
 import threading
@@ -18,20 +18,20 @@ from .places import Piece, Shard, originals
 from .torch_files import Keys
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-# A dtype as safetensors names it -> as torch does
+# safetensors' name of a dtype -> torch's name
 TORCH = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"}
 TORCH |= {"U8": "uint8", "BOOL": "bool"}
 
 
 class OpenedFile:
-    """The places of the tensors in a file of torch.save; reads no tensor."""
+    """Finds the places of the tensors in a file of torch.save; reads no tensor."""
 
     def __init__(self, path: Path):
         self.path = path
         self.tensors = torch_files.tensors(torch_files.read(path))
 
     def offset(self, keys: Keys) -> int:
-        """Bytes from the beginning of the file. Raises `Refusal` if the file has no such tensor."""
+        """Returns where a tensor begins, in bytes from the beginning of the file. Raises `Refusal` if the file has no such tensor."""
         if keys not in self.tensors:
             raise refuse(str(self.path), f"has no tensor {'/'.join(map(str, keys))}, which its layout says is there", "use another copy of the checkpoint")
         if (start := self.tensors[keys].start) < 0:
@@ -52,7 +52,7 @@ class TensorFiles:
     dtype_of: Callable[[Tensor, str], str]
     offset_of: Callable[[Piece], int]
     writable: bool = False
-    direct: DirectFiles | None = None  # takes what is written while a conversion runs
+    direct: DirectFiles | None = None  # receives the writes while a conversion runs
     _handles: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -100,7 +100,7 @@ class TensorFiles:
         done = set()
         for shard in self.shards[tensor.name, role]:
             place = [(piece.file, self.offset_of(piece), piece.offset) for piece in shard.pieces[:1]]
-            if not done.issuperset(place):  # a second name of the same bytes, as ZeRO-2 gives to what is frozen
+            if not done.issuperset(place):  # else the bytes are written already: ZeRO-2 gives frozen tensors a second name
                 self._move(shard, start, start + len(values), values, tensor.name, None)
             done.update(place)
 
@@ -167,7 +167,7 @@ def open_checkpoint(step: Path, blueprint: Blueprint, layout: Layout, writable: 
     lock = threading.Lock()
 
     def offset_of(piece: Piece) -> int:
-        if not piece.keys:  # a file of nothing but elements
+        if not piece.keys:  # the file holds elements only
             return 0
         with lock:
             if piece.file not in opened:

@@ -1,8 +1,9 @@
-"""Files of torch.save, without torch: what is in them, where the bytes of their tensors lie, and such files to be filled in.
+"""Reads files of torch.save without torch, finds the bytes of their tensors, and writes such files to be filled in.
 
-A zip archive whose records are stored as they are (torch/serialization.py and caffe2/serialize/inline_container.h of 2.13). The
-record data.pkl is a pickle in which a storage is a persistent id: ("storage", its type, its name, device, elements); its
-bytes are the record data/NAME, at a multiple of 64. Importing torch takes longer than planning a conversion.
+A file is a zip archive whose records are not compressed (torch/serialization.py and caffe2/serialize/inline_container.h of
+2.13). The record data.pkl is a pickle in which a storage is a persistent id: ("storage", its type, its name, device,
+elements); the storage's bytes are the record data/NAME, at a multiple of 64. Importing torch takes longer than planning a
+conversion.
 """
 
 import _codecs
@@ -22,38 +23,39 @@ from typing import Any, BinaryIO
 from ..refusal import Refusal, refuse
 
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8}
-SIZES |= {"uint64": 8, "uint32": 4, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # newer: without a type of storage of their own
+SIZES |= {"uint64": 8, "uint32": 4, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # newer dtypes, without a storage type of their own
 NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "int8": "<b", "uint8": "<B", "bool": "<?"}
 ALIGNMENT = 64
 
 
 @dataclass(eq=False)
 class FileTensor:
-    """A tensor in a file, or one to be made. `start`: where its first element lies, in bytes from the beginning of the file; -1: its elements
-    are not in row-major order there."""
+    """Describes a tensor in a file, or one to be made. `start`: the byte of the file where the first element lies; -1 if the
+    elements are not in row-major order there.
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-    value: float | None = None  # of a tensor of one element
+    value: float | None = None  # for a tensor of one element
     start: int = -1
-    storage: int = -1  # its number, while it is written
+    storage: int = -1  # number of its storage, while the file is written
 
     def numel(self) -> int:
         return prod(self.shape)
 
 
 class Size(tuple):
-    """Is written as a torch.Size."""
+    """Stands for a torch.Size, and is written as one."""
 
 
 class Name(str):
-    """Module and name of an object of torch's, such as torch.float16: is written as that object."""
+    """Names an object of torch by module and name, such as torch.float16, and is written as that object."""
 
 
 class Stand:
-    """Stands for a class of another package in a file: it takes values and attributes, does nothing, and is written under that class's name.
+    """Stands for a class of another package in a file: a stand takes values and attributes, does nothing, and is written under that class's name.
 
-    DeepSpeed itself is not imported here, which takes seconds.
+    DeepSpeed itself is not imported here: that takes seconds.
     """
 
     place = ""  # module and name of the class
@@ -90,7 +92,7 @@ _REBUILD, _NEWER, _UNTYPED, _SIZE, _DEVICE = (
 
 
 def member(kind: Any, name: str) -> Stand:
-    """What stands for `getattr`, by which Python 3.11.0 to 3.11.3 write a member of an enum; for nothing else."""
+    """Reads a member of an enum, which Python 3.11.0 to 3.11.3 write as a call of `getattr`; refuses every other call."""
     if kind is not ZeroStage or name not in STAGES:
         raise ValueError(f"getattr({kind}, {name!r}) is in no checkpoint")
     return ZeroStage(STAGES.index(name))
@@ -100,22 +102,22 @@ def member(kind: Any, name: str) -> Stand:
 
 
 def read(path: Path) -> Any:
-    """The content of a file, its tensors as `FileTensor`, those of one element with their values.
+    """Reads the content of a file, its tensors as `FileTensor`, those of one element with their values.
 
-    Raises `Refusal` for a file that is damaged, or that names what no checkpoint needs: nothing of it is run.
+    Raises `Refusal` for a file that is damaged, or that names an object which no checkpoint needs. No code in it is run.
     """
     try:
         with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
             [pickled] = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
             content = _Reader(io.BytesIO(archive.read(pickled)), stream, archive, pickled.removesuffix("data.pkl") + "data/").load()
-            tensors(content)  # of no container that holds itself
+            tensors(content)  # raises for a container that holds itself
             return content
     except Exception as error:  # pickle and zipfile raise what they please for a damaged or hostile file
         raise unsafe(path, error) from None
 
 
 def unsafe(path: Path, error: Exception) -> Refusal:
-    """What is said of a file that could not be read."""
+    """Returns the refusal of a file that could not be read."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return refuse(str(path), f"cannot be read safely: {said[:200]}", "use another copy of the checkpoint")
 
@@ -145,11 +147,11 @@ class _Reader(_PythonUnpickler):
         return self.known[name]
 
     def _build(self) -> None:
-        """Attributes of an object. Unrestricted, this would change the classes and functions above."""
+        """Sets the attributes of an object, of stand-ins only: otherwise a file could change the classes and functions above."""
         state = self.stack.pop()
         made = self.stack[-1]
         if isinstance(made, OrderedDict):
-            return  # a state dict's notes of its modules' versions
+            return  # the versions of the modules in a state dict
         if not isinstance(made, Stand) or type(state) is not dict or any(type(key) is not str or hasattr(Stand, key) for key in state):
             raise pickle.UnpicklingError(f"it gives attributes to {type(made).__name__}")
         vars(made).update(state)
@@ -157,7 +159,7 @@ class _Reader(_PythonUnpickler):
     dispatch = _PythonUnpickler.dispatch | {pickle.BUILD[0]: _build}
 
     def persistent_load(self, pid: Any) -> tuple[str, int, int]:
-        """(dtype or "", first byte, bytes) of a storage."""
+        """Returns (dtype or "", first byte, bytes) of a storage."""
         kind, dtype, key, _, numel = pid
         record = self.archive.getinfo(self.folder + key)
         if kind != "storage" or dtype not in ("", *_STORAGES) or record.compress_type != zipfile.ZIP_STORED or record.file_size != numel * SIZES.get(dtype, 1):
@@ -184,14 +186,14 @@ class _Reader(_PythonUnpickler):
         return self._tensor((dtype.removeprefix("torch."), *storage[1:]), offset, shape, stride)
 
     def _subclass(self, rebuild: Any, kind: Any, arguments: tuple[Any, ...], attributes: Any) -> FileTensor:
-        """A tensor that has attributes: these are left out."""
+        """Reads a tensor that has attributes, and leaves the attributes out."""
         if rebuild not in (self._tensor, self._newer):
             raise pickle.UnpicklingError(f"{rebuild} makes no tensor")
         return rebuild(*arguments)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a row-major tensor."""
+    """Returns the strides of a row-major tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -201,7 +203,7 @@ PLAIN = (OrderedDict, Counter, set, bytearray, complex, _codecs.encode)  # names
 
 
 class _Pickler(_PythonPickler):
-    """Writes `FileTensor` as torch's tensors, and stands under the names of what they stand for. `tensors`: those that it met."""
+    """Writes `FileTensor` as torch's tensors, and stands under the names of their classes. `tensors`: the tensors written."""
 
     def __init__(self, stream: io.BytesIO):
         super().__init__(stream, 2)
@@ -247,18 +249,18 @@ class _Storage:
 
 @dataclass
 class _Archive:
-    """A zip archive, written from its beginning to its end."""
+    """Writes a zip archive from its beginning to its end."""
 
     stream: BinaryIO
     directory: list[bytes] = field(default_factory=list)
 
     def add(self, name: str, size: int, content: bytes | None) -> None:
-        """A record; without content a hole of `size` bytes."""
+        """Adds a record; without content a hole of `size` bytes."""
         encoded, at, crc = f"archive/{name}".encode(), self.stream.tell(), zlib.crc32(content or b"")
         large = size >= 2**32 - 1
         extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
         gap = -(at + 30 + len(encoded) + len(extra) + 4) % ALIGNMENT
-        extra += struct.pack("<HH", 0x4246, gap) + b"Z" * gap  # "FB", as torch fills up
+        extra += struct.pack("<HH", 0x4246, gap) + b"Z" * gap  # "FB": the padding that torch writes
         shown = 2**32 - 1 if large else size
         facts = struct.pack("<HHHHIII", 0x0800, 0, 0, 0x21, crc, shown, shown)  # names in UTF-8, stored, 1980-01-01
         version = 45 if large else 20
@@ -285,7 +287,7 @@ class _Archive:
 
 
 def write(path: Path, content: Any) -> None:
-    """A file that torch.load reads. Its tensors are contiguous: those with a value hold that, the others zeros (holes)."""
+    """Writes a file that torch.load reads. Its tensors are contiguous: a tensor with a value holds that value, the others zeros (holes)."""
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(content)
@@ -305,7 +307,7 @@ Keys = tuple[Any, ...]
 
 
 def tensors(value: Any, keys: Keys = ()) -> dict[Keys, FileTensor]:
-    """The tensors of what was read, each under the keys that lead to it."""
+    """Lists the tensors in `value`, each under the keys that lead to it."""
     if isinstance(value, FileTensor):
         return {keys: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()

@@ -1,1 +1,1 @@
-"""What is known of the machines: their builds, compiled ops, links and limits."""
+"""Examines the machines: their builds, compiled ops, links and limits."""

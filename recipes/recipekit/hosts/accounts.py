@@ -1,4 +1,4 @@
-"""Accounts that a run uses: W&B and the Hugging Face hub."""
+"""Checks the accounts that a run uses: W&B and the Hugging Face hub."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from .findings import Findings, Row
 
 
 def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
-    """Refuses a wish for W&B without its package. `wanted`: the recipe records with W&B; without a wish a run does without it."""
+    """Refuses a typed wish for W&B if its package is missing. `wanted`: the recipe records with W&B, which a run leaves out if nobody typed the wish."""
     mode = os.environ.get("WANDB_MODE", "")
     wished = "--wandb" if "wandb" in typed else f"WANDB_MODE = {mode}" if mode in ("online", "shared") else ""
     if not wanted or not wished or importlib.util.find_spec("wandb"):
@@ -20,7 +20,7 @@ def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
 
 
 def check_wandb(wanted: bool) -> Findings:
-    """Looks for a login, where W&B is to record online."""
+    """Looks for a W&B login if the run is to be recorded online."""
     mode = os.environ.get("WANDB_MODE", "")
     if not wanted or mode not in ("", "online", "shared"):
         yield Row("W&B", mode or "off")
@@ -29,11 +29,11 @@ def check_wandb(wanted: bool) -> Findings:
         import wandb
         from wandb.sdk.lib import wbauth
     except ImportError:
-        return  # `check_versions` tells
+        return  # `check_versions` reports that
     try:
         host = wandb.setup().settings.base_url
         known = wbauth.authenticate_session(host=host, source="doctor", prompt=False, update_session=False) is not None
-    except (wandb.Error, ValueError) as error:  # its text may hold a part of the key
+    except (wandb.Error, ValueError) as error:  # the text of the error may hold a part of the key
         yield Problem("W&B login", f"cannot be used ({type(error).__name__})", "wandb login --relogin, or set WANDB_API_KEY")
         return
     yield Row("W&B", "logged in" if known else "not logged in: records offline")
@@ -46,7 +46,7 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
     try:
         from huggingface_hub import constants, get_token
     except ImportError:
-        return  # `check_versions` tells
+        return  # `check_versions` reports that
     token = get_token()
     if model is None or constants.HF_HUB_OFFLINE:
         yield Row("Hugging Face", f"{'' if token else 'not '}logged in, no model to download")
@@ -66,7 +66,7 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(patience)  # a name server that is silent takes longer than any timeout
+    asking.join(patience)  # a silent name server outlasts every timeout of a request
     found = answer[0] if answer else f"unreachable: no answer within {patience:.0f} s"
     page = f"https://huggingface.co/{model}"
     yield Row("Hugging Face", f"{'' if token else 'not '}logged in, {model} {'may be read' if not found else 'may not be read'}")

@@ -1,4 +1,4 @@
-"""What torch was built with, and the driver under it: the facts of run.json that a version number does not tell. torch is imported when asked."""
+"""Reads what torch was built with and the driver's version: facts of run.json that no version number shows. Imports torch only inside functions."""
 
 import platform
 import re
@@ -12,7 +12,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "wan
 
 
 def versions() -> dict[str, str | None]:
-    """package -> version, None for one that is not installed; and Python's."""
+    """Reads the versions of packages and of Python: name -> version, None if a package is not installed."""
     return {name: version_of(name) for name in PACKAGES} | {"python": platform.python_version()}
 
 
@@ -24,13 +24,13 @@ def version_of(package: str) -> str | None:
 
 
 def driver(told: Path = DRIVER) -> str | None:
-    """The version of NVIDIA's kernel driver; None where none is loaded."""
+    """Reads the version of NVIDIA's kernel driver; None if none is loaded."""
     found = re.search(r"\d{3,}\.\d+(\.\d+)*", told.read_text()) if told.exists() else None
     return found[0] if found else None
 
 
 def build_facts(told: Path = DRIVER) -> dict[str, Any]:
-    """How this torch was built, and what it runs on; None for what this build or host does not have."""
+    """Collects how this torch was built and what it runs on; None for what this build or host does not have."""
     import torch
 
     cuda = torch.version.cuda is not None
@@ -54,6 +54,6 @@ def build_facts(told: Path = DRIVER) -> dict[str, Any]:
 
 
 def _dotted(cudnn: int) -> str:
-    """92000 -> 9.20.0; cuDNN counts so from version 9 on, earlier ones as 8902."""
+    """Writes cuDNN's number as a version: 92000 -> 9.20.0, and before version 9: 8902 -> 8.9.2."""
     factor = 10000 if cudnn >= 90000 else 1000
     return f"{cudnn // factor}.{cudnn % factor // 100}.{cudnn % 100}"

@@ -1,4 +1,4 @@
-"""What can be wrong with a host before a run starts: versions, compilers, memory, and what every rank checks at its start. Imports nothing heavy."""
+"""Checks a host before a run starts: versions, compilers, memory, and what every rank checks at its start. Imports nothing heavy."""
 
 import contextlib
 import importlib.util
@@ -27,7 +27,7 @@ def check_versions(requirements: Path) -> Findings:
     matching = 0
     for name, pinned in pins:
         try:
-            found = version(name).split("+")[0]  # torch's own suffix: 2.13.0+cpu
+            found = version(name).split("+")[0]  # without torch's suffix: 2.13.0+cpu
         except PackageNotFoundError:
             found = "not installed"
         matching += found == pinned
@@ -65,7 +65,7 @@ def check_toolchain(config: dict[str, Any] | None) -> Findings:
 
 
 def _open_somewhere(path: Path) -> bool:
-    """True if a process of this host has the file open, as torch 2.13 keeps its lock while it compiles (FileBaton)."""
+    """Returns True if a process of this host has the file open: torch 2.13 holds its lock open while it compiles (FileBaton)."""
     wanted = path.stat()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ def _age(path: Path) -> str:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this host, or the container that this process runs in, can still give to processes; None: not known."""
+    """Reads how many bytes this host, or this process's container, can still give to processes; None: not known."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
     free = [int(found[1]) * 1024] if found else []
     groups = root / "sys/fs/cgroup"
@@ -89,6 +89,6 @@ def free_memory(root: Path = Path("/")) -> int | None:
         (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes", groups / "memory/memory.stat"),  # version 1
     ):
         with contextlib.suppress(OSError, ValueError):  # no such limit: "max", or no file
-            kept = re.search(r"^(?:total_)?inactive_file (\d+)$", files.read_text(), re.M)  # given back when it is needed
+            kept = re.search(r"^(?:total_)?inactive_file (\d+)$", files.read_text(), re.M)  # cache that the kernel gives back when memory is needed
             free.append(int(limit.read_text()) - int(used.read_text()) + (int(kept[1]) if kept else 0))
     return min(free, default=None)

@@ -1,4 +1,4 @@
-"""What carries the messages between GPUs: NVLink, PCIe, InfiniBand; what it should reach, and what keeps NCCL from using it. Imports nothing heavy."""
+"""Examines the links between GPUs (NVLink, PCIe, InfiniBand): the speed they should reach, and what keeps NCCL from using them. Imports nothing heavy."""
 
 import contextlib
 import platform
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from ..refusal import Problem
 from .findings import Findings, Row
 
-NVLINK = 100.0  # GB/s in one direction that two GPUs joined by NVLink reach at least
-NVLINK_LANE = 25 / 3  # GB/s: a third of what one NVLink carries; for bridges and cards with few of them
-PCIE = 2.0  # GB/s that GPUs of a host reach at least, when all of them talk at once and through host memory
+NVLINK = 100.0  # GB/s in one direction: the least between two GPUs joined by NVLink
+NVLINK_LANE = 25 / 3  # GB/s: a third of what one NVLink carries; for bridges and cards with few NVLinks
+PCIE = 2.0  # GB/s: the least between GPUs of a host that all talk at once and through host memory
 MEMLOCK = 1 << 30  # bytes; NCCL registers its buffers with the adapter, which locks them in memory
 CAP_IPC_LOCK = 1 << 14  # linux/capability.h: may lock any amount
 
 
 class Port(NamedTuple):
-    """An active port of a network adapter for RDMA."""
+    """Describes an active port of a network adapter for RDMA."""
 
     device: str
     gbit: float
@@ -28,7 +28,7 @@ class Port(NamedTuple):
 
 
 def ports(root: Path = Path("/sys/class/infiniband")) -> list[Port]:
-    """The ports that are up."""
+    """Lists the ports that are up."""
     found = []
     for port in sorted(root.glob("*/ports/*")):
         state, rate, layer = ((port / name).read_text() if (port / name).exists() else "" for name in ("state", "rate", "link_layer"))
@@ -38,7 +38,7 @@ def ports(root: Path = Path("/sys/class/infiniband")) -> list[Port]:
 
 
 def nvlinks(matrix: str) -> dict[tuple[int, int], int]:
-    """(GPU, GPU) -> NVLinks between them, of what `nvidia-smi topo -m` prints."""
+    """Reads what `nvidia-smi topo -m` prints: (GPU, GPU) -> number of NVLinks between them."""
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split("\t") for line in matrix.splitlines()]
     cells = [[cell.strip() for cell in line] for line in lines if len(line) > 1]
     columns = next((line for line in cells if "GPU0" in line), [])
@@ -52,10 +52,10 @@ def nvlinks(matrix: str) -> dict[tuple[int, int], int]:
 
 
 def facts(numbers: list[int], root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
-    """What a host reports of its links, as JSON: its ports, and [i, j, NVLinks] for the GPUs of its local ranks, whose `numbers` nvidia-smi counts."""
+    """Collects a host's links, as JSON: its ports, and [i, j, NVLinks] for the GPUs of its local ranks, whose `numbers` are nvidia-smi's."""
     matrix = ""
     if len(numbers) > 1 and (program := shutil.which("nvidia-smi")):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # `check_devices` tells of one that does not answer
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # `check_devices` reports an nvidia-smi that does not answer
             matrix = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False).stdout
     lanes = nvlinks(matrix)
     pairs = [[i, j, lanes[a, b]] for i, a in enumerate(numbers) for j, b in enumerate(numbers) if (a, b) in lanes]
@@ -69,7 +69,7 @@ def check_adapters(
     kernel: str = platform.release(),
     limit: int = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
 ) -> Findings:
-    """What keeps this host's adapters from serving NCCL, where it has GPUs and the run has several `hosts`."""
+    """Finds what keeps this host's adapters from serving NCCL, if the host has GPUs and the run has several `hosts`."""
     found = ports(root)
     if not found:
         return
@@ -96,13 +96,13 @@ def _release(kernel: str) -> tuple[int, int]:
 
 
 def network_of(log: str) -> str:
-    """The network that NCCL chose, IB or Socket for example, from what it logs with NCCL_DEBUG=INFO; empty if it does not tell."""
+    """Reads the network that NCCL chose, IB or Socket for example, from its log with NCCL_DEBUG=INFO; "" if the log does not say."""
     found = re.findall(r"Using network (\S+)", log) or re.findall(r"Assigned NET plugin (\S+) to comm", log)
     return found[-1] if found else ""
 
 
 def over_sockets(networks: dict[int, str], adapters: list[Port]) -> list[Problem]:
-    """NCCL over sockets while the hosts have InfiniBand; `networks` is what each rank's NCCL chose, `adapters` are of all hosts."""
+    """Refuses NCCL over sockets while the hosts have InfiniBand; `networks`: what each rank's NCCL chose, `adapters`: those of all hosts."""
     infiniband = [port for port in adapters if port.layer == "InfiniBand"]
     if not infiniband or "Socket" not in networks.values():
         return []
@@ -112,16 +112,16 @@ def over_sockets(networks: dict[int, str], adapters: list[Port]) -> list[Problem
 
 
 class Place(NamedTuple):
-    """Where a rank runs: its host, and its number there."""
+    """Says where a rank runs: its host, and its number there."""
 
     node: int
     number: int
 
 
 def floors(places: dict[int, Place], facts: dict[int, dict[str, Any]], network: str) -> dict[tuple[int, int], tuple[float, str]]:
-    """(from rank, to rank) -> (GB/s that this link reaches at least, what it is), for links of GPUs whose kind is known; `facts` by host.
+    """Returns the least speed of links of GPUs whose kind is known: (from rank, to rank) -> (GB/s, kind of link); `facts` by host.
 
-    Measured as links.py does: in round k every rank sends to the rank k after it, so the ranks of a host share its adapters.
+    For the measurement of speed.py: in round k every rank sends k ranks on, so the ranks of a host share its adapters.
     """
     world, found = len(places), {}
     nvlink = {node: {(i, j): lanes for i, j, lanes in told["nvlinks"]} for node, told in facts.items()}
@@ -145,7 +145,7 @@ def floors(places: dict[int, Place], facts: dict[int, dict[str, Any]], network: 
 
 
 def below(links: dict[tuple[int, int], float], least: dict[tuple[int, int], tuple[float, str]]) -> dict[tuple[int, int], str]:
-    """(from, to) -> what is too slow, for links that do not reach their floor."""
+    """Describes the links that do not reach their floor: (from, to) -> text."""
     return {
         pair: f"{speed:.2f} GB/s over {least[pair][1]}, at least {least[pair][0]:.1f} is expected"
         for pair, speed in links.items()

@@ -1,4 +1,4 @@
-"""What a check of a host finds: rows of a table, and problems."""
+"""Types what a check of a host finds: rows of a table, and problems."""
 
 import json
 import os
@@ -21,7 +21,9 @@ Findings = Iterator[Row | Problem]
 
 def existing(path: Path) -> Path:
     """Returns the path, or the nearest folder above it that exists."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))  # not .exists(), which raises without permission
+    return next(
+        folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder)
+    )  # not Path.exists(), which raises without permission
 
 
 def amount(size: float) -> str:

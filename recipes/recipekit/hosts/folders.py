@@ -1,4 +1,4 @@
-"""The folders of a run on this host: whether the run folder can be written and locked, and how fast the NVMe folder is."""
+"""Checks the folders of a run on this host: whether the run folder can be written and locked, and how fast the NVMe folder is."""
 
 import errno
 import fcntl
@@ -14,12 +14,12 @@ from ..strategy.swap import file_system
 from .findings import Findings, Row, amount, existing
 from .locks import no_locks
 
-SLOWEST_DRIVE = 0.1  # GB/s; below it is a network folder or a spinning disk, and a step waits for minutes
+SLOWEST_DRIVE = 0.1  # GB/s; slower is a network folder or a spinning disk, for which a step waits minutes
 PROBE = 1 << 20  # bytes written to find out whether a folder can be written
 
 
 def check_out(out: Path, mark: str | None) -> Findings:
-    """Checks that the run folder can be written and locked, and is the one in which rank 0 has left `mark`."""
+    """Checks that the run folder can be written and locked, and is the folder in which rank 0 left the file `mark`."""
     there = existing(out)
     where = f"out = {out}"
     if os.path.isfile(out):

@@ -1,4 +1,4 @@
-"""The GPUs of a host: which a rank may use, and what keeps it from using them. Imports torch only where a check asks it."""
+"""Finds the GPUs of a host that a rank may use, and what keeps the rank from using them. Imports torch only inside the checks that need it."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ NCCL_BUFFERS = 1 << 30  # bytes of /dev/shm that NCCL's guide asks a container f
 
 
 class Gpu(NamedTuple):
-    """An NVIDIA GPU; `number` as nvidia-smi counts."""
+    """Describes an NVIDIA GPU; `number` as nvidia-smi counts."""
 
     number: int
     uuid: str
@@ -46,7 +46,7 @@ def gpus() -> list[Gpu]:
     for word in map(str.strip, visible.split(",")):
         match = [gpu for gpu in found if word == str(gpu.number) or (word.startswith("GPU-") and gpu.uuid.startswith(word))]
         if len(match) != 1:
-            break  # as CUDA does: what follows a device that is none is not seen
+            break  # as CUDA does: devices after one that does not exist are not seen
         chosen += match
     return chosen
 
@@ -73,7 +73,7 @@ def check_devices(local_world: int) -> Findings:
 
 
 def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[Problem]:
-    """Finds GPUs of this host that torch does not see, with which a run would train on the CPU without a word. A wish for the CPU is honoured."""
+    """Refuses GPUs of this host that torch does not see: the run would silently train on the CPU. A wish for the CPU is honoured."""
     there = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not there or os.environ.get("DS_ACCELERATOR") == "cpu" or (visible is not None and visible.strip() in ("", "-1")):
@@ -93,13 +93,16 @@ def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[P
 
 
 def check_ordinal(local_rank: int) -> list[Problem]:
-    """Finds ranks for which this host has no GPU of their own. DeepSpeed 0.19.8 takes LOCAL_RANK for the number of the GPU (comm/torch.py, engine.py, zero.Init)."""
+    """Refuses a rank without a GPU of its own on this host.
+
+    DeepSpeed 0.19.8 takes LOCAL_RANK for the number of the GPU (comm/torch.py, engine.py, zero.Init).
+    """
     if not torch_builds.gpus_in_use():
         return []
     import torch
 
     count, variables = torch.cuda.device_count(), os.environ
-    # torchrun and `python -m launch`; deepspeed; srun, where it started each rank itself: 8(x2) is 8 on each of 2 hosts
+    # set by torchrun and `python -m launch`; by deepspeed; by srun that started each rank: 8(x2) means 8 on each of 2 hosts
     by_slurm = variables.get("SLURM_STEP_TASKS_PER_NODE", "") if variables.get("SLURM_LOCALID") == str(local_rank) else ""
     told = variables.get("LOCAL_WORLD_SIZE") or variables.get("LOCAL_SIZE") or by_slurm.partition("(")[0]
     ranks = max(local_rank + 1, int(told) if told.isdigit() else 0)

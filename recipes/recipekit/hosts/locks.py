@@ -1,4 +1,4 @@
-"""Locks on files, which the kernel drops with the process that holds them, however it ends."""
+"""Locks files. The kernel drops a lock with the process that holds it, however that process ends."""
 
 import fcntl
 from typing import IO, Any
@@ -7,8 +7,8 @@ from ..refusal import Problem, Refusal
 
 
 def lock(file: IO[Any], where: str, fix: str, wait: bool = False) -> None:
-    """Takes the lock of an open file for this process. Raises BlockingIOError where another one has it and `wait` is not
-    set, `Refusal` where the file system has no locks: Lustre without -o flock (ENOSYS), NFS without lockd (ENOLCK), and others."""
+    """Takes the lock of an open file for this process. Raises BlockingIOError where another process has the lock and
+    `wait` is not set, `Refusal` where the file system has no locks: Lustre without -o flock (ENOSYS), NFS without lockd (ENOLCK), and others."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -18,5 +18,5 @@ def lock(file: IO[Any], where: str, fix: str, wait: bool = False) -> None:
 
 
 def no_locks(where: str, error: OSError, fix: str) -> Problem:
-    """What a user is told of a file system without locks; `fix` names the other way."""
+    """Returns the problem of a file system without locks; `fix` names another way."""
     return Problem(where, f"its file system has no file locks ({error.strerror})", f"mount it with them (Lustre: -o flock, NFS: with lockd), or {fix}")

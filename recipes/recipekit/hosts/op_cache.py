@@ -1,4 +1,4 @@
-"""Where DeepSpeed's compiled ops lie, which of them this host can use, and which process compiles one. Imports nothing heavy.
+"""Finds DeepSpeed's compiled ops, decides which of them this host can use, and lets one process at a time compile. Imports nothing heavy.
 
 An op is compiled for the instruction set of its host (`-march=native`) and against one Python, torch and DeepSpeed. So each
 kind of host has a folder of its own, also in a checkout that several hosts share.
@@ -22,15 +22,15 @@ from ..refusal import Problem, Refusal, Say, refuse
 from ..strategy.swap import file_system
 from .locks import lock
 
-VARIABLE = "TORCH_EXTENSIONS_DIR"  # of torch: where ops are compiled
+VARIABLE = "TORCH_EXTENSIONS_DIR"  # torch's: the folder in which ops are compiled
 REPOSITORY = Path(__file__).resolve().parents[3]
-QUIET = 600.0  # seconds without a change in its folder after which a compile on another host is taken for dead
+QUIET = 600.0  # seconds: a compile on another host counts as dead if its folder has not changed for so long
 SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "9p", "virtiofs", "glusterfs"}  # file systems that other hosts write, too
 
 
 @functools.cache
 def kind(cpus: Path = Path("/proc/cpuinfo")) -> str:
-    """The name of what two hosts must have in common to use each other's compiled ops."""
+    """Names the kind of this host; hosts of one kind can use each other's compiled ops."""
     with cpus.open() as lines:
         instructions = next((line.partition(":")[2] for line in lines if re.match(r"flags|Features", line)), "")
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
@@ -47,13 +47,13 @@ def _version(package: str) -> str:
 
 
 def defaults() -> list[Path]:
-    """Where ops lie that no one chose a folder for: in the checkout, then in the user's cache."""
+    """Lists the folders of ops if nobody chose one: in the checkout, then in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return [*([REPOSITORY / ".cache" / "torch_extensions"] if (REPOSITORY / "ds_configs").is_dir() else []), cache / "torch_extensions"]
 
 
 def folder(parts: tuple[str, ...] = ()) -> Path:
-    """The folder of compiled ops: TORCH_EXTENSIONS_DIR, else the default that has `parts`, else the first one that can be written."""
+    """Returns the folder of compiled ops: TORCH_EXTENSIONS_DIR, else the default that has `parts`, else the first default that can be written."""
     places = [place / kind() for place in defaults()]
     chosen = os.environ.get(VARIABLE)
     if chosen and Path(chosen) not in places:
@@ -63,19 +63,19 @@ def folder(parts: tuple[str, ...] = ()) -> Path:
 
 
 def writable(place: Path) -> bool:
-    """Whether this user can make files there; what is missing of the path counts as the folder above it."""
+    """Returns True if this user can make files in `place` or, where that does not exist, in the nearest folder above it."""
     there = next(above for above in (place.absolute(), *place.absolute().parents) if os.path.exists(above))
     return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
 
 
 def ready(place: Path, part: str) -> bool:
-    """Whether `part` (an op, or a library that an op needs) was compiled there by a host of this kind."""
+    """Returns True if a host of this kind has compiled `part` (an op, or a library that an op needs) in `place`."""
     return (place / part / f"{part}.so").exists() and _made_by(place, part) == kind()
 
 
 def usable(place: Path, part: str) -> bool:
-    """Whether `part` can be loaded as it is: `ready`, or whole and in a folder that is not ours, so that nothing better can be had."""
-    log = place / part / ".ninja_log"  # holds only what was made to its end
+    """Returns True if `part` can be loaded as it is: it is `ready`, or whole and in a folder where this user could not compile a better one."""
+    log = place / part / ".ninja_log"  # lists only files that were completed
     whole = (place / part / f"{part}.so").exists() and log.exists() and f"\t{part}.so\t" in log.read_text(errors="replace")
     return ready(place, part) or (whole and not _made_by(place, part) and not ours(place, part))
 
@@ -93,20 +93,20 @@ def _made_by(place: Path, part: str) -> str:
 
 
 def ours(place: Path, part: str) -> bool:
-    """Whether this user can compile `part` there."""
+    """Returns True if this user can compile `part` in `place`."""
     return writable(place) and writable(place / part)
 
 
 @contextlib.contextmanager
 def held(place: Path, part: str, say: Say) -> Iterator[None]:
-    """Holds the folder of `part` against all other processes that compile it.
+    """Holds the folder of `part` against all other processes that would compile the same part.
 
-    torch 2.13 marks a compile with a plain file (FileBaton); a process that is killed meanwhile leaves it, and every later
-    one waits for ever. The kernel drops our lock with its process, so whoever holds it may remove such a file, but only one
-    of this host: on a file system that is shared, locks may not reach from host to host.
+    torch 2.13 marks a compile with a plain file (FileBaton). A killed process leaves that file behind, and every later
+    process waits for ever. The kernel drops our lock with its process, so whoever holds the lock may remove such a file, but
+    only one of this host: on a shared file system locks may not reach from host to host.
 
-    Raises `Refusal` where the folder cannot be written or locked, where it holds what unlike hosts compiled, and for a mark
-    that a dead compile on another host has left.
+    Raises `Refusal` if the folder cannot be written or locked, if unlike hosts have compiled in it, and for a mark that a
+    dead compile on another host has left.
     """
     where, fix = f"the folder of compiled ops {place}", f"set {VARIABLE} to a folder on a local disk"
     with _opened(place, part) as file:
@@ -143,7 +143,7 @@ def cannot_write(place: Path, why: str) -> Problem:
 
 
 def check(place: Path) -> list[Problem]:
-    """What would keep this process from compiling there. Changes nothing."""
+    """Finds what would keep this process from compiling in `place`; changes nothing."""
     there = next(above for above in (place.absolute(), *place.absolute().parents) if os.path.exists(above))
     if not writable(place):
         return [cannot_write(place, f"{there} is not yours" if os.path.isdir(there) else f"{there} is a file")]
@@ -158,7 +158,7 @@ def check(place: Path) -> list[Problem]:
 
 
 def _clear(place: Path, part: str, file: IO[str], say: Say) -> None:
-    """Removes the mark of a killed compile of this host; waits for a compile of another one."""
+    """Removes the mark of a killed compile on this host; waits for a compile on another host."""
     left, told = place / part / "lock", False
     file.seek(0)
     owner = file.read()
@@ -177,7 +177,7 @@ def _clear(place: Path, part: str, file: IO[str], say: Say) -> None:
 
 
 def left_over(place: Path) -> Iterator[tuple[Path, str]]:
-    """(the file by which torch marks a compile, its host or "" for this one) of those that may have been killed."""
+    """Yields (torch's mark of a compile, its host or "" for this one) of compiles that may have been killed."""
     for left in sorted(place.glob("*/lock")):
         note = place / f"{left.parent.name}.flock"
         owner = note.read_text() if note.exists() else ""
@@ -188,18 +188,18 @@ def left_over(place: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _host() -> str:
-    """This host by its name and by its kernel's start: containers change the one, a restart the other."""
+    """Identifies this host by its name and its kernel's start: containers change the name, a restart the start."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _of_this_host(owner: str, place: Path) -> bool:
-    """Whether a compile was this host's; one that nobody has signed is, unless other hosts write to this file system."""
+    """Returns True if this host ran the compile. A compile without an owner counts as ours unless other hosts write to this file system."""
     return bool(set(owner.split()) & set(_host().split())) if owner else file_system(place) not in SHARED
 
 
 def _quiet(place: Path) -> float:
-    """Seconds since the last change in a folder."""
+    """Returns the seconds since the last change in a folder."""
     times = [place.stat().st_mtime]
     for path in place.iterdir():
         with contextlib.suppress(FileNotFoundError):

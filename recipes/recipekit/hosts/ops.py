@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ ops: which of them a run needs, what this host lacks to compile them, and loading them. torch is imported by the last only."""
+"""Finds the C++ ops of DeepSpeed that a run needs, what this host lacks to compile them, and loads them. Only loading imports torch."""
 
 import ctypes
 import functools
@@ -23,11 +23,11 @@ LIBAIO = "install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"
 
 
 class Op(NamedTuple):
-    """An op by the name that DeepSpeed has for its builder. `parts` are the folders it is compiled in, each needing those before it."""
+    """Describes an op: `builder` is DeepSpeed's name, `parts` are the folders in which it is compiled, each after the parts it needs."""
 
     builder: str
     title: str
-    typical: str  # time of a compile on two cores
+    typical: str  # time that a compile takes on two cores
     parts: tuple[str, ...]
     cuda: bool = False  # compiled against CUDA where torch is (a CUDAOpBuilder of DeepSpeed 0.19.8)
 
@@ -48,13 +48,13 @@ OPS = {
 
 
 def needed(config: dict[str, Any], cuda: bool) -> list[Op]:
-    """The ops that a run with this JSON loads, on GPUs or on a CPU (DeepSpeed 0.19.8: engine.py, _configure_basic_optimizer)."""
+    """Lists the ops that a run with this JSON loads, on GPUs or on a CPU (DeepSpeed 0.19.8: engine.py, _configure_basic_optimizer)."""
     homes = [at(config, f"zero_optimization.{block}.device", "none") for block in ("offload_optimizer", "offload_param")]
     offloaded, kind = homes[0] != "none", str(at(config, "optimizer.type", "AdamW")).lower()
     names = []
     if kind in ("adam", "adamw") and not at(config, "optimizer.params.torch_adam", False):
         names.append("cpu_adam" if offloaded else "fused_adam")
-    elif kind == "muon" and offloaded:  # elsewhere it does without fused Adam
+    elif kind == "muon" and offloaded:  # without offload muon needs no op
         names.append("cpu_adam")
     elif kind == "lion":
         names.append("cpu_lion" if offloaded else "fused_lion")
@@ -77,13 +77,13 @@ def needed(config: dict[str, Any], cuda: bool) -> list[Op]:
 
 
 def check_ops(config: dict[str, Any]) -> list[Problem]:
-    """What keeps a run with this JSON from loading its ops on this host, one problem for each cause."""
+    """Finds what keeps a run with this JSON from loading its ops on this host, one problem for each cause."""
     gpus = torch_builds.gpus_in_use()
     return check(needed(config, gpus), torch_builds.installed("cuda") if gpus else None)
 
 
 def check(ops: list[Op], cuda: str | None) -> list[Problem]:
-    """What keeps `ops` from being loaded. `cuda` is the version that torch was built with, None on a CPU."""
+    """Finds what keeps `ops` from being loaded. `cuda` is the version that torch was built with, None on a CPU."""
     missing = [op for op in ops if not _usable(op)]
     problems = []
     if any("pin_memory" in op.parts for op in ops if op not in missing) and not any(map(_loads, LIBAIO_NAMES)):
@@ -104,7 +104,7 @@ def _usable(op: Op) -> bool:
 
 
 def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
-    """What is not there to compile `ops`."""
+    """Finds the tools that are missing to compile `ops`."""
     what, problems = f"to compile {', '.join(op.title for op in ops)}", []
     compiler, c_compiler = _compilers()
     found = [name for name in dict.fromkeys((compiler[0], c_compiler[0])) if not shutil.which(name)]
@@ -125,10 +125,10 @@ def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
 
 
 def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str]) -> list[Problem]:
-    """What is wrong with the CUDA toolkit in `home`, for a torch that was built with CUDA `cuda`.
+    """Finds what is wrong with the CUDA toolkit in `home`, for a torch that was built with CUDA `cuda`.
 
-    DeepSpeed 0.19.8 runs nvcc for each of these ops, if only to ask its version (builder.py, nvcc_args), and links async_io with
-    the toolkit's libcudart and the driver's libcuda (async_io.py); without a toolkit it ends in a TypeError or MissingCUDAException.
+    DeepSpeed 0.19.8 runs nvcc for each of these ops, be it only to ask for its version (builder.py, nvcc_args), and links async_io with
+    the toolkit's libcudart and the driver's libcuda (async_io.py); without a toolkit DeepSpeed ends in a TypeError or MissingCUDAException.
     """
     major = cuda.partition(".")[0]
     what, fix = (
@@ -154,7 +154,7 @@ def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str])
 
 
 def cuda_home(standard: Path = Path("/usr/local/cuda")) -> Path | None:
-    """Where torch 2.13 looks for the CUDA toolkit (cpp_extension.py, _find_cuda_home)."""
+    """Finds the CUDA toolkit where torch 2.13 looks for it (cpp_extension.py, _find_cuda_home)."""
     if told := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return Path(told)
     if nvcc := shutil.which("nvcc"):
@@ -163,17 +163,17 @@ def cuda_home(standard: Path = Path("/usr/local/cuda")) -> Path | None:
 
 
 def _compilers() -> tuple[list[str], list[str]]:
-    """The commands of the C++ compiler, with which torch compiles, and of the C compiler, with which DeepSpeed looks for libaio."""
+    """Returns the commands of the C++ compiler (torch compiles with it) and of the C compiler (DeepSpeed looks for libaio with it)."""
     return shlex.split(os.environ.get("CXX") or "c++"), shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
 
 
 def _path() -> str:
-    """PATH with this environment's programs first: another ninja than the one that compiled an op compiles it again."""
+    """Returns PATH with this environment's programs first: a different ninja would compile every op again."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def _link(compiler: list[str], expression: str, header: str, flags: list[str]) -> str:
-    """Why a program with `expression` cannot be compiled and linked with `flags`; empty if it can."""
+    """Says why a program with `expression` cannot be compiled and linked with `flags`; "" if it can."""
     program = f"#include <{header}>\nint main() {{ return (long)({expression}) != 0; }}"
     command = [*compiler, "-x", "c++", "-", "-o", os.devnull, *flags]
     done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=60, check=False)
@@ -189,7 +189,7 @@ def _loads(library: str) -> bool:
 
 
 def _first_error(text: str) -> str:
-    """The first line of a compiler's or an exception's text that names an error, else its last line."""
+    """Returns the first line of a compiler's or an exception's text that names an error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
     named = [line for line in lines if re.search(r"\berror:|cannot find|No space left|undefined|not being installed|not found", line, re.I)]
     return (named or lines[-1:])[0][:300]
@@ -203,7 +203,7 @@ def _short(error: BaseException) -> str:
 
 
 def prepare_ops(config: dict[str, Any], say: Say) -> None:
-    """Loads the ops that a run with this JSON needs, compiling those that are missing. Raises `Refusal` with what is not there to compile them."""
+    """Loads the ops that a run with this JSON needs, compiling those that are missing. Raises `Refusal` with what is missing to compile them."""
     if problems := check_ops(config):
         raise Refusal(problems)
     for op in needed(config, torch_builds.gpus_in_use()):
@@ -211,26 +211,26 @@ def prepare_ops(config: dict[str, Any], say: Say) -> None:
 
 
 def load_op(op: Op, say: Say) -> None:
-    """Loads an op, compiling it first where it is missing; one process of a host at a time. Raises `Refusal` if that cannot be done."""
+    """Loads an op, and compiles a missing one first; one process of a host at a time. Raises `Refusal` if that cannot be done."""
     import cpuinfo
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
-        # It takes a second, and DeepSpeed 0.19.8 asks it twice for each of these ops and once for each CPU Adam.
+        # The call takes a second, and DeepSpeed 0.19.8 makes it twice for each of these ops and once for each CPU Adam.
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     accelerator: Any = get_accelerator()
     builder, place = accelerator.create_op_builder(op.builder), op_cache.folder(op.parts)
     os.environ[op_cache.VARIABLE] = str(place)
     os.environ["PATH"] = _path()
-    # made for the GPUs that were seen then: ninja knows whether it fits those of now
+    # an op is compiled for the GPUs of that time: ninja knows whether it fits those of now
     again = op.cuda and torch_builds.gpus_in_use() and all(op_cache.ours(place, part) for part in op.parts)
     try:
         if again or not all(op_cache.usable(place, part) for part in op.parts):
             with ExitStack() as held:
                 for part in op.parts:
                     held.enter_context(op_cache.held(place, part, say))
-                if again or not all(op_cache.ready(place, part) for part in op.parts):  # another process may have compiled it meanwhile
+                if again or not all(op_cache.ready(place, part) for part in op.parts):  # another process may have compiled the op meanwhile
                     _compile(op, builder, place, say)
                     return
         _load_compiled(op, builder, place)
@@ -261,7 +261,7 @@ def _compile(op: Op, builder: Any, place: Path, say: Say) -> None:
 
 
 def _load_compiled(op: Op, builder: Any, place: Path) -> None:
-    """Loads an op that is compiled, without the lock and the look at its sources that torch takes, which a folder of somebody else does not allow.
+    """Loads a compiled op without torch's lock and look at its sources, which another user's folder does not allow.
 
     DeepSpeed 0.19.8 loads an op once and keeps it in `_loaded_ops`. pin_memory has to be global before async_io is loaded, which its builder's `load` does.
     """

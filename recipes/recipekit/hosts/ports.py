@@ -1,4 +1,4 @@
-"""The port on which rank 0 lets the other ranks join."""
+"""Checks the port on which rank 0 lets the other ranks join, and finds free ports."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from .findings import Findings, Row
 
 
 def check_port(port: int) -> Findings:
-    """Checks that the master port is free, on which rank 0 lets the others join; torchrun itself holds it already."""
+    """Checks that the master port, on which rank 0 lets the others join, is free; under torchrun the launcher itself holds it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield Row("master port", f"{port}, held by torchrun")
         return
@@ -28,13 +28,20 @@ def check_port(port: int) -> Findings:
 
 
 def check_master_port(rank: int) -> list[Problem]:
-    """Refuses the port that a launcher has named for rank 0, if another program has it. Without a launcher a free port is taken."""
+    """Refuses the port that a launcher named for rank 0 if another program has it. Without a launcher a run takes a free port."""
     if rank or "MASTER_PORT" not in os.environ:
         return []
     if not (port := os.environ["MASTER_PORT"]).isdigit():
         return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
     fix = f"choose another, {_free_port(int(port))} say: --master_port of the launcher, or MASTER_PORT (`ss -ltnp 'sport = :{port}'` shows who has it)"
     return [replace(found, fix=fix) for found in check_port(int(port)) if isinstance(found, Problem)]
+
+
+def free_port() -> int:
+    """Finds a port of this machine that no program listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _free_port(above: int) -> int:

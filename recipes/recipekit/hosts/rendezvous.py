@@ -1,6 +1,6 @@
-"""Ranks that report to rank 0 over plain sockets. Every wait has a deadline: a rank that is missing, silent or gone is named, never waited for.
+"""Lets ranks report to rank 0 over plain sockets. Every wait has a deadline: a rank that is missing, silent or gone is named, never waited for.
 
-Needs the standard library only, so that it works where torch or the network between the hosts does not.
+This module needs the standard library only, so that it works where torch or the network between the hosts does not.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from typing import Any
 
 from ..refusal import refuse
 
-PORTS = 8  # rank 0 listens on the first free one of so many beside the master port, which itself belongs to the launcher and torch
+PORTS = 8  # rank 0 listens on the first free one of so many ports beside the master port, which belongs to the launcher and torch
 ANSWER = 2.0  # seconds for a greeting; whoever does not greet is another program
 LONGEST = 1 << 26  # bytes of a message
 
 
 class Line:
-    """A connection that carries one JSON value a line."""
+    """Wraps a connection that carries one JSON value a line."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -30,12 +30,12 @@ class Line:
         self._read = b""
 
     def send(self, value: Any) -> None:
-        """Raises OSError if the other end is gone, or reads nothing for 10 s."""
+        """Sends a value. Raises OSError if the other end is gone, or reads nothing for 10 s."""
         self.connection.settimeout(10)
         self.connection.sendall(json.dumps(value).encode() + b"\n")
 
     def read(self, seconds: float) -> Any:
-        """The next value. Raises OSError if none comes in time, ValueError if it is not JSON."""
+        """Reads the next value. Raises OSError if none comes in time, ValueError if it is not JSON."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._read:
             self.connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -50,7 +50,7 @@ class Line:
 
 
 class Chair:
-    """Rank 0's end of the meeting. `lost` tells why a rank that should be there is not."""
+    """Holds rank 0's end of the meeting. `lost`: rank -> why it is not there."""
 
     def __init__(self, world: int, lines: dict[int, Line], lost: dict[int, str], id: str):
         self.world, self.lost, self.id = world, lost, id
@@ -61,7 +61,7 @@ class Chair:
         self.lost[rank] = why
 
     def gather(self, own: Any, seconds: float, about: str) -> dict[int, Any]:
-        """rank -> what it reported; ranks that are silent for `seconds` are lost, `about` says what they were asked."""
+        """Collects {rank: what it reported}. A rank that is silent for `seconds` is lost; `about` names what was asked for."""
         found = {0: own}
         deadline = time.monotonic() + seconds
         for rank, line in list(self._lines.items()):
@@ -82,7 +82,7 @@ class Chair:
                 self._drop(rank, f"cannot be written to ({error})")
 
     def clocks(self, times: int = 5) -> dict[int, tuple[float, float]]:
-        """rank -> (seconds that its clock is ahead of this one, round trip in seconds), of ranks that wait to be told something."""
+        """Measures the clocks of ranks that wait in `hear`: rank -> (seconds that its clock is ahead of this one, round trip in seconds)."""
         found = {}
         for rank, line in list(self._lines.items()):
             trips: list[tuple[float, float]] = []
@@ -105,7 +105,7 @@ class Chair:
 
 
 class Member:
-    """The end of any other rank. Every call raises `Refusal` if rank 0 is gone."""
+    """Holds the end of any other rank. Every call raises `Refusal` if rank 0 is gone."""
 
     def __init__(self, line: Line, id: str):
         self.id = id
@@ -121,7 +121,7 @@ class Member:
             raise self._gone(error) from None
 
     def hear(self, seconds: float) -> Any:
-        """What rank 0 tells all ranks next; tells the clock whenever it is asked."""
+        """Returns the next value that rank 0 sends to all ranks; answers questions for the clock meanwhile."""
         while True:
             try:
                 message = self._line.read(seconds)
@@ -139,7 +139,7 @@ class Member:
 
 
 def meet(rank: int, world: int, address: str, port: int, patience: float) -> Chair | Member:
-    """Joins the meeting of `world` ranks; rank 0 waits at most `patience` seconds for the others, they a little longer for it.
+    """Joins the meeting of `world` ranks; rank 0 waits at most `patience` seconds for the others, and the others a little longer for rank 0.
 
     Raises `Refusal` if rank 0 cannot be reached, or has no port to listen on.
     """
@@ -169,7 +169,7 @@ def _chair(world: int, port: int, key: str, patience: float) -> Chair:
                 if greeting["key"] != key or greeting["rank"] in lines:
                     raise ValueError("not of this job")
                 line.send({"id": id})
-                line.read(5 * ANSWER)  # fails at once if that rank has hung up meanwhile, to greet again
+                line.read(5 * ANSWER)  # fails at once if that rank has hung up meanwhile, in order to greet again
                 lines[greeting["rank"]] = line
             except (OSError, ValueError, KeyError, TypeError):
                 line.connection.close()
@@ -204,7 +204,7 @@ def _member(rank: int, address: str, port: int, key: str, patience: float) -> Me
 
 
 def beside(port: int) -> range:
-    """The ports next to the master port on which rank 0 may listen."""
+    """Lists the ports next to the master port on which rank 0 may listen."""
     return range(port + 1, port + 1 + PORTS) if port + PORTS < 65536 else range(port - PORTS, port)
 
 
@@ -213,14 +213,14 @@ def _span(port: int) -> str:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that listens on all addresses of this host; port 0 takes a free one. Raises OSError if the port is in use."""
+    """Opens a socket that listens on all addresses of this host; port 0 takes a free one. Raises OSError if the port is in use."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
 
 
 def echo() -> socket.socket:
-    """A listening socket whose connections get back, from threads, what they send; closing it ends that."""
+    """Opens a listening socket that sends back, from threads, what its connections send, until the socket is closed."""
     listener = listen(0)
 
     def answer(connection: socket.socket) -> None:
@@ -230,7 +230,7 @@ def echo() -> socket.socket:
                 connection.sendall(data)
 
     def accept() -> None:
-        with contextlib.suppress(OSError):  # it was closed
+        with contextlib.suppress(OSError):  # the socket was closed
             while True:
                 threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
 
@@ -239,7 +239,7 @@ def echo() -> socket.socket:
 
 
 def reach(addresses: dict[int, tuple[str, int]], seconds: float) -> dict[int, float | str]:
-    """rank -> round trip to it in seconds, or why it cannot be reached; no address is waited for longer than `seconds`."""
+    """Connects to each address, for at most `seconds`: rank -> round trip in seconds, or why the rank cannot be reached."""
 
     def ping(address: tuple[str, int]) -> float | str:
         try:

@@ -1,4 +1,4 @@
-"""The doctor's report: a table of what is there on all hosts, then every problem with its fix."""
+"""Writes the doctor's report: a table of what is there on all hosts, then every problem with its fix."""
 
 import itertools
 import statistics
@@ -10,13 +10,13 @@ from ..refusal import Problem
 from . import fabric, findings
 from .findings import Row, amount
 
-SKEW = 1.0  # seconds that clocks may differ, beside what the network leaves open
-SLOW = 3.0  # times the other ranks' seconds: then a rank is slow
-SLOW_LINK = 10.0  # times slower than the median of the links of its kind
+SKEW = 1.0  # seconds that clocks may differ, besides the uncertainty of the network
+SLOW = 3.0  # a rank is slow that takes so many times the other ranks' seconds
+SLOW_LINK = 10.0  # a link is slow that is so many times slower than the median of its kind
 
 
 class Report:
-    """Gathers what is known of all hosts: rows and problems, each with the hosts it was found on. `seen`: rank -> its own report."""
+    """Gathers what is known of all hosts: rows and problems, each with the hosts on which it was found. `seen`: rank -> its own report."""
 
     def __init__(self, local_world: int, seen: dict[int, dict[str, Any]]):
         self.local_world, self.seen = local_world, seen
@@ -29,7 +29,7 @@ class Report:
                 self.add(item, [node])
 
     def add(self, item: Row | Problem, nodes: list[int]) -> None:
-        """Notes a row or a problem; the same of several hosts is one."""
+        """Notes a row or a problem; equal ones of several hosts become one."""
         known: list[Any] = self.rows if isinstance(item, Row) else self.problems
         for other, where in known:
             if other == item:
@@ -38,7 +38,7 @@ class Report:
         known.append((item, list(nodes)))
 
     def host(self, node: int) -> str:
-        """The name of a host; two of the same name are told apart by their first rank."""
+        """Returns the name of a host, with its first rank if two hosts have the same name."""
         name = next(told["name"] for told in self.seen.values() if told["node"] == node)
         twins = [other for other in self.nodes if self.seen[other]["name"] == name]
         return name if len(twins) < 2 else f"{name} (rank {node})"
@@ -81,7 +81,7 @@ class Report:
             self.add(Problem(where, f"cannot be reached: {why}", fix), [])
 
     def _name(self, pairs: dict[tuple[int, int], str]) -> list[tuple[str, str]]:
-        """(who, what of them) for links at fault: a rank that several of them have in common is named instead of each."""
+        """Returns (who, what) for links at fault: a rank that several links have in common is named instead of each link."""
         left, named = dict(pairs), []
         while left:
             rank, count = Counter(itertools.chain.from_iterable(left)).most_common(1)[0]
@@ -95,7 +95,7 @@ class Report:
         return named
 
     def prepared(self, told: dict[int, dict[str, Any]], out: Path) -> None:
-        """Notes what torch sees, what could not be compiled, and whether memory and disks have the room that the run needs."""
+        """Notes what torch sees, which ops could not be compiled, and whether memory and disks have the room that the run needs."""
         for rank, found in told.items():
             node = self.seen[rank]["node"]
             if "error" in found:
@@ -124,7 +124,7 @@ class Report:
             self.add(Problem(f"out = {out}: {amount(free)} free", f"the run writes {amount(total)}: {made}", fix), [])
 
     def measured(self, told: dict[int, dict[str, Any]], joined: dict[int, dict[str, Any]]) -> None:
-        """Names ranks and links that the others would wait for; `joined`: what each rank reported when it had joined the others."""
+        """Names ranks and links that the others would wait for; `joined`: what each rank reported after it had joined the others."""
         failed = {rank: found["error"] for rank, found in told.items() if "error" in found}
         for rank, why in failed.items():
             fix = "for NCCL start again with NCCL_DEBUG=INFO, and choose the interface with NCCL_SOCKET_IFNAME (gloo: GLOO_SOCKET_IFNAME)"
@@ -156,7 +156,7 @@ class Report:
             self.too_slow(links, joined)
 
     def too_slow(self, links: dict[tuple[int, int], float], joined: dict[int, dict[str, Any]]) -> None:
-        """Names links between GPUs that do not reach what their kind should."""
+        """Names links between GPUs that do not reach the speed of their kind."""
         facts = {node: self.seen[node]["fabric"] for node in self.nodes}
         networks = {rank: found["network"] for rank, found in joined.items()}
         if len(self.nodes) > 1:
@@ -169,7 +169,7 @@ class Report:
             self.add(Problem(where, f"the link is slow: {text}", fix), [])
 
     def slow(self, told: dict[int, dict[str, Any]], times: float = SLOW) -> dict[int, tuple[float, float]]:
-        """rank -> (seconds that it needs for a piece of work, those of others) of each rank that all others wait for.
+        """Finds the ranks that all others wait for: rank -> (its seconds for a piece of work, those of others).
 
         The ranks of a host without GPUs share its cores as the scheduler likes, so there the fastest one stands for its host.
         """
@@ -181,7 +181,7 @@ class Report:
         return {rank: (seconds, others[rank]) for rank, seconds in own.items() if seconds > times * others[rank]}
 
     def absent(self, lost: dict[int, str]) -> None:
-        """Names ranks that did not come, or went."""
+        """Names ranks that did not come or have gone."""
         by_reason: dict[str, list[int]] = {}
         for rank, why in sorted(lost.items()):
             by_reason.setdefault(why, []).append(rank)

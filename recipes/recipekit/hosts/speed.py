@@ -1,4 +1,4 @@
-"""How fast each rank works and talks, measured with torch for a few seconds: what a slow rank or link is known by."""
+"""Measures with torch, for a few seconds, how fast each rank works and talks, so that slow ranks and links show."""
 
 import os
 import statistics
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from .fabric import network_of
 from .torch_builds import gpus_in_use
 
-JOIN = timedelta(minutes=9)  # of joining and the first collective: NCCL asks all GPUs and adapters of a large host then
-LIMIT = timedelta(seconds=30)  # of each collective after it
+JOIN = timedelta(minutes=9)  # for joining and the first collective, in which NCCL asks all GPUs and adapters of a large host
+LIMIT = timedelta(seconds=30)  # for each later collective
 
 
 def join() -> dict[str, Any]:
     """Joins a process group by RANK, WORLD_SIZE and MASTER_*, over NCCL where there are GPUs, else gloo, and warms it up (a collective).
 
-    Returns {"network"}: what NCCL talks over between hosts, empty where it does not tell.
+    Returns {"network"}: the network that NCCL uses between hosts, "" if NCCL does not say.
     """
     torch.set_num_threads(1)  # several ranks share the cores
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +38,7 @@ def join() -> dict[str, Any]:
 
 
 def measure(seconds: float = 2.0) -> dict[str, Any]:
-    """What this rank needs for a piece of work, for an all-reduce, and GB/s from each rank (a collective).
+    """Measures the seconds of this rank for a piece of work and for an all-reduce, and GB/s from each rank (a collective).
 
     A third of `seconds` goes to work that each rank does alone, one to the all-reduce, one to the links.
     """
@@ -61,7 +61,7 @@ def measure(seconds: float = 2.0) -> dict[str, Any]:
     deadline, over, times = time.perf_counter() + seconds / 3, False, []
     while not over:
         message.fill_(1.0)
-        message[0] = float(time.perf_counter() > deadline)  # every rank has to see the same end
+        message[0] = float(time.perf_counter() > deadline)  # every rank has to stop at the same round
         _finish(device)
         begun = time.perf_counter()
         dist.all_reduce(message)
@@ -75,14 +75,14 @@ def measure(seconds: float = 2.0) -> dict[str, Any]:
 
 
 def _links(message: torch.Tensor, device: torch.device, seconds: float) -> tuple[dict[int, float], bool]:
-    """rank -> GB/s from it, the best of five; and whether the time was enough for all ranks. In round k everyone sends k ranks on."""
+    """Measures {rank: GB/s from it}, the best of five, and whether the time was enough for all ranks. In round k every rank sends k ranks on."""
     rank, world = dist.get_rank(), dist.get_world_size()
     received, found = torch.empty_like(message), {}
     deadline = time.perf_counter() + seconds
     for shift in range(1, world):
         to, source = (rank + shift) % world, (rank - shift) % world
         times = []
-        for _ in range(6):  # the first one opens the connection
+        for _ in range(6):  # the first message opens the connection
             begun = time.perf_counter()
             for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, message, to), dist.P2POp(dist.irecv, received, source)]):
                 work.wait()
@@ -101,6 +101,6 @@ def _device() -> torch.device:
 
 
 def _finish(device: torch.device) -> None:
-    """Waits for what the device was given to do."""
+    """Waits until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

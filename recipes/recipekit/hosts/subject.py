@@ -1,4 +1,4 @@
-"""What the doctor examines: a run as this host would start it, and what of the host it needs."""
+"""Resolves the run that the doctor examines, as this host would start it, and examines this host for that run."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from .findings import Findings, existing
 
 
 class Slot(NamedTuple):
-    """This process among all ranks, as its launcher says."""
+    """Describes this process among all ranks, as its launcher says."""
 
     rank: int
     world: int
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """The run that is examined. `plan` is None without a recipe, and where one was refused for `problems`."""
+    """Holds the run that is examined. `plan` is None without a recipe, or if the recipe was refused for `problems`."""
 
     out: Path
     command: Command | None
@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 
 
 def read_subject(recipe: Path | None, flags: list[str], out: Path | None, world: int | None, slot: Slot) -> Subject:
-    """Resolves a run as a start of its recipe would on this host; `world` is the number of its ranks, None for those that are examined.
+    """Resolves a run as a start of its recipe would on this host; `world` is the number of its ranks, None for the number of examined ranks.
 
     Raises `Refusal` for a wrong command line only.
     """
@@ -53,7 +53,7 @@ def read_subject(recipe: Path | None, flags: list[str], out: Path | None, world:
     command = dataclasses.replace(command, world=world or slot.world, rank=slot.rank, local_rank=slot.local_rank)
     out = command.out
     config: dict[str, Any] = {}
-    with contextlib.suppress(Refusal):  # `make_plan` tells what is wrong with the JSON
+    with contextlib.suppress(Refusal):  # `make_plan` reports what is wrong with the JSON
         config = json_file.load(command.recipe.ds_config, command.folder)[0]
     try:
         plan = make_plan(command)
@@ -66,7 +66,7 @@ def read_subject(recipe: Path | None, flags: list[str], out: Path | None, world:
 
 
 def swap_folder(plan: Plan | None) -> Path | None:
-    """Returns the folder that a plan swaps to, None if to none."""
+    """Returns the folder that a plan swaps to, None if the plan swaps nothing."""
     zero = plan.ds_config["zero_optimization"] if plan else {}
     found = [zero[block]["nvme_path"] for block in ("offload_optimizer", "offload_param") if zero.get(block, {}).get("device") == "nvme"]
     return Path(found[0]) if found else None
@@ -84,7 +84,7 @@ def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: in
     yield from subject.problems
     if folder := swap_folder(subject.plan):
         yield from folders.check_drive(folder)
-    if slot.rank == 0:  # it alone records the run, and opens the port
+    if slot.rank == 0:  # rank 0 alone records the run and opens the port
         yield from accounts.check_wandb(recipe is None or recipe.wandb)
         yield from ports.check_port(master_port)
     yield from accounts.check_hub(None if recipe is None or recipe.init == "random" or is_local(recipe.model) else recipe.model)
@@ -95,7 +95,7 @@ def local_gpus() -> list[int]:
     try:
         return [gpu.number for gpu in gpus.gpus()]
     except OSError:
-        return []  # `check_devices` tells
+        return []  # `check_devices` reports that
 
 
 def room(subject: Subject) -> dict[str, int]:
@@ -111,12 +111,15 @@ def _free(folder: Path) -> int:
 
 @contextlib.contextmanager
 def left_mark(out: Path, id: str) -> Iterator[str | None]:
-    """Leaves a file in the run folder (or the nearest one above it) by which other hosts know it; gives its name, None if none can be made."""
+    """Leaves a file in the run folder (or the nearest one above it) by which other hosts recognise the folder.
+
+    Yields the file's name, None if the file cannot be made.
+    """
     path = existing(out) / f".doctor_{id}"
     try:
         path.touch()
     except OSError:
-        yield None  # `check_out` tells why
+        yield None  # `check_out` reports why
         return
     try:
         yield path.name

@@ -1,1 +1,1 @@
-"""Which arithmetic runs on the device."""
+"""Chooses which arithmetic runs on the device."""

@@ -1,8 +1,8 @@
-"""`--deterministic`: the settings under which the same run on the same GPUs gives the same bits, switched on and read
-back on every rank.
+"""Switches on, and reads back on every rank, the settings with which a run on the same GPUs gives the same bits
+(`--deterministic`).
 
-Not needed on a CPU, where the same number of threads adds in the same order anyway; they are set there, too, so that
-one command is one thing.
+A CPU does not need them: the same number of threads adds in the same order anyway. They are set there, too, so that the
+command means the same everywhere.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..refusal import Problem, Refusal, refuse
 
-# Variable -> the values that do; the first is set where the user's environment has none.
+# Variable -> the values that suffice; the first is set if the user's environment has none.
 VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),  # cuBLAS: no workspace that two streams share
     "NCCL_ALGO": ("Ring",),  # one order of summation, whatever the tuner thinks of a message's size
@@ -22,7 +22,7 @@ VARIABLES = {
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Problem]:
-    """The variables that the user has set to a value that another order of summation goes with."""
+    """Refuses variables whose value, set by the user, allows another order of summation."""
     return [
         Problem(f"{name}={environment[name]}", "contradicts --deterministic", f"unset it, or set it to {' or '.join(values)}")
         for name, values in VARIABLES.items()
@@ -31,8 +31,8 @@ def check_environment(environment: Mapping[str, str]) -> list[Problem]:
 
 
 def switch_on() -> None:
-    """Sets everything, before this process uses CUDA. Raises `Refusal` where that is too late, or the environment says
-    otherwise.
+    """Sets everything, before this process uses CUDA. Raises `Refusal` if that is too late, or if the environment
+    contradicts it.
     """
     import torch
 
@@ -43,8 +43,8 @@ def switch_on() -> None:
     for name, values in VARIABLES.items():
         os.environ.setdefault(name, values[0])
     torch.use_deterministic_algorithms(True)
-    # With it every torch.empty is filled with NaN: a write more for each buffer, and NaN in the padding of ZeRO's
-    # partitions, which nothing ever sets.
+    # If this were True, torch would fill every torch.empty with NaN: one more write for each buffer, and NaN in the padding
+    # of ZeRO's partitions, which nothing ever sets.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -52,7 +52,7 @@ def switch_on() -> None:
 
 
 def in_force() -> dict[str, Any]:
-    """What this process has of each setting, read from where it takes effect."""
+    """Reads the value of each setting in this process, from the place where it takes effect."""
     import torch
 
     return {name: os.environ.get(name) for name in VARIABLES} | {
@@ -65,7 +65,7 @@ def in_force() -> dict[str, Any]:
 
 
 def check_in_force() -> dict[str, Any]:
-    """The settings of this rank. Raises `Refusal` that names those which something has put back since `switch_on`."""
+    """Returns the settings of this rank. Raises `Refusal` with those that something has changed back since `switch_on`."""
     wanted = {
         "deterministic_algorithms": (True,),
         "fill_uninitialized_memory": (False,),

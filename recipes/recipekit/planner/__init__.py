@@ -1,1 +1,1 @@
-"""What a run will need, before it runs."""
+"""Counts what a run will need, before it runs."""

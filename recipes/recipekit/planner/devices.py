@@ -1,8 +1,8 @@
-"""The accelerators that people rent: peak of dense bf16 matrix products, and memory, by the name that torch reports.
+"""Lists the accelerators that people rent, by the name that torch reports: peak of dense bf16 matrix products, and memory.
 
 From the vendors' data sheets (NVIDIA: A10, A10G on AWS, A100, GH200, H20, H100, H200, HGX B200, L4, L40S, Ada
-whitepaper; AMD: MI300X), without sparsity, which doubles the figure that most of them print first. The memory is the
-nominal one in GiB; what a program can have is up to 7 % less (ECC, the driver's own), so what exceeds it certainly does
+whitepaper; AMD: MI300X), without sparsity, which doubles the figure that most data sheets print first. The memory is
+the nominal one in GiB; a program gets up to 7 % less (ECC, the driver), so what exceeds the nominal memory certainly does
 not fit.
 """
 
@@ -14,8 +14,8 @@ from ..refusal import refuse
 
 @dataclass(frozen=True)
 class Device:
-    """`flops`: dense bf16 operations a second at the peak, a multiply-add counted as two. `memory` in bytes. `also`:
-    words that people call it by.
+    """Describes a device. `flops`: dense bf16 operations a second at the peak, a multiply-add counted as two. `memory` in
+    bytes. `also`: other words that people use for the device.
     """
 
     flops: float
@@ -51,12 +51,12 @@ DEVICES = {
 
 
 def device_called(name: str) -> tuple[str, Device]:
-    """The device that a user means: "H200", "a100-sxm4-40gb", "RTX4090". Raises `Refusal` with the names if none, or
-    several unlike ones, are meant.
+    """Finds the device that a user means by "H200", "a100-sxm4-40gb" or "RTX4090". Raises `Refusal` with the names if the
+    text fits no device, or several with unequal memory.
     """
     text = "".join(_words(name))
     meant = [known for known, device in DEVICES.items() if text and _made_of(text, {*_words(f"{known} {device.also}")})]
-    if len({DEVICES[known].memory for known in meant}) == 1:  # H200 is meant before H200 NVL
+    if len({DEVICES[known].memory for known in meant}) == 1:  # the shortest name: H200, not H200 NVL
         known = min(meant, key=len)
         return known, DEVICES[known]
     rule = f"may be any of {', '.join(meant)}" if meant else "is not in the table of devices"
@@ -68,5 +68,5 @@ def _words(text: str) -> list[str]:
 
 
 def _made_of(text: str, words: set[str]) -> bool:
-    """True if the text is some of the words, each once, with nothing between them."""
+    """Returns True if the text is made of some of the words, each used once, with nothing between them."""
     return not text or any(_made_of(text.removeprefix(word), words - {word}) for word in words if text.startswith(word))

@@ -1,4 +1,4 @@
-"""What a rank's optimizer sees: groups of parameters, and the parts that ZeRO makes of them."""
+"""Counts what a rank's optimizer sees: groups of parameters, and the parts that ZeRO makes of them."""
 
 from dataclasses import dataclass
 from math import prod
@@ -8,8 +8,8 @@ from ..parallel.blueprint import Layout, Tensor, local_shape
 
 @dataclass(frozen=True)
 class Group:
-    """Counts the parameters of one optimizer group in a rank's shard: elements of each, and the ranks that ZeRO divides
-    them over.
+    """Counts the elements of each parameter of one optimizer group in a rank's shard, and the ranks over which ZeRO
+    divides them.
     """
 
     numels: tuple[int, ...]
@@ -21,11 +21,11 @@ class Group:
 
     @property
     def padded(self) -> int:
-        """Elements of the flat tensor of ZeRO-1 and -2: a multiple of two for each rank."""
+        """Counts the elements of the flat tensor of ZeRO-1 and -2: a multiple of two for each rank."""
         return -(-self.numel // (2 * self.ranks)) * 2 * self.ranks
 
     def touched(self, rank: int) -> list[int]:
-        """Elements of each parameter that lies, whole or in part, in a rank's partition of the flat tensor."""
+        """Counts the elements of each parameter that lies, whole or in part, in a rank's partition of the flat tensor."""
         size, start, found = self.padded // self.ranks, 0, []
         for numel in self.numels:
             if start < (rank + 1) * size and start + numel > rank * size:
@@ -34,11 +34,11 @@ class Group:
         return found
 
     def parts(self) -> list[int]:
-        """Elements of ZeRO-3's partition of each parameter."""
+        """Counts the elements of ZeRO-3's partition of each parameter."""
         return [-(-numel // self.ranks) for numel in self.numels]
 
     def sub_groups(self, most: int) -> list[list[int]]:
-        """ZeRO-3's partitions in runs of at least `most` elements (stage3.py, _create_fp16_sub_groups)."""
+        """Divides ZeRO-3's partitions into runs of at least `most` elements (stage3.py, _create_fp16_sub_groups)."""
         parts = self.parts()
         if sum(parts) <= most:
             return [parts]
@@ -51,8 +51,8 @@ class Group:
 
 
 def groups_of(tensors: list[Tensor], layout: Layout) -> tuple[list[Group], list[int]]:
-    """Divides the tensors of a rank into the optimizer's groups and the elements of each frozen parameter. Experts are
-    groups of their own where they are divided.
+    """Divides the tensors of a rank into the optimizer's groups and the elements of each frozen parameter. Divided experts
+    are groups of their own.
     """
     ep = layout.mesh.ep
     found: dict[tuple[int, bool], list[int]] = {}

@@ -1,4 +1,4 @@
-"""What a run needs of a host: memory, and room for what it writes."""
+"""Counts what a run needs of a host: memory, and room for the files that the run writes."""
 
 import torch
 
@@ -22,7 +22,7 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     assert plan.model_config is not None
     model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class)
     if plan.mesh.pp > 1:
-        plan_of(model, recipe.pp_plan)  # refused if it has none
+        plan_of(model, recipe.pp_plan)  # raises Refusal if the model has no plan
     terms = fullest(plan, *drawn_up(plan))
     model = recipe.adapt(model) if recipe.adapt else model
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -40,6 +40,6 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
         "host": total(terms, HOST) + device_memory,
         "NVMe": total(terms, NVME),
         "checkpoint": (size if stage < 3 else size - trained) * width + trained * ((4 if mixed or stage else 0) + 8),
-        "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next is complete before the oldest goes
+        "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next one is complete before the oldest is removed
         "export": size * width if recipe.export else 0,
     }

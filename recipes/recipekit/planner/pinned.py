@@ -1,15 +1,15 @@
-"""Page-locked host memory: what torch's allocator takes for it, and how it is kept from rounding up."""
+"""Counts page-locked host memory as torch's allocator takes it, and keeps the allocator from rounding up."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-ROUNDED_UP_TO = 16 * 2**20  # bytes: larger pinned blocks are as large as asked for (run.py sets it, for torch 2.13 and later)
+ROUNDED_UP_TO = 16 * 2**20  # bytes: larger pinned blocks are not rounded (run.py sets this, for torch 2.13 and later)
 
 
 def pinned_bytes(size: int, exact: bool) -> int:
-    """Returns the bytes that torch's pinned allocator takes for a block: the next power of two (CachingHostAllocator.h),
-    unless it is set to be exact.
+    """Returns the bytes that torch's pinned allocator takes for a block: the next power of two (CachingHostAllocator.h);
+    with `exact` a block above ROUNDED_UP_TO is not rounded.
     """
     if size == 0 or (exact and size > ROUNDED_UP_TO):
         return size

@@ -1,4 +1,4 @@
-"""What `--dry_run` prints: layout, batch arithmetic, resolved JSON and memory, with a verdict where the device is known."""
+"""Prints a dry run: layout, batch arithmetic, resolved JSON and memory, with a verdict if the device is known."""
 
 import json
 
@@ -26,7 +26,7 @@ def show(plan: Plan) -> None:
     """Prints the plan; needs no accelerator, no process group and no weights."""
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
     unknown, drawn, terms = "", None, []
-    if plan.model_config is not None:  # first: what is refused stands alone
+    if plan.model_config is not None:  # first, so that a refusal stands alone
         refuse_degrees(
             empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class), recipe.pp_plan, mesh
         )
@@ -56,7 +56,7 @@ def show(plan: Plan) -> None:
 
 
 def show_place(terms: list[Term], place: str) -> None:
-    """Prints what the fullest rank holds at a place, the most that is there at a time first."""
+    """Prints what the fullest rank holds at a place, after the most that is there at one time."""
     always = sum(term.taken for term in terms if term.place == place and not term.when and not term.bound)
     worst = max(MOMENTS, key=lambda moment: total(terms, place, moment))
     most = total(terms, place, worst)
@@ -76,7 +76,7 @@ def show_verdict(terms: list[Term], name: str, memory: int) -> None:
 
 
 def seen_device(command: Command) -> tuple[str, int] | None:
-    """(name, bytes) of the device that was named, or else of the first one that torch sees."""
+    """Returns (name, bytes) of the device that the command names, else of the first one that torch sees."""
     if command.device:
         name, device = device_called(command.device)
         return name, device.memory
@@ -86,7 +86,7 @@ def seen_device(command: Command) -> tuple[str, int] | None:
 
 
 def refuse_degrees(model: PreTrainedModel, pp_plan: dict[str, str] | None, mesh: Mesh) -> None:
-    """Raises `Refusal` for a degree for which the model publishes no plan, or whose experts cannot be divided."""
+    """Raises `Refusal` for a degree without a published plan of the model, or one that does not divide its experts."""
     if mesh.pp > 1:
         pipeline.plan_of(model, pp_plan)
     if mesh.tp > 1:
@@ -96,7 +96,7 @@ def refuse_degrees(model: PreTrainedModel, pp_plan: dict[str, str] | None, mesh:
 
 
 def drawn_up(plan: Plan) -> tuple[Blueprint, Layout, Load]:
-    """The model, its layout and its load, as `memory.rank_terms` takes them; needs no weights."""
+    """Describes the model, its layout and its load, as `memory.rank_terms` takes them; needs no weights."""
     recipe, mesh = plan.recipe, plan.mesh
     assert plan.model_config is not None
     model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class)
@@ -116,17 +116,17 @@ def drawn_up(plan: Plan) -> tuple[Blueprint, Layout, Load]:
 
 
 def rank_plan(plan: Plan, pp_rank: int) -> list[Term]:
-    """The memory terms of the ranks of one pipeline stage."""
+    """Returns the memory terms of the ranks of one pipeline stage."""
     blueprint, layout, load = drawn_up(plan)
     return rank_terms(blueprint, layout, plan.ds_config, load, pp_rank)
 
 
 def fullest(plan: Plan, blueprint: Blueprint, layout: Layout, load: Load) -> list[Term]:
-    """The memory terms of the fullest rank: of the pipeline stage that takes most of its accelerator."""
+    """Returns the memory terms of the fullest rank: a rank of the pipeline stage that takes most of its accelerator."""
     return max((rank_terms(blueprint, layout, plan.ds_config, load, rank) for rank in range(plan.mesh.pp)), key=lambda terms: total(terms, ACCELERATOR))
 
 
 def layout_of(mesh: Mesh, blueprint: Blueprint, pipeline_schedule: str) -> Layout:
-    """The layout that a recipe asks for, as far as it is needed to count."""
+    """Returns the layout that a recipe asks for, as far as counting needs it."""
     stages = mesh.pp * (2 if pipeline_schedule == "dualpipev" else 1)
     return Layout(mesh, 0, "torch", "float32", stage_bounds(blueprint, stages) if mesh.pp > 1 else (), pipeline_schedule)

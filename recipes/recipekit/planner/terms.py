@@ -1,22 +1,22 @@
-"""What a rank holds: its terms, their sum at the worst moment, and whether it fits."""
+"""Sums what a rank holds at the worst moment, and refuses what does not fit."""
 
 from dataclasses import dataclass
 
 from ..refusal import Problem
 
 ACCELERATOR, HOST, NVME = "accelerator", "host", "NVMe"
-# When a term is there, if not all the time: while the loss and its gradient are computed, while gradients arrive, when
-# all of them are summed over the ranks, in the optimizer's step.
+# The moments of a step, for terms that are not always there: while the loss and its gradient are computed, while gradients
+# arrive, while all of them are summed over the ranks, during the optimizer's step.
 LOSS, BACKWARD, REDUCE, STEP = "loss", "backward", "reduce", "step"
 MOMENTS = (LOSS, BACKWARD, REDUCE, STEP)
 
 
 @dataclass(frozen=True)
 class Term:
-    """Names something that a rank holds, and its bytes. `pinned`: the page-locked bytes that torch's allocator takes for
-    it, rounding included (0: pageable).
+    """Names something that a rank holds, and counts its bytes. `pinned`: the page-locked bytes that torch's allocator takes
+    for the term, rounding included (0: pageable).
 
-    `bound`: `size` is an upper bound, so no run is refused for it. `when`: the moments at which it is there; empty: always.
+    `bound`: `size` is an upper bound, so no run is refused for it. `when`: the moments at which the term is there; empty: always.
     """
 
     place: str
@@ -28,13 +28,13 @@ class Term:
 
     @property
     def taken(self) -> int:
-        """Bytes that nothing else can use while the term is there."""
+        """Returns the bytes that nothing else can use while the term is there."""
         return max(self.size, self.pinned)
 
 
 def too_much(terms: list[Term], place: str, free: int, ranks: int = 1, on: str = "") -> list[Problem]:
-    """Refuses terms that certainly do not fit into `free` bytes, which so many alike ranks share; returns [] if they may
-    fit. `on` names the device.
+    """Refuses terms that certainly do not fit into `free` bytes, which `ranks` equal ranks share; returns [] if the terms
+    may fit. `on` names the device.
     """
     if (needed := ranks * total(terms, place)) <= free:
         return []

@@ -1,1 +1,1 @@
-"""What surrounds the loop: preparing a run, agreeing, tracking, stopping and failing."""
+"""Surrounds the loop: prepares a run, lets ranks agree, tracks, stops and fails."""

@@ -1,4 +1,4 @@
-"""What all ranks have to agree on, and who is named when they do not."""
+"""Checks what all ranks have to agree on, and names the ranks that differ."""
 
 import platform
 from typing import Any
@@ -14,7 +14,10 @@ from ..refusal import Problem, Refusal, refuse
 
 
 def check_same_data(stream: Stream) -> None:
-    """Proves that all ranks read the same data, before the first step (a collective). Raises `Refusal`, on all ranks, that names each host that holds others."""
+    """Proves that all ranks read the same data, before the first step (a collective).
+
+    Raises, on all ranks, a `Refusal` that names each host with other data.
+    """
     own = (platform.node(), stream.state["identity"])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -24,7 +27,7 @@ def check_same_data(stream: Stream) -> None:
     files: list[Any] = [stream.files]
     dist.broadcast_object_list(files)
     refusal = None
-    if own[1] != first and everyone.index(own) == rank:  # the first rank of its host tells
+    if own[1] != first and everyone.index(own) == rank:  # the first rank of a host speaks for it
         changed = changed_files(files[0], stream.files)
         keys = ", ".join(key for key in first if own[1].get(key) != first[key])
         rule = f"differ from those of rank 0 on {first_host} in {keys}{f': {first_of(changed)}' if changed else ''}"
@@ -33,18 +36,18 @@ def check_same_data(stream: Stream) -> None:
 
 
 def shared_problems(error: BaseException | None) -> list[Problem]:
-    """What is wrong on any rank, the same on all (a collective). An error that is no refusal is raised where it is."""
+    """Collects the problems of all ranks, the same list on each (a collective). A rank raises its own error if that is no refusal."""
     if error is not None and not isinstance(error, Refusal):
         raise error
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, error.problems if error else [], group=waiting_group())  # one of them may read a slow disk
+    dist.all_gather_object(everyone, error.problems if error else [], group=waiting_group())  # a rank may wait for a slow disk
     return list(dict.fromkeys(problem for problems in everyone for problem in problems))
 
 
 def check_peers(mesh: Mesh, seen: int, step: int, device: torch.device) -> None:
     """Proves that all ranks of one data-parallel coordinate were given the same tokens up to `step` (a collective).
 
-    `seen` is what `data.roll` makes of them. Raises RuntimeError with the ranks that differ.
+    `seen`: the hash of those tokens, by `data.roll`. Raises RuntimeError with the ranks that differ.
     """
     if mesh.dp == mesh.world:
         return

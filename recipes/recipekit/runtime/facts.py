@@ -1,4 +1,4 @@
-"""The facts of a run: run.json, its layout, its model's arithmetic."""
+"""Collects the facts of a run: run.json, its layout, the arithmetic of its model."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from ..strategy.numbers import enabled
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns in bytes the most that the device's allocator has reserved for this rank, by which it runs out; on a CPU the peak resident size of this process."""
+    """Returns the peak memory of this rank in bytes: on a device what its allocator reserved, which a full device runs out of; on a CPU the resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -53,7 +53,7 @@ def layout_of(plan: Plan, engine: Engine, built: Built) -> Layout:
 
 
 def step_flops(model_config: dict[str, Any], attention: str, name: str, adapt: Callable[[Any], Any] | None = None) -> Flops | None:
-    """Counts what a step has to compute; None for a model with layers that cannot be counted."""
+    """Counts the FLOPs of a step; None for a model with layers that cannot be counted."""
     model = empty_model(model_config, attention, name)
     return model_flops(adapt(model) if adapt is not None else model)
 
@@ -95,7 +95,7 @@ def run_facts(plan: Plan, model_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_facts(plan: Plan, facts: dict[str, Any], files: dict[str, dict[str, str]]) -> None:
-    """Writes run.json; the resolved JSON by itself, which anyone's `--deepspeed_config` accepts; and the files that are read."""
+    """Writes run.json, the resolved JSON (any `--deepspeed_config` accepts it) and the digests of the data files."""
     plan.out.mkdir(parents=True, exist_ok=True)
     written = {STRATEGY: json.dumps(plan.ds_config, indent=2), DATA_FILES: json.dumps(files, indent=0), FACTS: json.dumps(facts, indent=1)}
     for name, content in written.items():

@@ -1,12 +1,12 @@
-"""How the failure of one rank ends the job in seconds, wherever the other ranks are.
+"""Ends the job within seconds of the failure of one rank, wherever the other ranks are.
 
-A rank that raises must not leave its process groups: with NCCL that waits for the peers, which wait for this rank. It
-prints its traceback, leaves a mark in the store that the process group met in, and ends. A thread of every other rank
-looks for that mark, and ends its rank although the main thread is blocked in a collective, which lets go of the GIL.
+A rank that raises must not destroy its process groups: with NCCL that call waits for the peers, which wait for this
+rank. So the rank prints its traceback, leaves a mark in the process group's store, and ends. A thread of every other rank
+looks for the mark and then ends its rank, even while the main thread is blocked in a collective (which frees the GIL).
 
     the failed rank     traceback; mark; waits until every rank has seen it, at most SEEN; "gone"; ends with 1
-    any other rank      waits until the failed one is gone, so that a launcher names that one; says why; ends with 1
-    a killed rank       leaves no mark: the ranks of its host miss its process, and the first to leave the mark tells
+    any other rank      waits until the failed rank is gone, so that a launcher names that rank; says why; ends with 1
+    a killed rank       leaves no mark: the ranks of its host miss its process, and the first one to leave the mark says so
     rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun keeps the store in its agent)
 """
 
@@ -30,29 +30,29 @@ from ..refusal import Refusal, exit_refused
 from .stopping import POLL, leave, tell
 
 SEEN = 2.0  # seconds in which the other ranks see the mark
-LAST_WORDS = 5.0  # seconds for what a rank still has to write down elsewhere, the state of its W&B run
+LAST_WORDS = 5.0  # seconds for the last record of a rank elsewhere: the state of its W&B run
 GONE = SEEN + LAST_WORDS + 1.0  # seconds after which a failed rank ends whatever it still waits for
-AFTER = 1.0  # seconds that a rank ends later than the one that failed: launchers look at most once in these
-# in what gloo, NCCL and the store raise where another rank has gone
+AFTER = 1.0  # seconds that a rank waits after the failed rank has ended: launchers look at their processes once a second or more often
+# words in the errors that gloo, NCCL and the store raise where another rank has gone
 CUT = ("onnection", "remote process exited", "ncclRemoteError", "recvValue failed", "Broken pipe")
 MISSED = 3.0  # seconds in which a rank that has lost its connection learns which rank is gone
-LEAVING = 600.0  # seconds that rank 0, which holds the store, waits at a clean end for the others to come to theirs
+LEAVING = 600.0  # seconds that rank 0, which holds the store, waits at a clean end until the other ranks have ended
 
 
 class Peers:
-    """The other ranks of the job. `with peers:` ends this rank on an exception at once, before anything else is undone.
+    """Watches the other ranks of the job. `with peers:` ends this rank on an exception at once, before anything else is undone.
 
-    Nothing happens before `watch`, and nothing where there is one rank: there an exception takes its usual way.
-    `last_words` is called, in a thread, when this rank or another one has failed; `way_on` tells how the run goes on.
+    Before `watch`, and in a job of one rank, an exception takes its usual way.
+    `last_words` is called, in a thread, when this rank or another one has failed; `way_on` returns how to go on with the run.
     """
 
     def __init__(self) -> None:
         self.last_words: Callable[[], None] = lambda: None
         self.way_on: Callable[[], str] = lambda: "the same command starts it again"
         self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # how this rank ends: its mark, or "" for a clean end
-        self._done = threading.Event()  # what the thread had to do for that is done
+        self._done = threading.Event()  # the thread has done its part of the end
         self._failed: dict[str, Any] = {}  # the mark of another rank
-        self._answered = threading.Event()  # whether there is one is known
+        self._answered = threading.Event()  # it is known whether another rank has left a mark
         self._refused = False
         self._thread: threading.Thread | None = None
 
@@ -64,19 +64,19 @@ class Peers:
         if dist.get_world_size() == 1:
             return
         met: Any = _get_default_store()
-        own = met.clone()  # a connection of its own: each answers one call at a time
+        own = met.clone()  # a second connection: each answers one call at a time
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         everyone: list[Any] = [None] * self._world
         dist.all_gather_object(everyone, (secrets.token_hex(8), os.getpid(), began(os.getpid())), group=group)
-        self._here = {rank: (pid, at) for rank, (_, pid, at) in enumerate(everyone) if began(pid) == at}  # whose processes are seen from here
-        self._store = PrefixStore(f"failure/{everyone[0][0]}", own)  # an agent keeps its store over restarts, with the marks of earlier ones
+        self._here = {rank: (pid, at) for rank, (_, pid, at) in enumerate(everyone) if began(pid) == at}  # ranks whose processes this host sees
+        self._store = PrefixStore(f"failure/{everyone[0][0]}", own)  # the key is new at each start: an agent keeps its store, with old marks, over restarts
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # nothing is lost when this rank is ended
         self._thread = threading.Thread(target=self._look, name="peers", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
-        """A clean end: rank 0, and the store with it, stays until no rank looks any more."""
+        """Ends the watch after a clean run: rank 0 keeps the store until no rank looks any more."""
         if self._thread is not None:
             self._ends.put("")
             self._thread.join(LEAVING + 1)
@@ -89,15 +89,15 @@ class Peers:
             self._end(error)
 
     def _end(self, error: BaseException) -> None:
-        """Tells what has happened and ends this rank, in GONE seconds whatever it meets."""
+        """Prints the error and ends this rank, within GONE seconds in any case."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # launchers send them; this rank is on its way out
+            signal.signal(number, signal.SIG_IGN)  # launchers send signals; this rank is ending already
         code, what = 1, traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
         if isinstance(error, Refusal):
             self._refused = True
             code, what = error.exit_code, f"refused: {error.problems[0]}"
             with contextlib.suppress(SystemExit):
-                exit_refused(error, 3.0)  # it can be this rank's alone
+                exit_refused(error, 3.0)  # the problem may be this rank's alone
         if isinstance(error, RuntimeError) and any(word in str(error) for word in CUT):
             self._answered.wait(MISSED)
         self._ends.put(json.dumps({"rank": self._rank, "host": platform.node(), "what": what[:300]}))
@@ -105,7 +105,7 @@ class Peers:
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         elif "lost" in self._failed and any(word in str(error) for word in CUT):
-            pass  # it tells no more than that
+            pass  # the error only says that the connection to the lost rank broke
         elif not self._refused and self._failed:
             tell(f"failed after rank {self._failed['rank']}: {what}")
         elif not self._refused:
@@ -116,20 +116,20 @@ class Peers:
         os._exit(code)
 
     def _look(self) -> None:
-        """The thread: until this rank ends, or another one has failed."""
+        """Runs in the thread until this rank ends or another one has failed."""
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
                     own = self._ends.get(timeout=POLL)
                     return self._leave_mark(own) if own else self._stop_looking()
-                if self._gone():  # before the store is asked: where rank 0 has taken it along, torch prints a C++ stack
-                    time.sleep(AFTER)  # ranks that end together, for a reason of their own, are not told of each other
+                if self._gone():  # looked at before the store: if the store went with rank 0, torch prints a C++ stack
+                    time.sleep(AFTER)  # ranks that end together, each for its own reason, do not report each other
                     if lost := self._lost():
                         return self._tell_lost(lost)
                 if self._store.check(["mark"]):
                     return self._follow(json.loads(self._store.get("mark")))
-        except RuntimeError:  # the store is gone, and with it what hosts it
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # else the launcher has gone, which stopping.py sees
+        except RuntimeError:  # the store is gone, and so is the process that held it
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # an agent holds the store: then the launcher has gone, which stopping.py sees
                 time.sleep(0.3)  # a process that ends closes its connections first
                 if gone := self._gone():
                     self._tell_lost(gone)
@@ -137,11 +137,11 @@ class Peers:
                     self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it is gone without a word"})
 
     def _gone(self) -> list[int]:
-        """The ranks of this host whose process has ended."""
+        """Lists the ranks of this host whose process has ended."""
         return [rank for rank, (pid, at) in self._here.items() if began(pid) != at]
 
     def _lost(self) -> list[int]:
-        """Those of them that ended without a word: no mark, no clean end."""
+        """Lists the ranks of this host that ended without a word: no mark, no clean end."""
         gone = self._gone()
         if self._store_lives(gone):
             if self._store.check(["mark"]):
@@ -152,11 +152,14 @@ class Peers:
 
     @staticmethod
     def _store_lives(gone: list[int]) -> bool:
-        """False if the store went with rank 0: asked for anything then, torch prints a C++ stack."""
+        """Returns False if the store went with rank 0; torch prints a C++ stack if that store is asked anything."""
         return 0 not in gone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def _tell_lost(self, lost: list[int]) -> None:
-        """Ends this rank after others of its host that were killed. One rank tells: whose mark is the first, or without a store the first that is left."""
+        """Ends this rank after other ranks of its host were killed.
+
+        One rank prints the message: the rank that left the first mark or, without a store, the first rank that is left.
+        """
         mark = {"rank": lost[0], "host": platform.node(), "what": "it is gone without a word", "lost": len(lost), "teller": self._rank}
         tells = self._rank == min(rank for rank in self._here if rank not in lost)
         if self._store_lives(lost):
@@ -185,27 +188,27 @@ class Peers:
         saying.join(LAST_WORDS)
         self._store.set("gone", "")
         if self._rank == 0:
-            time.sleep(0.3)  # all have read it: torch prints a C++ stack where a store goes away under a question
+            time.sleep(0.3)  # all ranks have read the mark; torch prints a C++ stack in a rank whose call the store does not answer any more
         return self._done.set()
 
     def _follow(self, mark: dict[str, Any]) -> None:
-        """Ends this rank after the one that failed."""
+        """Ends this rank after the rank that failed."""
         self._failed = mark
         self._answered.set()
-        ending = threading.Timer(GONE + 2 * AFTER, os._exit, [1])  # a store that answers no more keeps no rank
+        ending = threading.Timer(GONE + 2 * AFTER, os._exit, [1])  # a rank ends even if the store answers no more
         ending.daemon = True
         ending.start()
         saying = self._say_last_words()
         if "lost" not in mark or self._store_lives([mark["rank"]]):
             with contextlib.suppress(RuntimeError):  # rank 0 has gone, and the store with it
                 self._store.add("seen", 1)
-                others = self._world - mark.get("lost", 1)  # this one among them
+                others = self._world - mark.get("lost", 1)  # this rank included
                 self._wait_for(lambda: self._store.check(["gone"]) and (self._rank > 0 or self._store.add("seen", 0) >= others), GONE)
         saying.join(LAST_WORDS)
         time.sleep(AFTER)
-        # by one rank for its host; `python -m launch` reads the last line of each
+        # then one rank has printed it for its host; under `python -m launch` every rank does, which reads the last line of each
         told = "lost" in mark and mark["host"] == platform.node() and "LAUNCH_LOGS" not in os.environ
-        if self._refused or told:  # all ranks meet most refusals at once, and the first rank of the host has told
+        if self._refused or told:  # all ranks meet most refusals at once, and the first rank of the host has printed it
             os._exit(1)
         leave(1, f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}")
 
@@ -231,9 +234,9 @@ class Peers:
 
 
 def began(pid: int) -> str:
-    """When a process began, which tells it from a later one with its number; empty for one that has ended."""
+    """Reads when a process began, which distinguishes it from a later process with the same number; "" if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
-    except OSError:  # it has ended, or is not ours to look at
+    except OSError:  # the process has ended, or is another user's
         return ""

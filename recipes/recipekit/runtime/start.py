@@ -1,4 +1,4 @@
-"""From processes to ranks that can talk: groups, devices, compiled ops, room in memory."""
+"""Turns processes into ranks that can talk: groups, devices, compiled ops, room in memory."""
 
 import importlib
 import logging
@@ -45,8 +45,9 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
         check_memory(plan, device)
     except Refusal as refusal:
         lacking = refusal
-    problems = shared_problems(lacking)  # of one host, which the others would wait for
-    if once := {(problem.where.partition(" = ")[0], problem.rule): problem for problem in problems}:  # each rank saw a little more or less free
+    problems = shared_problems(lacking)  # one host's problem stops all ranks, which would wait for that host
+    # one of each problem: the ranks saw slightly different amounts of free memory
+    if once := {(problem.where.partition(" = ")[0], problem.rule): problem for problem in problems}:
         raise Refusal(list(once.values()))
     torch.manual_seed(plan.recipe.seed)
     if device.type == "cuda":
@@ -55,18 +56,18 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
 
 
 def do_without_shm_op() -> None:
-    """Lets `init_distributed` do without an op that no run here calls.
+    """Keeps `init_distributed` from building an op that no run here calls.
 
-    DeepSpeed 0.19.8 builds and opens it on every CPU (comm/torch.py, build_shm_op), for `inference_all_reduce` alone: half a minute of
-    compiling, 66 MiB a rank in /dev/shm, where the rank ends with a SIGBUS if they are not there, and which is never given back
-    (csrc/cpu/comm/shm.cpp). Without it `inference_all_reduce` is torch's `all_reduce`, as all other collectives are.
+    DeepSpeed 0.19.8 builds and opens the op on every CPU (comm/torch.py, build_shm_op), for `inference_all_reduce` alone.
+    That costs half a minute of compiling and 66 MiB a rank in /dev/shm, which are never given back (csrc/cpu/comm/shm.cpp);
+    if they are not there, the rank ends with a SIGBUS. Without the op `inference_all_reduce` is torch's `all_reduce`.
     """
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm's own attribute `torch` is torch
     backend.build_shm_op = lambda: None
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:
-    """Raises `Refusal` where the states of this rank, or those of all ranks of its host, certainly exceed what is free; before anything large is made."""
+    """Raises `Refusal` if the states of this rank, or of all ranks of its host, certainly exceed the free memory; called before anything large is made."""
     if plan.model_config is None:
         return
     stage, rank = plan.mesh.coords(plan.command.rank)["pp"], plan.command.rank
@@ -78,7 +79,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
             print(f"offload pins {gib(pinned)} of host memory on each rank, rounding included")
         problems += too_much(terms, ACCELERATOR, torch.cuda.mem_get_info(device)[0], on=f"{torch.cuda.get_device_name(device)} that is free")
     else:
-        # of a bucket, the kernel gives only the pages that are written
+        # a bucket takes only the pages that are written: the kernel gives no others
         terms = [replace(term, place=HOST, pinned=0, bound=term.bound or "bucket" in term.what) for term in terms if term.place != NVME]
     if (free := free_memory()) is not None:
         problems += too_much(terms, HOST, free, max(1, alike), on=f"{platform.node()} that is free")
@@ -89,7 +90,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
 def quiet() -> None:
     """Leaves warnings and errors of the libraries visible, not their information lines."""
     logger.setLevel(logging.WARNING)
-    # DeepSpeed 0.19.8 prints six lines for each group (bf16_optimizer.py, see_memory_usage with force), and resets the peak of the device's memory with them
+    # DeepSpeed 0.19.8 prints six lines for each group (bf16_optimizer.py, see_memory_usage with force), and resets the device's peak memory while it does
     bf16_optimizer.see_memory_usage = lambda *_, **__: None
     # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; the warning repeats for each
     warnings.filterwarnings("ignore", message=r".*is deprecated\. Please use `torch\.distributed", category=FutureWarning)

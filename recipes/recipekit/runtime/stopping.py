@@ -1,10 +1,10 @@
-"""How a run ends before its time: a signal, or a launcher that has gone.
+"""Ends a run early and in order: after a signal, or when its launcher has gone.
 
 A Python signal handler does not run while the main thread is blocked inside a collective, so a thread listens.
 
     SIGTERM, SIGINT, SIGHUP   a request, honoured at the next step boundary; repeats change nothing (launchers send several)
     third Ctrl-C              presses at least a second apart: the rank ends at once, without a checkpoint
-    launcher gone             before a `Stopper` is active the rank ends at once; then it is a request like a signal
+    launcher gone             before a `Stopper` is active the rank ends at once; after that it is a request, as a signal is
 """
 
 import contextlib
@@ -33,27 +33,27 @@ class Stopper:
     def __init__(self, grace: float):
         self.requested: str | None = None  # a key of REASONS
         self._grace = grace
-        self._boundary_due = self._request_due = 0.0  # time.monotonic() from which a requested stop counts as stuck
+        self._boundary_due = self._request_due = 0.0  # time.monotonic() after which a requested stop counts as stuck
         self._pressed = 0.0
         self._presses = 0
 
     @property
     def exit_code(self) -> int:
-        """0, or the code that tells a shell why the run stopped."""
+        """Returns 0, or the code that shows a shell why the run stopped."""
         return REASONS[self.requested] if self.requested else 0
 
     def request(self, reason: str) -> None:
-        """Asks for a stop, from any thread; the first reason stays. The loop passes on what another rank was told."""
+        """Asks for a stop, from any thread; the first reason stays. The loop passes on the reasons of other ranks."""
         if self.requested is None:
             self._request_due = time.monotonic() + self._grace
             self.requested = reason
 
     def boundary(self, next_within: float | None = None) -> None:
-        """Called after each optimizer step, and with `next_within` (seconds) before work that may outlast `grace`, such as a save."""
+        """Notes a step boundary: called after each optimizer step, and with `next_within` (seconds) before work that may outlast `grace`, such as a save."""
         self._boundary_due = time.monotonic() + (self._grace if next_within is None else next_within)
 
     def __enter__(self) -> Self:
-        # nohup ignores SIGHUP, and so do we then
+        # under nohup, which ignores SIGHUP, we ignore it too
         numbers = {signal.SIGTERM, signal.SIGINT} | ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set())
         self._stop_listening = _listen(numbers, self._python_handler, self._react)
         return self
@@ -62,7 +62,7 @@ class Stopper:
         self._stop_listening()
 
     def _python_handler(self, number: int, frame: Any) -> None:
-        """Does nothing, the thread has the signal; as SIGTERM's handler it leads the launcher watch to this object."""
+        """Does nothing: the thread reacts to the signal. As SIGTERM's handler this method leads the launcher watch to its object."""
 
     def _react(self, number: int | None) -> None:
         now = time.monotonic()
@@ -80,7 +80,7 @@ class Stopper:
 
 
 def quiet_interrupts() -> None:
-    """Until a `Stopper` is active, Ctrl-C ends the process at once with one line instead of a traceback."""
+    """Makes Ctrl-C end the process at once, with one line instead of a traceback, until a `Stopper` is active."""
 
     def react(number: int | None) -> None:
         if number is not None:
@@ -92,8 +92,8 @@ def quiet_interrupts() -> None:
 def start_launcher_watch() -> None:
     """Notices, within a second, that the launcher of this rank has gone, so that no rank trains on as an orphan.
 
-    The launcher is the parent process, and the `deepspeed` command above it: a signal to that command ends it alone. Call
-    it before slow imports. Without a launcher (no RANK, or a shell that set RANK by hand) nothing is watched.
+    Watched are the parent process and the `deepspeed` command above it, which a signal ends alone. Call this function
+    before slow imports. Without a launcher (no RANK, or a shell that set RANK by hand) nothing is watched.
     """
     launcher = os.getppid()
     if "RANK" not in os.environ or _command_name(launcher) in {"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "ash"}:
@@ -119,14 +119,14 @@ def start_launcher_watch() -> None:
 
 
 def _listen(numbers: set[signal.Signals], handler: Callable[[int, Any], None], react: Callable[[int | None], None]) -> Callable[[], None]:
-    """Calls `react(number)` in a thread for each signal, and `react(None)` every POLL seconds; returns the call that ends it."""
+    """Calls `react(number)` in a thread for each signal, and `react(None)` every POLL seconds; returns the call that ends the thread."""
     reader, writer = socket.socketpair()
     reader.settimeout(POLL)
     writer.setblocking(False)
-    fd = writer.detach()  # an open number, which no garbage collection closes
+    fd = writer.detach()  # a plain number: no garbage collection closes it
     before = {number: signal.signal(number, handler) for number in numbers}
     for number in numbers:
-        signal.siginterrupt(number, False)  # no library sees a system call cut short by a signal we only take note of
+        signal.siginterrupt(number, False)  # a signal that we only note cuts no system call of a library short
     fd_before = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
     listening = True
 
@@ -163,7 +163,7 @@ def _listen(numbers: set[signal.Signals], handler: Callable[[int, Any], None], r
 
 
 def leave(exit_code: int, text: str) -> NoReturn:
-    """Ends this process from any thread, whatever the others do."""
+    """Ends this process from any thread, whatever the other threads do."""
     tell(text)
     os._exit(exit_code)
 
@@ -189,7 +189,7 @@ def _command_name(pid: int) -> str:
 
 
 def _runs_deepspeed(pid: int) -> bool:
-    """True if the process is the `deepspeed` command: `python .../bin/deepspeed` or `python -m deepspeed.launcher.runner`."""
+    """Returns True if the process is the `deepspeed` command: `python .../bin/deepspeed` or `python -m deepspeed.launcher.runner`."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: `metrics.jsonl`, its copy in Weights & Biases, and a line on the terminal."""
+"""Records a run while it trains: in `metrics.jsonl`, in Weights & Biases, and as a line on the terminal."""
 
 import contextlib
 import datetime
@@ -28,8 +28,8 @@ from ..run_folder import METRICS
 
 PLAIN_EVERY = 10.0  # seconds between two lines where stderr is no terminal
 WANDB_INIT = 30.0  # seconds for W&B's server to answer; then the run is recorded offline
-WANDB_FINISH = 15.0  # seconds for the last uploads; what is left stays in the folder, for `wandb sync`
-WANDB_REPEAT = 10.0  # seconds of metrics that a restarted wandb-core is given again
+WANDB_FINISH = 15.0  # seconds for the last uploads; the rest stays in the folder, for `wandb sync`
+WANDB_REPEAT = 10.0  # seconds: a restarted wandb-core gets the metrics of this last while again
 WANDB_STARTS = 3
 
 
@@ -81,7 +81,7 @@ def cut_metrics(path: Path, last_step: int) -> None:
 
 
 class NoTracker:
-    """What every rank but the first tracks with: nothing."""
+    """Records nothing: the tracker of every rank but the first."""
 
     def log(self, metrics: dict[str, Any]) -> None: ...
 
@@ -91,7 +91,7 @@ class NoTracker:
 
 
 class Tracker:
-    """Rank 0's record of the run. Only `metrics.jsonl` can fail a step (a full disk); W&B and the terminal cannot."""
+    """Keeps rank 0's record of the run. Only `metrics.jsonl` can fail a step (a full disk); W&B and the terminal cannot."""
 
     def __init__(self, run_dir: Path, last_step: int):
         self._run_dir = run_dir
@@ -100,7 +100,7 @@ class Tracker:
         self._wandb: WandbCopy | None = None
 
     def copy_to_wandb(self, project: str, name: str, config: dict[str, Any], stopping: Callable[[], bool]) -> None:
-        """Records in a W&B run, too, if the package is installed."""
+        """Records the metrics in a W&B run, too, if the package is installed."""
         if importlib.util.find_spec("wandb") is not None:
             self._wandb = WandbCopy(project, name, self._run_dir, config, self.say, stopping)
         else:
@@ -131,19 +131,20 @@ class WandbCopy:
     """Copies the metrics to a W&B run from a thread of its own, so that a slow, hung or dead W&B neither delays nor fails a step.
 
     wandb writes through a child process, wandb-core, which a signal to all descendants of a rank ends (launch.py sends
-    SIGTERM to them). It is then started again with the same run id, and repeats what may not have reached the disk.
+    SIGTERM to them). wandb-core is then started again with the same run id, and gets those metrics again that may not
+    have reached the disk.
     """
 
     def __init__(self, project: str, name: str, run_dir: Path, config: dict[str, Any], say: Say, stopping: Callable[[], bool]):
         _quiet_wandb(run_dir)
-        import wandb  # here, not in the thread: one thread imports at a time
+        import wandb  # imported here, not in the thread: one thread imports at a time
 
         self._wandb = wandb
         self._say = say
         self._stopping = stopping
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the run has ended
-        self._recent: deque[tuple[float, dict[str, Any]]] = deque()  # when, what: the last WANDB_REPEAT seconds
-        self._ended = self._left = False  # the last metrics are in; nobody waits for the rest
+        self._recent: deque[tuple[float, dict[str, Any]]] = deque()  # (time, metrics) of the last WANDB_REPEAT seconds
+        self._ended = self._left = False  # no further metrics come; nobody waits any longer
         self._exit_code = 0
         chosen = project != Recipe.project
         self._run = {
@@ -181,16 +182,16 @@ class WandbCopy:
                 if self._left:
                     return
                 then = "starting it again" if attempt + 1 < WANDB_STARTS else "given up; metrics.jsonl goes on"
-                if attempt + 1 == WANDB_STARTS or not self._stopping():  # to a stop it belongs: launchers end every process below a rank
+                if attempt + 1 == WANDB_STARTS or not self._stopping():  # in a stop this is no failure: launchers end every process below a rank
                     self._say(f"W&B stopped recording ({' '.join(str(error).split())}), {then}")
             finally:
                 # wandb does this at exit anyway, but there a dead wandb-core prints a traceback and a hung one hangs the process.
-                with contextlib.suppress(OSError, AssertionError):  # the latter where the exit of a process that waits no longer does it at the same time
+                with contextlib.suppress(OSError, AssertionError):  # AssertionError if the exit of a process that waits no longer does the same at this moment
                     self._wandb.teardown(self._exit_code)
 
     def _record(self) -> None:
         run = self._init()
-        run.define_metric("*", step_metric="step")  # else W&B drops the steps that a resume takes again
+        run.define_metric("*", step_metric="step")  # without it W&B drops the steps that a resumed run repeats
         for _, metrics in self._recent:
             run.log(metrics)
         while not self._ended:
@@ -199,7 +200,7 @@ class WandbCopy:
                 self._ended = True
                 break
             self._recent.append((time.monotonic(), metrics))
-            run.log(metrics)  # it works, so wandb-core lives: what is older than WANDB_REPEAT is on disk
+            run.log(metrics)  # no error, so wandb-core lives: metrics older than WANDB_REPEAT are on disk
             while self._recent[0][0] < self._recent[-1][0] - WANDB_REPEAT:
                 self._recent.popleft()
         run.finish(exit_code=self._exit_code)
@@ -208,11 +209,11 @@ class WandbCopy:
         from wandb.sdk.lib import wbauth
 
         settings = self._wandb.Settings(
-            console="off",  # wandb would wrap stdout and stderr
+            console="off",  # otherwise wandb wraps stdout and stderr
             silent=True,
             save_code=False,
             disable_code=True,
-            disable_git=True,  # it would upload the diff of the working tree
+            disable_git=True,  # otherwise wandb uploads the diff of the working tree
             init_timeout=WANDB_INIT,
             finish_timeout=WANDB_FINISH,
             x_transaction_log_flush_interval=1.0,  # seconds; well below WANDB_REPEAT
@@ -235,7 +236,7 @@ class WandbCopy:
 
 
 class ProgressLine:
-    """Where the run is: a live line on a terminal; elsewhere plain lines, the first, one every PLAIN_EVERY seconds, and the last."""
+    """Shows where the run is: by a live line on a terminal, elsewhere by plain lines, namely the first, one every PLAIN_EVERY seconds and the last."""
 
     def __init__(self, last_step: int):
         self._last_step = last_step
@@ -266,7 +267,7 @@ class ProgressLine:
         # The reader of stderr may have gone (a closed terminal, `| tee` after Ctrl-C), which must not end the run.
         with contextlib.suppress(OSError):
             if self._live:
-                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)  # a command in it can be copied as a whole
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)  # no wrapping: a command in the text can be copied as a whole
             else:
                 print(text, file=sys.stderr, flush=True)
 
@@ -284,7 +285,7 @@ class ProgressLine:
 
 
 def _quiet_wandb(run_dir: Path) -> None:
-    """Keeps the terminal for the run: wandb-core prints its log there if it cannot write it below HOME, and each report on wandb itself that fails."""
+    """Keeps wandb off the terminal: wandb-core prints its log there if HOME cannot be written, and a line for each failed report on wandb itself."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     try:

@@ -1,1 +1,1 @@
-"""The DeepSpeed JSON: reading it, the facts and rules about its keys, checking it, and filling it in."""
+"""Reads, checks and fills in the DeepSpeed JSON, by facts and rules about its keys."""

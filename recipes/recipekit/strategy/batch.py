@@ -1,4 +1,4 @@
-"""The arithmetic of the batch: global_batch = dp * micro_batch * accumulation."""
+"""Checks the arithmetic of the batch: global_batch = dp * micro_batch * accumulation."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from .schema import shown
 
 
 def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, of_recipe: bool) -> list[Problem]:
-    """Refuses numbers of rows that do not divide: those of a step are data-parallel ranks * rows of a forward pass * accumulated micro-batches.
+    """Refuses numbers of rows that do not divide: rows of a step = data-parallel ranks * rows of a forward pass * accumulated micro-batches.
 
-    `total` and `micro` are the first two of the JSON, or else the recipe's (`of_recipe`), which has names of its own for them.
+    `total` (rows of a step) and `micro` (rows of a forward pass) are the JSON's numbers or, with `of_recipe`, the recipe's, whose
+    names the messages then use.
     """
     steps = clean.get("gradient_accumulation_steps", "auto")
     steps = None if steps == "auto" else steps
@@ -34,20 +35,22 @@ def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mes
         ways = [f"{all_rows} {_near(total, dp * micro)}"]
         ways += [f"{one} {max((rows for rows in fits if rows <= micro), default=fits[0])}"] if fits else []
         if "train_batch_size" in literal and "train_micro_batch_size_per_gpu" not in literal:
-            ways.reverse()  # what the JSON says stays
+            ways.reverse()  # the JSON's own number stays
         return [Problem(where, f"does not divide by {product_of(dp, micro, None)} = {dp * micro}", f"use {', or '.join(ways)}", FAILS)]
     if steps is not None and total != dp * micro * steps:
         rule = f"{product_of(dp, micro, steps)} = {dp * micro * steps}, not the {total} rows of a step"
         auto = f'write "auto" or {total // (dp * micro)}' if of_recipe else f"write {total // (dp * micro)}"
         rows = f"use {all_rows} {dp * micro * steps}"
-        ways = [rows, auto] if "train_micro_batch_size_per_gpu" in literal and "train_batch_size" not in literal else [auto, rows]  # what the JSON says stays
+        ways = (
+            [rows, auto] if "train_micro_batch_size_per_gpu" in literal and "train_batch_size" not in literal else [auto, rows]
+        )  # the JSON's own number stays
         fix = ", or ".join(ways) + (f", or {one} {total // (dp * steps)}" if total % (dp * steps) == 0 else "")
         return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix, FAILS)]
     return []
 
 
 def no_batch(config: dict[str, Any], filled_by: str) -> list[Problem]:
-    """DeepSpeed wants a batch size; a recipe and accelerate bring their own."""
+    """Refuses a JSON without a batch size, which DeepSpeed alone needs; a recipe and accelerate bring their own."""
     if filled_by == "accelerate" or {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         return []
     value = shown(config["gradient_accumulation_steps"]) if "gradient_accumulation_steps" in config else "(missing)"
@@ -64,6 +67,6 @@ def product_of(dp: int, micro: int | None, steps: int | None) -> str:
 
 
 def _near(number: int, divisor: int) -> str:
-    """The multiples of `divisor` on both sides of `number`."""
+    """Names the multiples of `divisor` on both sides of `number`."""
     low = number // divisor * divisor
     return f"{low} or {low + divisor}" if low else str(divisor)

@@ -1,6 +1,6 @@
-"""A DeepSpeed JSON: read strictly, every mistake found before anything starts, every "auto" turned into a number.
+"""Checks a DeepSpeed JSON: finds every mistake before anything starts.
 
-What DeepSpeed reads is in schema.json (written by tools/make/make_ds_schema.py), what it cannot combine in rules.py.
+schema.json (written by tools/make/make_ds_schema.py) has the keys that DeepSpeed reads, rules.py what DeepSpeed cannot combine.
 Neither torch nor deepspeed is imported, so a refusal takes about a second.
 """
 
@@ -16,7 +16,7 @@ from .rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
 from .schema import AUTO, FILLED_BY, at, meant_by_auto, optimizer_name, optimizer_params, resembled, shown, walk
 from .shapes import count_layers, divisible
 
-# While one of these, or a block that it lies in, is at fault or misspelt, what it combines with cannot be told.
+# While one of these keys, or a block around it, is at fault or misspelt, no rule about combinations can be applied.
 PIVOTS = (
     "zero_optimization.stage",
     "zero_optimization.offload_optimizer.device",
@@ -40,22 +40,22 @@ def check(
     filled_by: str = "",
     layout: dict[str, int] | None = None,
 ) -> list[Problem]:
-    """Every mistake that can be told without hardware; an empty list if there is none.
+    """Finds every mistake that shows without hardware; returns [] if there is none.
 
-    What is not given is not checked. `typed` names the recipe's fields that came from the command line. `json_only` is
-    for a JSON that another script hands to DeepSpeed: what has no effect in a recipe only is then let pass, and a problem
-    whose outcome is APPLIES is but an advice. `filled_by` names who turns "auto" into numbers in such a script ("trainer",
-    "accelerate", or nobody), `layout` the degrees of its mesh.
+    An argument that is left out is not checked. `typed` names the recipe's fields that came from the command line.
+    `json_only` is for a JSON that another script hands to DeepSpeed: keys that only a recipe ignores are then allowed, and
+    a problem whose outcome is APPLIES is only advice. `filled_by` names who turns "auto" into numbers in such a script
+    ("trainer", "accelerate", or nobody), `layout` the degrees of its mesh.
     """
     found, clean = walk(config, FILLED_BY[filled_by] if json_only else AUTO)
     if not json_only:
         for path, value in meant_by_auto(config).items():
-            if at(config, path) == "auto":  # what is combined is judged as it will be
+            if at(config, path) == "auto":  # the rules judge the value that "auto" will become
                 clean.setdefault(path.partition(".")[0], {})["enabled"] = value
         found = _schedule(found, config, clean, *(recipe.steps, recipe.min_lr) if recipe is not None else (None, 0.0))
     degrees = {axis: getattr(recipe, axis, 1) for axis in DEGREES} | degrees_in(clean)
     if json_only:
-        degrees |= {"pp": 1} | (layout or {})  # of pipeline.stages DeepSpeed takes no notice
+        degrees |= {"pp": 1} | (layout or {})  # DeepSpeed ignores pipeline.stages
     if mesh is not None:
         degrees = {axis: getattr(mesh, axis) for axis in DEGREES}
     elif world is not None:
@@ -63,7 +63,7 @@ def check(
             mesh = make_mesh(world, **degrees)
         except Refusal as refusal:
             found += refusal.problems
-    degrees = {axis: max(1, degree) for axis, degree in degrees.items()}  # a smaller one has been told
+    degrees = {axis: max(1, degree) for axis, degree in degrees.items()}  # smaller ones are refused above
     facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, stock=json_only)
     unknown = at(config, "zero_optimization.stage") == "auto" or any(_at_fault(pivot, config, clean) for pivot in PIVOTS)
     rules = () if unknown else RULES + (STOCK_RULES if json_only else RECIPE_RULES)
@@ -87,7 +87,7 @@ def check(
 
 
 def _at_fault(pivot: str, config: dict[str, Any], clean: dict[str, Any]) -> bool:
-    """True if the walk took a key or a block of `pivot` out of `config`, under its own name or one that resembles it."""
+    """Returns True if the walk took a key or a block of `pivot` out of `config`, under its own name or a name that resembles it."""
     for key in pivot.split("."):
         if key not in clean and resembled(key, config.keys() - clean.keys()):
             return True
@@ -96,7 +96,7 @@ def _at_fault(pivot: str, config: dict[str, Any], clean: dict[str, Any]) -> bool
 
 
 def check_device(config: dict[str, Any], device_type: str) -> list[Problem]:
-    """What the accelerator of this process cannot do; `device_type` is torch's name for it, such as cuda or cpu."""
+    """Refuses what the accelerator of this process cannot do; `device_type` is torch's name of the accelerator, such as cuda or cpu."""
     facts = Facts(walk(config)[1])
     found = []
     if device_type == "cpu" and facts.dtype == "fp16":
@@ -110,14 +110,15 @@ def check_device(config: dict[str, Any], device_type: str) -> list[Problem]:
     return found
 
 
-# What a recipe's own schedule is called that does the same.
+# DeepSpeed's scheduler -> the recipe's schedule that does the same.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any], steps: int | None, min_lr: float) -> list[Problem]:
-    """`found`, with one problem in place of several for a scheduler that leaves numbers to Trainer; or with one for its length.
+    """Returns `found` with one problem about the scheduler: its numbers are left to Trainer, or its length is not the run's.
 
-    The former is taken out of `clean`, as its fix is to delete it.
+    In the first case that problem replaces the scheduler's others, and the block is taken out of `clean`, as the fix is to
+    delete it.
     """
     params, name, where = at(config, "scheduler.params"), at(config, "scheduler.type"), "scheduler.params."
     autos = [key for key, value in params.items() if value == "auto"] if isinstance(params, dict) and isinstance(name, str) and name in SCHEDULES else []
@@ -141,7 +142,7 @@ def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any
 
 
 def _half_honoured(clean: dict[str, Any]) -> list[Problem]:
-    """Keys of blocks of which a recipe reads only the degree."""
+    """Refuses keys of blocks from which a recipe reads only the degree."""
     return [
         Problem(f"{block}.{key} = {shown(value)}", f"a recipe reads only {' and '.join(sorted(honoured))} of this block", "delete it")
         for block, honoured in RECIPE_HONOURS.items()
@@ -151,7 +152,7 @@ def _half_honoured(clean: dict[str, Any]) -> list[Problem]:
 
 
 def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
-    """Typed flags that a literal of the JSON contradicts, or that nothing would read."""
+    """Refuses typed flags that a literal of the JSON contradicts, or that nothing would read."""
     found = []
     for field, value in (literals(clean) | degrees_in(clean)).items():
         if field in typed and value != getattr(recipe, field):

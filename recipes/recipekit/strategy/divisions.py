@@ -1,4 +1,4 @@
-"""What the degrees of a layout have to divide, and which numbers of ranks fit."""
+"""Checks what the degrees of a layout have to divide, and names the numbers of ranks that fit."""
 
 import dataclasses
 import math
@@ -11,11 +11,11 @@ from .batch import product_of
 from .rules import Facts
 from .shapes import divisible, divisors, mask_bytes, shape_of
 
-MOST_MASK_BYTES = 40_000_000_000  # half of an 80 GB device; what else such a row needs is more than the other half
+MOST_MASK_BYTES = 40_000_000_000  # half of an 80 GB device; everything else that such a row needs exceeds the other half
 
 
 def check_divisions(degrees: dict[str, int], facts: Facts, seq_len: int, model_config: dict[str, Any] | None, mesh: Mesh | None) -> list[Problem]:
-    """Parallel degrees that do not divide the model, and parameters that do not fit their swap buffer. `seq_len` is 0 where it is not known."""
+    """Refuses parallel degrees that do not divide the model, and parameters larger than their swap buffer. `seq_len` is 0 if it is not known."""
     found = []
     whole = divisible(model_config, seq_len)
     experts = whole["ep"]["experts"]
@@ -46,7 +46,7 @@ def check_divisions(degrees: dict[str, int], facts: Facts, seq_len: int, model_c
 
 
 def check_tp(tp: int, model_config: dict[str, Any] | None, ranks: int = 0) -> list[Problem]:
-    """A tensor-parallel degree that does not divide the model; the fix names degrees that divide `ranks`, too, if these are known (not 0)."""
+    """Refuses a tensor-parallel degree that does not divide the model; the fix names degrees that also divide `ranks` (0: not known)."""
     shape = divisible(model_config, 0)["tp"]
     broken = [f"{number} {name}" for name, number in shape.items() if tp > 1 and number % tp]
     if not broken:
@@ -56,10 +56,10 @@ def check_tp(tp: int, model_config: dict[str, Any] | None, ranks: int = 0) -> li
 
 
 def name_worlds(found: list[Problem], world: int, step: int, check_on: Callable[[int | None], list[Problem]]) -> list[Problem]:
-    """The same problems; the last that another number of ranks would mend names the nearest numbers that mend them all.
+    """Returns the problems `found`; the last one that another number of ranks would mend names the nearest numbers that mend all.
 
-    `check_on` tells the problems on a number of ranks, and with None those that no number of ranks mends; `step` is the
-    product of the degrees.
+    `check_on(ranks)` returns the problems on that number of ranks, `check_on(None)` those that no number mends; `step` is
+    the product of the degrees.
     """
     if not found:
         return []
@@ -75,7 +75,7 @@ def name_worlds(found: list[Problem], world: int, step: int, check_on: Callable[
 
 
 def check_pipeline(pp: int, dualpipev: bool, total: int | None, micro: int | None, layers: int, mesh: Mesh | None) -> list[Problem]:
-    """More stages than layers (0: not known), and what the schedule of the micro-batches asks for; `total` is the global batch."""
+    """Refuses more stages than layers (0: not known), and too few micro-batches for the schedule; `total` is the global batch."""
     found = []
     each = 2 if dualpipev else 1  # stages on one rank
     if dualpipev and pp == 1:
@@ -98,7 +98,7 @@ def check_pipeline(pp: int, dualpipev: bool, total: int | None, micro: int | Non
 
 
 def check_dense_mask(attention: str, seq_len: int, rows: int, width: int) -> list[Problem]:
-    """A row so long that the mask of its packed documents leaves no room on a device."""
+    """Refuses a row so long that the mask of its packed documents leaves no room on a device."""
     size = mask_bytes(attention, rows, seq_len, width)
     if size <= MOST_MASK_BYTES:
         return []

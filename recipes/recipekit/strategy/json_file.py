@@ -1,4 +1,4 @@
-"""Finding a strategy's JSON and reading it strictly: no key twice, no comment, no NaN."""
+"""Finds a strategy's JSON and reads it strictly: no key twice, no comment, no NaN."""
 
 import copy
 import difflib
@@ -15,10 +15,10 @@ SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
 
 
 def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """The JSON called `name` and its path; a dict is returned as it is, with no path.
+    """Returns the JSON called `name` and its path; a dict is returned as it is, with None for the path.
 
     A name is looked up as typed, then in `folder` (where the recipe lies), then in the repository's ds_configs/. Raises
-    `Refusal` if it is not there or not strict JSON.
+    `Refusal` if no such file is there or its text is not strict JSON.
     """
     if isinstance(name, dict):
         return copy.deepcopy(name), None
@@ -52,13 +52,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Problem]:
-    """Every comment and spare comma, and what else is no JSON when these are out."""
-    found: dict[int, tuple[str, str]] = {}  # where it begins -> what JSON has none of, the fix
+    """Lists every comment and spare comma, and the first other fault that is left without them."""
+    found: dict[int, tuple[str, str]] = {}  # where a fault begins -> (its name, the fix)
     for pattern, what in ((r"(//[^\n]*|#[^\n]*|/\*.*?\*/)", "comments"), (r"(,)(?=\s*[}\]])", "comma before a closing bracket")):
         for match in list(re.finditer(r'"(?:\\.|[^"\\])*"|' + pattern, text, re.DOTALL)):
             if remark := match[1]:
                 found[match.start()] = what, "delete all from /* to */" if "\n" in remark else f"delete {remark.rstrip()}"
-                text = text[: match.start()] + re.sub(r"\S", " ", remark) + text[match.end() :]  # all else keeps its place
+                text = text[: match.start()] + re.sub(r"\S", " ", remark) + text[match.end() :]  # everything else keeps its place
 
     def where(spot: int) -> str:
         return f"{path}, line {text.count(chr(10), 0, spot) + 1}, column {spot - text.rfind(chr(10), 0, spot)}"
@@ -76,9 +76,9 @@ def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Prob
 
 
 class _StrictDecoder(json.JSONDecoder):
-    """JSON that refuses a key written twice, NaN and Infinity, with the line and column.
+    """Refuses a key written twice, NaN and Infinity, with line and column.
 
-    json's hooks are not told where they are, so this uses its Python scanner, whose parse functions are.
+    json's hooks get no position, so this class uses json's Python scanner, whose parse functions do.
     """
 
     def __init__(self, text: str) -> None:

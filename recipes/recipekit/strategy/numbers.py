@@ -1,4 +1,4 @@
-"""The numbers of a run that a JSON may state, too."""
+"""Reads the numbers of a run that a JSON may state, too."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ DEGREES = {
 
 
 def degrees(config: dict[str, Any]) -> dict[str, int]:
-    """The parallel degrees that the JSON sets, of tp, pp, sp and ep."""
+    """Reads the parallel degrees that the JSON sets: tp, pp, sp, ep."""
     return degrees_in(walk(config)[1])
 
 
 def literals(config: dict[str, Any]) -> dict[str, Any]:
-    """Field of `Recipe` -> the number that the JSON sets for it. An "auto" is no number."""
+    """Reads the numbers that the JSON sets: field of `Recipe` -> number. An "auto" is no number."""
     clean = walk(config)[1]
     found = {}
     for field, path in SHARED.items():
@@ -49,11 +49,11 @@ def degrees_in(clean: dict[str, Any]) -> dict[str, int]:
 
 
 def number_of(clean: dict[str, Any], recipe: Recipe | None, field: str) -> int | None:
-    """The JSON's number of a field, else the recipe's; None if neither is known."""
+    """Returns the JSON's number of a field, else the recipe's; None if neither is known."""
     value = clean.get(SHARED[field], "auto")
     return value if value != "auto" else getattr(recipe, field, None)
 
 
 def enabled(ds_config: dict[str, Any], block: str) -> bool:
-    """True if a block such as bf16 is there and switched on."""
+    """Returns True if a block such as bf16 is there and switched on."""
     return bool(ds_config.get(block, {}).get("enabled", False))

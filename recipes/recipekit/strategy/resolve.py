@@ -11,11 +11,11 @@ from .shapes import shape_of
 
 
 def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
-    """The JSON as DeepSpeed gets it, and one line for each recipe default that a literal of the JSON beats.
+    """Returns the JSON as DeepSpeed gets it, and one line for each recipe default that a literal of the JSON beats.
 
-    Every "auto" is a number, and the numbers of the recipe that the JSON does not mention are there. Degrees are taken
-    out, since the recipes lay out the ranks themselves; of sequence parallelism DeepSpeed has to know, because its batch
-    arithmetic counts ranks, and expert parallelism is its own. `config` must have passed `check`.
+    Every "auto" becomes a number, and the recipe's numbers that the JSON does not mention are added. The JSON's degrees
+    are taken out, since the recipes lay out the ranks themselves. From `mesh` come back sp, because DeepSpeed's batch
+    arithmetic counts ranks, and ep, which DeepSpeed carries out. `config` must have passed `check`.
     """
     found, resolved = walk(config)
     assert not found, found
@@ -44,7 +44,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
             params[key] = number
 
     hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
-    bucket = max(hidden, 4096) ** 2  # elements; smaller ones waste the network on many short messages
+    bucket = max(hidden, 4096) ** 2  # elements; smaller buckets waste the network on many short messages
     sizes = {
         "reduce_bucket_size": bucket,
         "stage3_prefetch_bucket_size": int(0.9 * bucket),

@@ -1,7 +1,7 @@
-"""What DeepSpeed 0.19.8 does and does not compose with, and what it would ignore, as one table.
+"""Lists what DeepSpeed 0.19.8 combines, cannot combine and ignores, as one table.
 
-`check` applies it, and `tools/lint.py --table` prints it into ds_configs/README.md. `source` is the place in
-DeepSpeed that decides, or where it is documented; "run" says that it was seen by running.
+`check` applies the table, and `tools/lint.py --table` prints it into ds_configs/README.md. `source` is the place in
+DeepSpeed that decides, or its documentation; "run" says that the outcome was seen by running.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ PARAM = f"{ZERO}.offload_param"
 
 @dataclass(frozen=True)
 class Facts:
-    """A configuration whose keys and types are right, with what else is known about the run."""
+    """Holds a configuration whose keys and types are right, with what else is known about the run."""
 
     config: dict[str, Any]
     optimizer: str | None = None  # the name as the schema spells it
@@ -50,7 +50,7 @@ class Facts:
 
     @property
     def bf16_optimizer(self) -> bool:
-        """True where DeepSpeed takes BF16_Optimizer in place of its ZeRO optimizer (engine.py:2299)."""
+        """Returns True where DeepSpeed takes BF16_Optimizer in place of its ZeRO optimizer (engine.py:2299)."""
         accumulates = canonical_dtype(self.get("data_types.grad_accum_dtype"), self.dtype)
         return self.stage == 1 and self.dtype == "bf16" and accumulates == "fp32" and self.offload == "none"
 
@@ -60,9 +60,9 @@ class Facts:
 
 
 class Rule(NamedTuple):
-    """Broken when the configuration mentions `key` and `broken` says so.
+    """States one rule. A configuration breaks the rule if it mentions `key` and `broken` says so.
 
-    `outcome` is what DeepSpeed does with a broken one; `together` names what is combined, for the support table.
+    `outcome` is what DeepSpeed then does; `together` names what is combined, for the support table.
     """
 
     key: str
@@ -75,14 +75,14 @@ class Rule(NamedTuple):
 
 
 def canonical_dtype(name: str | None, default: str) -> str:
-    """fp16, bf16 or fp32, of the several names DeepSpeed knows each by."""
+    """Returns fp16, bf16 or fp32 for any of the names that DeepSpeed knows."""
     names = {"fp16": "fp16 float16 half", "bf16": "bf16 bfloat16", "fp32": "fp32 float32 float"}
     short = (name or default).removeprefix("torch.")
     return next(dtype for dtype, known in names.items() if short in known.split())
 
 
 def _stages(stages: set[int], keys: str) -> list[Rule]:
-    """Rules for keys that are read at some ZeRO stages only."""
+    """Makes rules for keys that are read at some ZeRO stages only."""
     listed = " and ".join(str(stage) for stage in sorted(stages)) if len(stages) < 3 else "1, 2 and 3"
     rule = f"is read at ZeRO stage {listed} only, and ignored otherwise"
     fix = f"delete it or use a JSON of stage {listed}"
@@ -91,7 +91,7 @@ def _stages(stages: set[int], keys: str) -> list[Rule]:
 
 
 def _nvme_only(block: str, keys: str) -> list[Rule]:
-    """Rules for keys of an offload block that only a swap file uses."""
+    """Makes rules for keys of an offload block that only a swap file uses."""
 
     def broken(facts: Facts) -> bool:
         return facts.get(f"{block}.device", "none") != "nvme" or (block == OPTIMIZER and facts.stage != 3)
@@ -105,7 +105,7 @@ def _unused(key: str, why: str, fix: str, source: str = "", outcome: str = IGNOR
 
 
 def _told(together: str, outcome: str, rule: str, fix: str, source: str) -> Rule:
-    """A row of the support table that no JSON can break, because what decides is in the script or the model."""
+    """Makes a row of the support table that no JSON can break, because the script or the model decides."""
     return Rule("", lambda facts: False, rule, fix, outcome, source, together)
 
 
@@ -620,7 +620,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _told("DataStates checkpoints + ZeRO-2, 3 or universal checkpoints", IGNORES, "tested with ZeRO-1 only", "use ZeRO-1", "docs, datastates"),
     _told("AutoEP at ZeRO-3 + zero_to_fp32", FAILS, "the parts of experts cannot be joined", "export through Hugging Face", "docs, universal-checkpointing"),
-    # read by DeepSpeed, but nothing comes of it
+    # read by DeepSpeed without any effect
     _unused(f"{ZERO}.allgather_partitions", "DeepSpeed 0.19.8 reads it and ignores it", "delete it", "engine.py:1745, which nothing calls; run"),
     _unused("vocabulary_size", "DeepSpeed only warns about it, and ignores it", "delete it", "config.py:717; run"),
     _unused("disable_allgather", "DeepSpeed 0.19.8 reads it and ignores it", "delete it", "config.py:491; run"),
@@ -628,7 +628,7 @@ RULES: tuple[Rule, ...] = (
 
 OURS = "the recipes"
 
-# Keys that work in a script that leaves more to DeepSpeed, but have no effect (or a wrong one) in a recipe.
+# Keys that work in a script that leaves more to DeepSpeed, but have no effect, or a wrong one, in a recipe.
 RECIPE_RULES: tuple[Rule, ...] = (
     _unused("data_efficiency", f"{OURS} stream their own data and ignore it", "delete the block", outcome=APPLIES),
     _unused("dataloader_drop_last", f"{OURS} stream their own data and ignore it", "delete it", outcome=APPLIES),
@@ -684,7 +684,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Keys that a recipe honours, and DeepSpeed alone does not.
+# Keys that a recipe honours and DeepSpeed alone ignores.
 STOCK_RULES: tuple[Rule, ...] = (
     *(
         _unused(f"pipeline.{key}", "the PipelineModule of the script decides this; DeepSpeed reads and ignores it", "delete it", "pipe/engine.py:135; run")
@@ -692,7 +692,7 @@ STOCK_RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Of these blocks a recipe honours some keys, and does the rest itself.
+# Block -> the keys in it that a recipe honours; the recipe does the rest itself.
 RECIPE_HONOURS = {
     "tensor_parallel": {"autotp_size"},
     "expert_parallel": {"autoep_size", "enabled"},
@@ -701,5 +701,5 @@ RECIPE_HONOURS = {
 
 
 def _scatters(facts: Facts) -> bool:
-    """True where DeepSpeed averages gradients by reduce-scatter, which takes no other scaling."""
+    """Returns True where DeepSpeed averages gradients by reduce-scatter, which allows no other scaling."""
     return facts.stage >= 2 and facts.get(f"{ZERO}.reduce_scatter", True)

@@ -1,4 +1,4 @@
-"""Which keys DeepSpeed reads, and what each may hold: the look at single keys, from schema.json."""
+"""Checks single keys against schema.json: which keys DeepSpeed reads, and what each may hold."""
 
 import copy
 import difflib
@@ -15,7 +15,7 @@ from ..refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
 
 Node = dict[str, Any]  # of schema.json, which tools/make/make_ds_schema.py writes
 
-# Keys that Trainer, accelerate and the recipes all fill; "auto" anywhere else would be dropped without a word.
+# Keys that Trainer, accelerate and the recipes all fill; DeepSpeed drops an "auto" anywhere else without a word.
 AUTO = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -30,7 +30,7 @@ AUTO = (
 
 
 def at(config: dict[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path; `default` where the configuration does not mention it."""
+    """Returns the value at a dotted path; `default` if the configuration does not mention the path."""
     value: Any = config
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
@@ -45,7 +45,7 @@ def schema() -> Node:
 
 
 def optimizer_name(config: dict[str, Any]) -> str | None:
-    """The optimizer's name as the schema spells it; None if there is none, or none of that name."""
+    """Returns the optimizer's name as the schema spells it; None if there is no optimizer, or none of that name."""
     name = at(config, "optimizer.type")
     if not isinstance(name, str):
         return None
@@ -59,18 +59,19 @@ def optimizer_params(config: dict[str, Any], name: str | None) -> dict[str, Node
         return {}
     variants = schema()["optimizers"][name]
     offload = at(config, "zero_optimization.offload_optimizer")
-    offloaded = isinstance(offload, dict) and offload.get("device", "cpu" if offload else "none") != "none"  # a block without one is at fault
+    offloaded = isinstance(offload, dict) and offload.get("device", "cpu" if offload else "none") != "none"  # a block without a device is at fault
     chosen = "torch" if at(config, "optimizer.params.torch_adam") is True else "cpu" if offloaded else "device"
     return variants.get(chosen) or variants.get("device", {})
 
 
-# Keys that an older DeepSpeed read under this name, and this one does not.
+# Names of keys that an older DeepSpeed read and this one does not.
 FORMER = {"aio.thread_count": "intra_op_parallelism"}
 
-# Keys of optimizer.params that DeepSpeed takes out for optimizers that have no use for them (engine.py, _configure_basic_optimizer).
+# Keys of optimizer.params that DeepSpeed removes for optimizers without a use for them (engine.py, _configure_basic_optimizer).
 TAKEN_OUT = {"adam_w_mode": ("AdamW",), "fp32_optimizer_states": ("Adam", "AdamW")}
 
-# Who fills what else (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py and dataclasses.py); "": nobody fills anything.
+# Program -> the further keys that it fills; "": nobody fills anything.
+# (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py and dataclasses.py)
 _BOTH = {*AUTO, "fp16.enabled", "bf16.enabled"} | {
     f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 }
@@ -83,10 +84,10 @@ FILLED_BY: dict[str, frozenset[str]] = {
 
 
 def walk(config: dict[str, Any], auto: Collection[str] = AUTO) -> tuple[list[Problem], dict[str, Any]]:
-    """The mistakes a look at single keys can find, and the configuration without the keys at fault.
+    """Finds the mistakes that single keys show; returns them and the configuration without the keys at fault.
 
-    `auto` holds the keys that somebody fills. Whole numbers written as 5e8 become integers, and what DeepSpeed would
-    replace by a default is that default.
+    `auto` holds the keys that somebody fills. Whole numbers written as 5e8 become integers, and a value that DeepSpeed
+    would replace by a default becomes that default.
     """
     found: list[Problem] = []
     root = copy.copy(schema()["config"])
@@ -115,7 +116,7 @@ def walk(config: dict[str, Any], auto: Collection[str] = AUTO) -> tuple[list[Pro
     fixes = _fixes_by_the_file(config)
     found = [replace(problem, fix=fixes.get((problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"')), problem.fix)) for problem in found]
     for block in ("optimizer", "scheduler"):
-        if "keys" not in root["keys"][block]["keys"]["params"]:  # its type is at fault, so nothing is known about them
+        if "keys" not in root["keys"][block]["keys"]["params"]:  # its type is at fault, so nothing is known about its parameters
             clean.get(block, {}).pop("params", None)
     return found, clean
 
@@ -127,14 +128,14 @@ def meant_by_auto(config: dict[str, Any]) -> dict[str, bool]:
 
 
 def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
-    """(path, whether it holds "auto") -> the fix, where the rest of the file decides what it is."""
+    """Returns the fixes that depend on the rest of the file: (path, whether it holds "auto") -> fix."""
     zero, lr = at(config, "zero_optimization"), at(config, "optimizer.params.lr")
     stage3 = isinstance(zero, dict) and any(key.startswith(("stage3_", "offload_param")) for key in zero)
     number = isinstance(lr, (int, float))
     fixes = {path: f"write {json.dumps(value)}" for path, value in meant_by_auto(config).items()}
     fixes |= dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps"), "delete it")
     fixes |= {"zero_optimization.stage": f"write {3 if stage3 else 2}"}
-    fixes |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1")  # rows of a step are then known
+    fixes |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1")  # then the rows of a step are known
     fixes |= {"train_batch_size": "delete it"} if "train_micro_batch_size_per_gpu" in config else {}
     # WarmupLR takes the optimizer's rate itself, WarmupDecayLR would take 0.001
     fixes |= {"scheduler.params.warmup_max_lr": f"write {lr}" if number else "delete it" if at(config, "scheduler.type") == "WarmupLR" else "write 0.001"}
@@ -180,7 +181,7 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
 
 
 def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The fix for an old name, and what stands in the configuration after it; `config` is the block."""
+    """Returns the fix for an old name, and the key and value after the fix; `config` is the block."""
     name = new.rpartition(".")[2]
     if " or " in new:
         return f"delete it, and write it as pin_memory in {new}", {}
@@ -194,10 +195,10 @@ def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[st
 
 
 def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool) -> Problem | None:
-    """What is wrong with one value: "auto" where nobody fills it, its type, its range, its name.
+    """Finds what is wrong with one value: an "auto" that nobody fills, its type, its range, its name.
 
     `strict` blocks are pydantic models: they drop "auto", convert a word or number that can be meant for another type,
-    and refuse the rest. All others take what they get, and fail when they use it.
+    and refuse the rest. All other blocks take any value, and fail when they use it.
     """
     where, types = f"{path} = {shown(value)}", node["type"]
     if value == "auto" and path in auto:
@@ -235,7 +236,7 @@ def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: boo
             ("below", lambda bound: value >= bound, "less than"),
         ):
             if word in node and bad(node[word]):
-                outcome = APPLIES if path == "gradient_clipping" else FAILS  # a negative limit is none
+                outcome = APPLIES if path == "gradient_clipping" else FAILS  # a negative limit means no limit
                 return Problem(where, f"must be {says} {node[word]:g}", f"write {_example(node)}", outcome)
     if isinstance(value, list):
         if not all(_is(item, node.get("items", "any")) for item in value):
@@ -250,7 +251,7 @@ def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: boo
 
 
 def _converted(node: Node, value: Any, path: str, strict: bool) -> str:
-    """What DeepSpeed does with a value of the wrong type."""
+    """Returns what DeepSpeed does with a value of the wrong type."""
     types, text = node["type"], value.strip().lower() if isinstance(value, str) else None
     if strict and not path.startswith(("optimizer.", "scheduler.")):  # pydantic's lax mode
         if "boolean" in types and (value in (0, 1) or text in ("0", "1", "true", "false", "t", "f", "yes", "no", "y", "n", "on", "off")):
@@ -277,7 +278,7 @@ def _is(value: Any, name: str) -> bool:
 
 
 def _meant(node: Node, value: Any) -> str:
-    """What a value of the wrong type was probably meant to be."""
+    """Guesses what a value of the wrong type was meant to be."""
     if isinstance(value, str):
         text = value.strip().lower()
         if "boolean" in node["type"] and text in ("true", "false", "yes", "no", "on", "off"):
@@ -296,7 +297,7 @@ def _nearest(numbers: list[Any], value: Any) -> str:
 
 
 def _example(node: Node) -> str:
-    """A value that the node takes, as one would type it."""
+    """Returns a value that the node takes, as one would type it."""
     if node.get("default") is not None:
         return json.dumps(node["default"])
     if "enum" in node:
@@ -313,7 +314,7 @@ def _example(node: Node) -> str:
 
 
 def resembled(key: str, names: Iterable[str]) -> bool:
-    """True if one of the names is the key, or may be meant to be."""
+    """Returns True if one of the names is the key, or a likely misspelling of it."""
     return bool(difflib.get_close_matches(key, names, 1))
 
 
@@ -340,7 +341,7 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     if path == "optimizer.params" and node["of"] in TAKEN_OUT.get(key, ()):
         outcome = IGNORES
     elif path == "optimizer.params" and key == "amsgrad" and value is False and node["of"] in ("Adam", "AdamW"):
-        outcome = APPLIES  # an argument of every Adam, which none but PyTorch's can do
+        outcome = APPLIES  # every Adam takes this argument, but only PyTorch's can do it
     return Problem(f"{here} = {shown(value)}", kind, fix, outcome)
 
 
@@ -361,7 +362,7 @@ def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
 
 @functools.cache
 def _paths() -> tuple[str, ...]:
-    """The dotted path of every key."""
+    """Lists the dotted path of every key."""
 
     def below(node: Node, path: str) -> list[str]:
         return [
@@ -380,6 +381,6 @@ def _paths_by_name() -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in the JSON, shortened."""
+    """Writes a value as it stands in the JSON, shortened."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

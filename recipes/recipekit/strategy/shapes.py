@@ -1,4 +1,4 @@
-"""What a model's config.json says of the degrees that fit it."""
+"""Reads from a model's config.json what limits its parallel degrees."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from ..architectures.shrink import LAYERS
 
 
 def divisible(model_config: dict[str, Any] | None, seq_len: int) -> dict[str, dict[str, int]]:
-    """What the degree of an axis has to divide: axis -> name -> number, 0 where it is not known."""
+    """Returns what the degree of an axis has to divide: axis -> name -> number, 0 if it is not known."""
     heads = shape_of(model_config, "num_attention_heads", "n_head")
     return {
         "tp": {
@@ -21,28 +21,28 @@ def divisible(model_config: dict[str, Any] | None, seq_len: int) -> dict[str, di
 
 
 def divisors(*numbers: int) -> list[int]:
-    """What divides all of them; 0, a number that is not known, divides by everything."""
+    """Lists the common divisors of the numbers; 0 stands for an unknown number, which everything divides."""
     common = math.gcd(*numbers)
     return [degree for degree in range(1, common + 1) if common % degree == 0]
 
 
 def mask_bytes(attention: str, rows: int, seq_len: int, width: int) -> int:
-    """The bytes of the (rows, 1, seq_len, seq_len) masks that a rank holds while a layer attends.
+    """Counts the bytes of the (rows, 1, seq_len, seq_len) masks that a rank holds while a layer attends.
 
-    `width`: bytes of a number of the model. transformers 5.22.2 builds a mask of bools where documents are packed
+    `width`: bytes of a number of the model. For packed documents transformers 5.22.2 builds a mask of bools
     (masking_utils.sdpa_mask), whatever sp is. torch's sdpa and eager attention add numbers to the scores, so each layer
-    has a bias in the model's dtype, too. FlashAttention needs neither.
+    also has a bias in the model's dtype. FlashAttention needs neither.
     """
     return 0 if attention == "flash_attention_2" else rows * seq_len**2 * (1 + width)
 
 
 def count_layers(model_config: dict[str, Any] | None) -> int:
-    """The layers that a pipeline may divide; 0 if they are not known."""
+    """Counts the layers that a pipeline may divide; 0 if they are not known."""
     return shape_of(model_config, *LAYERS)
 
 
 def shape_of(model_config: dict[str, Any] | None, *names: str) -> int:
-    """A number of the model's config under one of several names; 0 if it is not known."""
+    """Reads a number of the model's config under one of several names; 0 if it is not known."""
     for config in (model_config or {}, (model_config or {}).get("text_config") or {}):
         for name in names:
             if isinstance(config.get(name), int):

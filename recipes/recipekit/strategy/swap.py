@@ -1,4 +1,4 @@
-"""The drive that an NVMe offload swaps to."""
+"""Checks the drive that an NVMe offload swaps to."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from .schema import at
 
 
 def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
-    """NVMe folders that cannot be used on this host; a relative `nvme_path` lies under `out`."""
+    """Refuses NVMe folders that cannot be used on this host; a relative `nvme_path` lies under `out`."""
     found = []
     for path in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
         block = at(config, path)
@@ -19,7 +19,7 @@ def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
         relative = not folder.is_absolute()
         folder = out / folder if relative else folder
         there = folder
-        while relative and not there.exists():  # under `out` it is made
+        while relative and not there.exists():  # the run makes folders under `out`
             there = there.parent
         if not there.is_dir():
             found.append(Problem(where, f"no folder {folder} on this host", "write the folder of a local drive"))
@@ -31,7 +31,7 @@ def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that `folder` lies on, or "" where the system does not tell."""
+    """Reads the kind of file system that `folder` lies on; "" if the system does not say."""
     mounts = Path("/proc/self/mounts")
     best, kind = "", ""
     for line in mounts.read_text().splitlines() if mounts.exists() else []:
