@@ -172,7 +172,7 @@ def from_hf(arguments: argparse.Namespace) -> int:
     layout = target_layout(
         blueprint,
         start,
-        read_config(arguments.source / "config.json", str(arguments.source)),
+        read_config(arguments.source / "config.json", str(arguments.source), task=""),  # whichever trains it
         dp=arguments.dp,
         tp=arguments.tp,
         pp=arguments.pp,

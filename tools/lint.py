@@ -29,7 +29,8 @@ from recipekit.architectures.lookup import model_config
 from recipekit.command import recipe_of
 from recipekit.data.mixture import domains_of
 from recipekit.mesh import make_mesh
-from recipekit.recipe import check_recipe
+from recipekit.plan import check_mixture
+from recipekit.recipe import Recipe, check_recipe
 from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal
 from recipekit.strategy import (
     check,
@@ -40,6 +41,7 @@ from recipekit.strategy import (
 )
 from recipekit.strategy import rules as ds_rules
 from recipekit.strategy.schema import schema
+from recipekit.tasks.facts import TASKS
 
 README = ROOT / "ds_configs" / "README.md"
 BEGIN, END = "<!-- written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
@@ -85,9 +87,9 @@ def lint(
         try:
             recipe = recipe_of(path)
             problems += check_recipe(recipe)
-            shape = model_config(recipe.model)
+            shape = model_config(recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task)
             if isinstance(recipe.dataset, str):
-                domains_of(recipe.dataset)
+                problems += check_mixture(recipe.facts, domains_of(recipe.dataset))
         except Refusal as refusal:
             problems += refusal.problems
     try:
@@ -107,6 +109,7 @@ def lint(
         degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
         found = divisions.name_worlds(found, world, math.prod(max(1, degree) for degree in degrees.values()), check_on)
     problems += found
+    problems = list(dict.fromkeys(problems))  # a degree of the recipe and of the JSON
     advice = [problem for problem in problems if json_only and problem.outcome == APPLIES]
     problems = [problem for problem in problems if problem not in advice]
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from .recipe import Recipe, check_recipe, kind_of_field
 from .refusal import Problem, Refusal, refuse
+from .tasks.facts import own_fields
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     trial.add_argument("--dry_run", action="store_true", help="print layout, batch, JSON and memory, then exit")
     parser.flag("try it", "world", int, "with --dry_run: number of ranks to plan for", 1)
     parser.flag("try it", "device", str, "with --dry_run: does it fit this device? H200, A100-40GB, ...; default: the one here", "")
-    group, flags = "", []
+    group, flags, readers = "", [], own_fields()
     for item in dataclasses.fields(recipe):
         group = item.metadata.get("group", group)
         if item.name == "ds_config":
@@ -74,7 +75,8 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
             parser.flag("layout", "deepspeed_config", str, "memory strategy: a JSON, looked up as typed, beside the recipe, in ds_configs/", name)
         if "help" in item.metadata:
             flags.append(item.name)
-            parser.flag(group, item.name, kind_of_field(item), item.metadata["help"], getattr(recipe, item.name), item.metadata.get("choices", ()))
+            about = item.metadata["help"] + (f"; task {', '.join(readers[item.name])}" if item.name in readers else "")
+            parser.flag(group, item.name, kind_of_field(item), about, getattr(recipe, item.name), item.metadata.get("choices", ()))
     parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     given = parser.read(sys.argv[1:] if argv is None else argv)
 

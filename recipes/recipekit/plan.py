@@ -14,16 +14,17 @@ from .architectures import lookup
 from .architectures.safetensors_files import open_folder
 from .architectures.shrink import BYTE_VOCAB, shrink
 from .command import Command
-from .data.files import check_first_row, left_out, local_files
+from .data.files import check_first_row, folder_classes, left_out, local_files
 from .data.mixture import Domain, domains_of
 from .data.request import request_of
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
-from .recipe import Recipe, check_recipe
+from .recipe import AXES, Recipe, check_recipe
 from .refusal import Problem, Refusal
 from .run_folder import find_resume
 from .strategy import check, divisions, json_file, resolve, shapes, swap
 from .strategy.numbers import degrees, literals
+from .tasks.facts import TASKS, Facts, own_fields
 
 TINY_SEQ_LEN = 128
 POSITIONS = {  # by model_type: what bounds the length of its rows (transformers 5.22.2)
@@ -31,7 +32,6 @@ POSITIONS = {  # by model_type: what bounds the length of its rows (transformers
     **dict.fromkeys(("gpt_neo", "opt", "biogpt"), "max_position_embeddings"),
     "mpt": "max_seq_len",
 }
-AXES = ("tp", "pp", "sp", "ep")
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,23 @@ def make_plan(command: Command) -> Plan:
     notes: list[str] = []
     recipe = _lower_warmup(command, notes)
     problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
+    recipe = recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)  # that it is none has been told
+    problems += _check_read(recipe, command.typed)
     problems += check_environment(os.environ) if recipe.deterministic else []
     config, path = {}, None
     with collecting(problems):
         config, path = json_file.load(recipe.ds_config, command.folder)
     recipe, written = _merge_json(recipe, config, command.typed, notes)
-    model_config = _config_of_model(recipe.model, command.tiny, recipe.tokenizer == "bytes" and recipe.init == "random", notes, problems)
-    lay_out = partial(_lay_out, recipe, model_config=model_config, fixed=command.typed | written, tiny=command.tiny)
+    bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
+    model_config = _config_of_model(recipe.model, recipe.task, command.tiny, bytes_only, notes, problems)
+    if model_config is not None and (not command.tiny or "num_labels" in command.typed):
+        model_config = lookup.with_labels(model_config, recipe.num_labels, folder_classes(recipe.dataset))
+    limits = shapes.limiting(model_config, recipe.facts.rows)
+    lay_out = partial(_lay_out, recipe, model_config=limits, fixed=command.typed | written, tiny=command.tiny)
     laid = lay_out(command.world)
     recipe, mesh = laid.recipe, laid.mesh
     notes += laid.notes
-    problems += _check_positions(recipe.seq_len, model_config) if model_config else []
+    problems += _check_positions(recipe.seq_len, model_config) if model_config and "seq_len" in recipe.facts.reads else []
     problems += _check_inputs(recipe, model_config is not None, notes)
     problems += _check_offline(recipe.model, recipe.init, model_config is not None, command)
     problems += _check_out(command.out)
@@ -84,12 +90,12 @@ def make_plan(command: Command) -> Plan:
         resume_from = find_resume(recipe, command.out, model_config, command.tiny, command.typed)
     if config or not problems:
         problems += swap.check_swap(config, command.out)
-        problems += _check_strategy(config, command, model_config, lay_out)
+        problems += _check_strategy(config, command, limits, lay_out)
     else:
         problems += laid.problems
     if problems:
-        raise Refusal(problems)
-    resolved, more = resolve.resolve(config, recipe, mesh, model_config)
+        raise Refusal(list(dict.fromkeys(problems)))  # the JSON may give a degree that the recipe has, too
+    resolved, more = resolve.resolve(config, recipe, mesh, limits)
     notes += more
     for block in ("offload_optimizer", "offload_param"):
         if (offload := resolved["zero_optimization"].get(block, {})).get("device") == "nvme":
@@ -104,6 +110,15 @@ def collecting(problems: list[Problem]) -> Iterator[None]:
         yield
     except Refusal as refusal:
         problems.extend(refusal.problems)
+
+
+def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
+    """Refuses flags that the task does not read."""
+    return [
+        Problem(f"--{name} {getattr(recipe, name)}", f"is read by {', '.join(tasks)}; not by {recipe.task}", "leave it out")
+        for name, tasks in own_fields().items()
+        if name in typed and recipe.task not in tasks
+    ]
 
 
 def _lower_warmup(command: Command, notes: list[str]) -> Recipe:
@@ -124,22 +139,24 @@ def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], n
     return dataclasses.replace(recipe, **written), frozenset(written)
 
 
-def _config_of_model(model: str, tiny: bool, bytes_only: bool, notes: list[str], problems: list[Problem]) -> dict[str, Any] | None:
+def _config_of_model(model: str, task: str, tiny: bool, bytes_only: bool, notes: list[str], problems: list[Problem]) -> dict[str, Any] | None:
     """Returns the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is not on this machine."""
+    model_config, facts = None, TASKS[task]
     try:
-        model_config = lookup.model_config(model)
+        model_config = lookup.model_config(model, task)
     except Refusal as refusal:
         problems += refusal.problems
         return None
     if (model_config or {}).get("auto_map"):
         notes.append("auto_map: code of the model's own is never run; its class in transformers is used")
+    reads_text = "tokenizer" in facts.reads
     if model_config is None and tiny:
         rule = "needs the model's config.json, which is neither shipped nor in the local cache"
         fix = "give its folder with --model, or put the file in recipes/recipekit/architectures/ORG--NAME.json"
         problems.append(Problem(f"--tiny with model = {model}", rule, fix))
     elif model_config is not None and tiny:
-        return shrink(model_config, BYTE_VOCAB)
-    elif model_config is not None and bytes_only:
+        return shrink(model_config, BYTE_VOCAB if reads_text else 0, facts.tiny)
+    elif model_config is not None and bytes_only and reads_text:
         return model_config | {"vocab_size": BYTE_VOCAB}
     return model_config
 
@@ -197,6 +214,7 @@ def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[P
     domains: list[Domain] = []
     with collecting(problems):
         domains = domains_of(recipe.dataset) if isinstance(recipe.dataset, str) else []  # `check_recipe` has told of another type
+    problems += check_mixture(recipe.facts, domains)
     for domain in domains:
         with collecting(problems):
             if domain.dataset != "builtin" and (files := local_files(domain.dataset)) is not None:
@@ -205,16 +223,23 @@ def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[P
     with collecting(problems):
         if model_known and recipe.init == "pretrained" and Path(recipe.model).is_dir():
             open_folder(Path(recipe.model))
-    if recipe.token_cache not in ("auto", "off"):
+    if "token_cache" in recipe.facts.reads and recipe.token_cache not in ("auto", "off"):
         above = Path(recipe.token_cache).expanduser().absolute()
         there = next(folder for folder in (above, *above.parents) if folder.exists())
         if not there.is_dir() or (there != above and not os.access(there, os.W_OK)):  # one that is there may hold the tokens already
             rule = f"cannot be made: {there} is {'no folder' if not there.is_dir() else 'not yours to write to'}"
             problems.append(Problem(f"--token_cache {recipe.token_cache}", rule, "name a folder you may write to, or off"))
     with collecting(problems):
-        if recipe.tokenizer or model_known:  # else the model is told of already, or is not here
+        if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_known):  # else the model is told of already, or is not here
             lookup.local_tokenizer(recipe.model, recipe.tokenizer)
     return problems
+
+
+def check_mixture(facts: Facts, domains: list[Domain]) -> list[Problem]:
+    """Refuses several corpora where a task takes one."""
+    if len(domains) < 2 or "mixture" not in facts.lacks:
+        return []
+    return [Problem(f"--dataset of {len(domains)} corpora", facts.lacks["mixture"], "give one of them")]
 
 
 @dataclass(frozen=True)
@@ -276,7 +301,8 @@ def _tiny(recipe: Recipe, fixed: frozenset[str]) -> Recipe:
         "tokenizer": "bytes",
         "init": "random",
     }
-    return dataclasses.replace(recipe, **{name: value for name, value in small.items() if name not in fixed})
+    unread = {name for name, tasks in own_fields().items() if recipe.task not in tasks}
+    return dataclasses.replace(recipe, **{name: value for name, value in small.items() if name not in fixed | unread})
 
 
 # Variable that `accelerate launch` sets (1.15, utils/launch.py) -> (its flag, the values that change nothing, what to do instead)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .refusal import Problem
-from .tasks.facts import TASKS
+from .tasks.facts import PACKED, TASKS, Facts, Plans
 
 
 def _say(help: str, default: Any, **more: Any) -> Any:
@@ -19,7 +19,7 @@ def _say(help: str, default: Any, **more: Any) -> Any:
 class Recipe:
     """One training run. Every plain field (number, string, switch) is a command-line flag of the same name."""
 
-    model: str = _say("hub id or local folder of a causal language model", "", group="model")
+    model: str = _say("hub id or local folder of a model that the task trains", "", group="model")
     dataset: str = _say(
         "hub id, local files (a path, a glob, or several by comma), addresses of JSONL or Parquet files, builtin, or a mixture: NAME=DATASET@WEIGHT; ...",
         "builtin",
@@ -31,10 +31,15 @@ class Recipe:
     bad_rows: str = _say("a row or file that cannot be read: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
     retry_s: float = _say("seconds for which a server that does not answer well is asked again for data", 600.0)
     token_cache: str = _say("folder that keeps tokens; auto: beside the cache of datasets, of local data only; off: none", "auto")
-    messages_field: str = _say("column that holds a chat, for task sft", "messages")
+    messages_field: str = _say("column that holds a chat", "messages")
+    image_field: str = _say("column that holds a picture: an encoded file (PNG, JPEG, ...) or rows of pixels", "image")
+    label_field: str = _say("column that holds the number of a row's class", "label")
+    augment: str = _say("what is drawn for each picture: a crop of another size and place, mirrored every second time; none", "crop", choices=("crop", "none"))
+    threads: int = _say("threads that decode and augment the pictures of a micro-batch; the rows are the same for any number", 2)
     task: str = _say("; ".join(f"{name}: {facts.about}" for name, facts in TASKS.items()), "pretrain", choices=tuple(TASKS))
     tokenizer: str = _say("hub id or folder of the tokenizer; bytes: the byte-level one made in code; empty: the model's own", "", group="model")
     init: str = _say("pretrained: the model's published weights; random: drawn from (seed, parameter name)", "pretrained", choices=("pretrained", "random"))
+    num_labels: int = _say("classes of the data; 0: as many as the model has labels; a head of another size, or that the files lack, is drawn anew", 0)
     attention: str = _say("attention implementation of transformers", "sdpa", choices=("sdpa", "eager", "flash_attention_2"))
     activation_checkpointing: bool = _say("recompute activations in the backward pass instead of keeping them", False)
     checkpoint_every: int = _say("with activation_checkpointing: recompute every N-th layer", 1)
@@ -45,7 +50,11 @@ class Recipe:
     sp: int = _say("sequence parallel degree: each rank holds 1 / sp of every row, and of the attention heads; for long rows", 1)
     ep: int = _say("expert parallel degree: each data-parallel rank holds 1 / ep of the experts of a layer, and the tokens travel", 1)
     pipeline_schedule: str = _say("order of the micro-batches when pp > 1", "1f1b", choices=("1f1b", "dualpipev"))
-    pp_plan: dict | None = None  # module name -> "first", "split" or "last", for a model that publishes no pipeline plan
+    # for a model that publishes no plans, or others: see tasks.facts.Plans
+    pp_plan: dict | None = None  # module name -> "first", "split" or "last"
+    tp_plan: dict | None = None  # module name -> a tensor-parallel style of transformers
+    tp_local: dict | None = None  # class of a module -> names of its attributes that tp divides
+    no_decay: tuple = ()  # names of parameters that do not decay, besides vectors
 
     seq_len: int = _say("tokens of a row", 1024, group="batch")
     micro_batch: int = _say("rows of one forward pass on one data-parallel rank", 1)
@@ -62,7 +71,7 @@ class Recipe:
     eps: float = _say("AdamW eps", 1e-8)
     gradient_clipping: float = _say("largest gradient norm; 0 switches clipping off", 1.0)
 
-    eval_every: int = _say("steps between evaluations on held-out documents; 0: none", 0, group="evaluation, checkpoints, export")
+    eval_every: int = _say("steps between evaluations on held-out rows; 0: none", 0, group="evaluation, checkpoints, export")
     eval_rows: int = _say("held-out rows of an evaluation", 64)
     save_every: int = _say("steps between checkpoints; 0: only at the end", 0)
     keep: int = _say("checkpoints to keep; 0: all", 2)
@@ -85,6 +94,16 @@ class Recipe:
         """Every how manyth layer is recomputed in the backward pass; 0: none."""
         return self.checkpoint_every if self.activation_checkpointing else 0
 
+    @property
+    def plans(self) -> Plans:
+        """What the recipe says of its model's modules."""
+        return Plans(self.pp_plan or {}, self.tp_plan or {}, self.tp_local or {}, self.no_decay)
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of its task; where it names none, which `check_recipe` refuses, those of the default."""
+        return TASKS[self.task if self.task in tuple(TASKS) else Recipe.task]
+
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Refuses every value of the recipe that no layout could make right."""
@@ -93,10 +112,10 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     recipe = dataclasses.replace(recipe, **{name: Recipe.__dataclass_fields__[name].default for name in told})  # what follows compares numbers
     if not recipe.model and "model" not in told:
         problems.append(Problem("model = ''", "a recipe names its model", "use --model ORG/NAME or --model FOLDER"))
-    for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every"):
+    for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every", "threads"):
         if (value := getattr(recipe, name)) < 1:
             problems.append(Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1 or more"))
-    for name in ("warmup_steps", "eval_every", "save_every", "keep", "stop_at", "weight_decay", "gradient_clipping", "min_lr", "seed"):
+    for name in ("warmup_steps", "eval_every", "save_every", "keep", "stop_at", "weight_decay", "gradient_clipping", "min_lr", "seed", "num_labels"):
         if (value := getattr(recipe, name)) < 0:
             problems.append(Problem(f"{name} = {value}", "must not be negative", f"use --{name} 0 or more"))
     for name in ("lr", "eps", "grace", "retry_s"):
@@ -116,10 +135,11 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         problems.append(Problem(f"min_lr = {recipe.min_lr}", f"is larger than lr = {recipe.lr}", f"use --min_lr {recipe.lr / 10} or less"))
     if recipe.min_lr and recipe.schedule == "constant":
         problems.append(Problem(f"min_lr = {recipe.min_lr}", "a constant schedule never reaches it", "use --schedule cosine or leave min_lr out"))
-    if recipe.attention == "flash_attention_2" and recipe.micro_batch > 1 and recipe.sp == 1:
+    if recipe.facts.rows == PACKED and recipe.attention == "flash_attention_2" and recipe.micro_batch > 1 and recipe.sp == 1:
         # transformers 5.22.2 looks for documents in position_ids only where there is one row (_is_packed_sequence)
         rule = "FlashAttention keeps the documents of a row apart only if the row is alone; packed documents would see each other"
         problems.append(Problem(f"micro_batch = {recipe.micro_batch} with attention = flash_attention_2", rule, "use --micro_batch 1, or --attention sdpa"))
+    problems += check_lacks(recipe.facts, {axis: getattr(recipe, axis) for axis in AXES}, recipe.adapt is not None)
     if recipe.pp > 1 and recipe.adapt is not None:
         problems.append(Problem(f"pp = {recipe.pp}", "an adapter goes round the whole model, of which a stage has a part", "use --pp 1"))
     if recipe.checkpoint_every > 1 and not recipe.activation_checkpointing:
@@ -129,6 +149,15 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.merge and recipe.adapt is None:
         problems.append(Problem("merge = True", "this recipe trains no adapter, there is nothing to merge", "leave --merge out"))
     return problems
+
+
+AXES = ("tp", "pp", "sp", "ep")
+
+
+def check_lacks(facts: Facts, degrees: Mapping[str, int], adapted: bool = False) -> list[Problem]:
+    """Refuses the parallel degrees, and the adapter, that a task does not have."""
+    found = [Problem(f"{axis} = {degree}", facts.lacks[axis], f"use --{axis} 1") for axis, degree in degrees.items() if degree > 1 and axis in facts.lacks]
+    return found + ([Problem("adapt", facts.lacks["adapt"], "leave adapt out of the recipe")] if adapted and "adapt" in facts.lacks else [])
 
 
 def _wrong_kinds(recipe: Recipe) -> list[Problem]:

@@ -24,7 +24,8 @@ EXPORT = "hf"  # the trained model as Hugging Face files
 
 # What a run is made of: a run folder is continued only if these are the same.
 IDENTITY = (
-    *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "task", "tokenizer", "seed", "seq_len", "global_batch"),
+    *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "image_field", "label_field", "augment"),
+    *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch"),
     *("steps", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
 
@@ -94,8 +95,12 @@ def _same_beginning(resume: str, out: Path) -> bool:
 
 
 def _saved_identity(run: Path) -> dict[str, Any] | None:
-    """Reads the identity of the run in a folder; None if the folder holds no run.json. Raises `Refusal` if that file cannot be read."""
-    return _saved(run)["identity"] if (run / FACTS).exists() else None
+    """Reads what the run in a folder is made of; None if the folder holds no run.json. Raises `Refusal` if it cannot be read.
+
+    A field that is younger than the run had its default.
+    """
+    defaults = {name: Recipe.__dataclass_fields__[name].default for name in IDENTITY}
+    return defaults | _saved(run)["identity"] if (run / FACTS).exists() else None
 
 
 def _saved(run: Path) -> dict[str, Any]:

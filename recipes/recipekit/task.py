@@ -5,12 +5,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from .engine import Engine
 from .tasks.facts import Facts
 
 MicroBatch = dict[str, torch.Tensor]  # dimension 0 of every tensor runs over the rows
+Row = dict[str, Any]  # of a data set: column -> value
 
 IGNORE = -100  # a label that carries no loss
+
+
+def measure_nothing(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Returns the sums of a task without measures, (0,)."""
+    return output.new_zeros(0)
+
+
+def do_nothing(engine: Engine, *batches: Any) -> None:
+    """Stands where a task does nothing before or after a step."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Says how a task whose rows are not packed makes micro-batches of rows of its data set.
+
+    `collate(processor, rows, keys)`: what it draws for a row, it draws from the row's key, a number below 2^63 that depends on
+    (seed, epoch, sample) alone; keys None: the rows are evaluated, and nothing is drawn. A row holds the columns that
+    `Facts.columns` name, under these names without _field; for a row None it makes one that only fills up. It raises
+    ValueError, TypeError, KeyError or OSError for a row that cannot be used. `drawn(number)` makes a row of the data set
+    `builtin`, a pure function of its number.
+    """
+
+    collate: Callable[[Any, list[Row | None], list[int] | None], MicroBatch]
+    drawn: Callable[[int], Row]
+    num_drawn: int  # rows of that data set
 
 
 @dataclass(frozen=True)
@@ -18,12 +46,36 @@ class Task:
     """What computes, of a task; tasks/facts.py has what can be said without torch.
 
     The loop owns all sums: the loss of a step is the sum over the global batch divided by the count over the global batch,
-    so that it does not depend on how rows are split into micro-batches and ranks.
+    so that it does not depend on how rows are split into micro-batches and ranks. A model that keeps something from step
+    to step beside its parameters (statistics, a table) keeps it in buffers: these are saved, converted and exported.
     """
 
     facts: Facts
     targets: tuple[str, ...]  # tensors of a micro-batch that the loss takes
+    processor: Callable[[Any, dict[str, Any]], Any]  # (data.request.Request, model_config) -> a tokenizer or the like: has save_pretrained
     forward: Callable[[Any, MicroBatch], torch.Tensor]  # (model, batch) -> its output
     loss: Callable[[torch.Tensor, MicroBatch, bool], torch.Tensor]  # (output, batch, by row) -> fp32 sum, () or for each row (B,)
     count: Callable[[MicroBatch], torch.Tensor]  # (B,) int64: what each row's loss is summed over; 0 for a row that only fills up
     check: Callable[[dict[str, Any], str, str], str]  # (model_config, attention, name) -> "", or why it could not be looked at; raises Refusal
+    samples: Samples | None = None  # None: rows are packed tokens
+    measures: tuple[str, ...] = ()  # names of `measure`'s sums; an evaluation gives the mean of each as eval_NAME
+    measure: Callable[[torch.Tensor, MicroBatch], torch.Tensor] = measure_nothing  # (output, batch) -> sums (measures,), without gradient
+    before: Callable[..., None] = do_nothing  # (engine, micro-batches of this rank): before the first forward pass of a step
+    after: Callable[..., None] = do_nothing  # (engine): after the optimizer's step
+
+
+@dataclass
+class Sums:
+    """Adds up what a step or an evaluation tells besides its loss; made before the engine, since a pipeline's loss adds to it."""
+
+    by_domain: torch.Tensor | None = None  # (2, domains) fp64 for a mixture: loss sum and count of each corpus
+    measured: torch.Tensor | None = None  # (measures,) fp64 during an evaluation
+
+    def clear(self) -> None:
+        if self.by_domain is not None:
+            self.by_domain.zero_()
+
+    def reduce(self) -> None:
+        """Adds up the ranks' sums of a step (a collective); the tensor-parallel ranks count the same rows, so both numbers of a corpus are too large by tp."""
+        if self.by_domain is not None:
+            dist.all_reduce(self.by_domain)

@@ -26,7 +26,7 @@ from .runtime.metrics import metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
 from .runtime.stopping import REASONS
 from .strategy.numbers import enabled
-from .task import MicroBatch, Task
+from .task import MicroBatch, Sums, Task
 from .tasks.find import task_called
 
 PEERS_EVERY = 10  # steps between two proofs that the peers of a data-parallel rank were given the same tokens
@@ -49,19 +49,18 @@ def train_step(
     lr: float | None,
     stop: str | None,
     mesh: Mesh,
-    by_domain: torch.Tensor | None = None,
+    sums: Sums | None = None,
     more: Sequence[int] = (),
 ) -> StepResult:
     """Takes one optimizer step (a collective).
 
     The loss is the mean over what the task counts in the global batch (tokens that have a label), so it does not depend on
     how the rows are split into micro-batches and ranks. `lr` None leaves it to the JSON's scheduler. `stop` is a reason of stopping.REASONS.
-    `by_domain`, (2, domains) fp64 for a mixture, is filled with each domain's [loss sum, count]; the tensor-parallel ranks
-    count the same rows, so both are too large by one factor. `more` are further numbers to add up over all ranks,
-    in the all-reduce that counts the tokens.
+    `sums` is filled with what the step adds up besides, of each corpus of a mixture. `more` are further numbers to add up
+    over all ranks, in the all-reduce that counts the tokens.
     """
-    if by_domain is not None:
-        by_domain.zero_()
+    sums = sums or Sums()
+    sums.clear()
     if lr is not None:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
@@ -71,28 +70,29 @@ def train_step(
     peers = mesh.tp * mesh.pp  # ranks that count the same tokens
     weight: torch.Tensor | None = None
     summing: Any = None
+    task.before(engine, batches)
     if mesh.pp > 1:
         counting.wait()
-        weight = len(batches) * mesh.dp / (totals[0] // peers)  # undoes DeepSpeed's mean over micro-batches and ranks
+        weight = len(batches) * mesh.dp / (totals[0] // peers).clamp(min=1)  # undoes DeepSpeed's mean over micro-batches and ranks
         mean_loss = engine.train_batch(iter(pipeline_batches(task, batches, weight)))  # forwards, backwards and the step, as the schedule orders them
     else:
         loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         for batch in batches:
             batch = to_device(batch, engine.device)
-            loss = summed_loss(task, task.forward(engine, batch), batch, by_domain)
+            loss = summed_loss(task, task.forward(engine, batch), batch, sums)
             loss_sum += loss.detach()
             if weight is None:
                 counting.wait()
-                weight = len(batches) * mesh.dp * mesh.sp / (totals[0] // peers)
+                weight = len(batches) * mesh.dp * mesh.sp / (totals[0] // peers).clamp(min=1)
             if engine.is_gradient_accumulation_boundary():
                 summing = dist.all_reduce(loss_sum, async_op=True)  # during the last backward
             engine.backward(loss * weight)
             engine.step()
         assert summing is not None, "an optimizer step has at least one micro-batch"
         summing.wait()
-        mean_loss = loss_sum / totals[0]
-    if by_domain is not None:
-        dist.all_reduce(by_domain)
+        mean_loss = loss_sum / totals[0].clamp(min=1)
+    task.after(engine)
+    sums.reduce()
     counted, *told = totals.tolist()
     reasons = [reason for reason, ranks in zip(REASONS, told, strict=False) if ranks]
     return {
@@ -104,20 +104,22 @@ def train_step(
     }
 
 
-def summed_loss(task: Task, output: torch.Tensor, batch: MicroBatch, by_domain: torch.Tensor | None) -> torch.Tensor:
-    """Computes the task's loss, (), summed over a micro-batch; adds each row's loss and count to its domain's column of `by_domain`, (2, domains)."""
-    if by_domain is None:
+def summed_loss(task: Task, output: torch.Tensor, batch: MicroBatch, sums: Sums) -> torch.Tensor:
+    """Computes the task's loss, (), summed over a micro-batch, and adds to `sums` what these keep."""
+    if sums.measured is not None:
+        sums.measured += task.measure(output, batch)
+    if sums.by_domain is None or "domain" not in batch:
         return task.loss(output, batch, False)
     rows = task.loss(output, batch, True)  # (B,)
-    by_domain.index_add_(1, batch["domain"], torch.stack([rows.detach(), task.count(batch)]).double())
+    sums.by_domain.index_add_(1, batch["domain"], torch.stack([rows.detach(), task.count(batch)]).double())
     return rows.sum()
 
 
-def pipeline_loss(task: Task, by_domain: torch.Tensor | None, output: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def pipeline_loss(task: Task, sums: Sums, output: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Computes the loss on the last stage; DeepSpeed takes its mean over micro-batches and data-parallel ranks."""
     weight, *tensors = target
     batch = dict(zip((*task.targets, "domain"), tensors, strict=False))
-    return summed_loss(task, output, batch, by_domain if "domain" in batch else None) * weight
+    return summed_loss(task, output, batch, sums) * weight
 
 
 def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor) -> list[Any]:
@@ -131,25 +133,35 @@ def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh) -> float:
-    """Computes the mean loss of the held-out rows, the same on every rank and in every layout (a collective)."""
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    sums[1] = sum(int(task.count(batch).sum()) for batch in batches)
+def evaluate(engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh, sums: Sums) -> dict[str, float]:
+    """Computes eval_loss, the mean loss of the held-out rows, and eval_NAME of each of the task's measures, the same on every rank and in every layout.
+
+    A collective. Under a pipeline `sums` must be those that the loss of the last stage was made with.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    totals[1] = sum(int(task.count(batch).sum()) for batch in batches)
+    measured = sums.measured = torch.zeros(len(task.measures), dtype=torch.float64, device=engine.device)
     if mesh.pp > 1:
-        dist.all_reduce(sums)
-        weight = len(batches) * mesh.dp / (sums[1] / (mesh.tp * mesh.pp))
+        dist.all_reduce(totals)
+        counted = totals[1].clamp(min=1) / (mesh.tp * mesh.pp)
         # not eval_batch's own num_micro_batches: with it DeepSpeed 0.19.8 mixes up DualPipeV's buffers and hangs (dualpipev.py, _phase1_buffer)
         of_a_step, engine.micro_batches = engine.micro_batches, len(batches)
-        loss = engine.eval_batch(iter(pipeline_batches(task, batches, weight)))
+        loss = engine.eval_batch(iter(pipeline_batches(task, batches, len(batches) * mesh.dp / counted)))
         engine.micro_batches = of_a_step
-        return loss.item()
-    engine.eval()
-    for batch in batches:
-        batch = to_device(batch, engine.device)
-        sums[0] += summed_loss(task, task.forward(engine, batch), batch, None)
-    engine.train()
-    dist.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
+        dist.all_reduce(measured)
+        measured /= counted * mesh.tp  # only the last stage has seen an output
+    else:
+        engine.eval()
+        for batch in batches:
+            batch = to_device(batch, engine.device)
+            totals[0] += summed_loss(task, task.forward(engine, batch), batch, sums)
+        engine.train()
+        dist.all_reduce(totals)
+        dist.all_reduce(measured)
+        loss = totals[0] / totals[1].clamp(min=1)
+        measured /= totals[1].clamp(min=1)
+    sums.measured = None
+    return {"eval_loss": loss.item()} | {f"eval_{name}": value for name, value in zip(task.measures, measured.tolist(), strict=True)}
 
 
 def main(plan: Plan, peers: Peers | None = None) -> int:
@@ -201,7 +213,7 @@ def loop(ready: Ready) -> int:
         lr = lr_at(recipe, step) if own_schedule else None
         more = numbers_of_rank(ready, batches)
         with timeline.record(engine, on=step == drawn) as spans:
-            result = train_step(engine, ready.task, batches, lr, "bad data" if broken else stopper.requested, mesh, ready.by_domain, more)
+            result = train_step(engine, ready.task, batches, lr, "bad data" if broken else stopper.requested, mesh, ready.sums, more)
         seconds = time.perf_counter() - begun
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
@@ -212,10 +224,12 @@ def loop(ready: Ready) -> int:
             return 1
 
         state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
+        if ready.task.samples:
+            state["unusable"] = state.get("unusable", 0) + recipe.global_batch - result["tokens"]
         metrics = metrics_of(ready, step, result, data_state, seconds, data_wait)
         if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
-            metrics["eval_loss"] = evaluate(engine, ready.task, ready.held_out, mesh)
+            metrics |= evaluate(engine, ready.task, ready.held_out, mesh, ready.sums)
         tracker.log(metrics)
         timeline.report(engine, spans, plan.command.name, step, plan.out, tracker.say)
         stopper.boundary()

@@ -105,7 +105,20 @@ def test_what_can_be_read_is_planned(tmp_path, name, content, flags):
 
 def test_what_is_left_out_of_a_folder_is_told(tmp_path):
     """What describes the data is no data; text beside text is read as ever."""
-    for name in ("a.jsonl", "below/b.jsonl", "README.md", "LICENSE", "license.txt", "c.csv", "below/d.csv.gz", "e.zip", "f.csv", ".g.csv"):
+    for name in (
+        "a.jsonl",
+        "below/b.jsonl",
+        "README.md",
+        "LICENSE",
+        "license.txt",
+        "c.csv",
+        "below/d.csv.gz",
+        "e.zip",
+        "f.csv",
+        ".g.csv",
+        ".h/i.jsonl",
+        "below/_j/k.csv",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(lines({"text": "x"}))
     assert local_files(str(tmp_path)) == [tmp_path / "a.jsonl", tmp_path / "below" / "b.jsonl"]

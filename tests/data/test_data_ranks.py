@@ -71,8 +71,8 @@ def train_small(argv: list[str], fault: str = "", **fields: Any) -> tuple[int | 
         if fault == "signal" and dist.get_rank() == 1:
             patch.setattr(prepare, "open_data", lambda *given: ToldToStop(corpus.open_data(*given)))
         if fault == "lost" and dist.get_rank() == 1:
-            files, loads = Path(argv[argv.index("--dataset") + 1]), engine.load_tokenizer
-            patch.setattr(engine, "load_tokenizer", lambda *names: (files.unlink(), loads(*names))[1])
+            files = Path(argv[argv.index("--dataset") + 1])
+            patch.setattr(engine, "check_data", lambda *given: (files.unlink(), corpus.check_data(*given))[1])
         if fault == "off by one" and dist.get_rank() == 1:
             patch.setattr(prepare, "open_data", lambda *given: OffByOne(corpus.open_data(*given)))
         try:

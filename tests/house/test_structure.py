@@ -73,7 +73,7 @@ MAY = {  # wing -> wings that it may import besides words and itself; recipekit/
     "parallel": set(),
     "data": {"architectures", "parallel"},
     "model": {"architectures", "strategy", "parallel"},
-    "tasks": {"model"},
+    "tasks": {"data", "model"},
     "optim": {"parallel"},
     "checkpoints": {"architectures", "strategy", "parallel"},
     "plan": {"architectures", "strategy", "data", "kernels"},

@@ -12,6 +12,7 @@ from recipekit.model.describe import draft
 from recipekit.model.empty import empty_model
 from recipekit.parallel import tensor as tensor_parallel
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, runs, stage_bounds
+from recipekit.parallel.plans import published_plans
 
 FAMILIES = ("llama", "phi3", "qwen3_moe", "mixtral", "gemma2", "olmo2", "deepseek_v3", "glm4", "qwen3")
 
@@ -25,7 +26,7 @@ def cut_by_transformers(families: tuple[str, ...]) -> dict[str, dict[str, tuple[
     found = {}
     for family in families:
         model = empty_model(tiny_config(family, 264), "eager")
-        cuts = tensor_parallel.apply(model, mesh, tensor_parallel.plan_of(model))
+        cuts = tensor_parallel.apply(model, mesh, published_plans(model))
         found[family] = {name: tensor_parallel.local_runs(cut, mesh) for name, cut in cuts.items() if cut.sharded}
     return found
 

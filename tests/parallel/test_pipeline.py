@@ -14,10 +14,11 @@ from recipekit.mesh import Mesh
 from recipekit.model.describe import draft
 from recipekit.model.empty import empty_model
 from recipekit.parallel import blueprint, pipeline
+from recipekit.parallel.plans import plans_of, published_plans
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS
+from recipekit.tasks.facts import TASKS, Plans
 from test_model import tiny_config
 from test_parity import Case, accumulating, compare, compare_bf16, each, recipe_for, reference, strategy, train_and_compare, train_in_layout
 
@@ -117,7 +118,7 @@ def test_the_largest_stage_is_as_small_as_it_can_be(costs, before, after, stages
 def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
     whole = empty_model(tiny_config("llama_tied"))
     plan = draft(whole)
-    split = pipeline.split(whole, plan, 3)
+    split = pipeline.split(whole, plan, 3, published_plans(whole).pp)
     layout = blueprint.Layout(Mesh(pp=3), 1, "BF16_Optimizer", "bfloat16", split.bounds)
     held = [[tensor.name for tensor in blueprint.held(plan, layout, stage)] for stage in range(3)]
     assert sorted({name for names in held for name in names}) == sorted(name for name, _ in whole.named_parameters())
@@ -133,25 +134,26 @@ def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
 def test_a_model_without_a_plan_is_refused_with_the_lines_that_help():
     model = empty_model(tiny_config("gpt2"))
     with pytest.raises(Refusal) as refusal:
-        pipeline.split(model, draft(model), 2)
+        pipeline.split(model, draft(model), 2, published_plans(model).pp)
     text = str(refusal.value)
     assert "publishes no pipeline plan" in text
     lines = text[text.index("pp_plan={") + len("pp_plan=") : text.rindex("}") + 1]
     plan = eval(lines)  # what the user is told to write
     assert plan == {"transformer.wte": "first", "transformer.wpe": "first", "transformer.h": "split", "transformer.ln_f": "last", "lm_head": "last"}
-    assert pipeline.split(model, draft(model, plan), 2, plan).bounds == (0, 1, 4)  # the tiny model has more positions than a layer has weights
+    plans = plans_of(model, Plans(pp=plan), Plans())
+    assert pipeline.split(model, draft(model, plans), 2, plans.pp).bounds == (0, 1, 4)  # the tiny model has more positions than a layer has weights
 
 
 def test_more_stages_than_layers_are_refused():
     model = empty_model(tiny_config("llama"))
     with pytest.raises(Refusal, match="only 4 layers"):
-        pipeline.split(model, draft(model), 5)
+        pipeline.split(model, draft(model), 5, published_plans(model).pp)
 
 
 def test_a_plan_that_does_not_fit_is_refused():
     model = empty_model(tiny_config("llama"))
     with pytest.raises(Refusal, match="must name modules of the model"):
-        pipeline.split(model, draft(model), 2, {"model.layer": "split"})
+        pipeline.split(model, draft(model), 2, plans_of(model, Plans(pp={"model.layer": "split"}), Plans()).pp)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Its loss and its learning rate are written here from their definitions: nothing 
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class Trained:
     tokens: list[int]  # that had a label, up to each step
     eval_loss: float | None
     weights: dict[str, torch.Tensor]
+    right: list[float]  # shares of the evaluated rows
 
 
 def summed_cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -48,8 +50,30 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return recipe.lr * left + recipe.min_lr * (1.0 - left)
 
 
-def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: bool = False) -> Trained:
-    """Trains `steps` optimizer steps with torch.optim.AdamW; loss and gradients are means over the global batch's tokens.
+@dataclass(frozen=True)
+class Plain:
+    """What is learned: how rows come, the sum of a micro-batch's losses, and what of an evaluation is right; `decays` says of a name and its values."""
+
+    stream: Callable[[Recipe, dict[str, Any]], Any]
+    held_out: Callable[[Recipe, dict[str, Any]], list[dict[str, torch.Tensor]]]
+    loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+    decays: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim >= 2
+    right: Callable[[Any, dict[str, torch.Tensor]], list[int]] = lambda model, batch: []
+
+
+def tokenizer_of(recipe: Recipe) -> Any:
+    return load_tokenizer(recipe.model, recipe.tokenizer)
+
+
+TEXT = Plain(
+    stream=lambda recipe, _: open_stream(request_of(recipe), tokenizer_of(recipe), dp=1, dp_rank=0),
+    held_out=lambda recipe, _: eval_rows(request_of(recipe), tokenizer_of(recipe), dp=1, dp_rank=0),
+    loss=summed_cross_entropy,
+)
+
+
+def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: bool = False, plain: Plain = TEXT) -> Trained:
+    """Trains `steps` optimizer steps with torch.optim.AdamW; loss and gradients are means over what has a label in the global batch.
 
     bf16: fp32 master weights and fp32 gradient accumulation around a bf16 model, as mixed precision is defined.
     """
@@ -58,18 +82,16 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
     masters = (
         {name: parameter.detach().float().clone().requires_grad_() for name, parameter in model.named_parameters()} if bf16 else dict(model.named_parameters())
     )
-    matrices = [value for value in masters.values() if value.ndim >= 2]
-    vectors = [value for value in masters.values() if value.ndim < 2]
+    matrices = [value for name, value in masters.items() if plain.decays(name, value)]
+    vectors = [value for name, value in masters.items() if not plain.decays(name, value)]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=recipe.lr,
         betas=(recipe.beta1, recipe.beta2),
         eps=recipe.eps,
     )
-    tokenizer = load_tokenizer(recipe.model, recipe.tokenizer)
-    stream = open_stream(request_of(recipe), tokenizer, dp=1, dp_rank=0)
-    trained = Trained([], [], [], [], None, {})
-    with contextlib.closing(stream):
+    trained = Trained([], [], [], [], None, {}, [])
+    with contextlib.closing(plain.stream(recipe, model_config)) as stream:
         for step in range(1, steps + 1):
             batches, _ = next(stream)
             tokens = num_labels(batches)
@@ -82,7 +104,7 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
                 value.grad = torch.zeros_like(value)
             total = 0.0
             for batch in batches:
-                loss = summed_cross_entropy(model, batch) / tokens
+                loss = plain.loss(model, batch) / tokens
                 loss.backward()
                 total += loss.item()
                 if bf16:
@@ -98,10 +120,11 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
             trained.losses.append(total)
             trained.grad_norms.append(norm.item())
     if recipe.eval_every:
-        held_out = eval_rows(request_of(recipe), tokenizer, dp=1, dp_rank=0)
+        held_out = plain.held_out(recipe, model_config)
         model.eval()
         with torch.no_grad():
-            trained.eval_loss = sum(summed_cross_entropy(model, batch).item() for batch in held_out) / num_labels(held_out)
+            trained.eval_loss = sum(plain.loss(model, batch).item() for batch in held_out) / num_labels(held_out)
+            trained.right = [sum(counts) / num_labels(held_out) for counts in zip(*(plain.right(model, batch) for batch in held_out), strict=True)]
     saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     trained.weights = {name: value.detach().clone() for name, value in {**masters, **saved_buffers}.items()}
     return trained

@@ -34,8 +34,11 @@ def git(*words: str) -> str:
 
 
 def marks_slow(text: str) -> bool:
-    """Whether a file has a slow test; one that only speaks of the mark has none."""
-    return any(isinstance(node, ast.Attribute) and node.attr == "slow" for node in ast.walk(ast.parse(text)))
+    """Whether a file has a slow test, or a case that is; one that only speaks of the mark has none."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == "slow") or (isinstance(node, ast.keyword) and node.arg == "slow")
+        for node in ast.walk(ast.parse(text))
+    )
 
 
 def slow_tests(text: str) -> str:

@@ -314,6 +314,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.parallel.groups import Groups
     from recipekit.runtime.start import start
     from recipekit.runtime.tracking import open_tracker
+    from recipekit.task import Sums
     from recipekit.tasks.find import task_called
     from recipekit.train import evaluate
 
@@ -354,7 +355,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     for loop in loops:
         trains[loop].run(WARM_UP)
     held_out = [{name: batch[name].to(device) for name in ("input_ids", "labels", "position_ids")} for batch in prepared[-1][:2]]
-    losses = {loop: evaluate(engine, task_called(recipe.task), held_out, plan.mesh) for loop, engine in engines.items()}
+    losses = {loop: evaluate(engine, task_called(recipe.task), held_out, plan.mesh, Sums())["eval_loss"] for loop, engine in engines.items()}
     if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
         raise Refusal([Problem("the loops", f"did not learn the same: {losses}", "compare them before their speed")])
 

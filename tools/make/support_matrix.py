@@ -1,12 +1,14 @@
-"""Finds out which model families train in which layout, by running them; writes recipes/SUPPORT.md.
+"""Finds out which model families train in which layout, by running them; writes recipes/SUPPORT.md and recipes/SUPPORT_IMAGES.md.
 
-    python tools/make/support_matrix.py                        # every causal language model of the installed transformers (hours on 2 cores)
-    python tools/make/support_matrix.py --types llama gemma2   # these only; SUPPORT.md is not written, their marks are printed
+    python tools/make/support_matrix.py                                       # all of the installed transformers (hours on 2 cores)
+    python tools/make/support_matrix.py --types llama gemma2                  # these only; SUPPORT.md is not written, their marks are printed
+    python tools/make/support_matrix.py --task image_classification --types vit swin
 
-For every model type a tiny model is made from the type's own config class. In each layout real processes train it for
-3 optimizer steps (fp32, AdamW, clipping, packed documents) and compare with plain PyTorch in one process: every loss and
-grad_norm within 1e-5 relative, every updated weight within 1e-5 absolute. A cell that fails or outlives its time limit
-is marked with the reason, and its group of processes is replaced.
+Causal language models (task pretrain) and image classifiers have a table each. For every model type a tiny model is made
+from the type's own config class. In each layout real processes train it for 3 optimizer steps (fp32, AdamW, clipping;
+packed documents, or random pictures) and compare with plain PyTorch in one process: every loss and grad_norm within 1e-5
+relative, every updated weight within 1e-5 absolute. A cell that fails or outlives its time limit is marked with the
+reason, and its group of processes is replaced.
 """
 
 import argparse
@@ -32,7 +34,9 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, ZeRO 
     "pp2 x tp2": (4, 1, {"pp": 2, "tp": 2}),
     "ep2": (2, 1, {"ep": 2}),  # of types with experts
 }
-STEPS, ROWS, SEQ_LEN, VOCABULARY = 3, 4, 64, 264
+TEXT, IMAGES = "pretrain", "image_classification"  # tasks: a table each
+STEPS, BATCHES, SEQ_LEN, VOCABULARY = 3, 4, 64, 264
+MICRO_BATCH = {TEXT: 1, IMAGES: 2}  # rows of each of the BATCHES; a batch normalisation needs two pictures
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
 WHY = {  # (beginning of a type, part of a layout) -> found by hand
     ("gemma3n", "tp"): "Gemma3nTextMLP._gaussian_topk takes mean and deviation over the dimension that is cut",
@@ -43,21 +47,28 @@ ABSENT = {"this model publishes no": "no plan", "none is made for this type": "n
 AHEAD = "reads the tokens that it should predict"  # said by the refusal of a model that is not causal
 CELL_S = 60.0  # seconds a cell may take
 CONFIG: dict[str, Any] = {
-    "train_batch_size": ROWS,
     "gradient_clipping": 1.0,
     "steps_per_print": None,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True}},
 }
 
 
-def model_types() -> list[str]:
-    """Lists every model type that AutoModelForCausalLM knows."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def model_types(task: str = TEXT) -> list[str]:
+    """Lists every model type that the Auto class of a task knows."""
+    from recipekit.architectures.lookup import types_of
+    from recipekit.tasks.facts import TASKS
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted(types_of(TASKS[task].auto_class))
 
 
-def tiny_model_config(model_type: str) -> dict[str, Any]:
+def layouts_of(task: str) -> list[str]:
+    """Lists the layouts that a task does not lack."""
+    from recipekit.tasks.facts import TASKS
+
+    return [name for name, (_, _, degrees) in LAYOUTS.items() if not degrees.keys() & TASKS[task].lacks.keys()]
+
+
+def tiny_model_config(task: str, model_type: str) -> dict[str, Any]:
     """Makes the tiny config of a type, with dropout switched off: runs with dropout cannot be compared."""
     from recipekit.architectures.families import tiny_config
 
@@ -71,29 +82,36 @@ def tiny_model_config(model_type: str) -> dict[str, Any]:
             for key, value in config.items()
         }
 
-    return without_dropout(tiny_config(model_type, VOCABULARY))
+    return without_dropout(tiny_config(model_type, VOCABULARY if task == TEXT else 0, task))
 
 
-def recipe_of(model_type: str, **degrees: Any) -> Any:
+def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
     from recipekit import Recipe
     from recipekit.model.empty import empty_model
     from recipekit.refusal import Refusal
 
-    recipe = Recipe(model=model_type, init="random", seed=3, micro_batch=1, global_batch=ROWS, seq_len=SEQ_LEN, **degrees)
+    rows = MICRO_BATCH[task]
+    recipe = Recipe(model=model_type, task=task, init="random", seed=3, micro_batch=rows, global_batch=BATCHES * rows, seq_len=SEQ_LEN, **degrees)
     try:
-        empty_model(tiny_model_config(model_type), name=model_type)
-    except Refusal:  # the model's class has no sdpa
+        empty_model(tiny_model_config(task, model_type), name=model_type, auto_class=recipe.facts.auto_class)
+    except Refusal:  # its class has no sdpa
         recipe = replace(recipe, attention="eager")
     return recipe
 
 
-def rows() -> list[dict[str, Any]]:
-    """Makes the micro-batches of one optimizer step: packed documents of random tokens, ROWS rows of SEQ_LEN."""
+def batches_of(task: str, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Makes the BATCHES micro-batches of one optimizer step of a model: packed documents of random tokens, or random pictures."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
+    if task == IMAGES:
+        tower = config.get("vision_config") or config
+        size = tower["image_size"] if isinstance(tower["image_size"], list | tuple) else (tower["image_size"],) * 2
+        shape = (MICRO_BATCH[task], tower.get("num_channels", 3), *size)  # (B, C, H, W)
+        labels = torch.randint(config["num_labels"], (BATCHES, MICRO_BATCH[task]), generator=generator)
+        return [{"pixel_values": torch.randn(shape, generator=generator), "labels": own} for own in labels]
     batches = []
-    for row in range(ROWS):
+    for row in range(BATCHES):
         ids = torch.randint(3, VOCABULARY, (1, SEQ_LEN), generator=generator)
         edge = 20 + 9 * row  # the first document ends here
         positions = torch.cat([torch.arange(edge), torch.arange(SEQ_LEN - edge)]).unsqueeze(0)
@@ -128,35 +146,36 @@ def save(model: Any, folder: Path) -> None:
     save_file({name: value.detach().contiguous() for name, value in {**parameters, **buffers}.items()}, folder / "model.safetensors")
 
 
-def train_plain(model_type: str, folder: Path) -> dict[str, Any]:
+def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     """Trains STEPS steps in plain PyTorch, from random weights that it saves in `folder`.
 
-    Returns losses, norms and weights, whether the model has experts, and the leak: how far a document's logits depend on
-    another document of its row.
+    Returns losses, norms and weights, whether the model has experts, and of text the leak: how far a document's logits
+    depend on another document of its row.
     """
     import torch
     from recipekit.model.build import build_model
-    from recipekit.model.causal import check_causal
     from recipekit.optim.groups import parameter_groups
-    from recipekit.tasks import pretrain
+    from recipekit.tasks.find import task_called
 
-    recipe, config = recipe_of(model_type), tiny_model_config(model_type)
-    check_causal(config, recipe.attention, recipe.model)
-    model = build_model(recipe, config, None, {}, torch.device("cpu")).model
+    of_task = task_called(task)
+    recipe, config = recipe_of(task, model_type), tiny_model_config(task, model_type)
+    of_task.check(config, recipe.attention, recipe.model)
+    built = build_model(recipe, config, None, {}, torch.device("cpu"))
+    model = built.model
     spread(model)
     save(model, folder)
     numbers = CONFIG["optimizer"]["params"]
-    groups: Any = parameter_groups(model)
+    groups: Any = parameter_groups(model, built.plans.no_decay)
     optimizer = torch.optim.AdamW(groups, lr=numbers["lr"], betas=tuple(numbers["betas"]), eps=numbers["eps"], weight_decay=numbers["weight_decay"])
-    batches = rows()
-    tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    leak = leak_of(model, batches[0])
+    batches = batches_of(task, config)
+    counted = sum(int(of_task.count(batch).sum()) for batch in batches)
+    leak = leak_of(model, batches[0]) if task == TEXT else None
     losses, norms = [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
         for batch in batches:
-            loss = pretrain.loss(pretrain.forward(model, batch), batch, by_row=False) / tokens
+            loss = of_task.loss(of_task.forward(model, batch), batch, False) / counted
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -189,7 +208,7 @@ class Differs(Exception):
     """Says that a cell ran, but did not train like plain PyTorch."""
 
 
-def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, Any]) -> dict[str, float]:
+def train_cell(task: str, model_type: str, layout: str, folder: str, reference: dict[str, Any]) -> dict[str, float]:
     """Reads the weights in `folder` and trains one cell on this group of ranks (a collective); returns this rank's largest deviations."""
     import deepspeed
     import torch
@@ -200,29 +219,33 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
     from recipekit.optim.repairs import keep_grad_norm
     from recipekit.parallel import pipeline
     from recipekit.parallel.groups import Groups
-    from recipekit.tasks.pretrain import TASK
+    from recipekit.task import Sums
+    from recipekit.tasks.find import task_called
     from recipekit.train import pipeline_loss, train_step
 
+    of_task = task_called(task)
     world, stage, degrees = LAYOUTS[layout]
-    recipe = replace(recipe_of(model_type, **degrees), model=folder, init="pretrained")
+    recipe = replace(recipe_of(task, model_type, **degrees), model=folder, init="pretrained")
     mesh = make_mesh(world, **degrees)
     groups = Groups(mesh, "cpu")
-    accumulation = ROWS // mesh.dp
-    config = CONFIG | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "zero_optimization": {"stage": stage}}
+    accumulation = BATCHES // mesh.dp
+    batch = {"train_batch_size": recipe.global_batch, "train_micro_batch_size_per_gpu": recipe.micro_batch, "gradient_accumulation_steps": accumulation}
+    config = CONFIG | batch | {"zero_optimization": {"stage": stage}}
     if mesh.ep > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
-    built = build_model(recipe, tiny_model_config(model_type), groups, config, torch.device("cpu"))
+    model_config = tiny_model_config(task, model_type)
+    built = build_model(recipe, model_config, groups, config, torch.device("cpu"))
     model = built.model
     if mesh.pp > 1:
         assert built.split is not None
-        model = pipeline.assemble(built.models, groups, partial(pipeline_loss, TASK, None), "1f1b", built.split.num_stages)
+        model = pipeline.assemble(built.models, groups, partial(pipeline_loss, of_task, Sums()), "1f1b", built.split.num_stages)
         pipeline.share(model, groups)
-    trained: Any = parameter_groups(model)
+    trained: Any = parameter_groups(model, built.plans.no_decay)
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
     keep_grad_norm(engine)
     dp_rank = groups.coords["dp"]
-    mine = rows()[dp_rank * accumulation : (dp_rank + 1) * accumulation]
-    results = [train_step(engine, TASK, mine, None, None, mesh) for _ in range(STEPS)]
+    mine = batches_of(task, model_config)[dp_rank * accumulation : (dp_rank + 1) * accumulation]
+    results = [train_step(engine, of_task, mine, None, None, mesh) for _ in range(STEPS)]
     worst_weight, where = 0.0, ""
     for name, value in whole_parameters(model, built, groups, torch.float32):
         difference = (value - reference["weights"][name]).abs().max().item() if value.numel() else 0.0
@@ -236,25 +259,25 @@ def train_cell(model_type: str, layout: str, folder: str, reference: dict[str, A
     engine.destroy()
     if not (worst["loss"] <= LOSS and worst["grad_norm"] <= LOSS and worst["weight"] <= WEIGHT):
         idle = ", which no gradient reaches: DeepSpeed decays it, torch does not" if where in reference["idle"] else ""
-        exact = "" if idle or mesh.tp == 1 or mesh.pp > 1 else f"; {gradients_in_fp64(model_type, recipe, groups)}"
+        exact = "" if idle or mesh.tp == 1 or mesh.pp > 1 else f"; {gradients_in_fp64(model_config, recipe, groups)}"
         raise Differs(f"differs: loss {worst['loss']:.1e}, grad_norm {worst['grad_norm']:.1e}, weight {worst['weight']:.1e} ({where}{idle}){exact}")
     return worst
 
 
-def gradients_in_fp64(model_type: str, recipe: Any, groups: Any) -> str:
-    """Compares the gradients of one step in fp64 (a collective): says that they are equal, so that fp32 only rounds, or which parameter's are wrong."""
+def gradients_in_fp64(config: dict[str, Any], recipe: Any, groups: Any) -> str:
+    """What the gradients of one step say in fp64 (a collective): equal, so that fp32's rounding is the difference, or which parameter's are wrong."""
     import torch
     import torch.distributed as dist
     from recipekit.model.build import build_model
     from recipekit.parallel import tensor as tensor_parallel
-    from recipekit.tasks import pretrain
+    from recipekit.tasks.find import task_called
 
-    config, cpu = tiny_model_config(model_type), torch.device("cpu")
+    of_task, cpu = task_called(recipe.task), torch.device("cpu")
     plain = build_model(replace(recipe, tp=1), config, None, {}, cpu).model.double()
     built = build_model(recipe, config, groups, CONFIG | {"zero_optimization": {"stage": 0}}, cpu)
     for model in (plain, built.model.double()):
-        for batch in rows():
-            pretrain.loss(pretrain.forward(model, batch), batch, by_row=False).backward()
+        for batch in batches_of(recipe.task, config):
+            of_task.loss(of_task.forward(model, batch), batch, False).backward()
     worst, where = 0.0, ""
     whole = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in built.model.named_parameters():
@@ -289,7 +312,7 @@ def serve(folder: Path) -> None:
     for line in sys.stdin:
         cell = json.loads(line)
         try:
-            answer = {"ok": True} | train_cell(cell["type"], cell["layout"], cell["weights"], torch.load(cell["reference"], weights_only=True))
+            answer = {"ok": True} | train_cell(cell["task"], cell["type"], cell["layout"], cell["weights"], torch.load(cell["reference"], weights_only=True))
         except BaseException as error:
             answer = {"ok": False, "reason": reason_of(error), "refused": isinstance(error, Refusal)}
         _forget(linear)
@@ -347,13 +370,11 @@ class Group:
             command = [sys.executable, __file__, "--serve", str(folder)]
             self.ranks.append(subprocess.Popen(command, env=os.environ | own | place, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True))
 
-    def run(self, number: int, model_type: str, layout: str, reference: Path) -> dict[str, Any]:
-        """Runs a cell; returns the first failure of any rank, or the largest deviations. Ends the group after a failure, unless all ranks refused."""
+    def run(self, number: int, task: str, model_type: str, layout: str, reference: Path) -> dict[str, Any]:
+        """The joined answer of all ranks: the first failure, or the largest deviations. Ends the group if it failed otherwise than by a refusal of all."""
         self.cells += 1
-        line = (
-            json.dumps({"number": number, "type": model_type, "layout": layout, "reference": str(reference), "weights": str(reference.parent / "weights")})
-            + "\n"
-        )
+        cell = {"number": number, "task": task, "type": model_type, "layout": layout, "reference": str(reference)}
+        line = json.dumps(cell | {"weights": str(reference.parent / "weights")}) + "\n"
         for rank in self.ranks:
             assert rank.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -386,8 +407,8 @@ class Group:
             rank.wait()
 
 
-def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: Any = print) -> dict[str, dict[str, dict[str, Any]]]:
-    """Runs all cells: type -> layout (or "reference") -> {"ok", deviations or "reason"}. Cells that `results` holds are not run again."""
+def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: Any = print, task: str = TEXT) -> dict[str, dict[str, dict[str, Any]]]:
+    """type -> layout (or "reference") -> {"ok", deviations or "reason"}. Cells that `results` holds already are not run again."""
     import torch
 
     torch.set_num_threads(1)
@@ -395,7 +416,8 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
     if results is not None and results.exists():
         for line in results.read_text().splitlines():
             cell = json.loads(line)
-            done.setdefault(cell["type"], {})[cell["layout"]] = cell["result"]
+            if cell.get("task", TEXT) == task:
+                done.setdefault(cell["type"], {})[cell["layout"]] = cell["result"]
     groups: dict[int, Group] = {}
     number, began = 0, time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -405,7 +427,7 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
             done.setdefault(model_type, {})[layout] = result
             if results is not None:
                 with results.open("a") as file:
-                    file.write(json.dumps({"type": model_type, "layout": layout, "result": result}) + "\n")
+                    file.write(json.dumps({"task": task, "type": model_type, "layout": layout, "result": result}) + "\n")
 
         try:
             for index, model_type in enumerate(types, 1):
@@ -415,7 +437,7 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                     continue
                 reference = folder / "reference.pt"
                 try:
-                    plain = train_plain(model_type, folder / "weights")
+                    plain = train_plain(task, model_type, folder / "weights")
                     torch.save(plain, reference)
                     record(model_type, "reference", {"ok": True, "leak": plain["leak"], "experts": plain["experts"]})
                 except Exception as error:  # whatever error a family raises is the reason in its row
@@ -430,7 +452,7 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                         groups.pop(world).close()
                     if world not in groups:
                         groups[world] = Group(world, folder)
-                    record(model_type, layout, groups[world].run(number, model_type, layout, reference))
+                    record(model_type, layout, groups[world].run(number, task, model_type, layout, reference))
                 marks = ", ".join(f"{layout} {done[model_type][layout].get('reason', 'ok')}" for layout in wanted)
                 say(f"{index}/{len(types)} {model_type}: {marks} [{time.monotonic() - began:.0f} s]")
         finally:
@@ -456,10 +478,15 @@ def decoders_alone(types: list[str]) -> list[str]:
     return [name for name in types if default_config(name).is_encoder_decoder]
 
 
-def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Writes the text of recipes/SUPPORT.md."""
+def versions() -> str:
+    """Names what the cells were run with, and when."""
     from importlib.metadata import version
 
+    return f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}, {time.strftime('%Y-%m-%d')}."
+
+
+def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Writes recipes/SUPPORT.md, of causal language models."""
     ran = [name for name in done if done[name]["reference"]["ok"]]
     planned = [name for name in ran if publishes_pipeline_plan(name)]
     ahead = [name for name in done if AHEAD in done[name]["reference"].get("reason", "")]
@@ -472,7 +499,7 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
             f"relative of plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. The number is the largest of the deviations."
         ),
         "",
-        f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}, {time.strftime('%Y-%m-%d')}.",
+        versions(),
         "No family has code of its own: stages and cuts come from the plans that the model publishes.",
         "",
         *paragraph(
@@ -503,7 +530,45 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
             leak = done[name]["reference"].get("leak")
             isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"  # below 1e-6 is rounding
             lines.append(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in LAYOUTS) + f" | {isolated} |")
-    lines += ["", "## Why a cell fails", ""]
+    return "\n".join([*lines, "", "## Why a cell fails", "", *reasons(done)]) + "\n"
+
+
+def image_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Writes recipes/SUPPORT_IMAGES.md, of image classifiers."""
+    layouts, ran = layouts_of(IMAGES), sorted(name for name in done if done[name]["reference"]["ok"])
+    lines = [
+        "# Which image classifiers train in which layout",
+        "",
+        *paragraph(
+            f"Made by `python tools/make/support_matrix.py --task {IMAGES}`, which runs every cell; do not edit. A tiny model of each type "
+            f"(its own config class) trains {STEPS} steps on micro-batches of {MICRO_BATCH[IMAGES]} random pictures in real processes (CPU, fp32). "
+            f"A mark means: every loss and grad_norm within {LOSS:.0e} relative of plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. "
+            "The number is the largest of the deviations."
+        ),
+        "",
+        versions(),
+        "",
+        *paragraph(
+            "Where a type publishes no plan, that of the task is taken (recipekit/tasks/facts.py). no plan: its modules have other names, "
+            "and a recipe can give its own (pp_plan, tp_plan)."
+        ),
+        "",
+        *(f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}" for layout in layouts),
+        "",
+        "| type | " + " | ".join(layouts) + " |",
+        "|---|" + "---|" * len(layouts),
+        *(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in layouts) + " |" for name in ran),
+        "",
+        "## Why a cell fails",
+        "",
+        *reasons(done),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def reasons(done: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """An entry for each cell that failed otherwise than for want of a plan."""
+    lines = []
     for name in sorted(done):
         for layout, result in done[name].items():
             if not result["ok"] and not _absent(result):
@@ -511,7 +576,7 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
                     (f"; {why}" for (start, part), why in WHY.items() if name.startswith(start) and part in layout and "differs" in result["reason"]), ""
                 )
                 lines += paragraph(f"- {name}, {layout}: {result['reason']}{why}")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def paragraph(text: str) -> list[str]:
@@ -534,7 +599,8 @@ def _absent(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="+", help="model types; left out: all, and SUPPORT.md is written")
+    parser.add_argument("--task", choices=(TEXT, IMAGES), help="of these types only; left out: both, and with --types " + TEXT)
+    parser.add_argument("--types", nargs="+", help="model types; left out: all")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--results", type=Path, help="a file of finished cells, which are not run again; new ones are added")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -544,15 +610,20 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve)
         return
-    known = model_types()
-    if unknown := sorted(set(arguments.types or ()) - set(known)):
+    chosen = arguments.task or (TEXT if arguments.types else None)
+    if unknown := sorted(set(arguments.types or ()) - set(model_types(chosen or TEXT))):
         parser.error(f"not known to transformers: {', '.join(unknown)}")
-    planned_first = sorted(arguments.types or known, key=lambda name: (not publishes_pipeline_plan(name), name))
-    done = run_matrix(planned_first, arguments.layouts, arguments.results)
+    done: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for task in [chosen] if chosen else [TEXT, IMAGES]:
+        types = sorted(arguments.types or model_types(task), key=lambda name: (not publishes_pipeline_plan(name), name))
+        layouts = [layout for layout in arguments.layouts if layout in layouts_of(task)]
+        done[task] = run_matrix(types, layouts, arguments.results, task=task)
     if not arguments.types:
-        (ROOT / "recipes" / "SUPPORT.md").write_text(page(done))
-        print(f"wrote {ROOT / 'recipes' / 'SUPPORT.md'}")
-    if any(not result["ok"] for row in done.values() for result in row.values()) and arguments.types:
+        for task, (name, write) in {TEXT: ("SUPPORT.md", page), IMAGES: ("SUPPORT_IMAGES.md", image_page)}.items():
+            if task in done:
+                (ROOT / "recipes" / name).write_text(write(done[task]))
+                print(f"wrote recipes/{name}")
+    elif any(not result["ok"] for rows in done.values() for row in rows.values() for result in row.values()):
         raise SystemExit(1)
 
 

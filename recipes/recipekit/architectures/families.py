@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .lookup import causal_types
+from ..tasks.facts import TASKS
+from .lookup import CAUSAL, types_of
 from .shrink import shrink
 
 # Default configs of transformers 5.22.2 from which no model can be built and run, and what they lack.
@@ -25,22 +26,27 @@ LACKING = {
 }
 
 
-def default_config(model_type: str) -> Any:
-    """Makes the default config of a model type's language model, a `PreTrainedConfig`; the config of the whole if only that builds the model."""
+def default_config(model_type: str, task: str = "pretrain") -> Any:
+    """Makes the default config of a model type for a task, a `PreTrainedConfig`: for causal ones that of its language model, if that builds one by itself."""
     from transformers import CONFIG_MAPPING
 
-    return _language_config(CONFIG_MAPPING[model_type](**LACKING.get(model_type, {})))
+    config = CONFIG_MAPPING[model_type](**LACKING.get(model_type, {}))
+    if (auto_class := TASKS[task].auto_class) == CAUSAL:
+        return _language_config(config)
+    config.architectures = [types_of(auto_class)[model_type][0]]  # of a type with several an Auto class wants to know which
+    return config
 
 
 def _language_config(whole: Any) -> Any:
     """Finds the config of the language model in a `PreTrainedConfig`; the config of the whole if only that builds the model."""
     text = whole.get_text_config(decoder=True)
-    return text if text.model_type in causal_types() and text.model_type != whole.model_type else whole
+    return text if text.model_type in types_of(CAUSAL) and text.model_type != whole.model_type else whole
 
 
-def tiny_config(model_type: str, vocab_size: int) -> dict[str, Any]:
-    """Makes the config.json of a tiny model of a type that transformers knows, without the hub."""
-    return tiny_copy(default_config(model_type), vocab_size)
+def tiny_config(model_type: str, vocab_size: int = 0, task: str = "pretrain") -> dict[str, Any]:
+    """Makes the config.json of a tiny model of a type that transformers knows, without the hub; `vocab_size` is for tasks of tokens."""
+    config, most = default_config(model_type, task), TASKS[task].tiny
+    return shrink(config.to_dict(), vocab_size, most) if most else tiny_copy(config, vocab_size)
 
 
 def tiny_copy(config: Any, vocab_size: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Where a model's config.json and tokenizer lie, and whether recipes can train the model; nothing is downloaded."""
+"""Where a model's config.json and tokenizer lie, and whether a task can train the model; nothing is downloaded."""
 
+import ast
 import functools
 import json
 import re
@@ -10,25 +11,26 @@ from typing import Any
 
 from ..hub import in_hub_cache, is_hub_id
 from ..refusal import Problem, Refusal, refuse
+from ..tasks.facts import TASKS, task_of
 
 SHIPPED = Path(__file__).parent
 
 
-def model_config(model: str) -> dict[str, Any] | None:
+def model_config(model: str, task: str = "pretrain") -> dict[str, Any] | None:
     """Reads the config.json of a model, a hub id or a folder: from the folder, the local hub cache, or the shipped architectures; None if none has it.
 
-    Raises `Refusal` for a folder without a readable config.json, and for a model that recipes cannot train.
+    Raises `Refusal` for a folder without a readable config.json, and for a model that the task cannot train.
     """
     folder = Path(model)
     if folder.is_dir():
-        return read_config(folder / "config.json", model)
+        return read_config(folder / "config.json", model, task)
     if model.startswith((".", "/", "~")):
         raise refuse(f"model = {model}", "is no folder on this machine", "give a folder that holds config.json, or a hub id ORG/NAME")
     cached = sorted(in_hub_cache(model).glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
     if cached:
-        return read_config(cached[-1], model)
+        return read_config(cached[-1], model, task)
     shipped = SHIPPED / (model.replace("/", "--") + ".json")
-    return read_config(shipped, model) if shipped.exists() else None
+    return read_config(shipped, model, task) if shipped.exists() else None
 
 
 # Families among the causal language models of transformers that attend both ways, and the key of config.json with which they look back only.
@@ -44,11 +46,15 @@ READS_AHEAD = {
     "cpmant": "",
     "xlnet": "",
 }
+CAUSAL = TASKS["pretrain"].auto_class
 OTHERS = "use a causal language model of recipes/SUPPORT.md"
 
 
-def read_config(path: Path, model: str) -> dict[str, Any]:
-    """Reads a config.json; `model` is the user's name of it in messages. Raises `Refusal` if it cannot be read, or if recipes cannot train the model."""
+def read_config(path: Path, model: str, task: str = "pretrain") -> dict[str, Any]:
+    """Reads a config.json; `model` is the user's name of it in messages. An empty `task` stands for the one that fits the model.
+
+    Raises `Refusal` if the file cannot be read, or if the task cannot train the model.
+    """
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -59,9 +65,25 @@ def read_config(path: Path, model: str) -> dict[str, Any]:
         raise refuse(str(path), f"is not JSON: {error}", "download the model again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise refuse(str(path), "names no model_type", "give the config.json of a transformers model")
-    if problems := _untrainable(config, f"model = {model}"):
+    if problems := _untrainable(config, task or fitting_task(config), f"model = {model}"):
         raise Refusal(problems)
     return config
+
+
+def with_labels(config: dict[str, Any], num_labels: int, names: list[str] | None = None) -> dict[str, Any]:
+    """Gives a config.json another number of labels, with `names` if there are so many; 0 leaves those that it has."""
+    if not num_labels:
+        return config
+    found = {"num_labels": num_labels}
+    if names and len(names) == num_labels:
+        found = {"id2label": {str(number): name for number, name in enumerate(names)}, "label2id": {name: number for number, name in enumerate(names)}}
+    return {key: value for key, value in config.items() if key not in ("num_labels", "id2label", "label2id")} | found
+
+
+def fitting_task(config: dict[str, Any]) -> str:
+    """Names the task that trains the model of a config.json: that of its architectures, or else the first one that takes its type; "pretrain" if none does."""
+    named = task_of(config.get("architectures"))
+    return next((task for task in (named, *TASKS) if _unfit(config, task) is None), named)
 
 
 def _no_config(folder: Path, model: str) -> Refusal:
@@ -75,24 +97,13 @@ def _no_config(folder: Path, model: str) -> Refusal:
     return refuse(f"model = {model}", "the folder holds no config.json", "give the folder that save_pretrained wrote")
 
 
-def _untrainable(config: dict[str, Any], where: str) -> list[Problem]:
-    """Lists why recipes cannot train a model, as far as its config.json shows."""
-    kind, problems, types = config["model_type"], [], causal_types()
-    auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
-    own = str(auto_map.get("AutoModelForCausalLM") or next(iter(auto_map.values()), ""))  # the class that replaces one of transformers
-    same = auto_map.get("AutoModelForCausalLM") is None or own.rpartition(".")[2].lower() == types.get(kind, "").lower()
-    masked = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
-    switch = READS_AHEAD.get(kind)
-    if own and (kind not in types or not same):
-        rule = f"its auto_map names code of the model's own ({own}), which recipes never run"
-        problems.append(Problem(where, rule, f"{OTHERS}, whose class is in transformers itself"))
-    elif config.get("is_encoder_decoder"):
-        problems.append(Problem(where, f"a {kind} is an encoder-decoder, and recipes train decoders alone", OTHERS))
-    elif (kind not in types and masked) or (switch is not None and not config.get(switch)):
-        fix = f'{OTHERS}; a {kind} that looks back only says "{switch}": true in its config.json' if switch else OTHERS
-        problems.append(Problem(where, f"a {kind} reads the tokens that it should predict", fix))
-    elif kind not in types:
-        problems.append(Problem(where, f"a {kind} is no causal language model that transformers {version('transformers')} knows", OTHERS))
+def _untrainable(config: dict[str, Any], task: str, where: str) -> list[Problem]:
+    """Lists why a task cannot train a model, as far as its config.json shows."""
+    problems = []
+    if unfit := _unfit(config, task):
+        rule, fix = unfit
+        fitting = [name for name in TASKS if _unfit(config, name) is None]
+        problems.append(Problem(where, rule, f"use --task {' or '.join(fitting)}" if fitting else fix))
     text = config.get("text_config")
     for block in (config, text if isinstance(text, dict) else {}):
         if quantised := block.get("quantization_config") or block.get("compression_config"):
@@ -102,15 +113,47 @@ def _untrainable(config: dict[str, Any], where: str) -> list[Problem]:
     return problems
 
 
+def _unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
+    """Says why a model is of no kind that a task trains, and what to use instead (rule, fix); None if it is of one."""
+    kind, auto_class = config["model_type"], TASKS[task].auto_class
+    types, causal, noun = types_of(auto_class), auto_class == CAUSAL, _noun(auto_class)
+    others = OTHERS if causal else f"use {'an' if noun[0] in 'aeiou' else 'a'} {noun} of transformers"
+    auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
+    own = str(auto_map.get(auto_class) or next(iter(auto_map.values()), ""))  # the class that replaces one of transformers
+    same = auto_map.get(auto_class) is None or own.rpartition(".")[2].lower() in [name.lower() for name in types.get(kind, ())]
+    if own and (kind not in types or not same):
+        return f"its auto_map names code of the model's own ({own}), which recipes never run", f"{others}, whose class is in transformers itself"
+    if causal:
+        masked = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
+        switch = READS_AHEAD.get(kind)
+        if config.get("is_encoder_decoder"):
+            return f"a {kind} is an encoder-decoder, and recipes train decoders alone", others
+        if (kind not in types and masked) or (switch is not None and not config.get(switch)):
+            fix = f'{others}; a {kind} that looks back only says "{switch}": true in its config.json' if switch else others
+            return f"a {kind} reads the tokens that it should predict", fix
+    if kind not in types:
+        return f"a {kind} is no {noun} that transformers {version('transformers')} knows", others
+    return None
+
+
+def _noun(auto_class: str) -> str:
+    """Names what an Auto class makes: AutoModelForImageClassification -> image classification model."""
+    if auto_class == CAUSAL:
+        return "causal language model"
+    return " ".join(word.lower() for word in re.findall(r"[A-Z][a-z]+|[A-Z]+", auto_class.removeprefix("AutoModelFor"))) + " model"
+
+
 @functools.cache
-def causal_types() -> dict[str, str]:
-    """Lists the causal language models of the installed transformers, model_type -> class, from its source: importing it takes seconds."""
+def types_of(auto_class: str) -> dict[str, tuple[str, ...]]:
+    """Lists the models that an Auto class of the installed transformers makes, model_type -> classes, from its source: importing it takes seconds."""
     spec = find_spec("transformers")
     assert spec is not None and spec.origin is not None, "make setup installs transformers"
     source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text()
-    table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", source, re.DOTALL | re.MULTILINE)
-    assert table is not None, "transformers 5.22.2 has it"
-    return dict(re.findall(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)', table[1]))
+    mapping = re.search(rf"^class {auto_class}\(.*?_model_mapping = (\w+)", source, re.DOTALL | re.MULTILINE)
+    assert mapping is not None, f"transformers 5.22.2 has {auto_class}"
+    table = re.search(rf"^{mapping[1]}_NAMES = OrderedDict\((.*?)^\)", source, re.DOTALL | re.MULTILINE)
+    assert table is not None, f"transformers 5.22.2 has {mapping[1]}_NAMES"
+    return {kind: (names,) if isinstance(names, str) else tuple(names) for kind, names in ast.literal_eval(table[1].strip())}
 
 
 def is_local(model: str) -> bool:

@@ -1,7 +1,7 @@
 """A model's config.json with the same traits and small numbers."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..refusal import refuse
@@ -13,6 +13,7 @@ HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_atten
 KEY_VALUES = ("num_key_value_heads", "num_kv_heads")
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim")
 HEAD_DIM = ("head_dim", "dim_head", "d_head", "kv_channels", "attention_head_size")
+STAGES, WIDTHS = "depths", ("hidden_sizes", "embed_dim")  # of a model of images whose stages get wider: layers of each, width of each or of the first
 # How the numbers of a tiny model fall: pattern of the key -> the largest value, or the sort that `_proportions` knows. First match wins.
 EXPERTS = r"(moe_)?num(_local)?_experts|n_routed_experts"
 RULES = {
@@ -62,13 +63,16 @@ NEEDS_ID = {
 }
 
 
-def shrink(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+def shrink(config: dict[str, Any], vocab_size: int = 0, most: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Makes a model of a few hundred thousand parameters of the same class, which tp 2 and 4 can cut: numbers fall, structural traits stay.
 
     Kept: tied embeddings, the ratio of query to key-value heads (up to 8), a head_dim that is not hidden_size / heads,
-    windows, every kind of layer, experts, low ranks, soft caps, rotary type. Raises `Refusal` for a config that names its
-    layers or its width in a way not known here.
+    windows, every kind of layer, experts, low ranks, soft caps, rotary type. `vocab_size` 0: the model reads no tokens.
+    `most`: what a task leaves of further numbers (tasks.facts.Facts.tiny); num_labels is as it says. Raises `Refusal`
+    for a config that names its layers or its width in a way not known here.
     """
+    if most:
+        return _shrink_images(config, most)
     count = _count_layers(config)
     if unknown := [names[0] for value, names in ((count, LAYERS), (_name(config, HIDDEN), HIDDEN)) if not value]:
         rule = f"cannot shrink a {config['model_type']}: its config.json has no {', '.join(unknown)}"
@@ -77,10 +81,59 @@ def shrink(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     proportions = _proportions(config, vocab_size)
     tiny = {key: _fall(key, _cut(key, value, kept, count), proportions) for key, value in config.items()}
     tiny |= {key: value for key, value in _derived(config, tiny).items() if key in config}
-    tiny["vocab_size"] = vocab_size
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        tiny[key] = 1 if config["model_type"] in NEEDS_ID[key] else None  # those of the real vocabulary
+    if vocab_size:
+        tiny["vocab_size"] = vocab_size
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            tiny[key] = 1 if config["model_type"] in NEEDS_ID[key] else None  # those of the real vocabulary
     return tiny
+
+
+TOWER = "vision_config"  # the one that reads images, in the config of a model of two
+# What the classes of such towers take for a number that config.json leaves out, as those of CLIP and SigLIP do.
+TOWER_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 16}
+OF_LAYERS = ("stage_names", "out_features", "out_indices")  # name layers that are gone; only a backbone of another model reads them
+LABELS = ("num_labels", "id2label", "label2id")
+
+
+def _shrink_images(config: dict[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
+    """Makes the small copy of a model of images: that of its tower if it has two, stage by stage if it has stages."""
+    if "d_latents" in config:  # Perceiver's layers are as wide as its latents, its queries and what it reads are not
+        rule = f"cannot shrink a {config['model_type']}: the widths of its latents are not known here"
+        raise refuse("--tiny", rule, "make a small model of that class, save it with save_pretrained, and give the folder with --model, without --tiny")
+    config = {key: value for key, value in config.items() if key not in OF_LAYERS}
+    sizes = {key: number for key, number in most.items() if key not in LABELS}
+    if isinstance(config.get(TOWER), dict):
+        tiny = config | {TOWER: _shrink_images(TOWER_DEFAULTS | config[TOWER], sizes)}
+    else:
+        tiny = _shrink_stages(config) if config.get(STAGES) else shrink(config)
+        tiny |= {key: _at_most(config.get(key, number), number) for key, number in sizes.items() if key in config or key == "image_size"}
+        if config.get(STAGES) and config.get("window_size"):  # a window that is larger than what the last stage sees does not run (Swin): 2 x 2 of it
+            tiny |= {"window_size": 2, "patch_size": max(1, sizes["image_size"] // (2 << (len(tiny[STAGES]) - 1)))}
+    if labels := most.get("num_labels"):
+        tiny = {key: value for key, value in tiny.items() if key not in LABELS} | {"num_labels": labels}
+    return tiny
+
+
+def _at_most(value: Any, number: int) -> Any:
+    """Caps a number, or each of a list (height and width)."""
+    return [min(each, number) for each in value] if isinstance(value, list) else min(value, number)
+
+
+def _shrink_stages(config: dict[str, Any]) -> dict[str, Any]:
+    """Leaves two layers of each stage, and the ratio of the stages' widths and heads."""
+    heads, width = config.get("num_heads"), next((config[name] for name in WIDTHS if config.get(name)), None)
+    if width is None:
+        rule = f"cannot shrink a {config['model_type']}: its config.json has no {' or '.join(WIDTHS)}"
+        raise refuse("--tiny", rule, "make a small model of that class, save it with save_pretrained, and give the folder with --model, without --tiny")
+    first = width[0] if isinstance(width, list) else width
+    fewer = (2, heads[0]) if isinstance(heads, list) and heads[0] > 2 else (1, 1)
+
+    def scaled(value: Any, by: tuple[int, int]) -> Any:
+        return [scaled(each, by) for each in value] if isinstance(value, list) else max(1, value * by[0] // by[1])
+
+    tiny = config | {STAGES: [min(depth, 2) for depth in config[STAGES]]}
+    tiny |= {key: scaled(config[key], (16, first)) for key in ("hidden_sizes", "embed_dim", "embedding_size", "hidden_size") if config.get(key)}
+    return tiny | ({"num_heads": scaled(heads, fewer)} if heads else {})
 
 
 def _derived(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:

@@ -51,23 +51,24 @@ def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[Save
     state: SavedState = json.loads((step / STATE).read_text())
     saved = json.loads((step / BLUEPRINT).read_text())
     was = Layout.from_json(state["layout"])
-    if was == layout:
-        return state, True
+    same = was == layout
     if saved is None or blueprint is None:
+        if same:
+            return state, True
         rule = f"was written by another layout ({was}) than this one ({layout}), and experts that DeepSpeed divided are not converted"
         raise refuse(f"resume from {step}", rule, "start with the same ranks, degrees and strategy, or begin a new run from its Hugging Face files")
-    differ = _differences(Blueprint.from_json(saved), blueprint)
+    differ = _differences(Blueprint.from_json(saved), blueprint, cuts=same and layout.mesh.tp > 1)
     if differ:
         raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was made with, or --out NEW")
-    return state, False
+    return state, same
 
 
-def _differences(saved: Blueprint, now: Blueprint) -> str:
-    """Says the first difference in names, shapes or optimizer groups."""
-    before, after = ({tensor.name: (tensor.shape, tensor.group) for tensor in blueprint.tensors} for blueprint in (saved, now))
+def _differences(saved: Blueprint, now: Blueprint, cuts: bool) -> str:
+    """Says the first difference in names, shapes or optimizer groups, and with `cuts` in what tensor parallelism divides."""
+    before, after = ({tensor.name: (tensor.shape, tensor.group, *([tensor.cut] if cuts else [])) for tensor in each.tensors} for each in (saved, now))
     for name in [*before, *after]:
         if before.get(name) != after.get(name):
-            return f"{name} is {before.get(name, 'not there')} in the checkpoint and {after.get(name, 'not there')} in the model (shape, optimizer group)"
+            return f"{name} is {before.get(name, 'not there')} in the checkpoint and {after.get(name, 'not there')} in the model (shape, optimizer group{', cut' if cuts else ''})"
     return ""
 
 

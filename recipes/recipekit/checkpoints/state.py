@@ -1,7 +1,7 @@
 """Types what a run remembers besides tensors and random generators; each step folder keeps it as JSON."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 
 class State(TypedDict):
@@ -10,6 +10,7 @@ class State(TypedDict):
     step: int  # optimizer steps taken
     tokens: int  # tokens with a label, over the whole global batch
     data: Mapping[str, Any] | None
+    unusable: NotRequired[int]  # of a task whose rows are samples: rows that were dealt, and then only filled up
     export_dtype: str  # dtype of the Hugging Face files made of this state, as torch names it without "torch."
 
 

@@ -27,6 +27,7 @@
     lane      a slot over all steps; a data-parallel rank owns neighbouring lanes
     place     the document at which a block begins, as a few integers (`Place`): what a checkpoint keeps
     domain    one corpus of a mixture, with its share of the tokens (`Domain`)
+    sample    a row that is no text, of a task whose rows are not packed: it goes the same way, but for tokens and packing (samples.py)
 
 Begin with stream.py. A micro-batch does not depend on the number of ranks: each rank follows the dealing of all rows, and
 builds the rows of its own lanes.

@@ -1,8 +1,7 @@
-"""Chunks: the documents of a few hundred rows as tokens, made once and kept as Arrow files when the corpus is local."""
+"""Chunks: the documents of a few hundred rows, as samples or as tokens. Tokens are made once and kept as Arrow files when the corpus is local."""
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import itertools
 import json
@@ -21,8 +20,8 @@ import pyarrow as pa
 from datasets import config as datasets_config
 
 from ..refusal import Refusal, Say, refuse
-from ..tasks.facts import TASKS
-from .encode import encode_chats, encode_texts
+from .content import characters_of, held_out_tokens, is_empty, is_held_out, size_of
+from .encode import Encoder
 from .files import not_utf8, unreadable
 from .remote import Unreachable
 from .request import Sizes
@@ -47,52 +46,16 @@ class Chunk(NamedTuple):
     told: list[str]  # why the first few of `bad` were skipped
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Makes tokens of documents."""
+class SampleChunk(NamedTuple):
+    """Holds the samples of some rows, without those held out for evaluation."""
 
-    tokenizer: Any
-    task: str
-    seq_len: int
-
-    def __call__(self, documents: list[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
-        contents, places = [content for content, _ in documents], [place for _, place in documents]
-        if not documents:
-            return []
-        return encode_chats(self.tokenizer, contents, places, self.seq_len) if self.chats else encode_texts(self.tokenizer, contents)
-
-    @property
-    def chats(self) -> bool:
-        return TASKS[self.task].chats
-
-    @functools.cached_property
-    def vocabulary(self) -> int:
-        return len(self.tokenizer)
-
-    @functools.cached_property
-    def identity(self) -> str:
-        """Hashes what the tokenizer makes of a text: another value for another tokenizer."""
-        tokenizer = self.tokenizer
-        own = tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
-        probe = [*own, tokenizer.chat_template if self.chats else None]
-        return hashlib.blake2b(repr(probe).encode(), digest_size=8).hexdigest()
-
-
-def is_held_out(content: Any) -> bool:
-    """Chooses about 1 % of all documents, for evaluation only; depends on the content alone."""
-    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big") % 100 == 0
-
-
-def held_out_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Chooses documents of ready tokens, (documents,) bool, as `is_held_out` does texts: by length and first and last four tokens. None may be empty."""
-    mixed, last = lengths.astype(np.uint64), lengths - 1
-    for offset in range(4):
-        inside = np.minimum(offset, last)
-        for at in (starts + inside, starts + last - inside):
-            mixed = (mixed ^ ids[at].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-    return mixed % np.uint64(100) == 0
+    samples: list[Document]
+    lengths: np.ndarray  # (samples,) int64: what each takes of a block
+    row: int  # as in a `Chunk`, with what follows
+    last: bool
+    bad: int
+    barren: int
+    told: list[str]
 
 
 def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes) -> Path | None:
@@ -135,12 +98,21 @@ class Rows:
         return None
 
 
+class Found(NamedTuple):
+    """Holds what the rows of a chunk hold."""
+
+    documents: list[Document]
+    row: int  # after them
+    last: bool  # the group ends there
+    ready: pa.Array | None = None  # tokens, instead of documents
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads chunks of one corpus."""
 
     source: Source
-    encoder: Encoder
+    encoder: Encoder | None  # None: the documents are samples
     skip: bool  # broken rows are counted, not refused
     sizes: Sizes
     cache: Path | None
@@ -151,7 +123,7 @@ class Reader:
     not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
     patient: float = 5.0  # seconds after which it says that it waits for another process
 
-    def groups(self, part: int) -> int | Chunk:
+    def groups(self, part: int) -> int | Chunk | SampleChunk:
         """Counts the groups of a part. For a part that cannot be read and is to be skipped: a chunk without documents that counts the part as broken."""
         try:
             return self.source.groups(part)
@@ -160,7 +132,7 @@ class Reader:
             tell([str(problem)], self.told, self.say)
             return _no_documents(problem)
 
-    def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk]:
+    def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk | SampleChunk]:
         """Yields the chunks of a group from `row` on. Raises `Refusal` for a row that cannot be read, unless broken rows are skipped."""
         rows = Rows(self.source, part, group)
         while True:
@@ -173,7 +145,9 @@ class Reader:
             if chunk.last:
                 return
 
-    def _chunk(self, part: int, group: int, row: int, rows: "Rows") -> Chunk:
+    def _chunk(self, part: int, group: int, row: int, rows: Rows) -> Chunk | SampleChunk:
+        if self.encoder is None:
+            return self._samples(part, group, row, rows)
         if self.cache is None:
             return self._encoded(part, group, row, rows)
         file = self.cache / f"{part}_{group}_{row}.arrow"
@@ -205,29 +179,60 @@ class Reader:
     def _welcome(self, chunk: Chunk) -> bool:
         return self.skip or not chunk.bad  # what was skipped once is read again to be refused
 
-    def _encoded(self, part: int, group: int, row: int, rows: "Rows") -> Chunk:
-        begin, characters, last = row, 0, False
+    def _samples(self, part: int, group: int, row: int, rows: Rows) -> SampleChunk:
         problems: list[Refusal] = []
-        documents: list[Document] = []
+        found = self._found(part, group, row, rows, problems)
+        least = self.sizes.block_bytes // self.sizes.block_samples
+        lengths = np.array([max(least, size_of(content)) for content, _ in found.documents], dtype=np.int64)
+        told = [str(problem) for problem in problems[:TOLD]]
+        return SampleChunk(found.documents, lengths, found.row, found.last, len(problems), 0, told)
 
-        def skip(problem: Refusal) -> None:
+    def _encoded(self, part: int, group: int, row: int, rows: Rows) -> Chunk:
+        encoder, problems = self.encoder, list[Refusal]()
+        assert encoder is not None
+        documents, row, last, ready = self._found(part, group, row, rows, problems)
+        if ready is not None:
+            return self._ready(encoder, ready, part, group, row)
+        characters = sum(characters_of(content) for content, _ in documents)
+        if characters > self.sizes.long_text:
+            longest = max(documents, key=lambda document: len(document[0]) if isinstance(document[0], str) else 0)
+            self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
+        try:
+            encoded = encoder(documents)
+        except Refusal as problem:  # a chat may turn out to be broken only when it is rendered
             self.refuse_unless_skipped(problem)
-            problems.append(problem)
+            encoded = []
+            for document in documents:
+                try:
+                    encoded += encoder([document])
+                except Refusal as problem:
+                    self.refuse_unless_skipped(problem)
+                    problems.append(problem)
+        full = [(ids, labels) for ids, labels in encoded if len(ids)]
+        ids = np.concatenate([ids for ids, _ in full]).astype(np.int32) if full else np.empty(0, np.int32)
+        labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and encoder.chats else None
+        lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
+        told = [str(problem) for problem in problems[:TOLD]]
+        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told)
 
+    def _found(self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]) -> Found:
+        """Reads the rows of a chunk; adds to `problems` why some of them are skipped."""
+        begin, characters = row, 0
+        documents: list[Document] = []
         while row - begin < self.sizes.chunk_rows and characters < self.sizes.chunk_characters:
             try:
                 some = rows.at(row)
             except UNREADABLE as error:
-                skip(error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error))
-                last = True
-                break
+                problem = error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error)
+                self.refuse_unless_skipped(problem)
+                problems.append(problem)
+                some = None
             if some is None:
-                last = True
-                break
+                return Found(documents, row, True)
             if not isinstance(some, list):
                 if holds_tokens(some.type):
                     assert not documents
-                    return self._ready(some, part, group, row)
+                    return Found([], row, False, some)
                 some = _as_python(some)
             for value in some:
                 place, new = self.source.place(part, group, row), []
@@ -236,35 +241,18 @@ class Reader:
                         raise not_utf8(place, value)
                     new = self.source.documents(value, place)
                 except Refusal as problem:
-                    skip(problem)
+                    self.refuse_unless_skipped(problem)
+                    problems.append(problem)
                 row += 1
-                characters += sum(len(content) if isinstance(content, str) else 1000 for content, _ in new)
+                characters += sum(characters_of(content) for content, _ in new)
                 documents += [document for document in new if not is_empty(document[0]) and is_held_out(document[0]) == self.held_out]
-        if documents and characters > self.sizes.long_text:
-            longest = max(documents, key=lambda document: len(document[0]) if isinstance(document[0], str) else 0)
-            self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
-        try:
-            encoded = self.encoder(documents)
-        except Refusal as problem:  # a chat may turn out to be broken only when it is rendered
-            self.refuse_unless_skipped(problem)
-            encoded = []
-            for document in documents:
-                try:
-                    encoded += self.encoder([document])
-                except Refusal as problem:
-                    skip(problem)
-        full = [(ids, labels) for ids, labels in encoded if len(ids)]
-        ids = np.concatenate([ids for ids, _ in full]).astype(np.int32) if full else np.empty(0, np.int32)
-        labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and self.encoder.chats else None
-        lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
-        told = [str(problem) for problem in problems[:TOLD]]
-        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told)
+        return Found(documents, row, False)
 
-    def _ready(self, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
+    def _ready(self, encoder: Encoder, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
         """Makes a chunk of documents that are tokens already; the tokens are taken as they are."""
-        if self.encoder.chats:
+        if encoder.chats:
             raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
-        end, vocabulary = row + len(lists), self.encoder.vocabulary
+        end, vocabulary = row + len(lists), encoder.vocabulary
         told: list[str] = []
         if wrong := _wrong_tokens(lists, vocabulary):
             for number, token in wrong:
@@ -315,10 +303,6 @@ def _as_python(values: pa.Array) -> list[Any]:
             except UnicodeDecodeError as error:
                 found.append(error)
         return found
-
-
-def is_empty(content: Any) -> bool:
-    return isinstance(content, str) and not content.strip()
 
 
 def _wrong_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | None]]:

@@ -1,5 +1,8 @@
 """What a tokenizer makes of a document: token ids, and labels that say which tokens are trained on."""
 
+import functools
+import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -7,8 +10,41 @@ from jinja2 import TemplateError
 
 from ..refusal import refuse
 from ..task import IGNORE
+from ..tasks.facts import TASKS
+from .source import Document
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids (n,) int64; labels (n,) int64: the token that follows, or IGNORE
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes tokens of documents."""
+
+    tokenizer: Any
+    task: str
+    seq_len: int
+
+    def __call__(self, documents: list[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
+        contents, places = [content for content, _ in documents], [place for _, place in documents]
+        if not documents:
+            return []
+        return encode_chats(self.tokenizer, contents, places, self.seq_len) if self.chats else encode_texts(self.tokenizer, contents)
+
+    @property
+    def chats(self) -> bool:
+        return TASKS[self.task].chats
+
+    @functools.cached_property
+    def vocabulary(self) -> int:
+        return len(self.tokenizer)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Hashes what the tokenizer makes of a text: another value for another tokenizer."""
+        tokenizer = self.tokenizer
+        own = tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
+        probe = [*own, tokenizer.chat_template if self.chats else None]
+        return hashlib.blake2b(repr(probe).encode(), digest_size=8).hexdigest()
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[Encoded]:

@@ -1,6 +1,8 @@
 """The files that a dataset flag names, their kind, their first row, and a fingerprint of their content."""
 
 import codecs
+import contextlib
+import functools
 import gzip
 import hashlib
 import json
@@ -8,12 +10,13 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable
-from contextlib import ExitStack
 from glob import glob
 from pathlib import Path
 from typing import Any
 
 from ..refusal import Problem, Refusal, refuse
+from ..tasks.facts import TASKS
+from .folders import below, stamp
 from .request import Request
 
 KINDS = {
@@ -21,21 +24,26 @@ KINDS = {
     ".jsonl": "lines", ".ndjson": "lines", ".json": "lines",
     ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
+PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # of one kind, "pictures"
 OTHER_KINDS = (".csv", ".tsv", ".xls", ".xlsx", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst", ".db", ".pkl", ".npy")
 ENDS = 64 * 1024  # bytes of each end of a file that its fingerprint covers
+SAMPLED = 1024  # pictures of a folder whose bytes its fingerprint covers; of the others it covers name and size
 
 
-def local_files(dataset: str) -> list[Path] | None:
-    """Finds the files that a dataset flag names (path, folder, glob, several by comma), sorted; None if it must be a hub id or an address."""
+def local_files(dataset: str, pictures: bool = False) -> list[Path] | None:
+    """Finds the files that a dataset flag names (path, folder, glob, several by comma), sorted; None if it must be a hub id or an address.
+
+    Of a folder with files of several kinds `pictures` says which are data: the pictures, or all others.
+    """
     if "://" in dataset:
         return None
-    parts = [dataset] if Path(dataset).expanduser().exists() else [part.strip() for part in dataset.split(",") if part.strip()]
-    files: set[Path] = set()
+    parts = _parts(dataset)
+    files: dict[Path, None] = {}  # in order, as each part has them: to sort what is sorted is fast
     problems = []
     for part in parts:
         path = Path(part).expanduser()
         if path.is_dir():
-            found = _chosen(_below(path))
+            found = _chosen(below(path), pictures)
         elif path.exists():
             found = [path]
         else:
@@ -44,10 +52,11 @@ def local_files(dataset: str) -> list[Path] | None:
         if not found and not is_path and not path.exists():
             return None
         if not found and path.is_dir():
-            problems.append(Problem(f"--dataset {part}", f"holds no file of a known kind: {', '.join(KINDS)}", "convert its files to one of these"))
+            known = f"{', '.join(KINDS)}{', or pictures in a folder for each class' if pictures else ''}"
+            problems.append(Problem(f"--dataset {part}", f"holds no file of a known kind: {known}", "convert its files to one of these"))
         elif not found:
             problems.append(Problem(f"--dataset {part}", "there is no such file", "check the path; a hub id is ORG/NAME"))
-        files.update(found)
+        files.update(dict.fromkeys(found))
     if problems:
         raise Refusal(problems)
     return sorted(files)
@@ -55,37 +64,38 @@ def local_files(dataset: str) -> list[Path] | None:
 
 def left_out(dataset: str) -> list[str]:
     """Says, in one line for each folder that a dataset flag names, which files are not read though they may hold data."""
-    parts = [dataset] if Path(dataset).expanduser().exists() else [part.strip() for part in dataset.split(",") if part.strip()]
     lines = []
-    for part in parts:
-        names = sorted(file.name for file in _below(Path(part).expanduser()) if suffix(file) in OTHER_KINDS)
+    for part in _parts(dataset):
+        names = sorted(file.name for file in below(Path(part).expanduser()) if suffix(file) in OTHER_KINDS)
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             lines.append(f"--dataset {part}: {', '.join(names[:3])}{more} left out, as {', '.join(sorted({suffix(Path(name)) for name in names}))} is not read")
     return lines
 
 
-def _below(folder: Path) -> list[Path]:
-    """Lists the files of a folder and of those below it, without hidden ones; empty if `folder` is none."""
-    return [file for file in folder.rglob("*") if file.is_file() and not file.name.startswith((".", "_"))] if folder.is_dir() else []
+def _parts(dataset: str) -> list[str]:
+    return [dataset] if Path(dataset).expanduser().exists() else [part.strip() for part in dataset.split(",") if part.strip()]
 
 
-def _chosen(files: list[Path]) -> list[Path]:
+@functools.lru_cache(maxsize=32)
+def _chosen(files: tuple[Path, ...], pictures: bool) -> list[Path]:
     """Chooses the files of a known kind, without a README or LICENSE beside data of another kind."""
-    found = [file for file in files if suffix(file) in KINDS]
+    found, shown = [file for file in files if suffix(file) in KINDS], [file for file in files if suffix(file) in PICTURES]
+    if shown and (not found or (pictures and not {KINDS[suffix(file)] for file in found} & {"parquet", "arrow"})):
+        return shown
     data = [file for file in found if KINDS[suffix(file)] != "text" or file.stem.upper() not in ("README", "LICENSE")]
     return found if all(KINDS[suffix(file)] == "text" for file in data) else data
 
 
 def suffix(file: Path) -> str:
-    return Path(file.name.removesuffix(".gz")).suffix.lower()
+    return os.path.splitext(file.name.removesuffix(".gz"))[1].lower()
 
 
 def kind_of(files: list[Path], dataset: str) -> str:
-    """Names the kind of the files: text, lines, parquet or arrow. Raises `Refusal` if the files are of several kinds, or of an unknown one."""
-    kinds = {KINDS.get(suffix(file), "") for file in files}
+    """Names the kind of the files: text, lines, parquet, arrow or pictures. Raises `Refusal` if the files are of several kinds, or of an unknown one."""
+    kinds = {KINDS.get(ending, "pictures" if ending in PICTURES else "") for ending in {suffix(file) for file in files}}
     if "" in kinds:
-        odd = next(file for file in files if suffix(file) not in KINDS)
+        odd = next(file for file in files if suffix(file) not in (*KINDS, *PICTURES))
         fix = f"convert it to one of {', '.join(KINDS)}"
         if suffix(odd) not in OTHER_KINDS:
             raise refuse(f"--dataset {odd}", "the ending does not say what is in it", f"{fix}, or rename it if it is one")
@@ -104,30 +114,102 @@ SKIP = "leave it out (--bad_rows skip)"
 def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     """Raises `Refusal` for local files whose first row the task cannot read.
 
-    Nothing is looked at where bad rows are to be left out.
+    No row is looked at where bad rows are to be left out.
     """
+    files = (request.as_rows and local_files(dataset, pictures=True)) or files
     kind = kind_of(files, dataset)
-    if kind == "text" and request.chats:
-        raise no_chats(dataset)
+    check_kind(kind, files, dataset, request)
     if request.skip or not files:
         return
-    column, place = request.column, f"{files[0]}, row 1"
+    columns, place = request.columns, f"{files[0]}, row 1"
     try:
         if kind == "text":
             codecs.getincrementaldecoder("utf-8")().decode(_head(files[0]))
             return
-        if kind == "lines":
-            number, row = _first_of_lines(files[0])
-            names, value, place = list(row), row.get(column), f"{files[0]}, row {number}"
+        if kind == "pictures":
+            names, values, place = list(columns), {columns[0]: files[0]}, str(files[0])
+        elif kind == "lines":
+            number, values = _first_of_lines(files[0])
+            names, place = list(values), f"{files[0]}, row {number}"
         else:
-            names, value = _first_of_table(files[0], kind, column)
+            names, values = _first_of_table(files[0], kind, columns)
     except UnicodeDecodeError as error:
         raise not_utf8(place, error) from error
     except (OSError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
         raise error if isinstance(error, Refusal) else unreadable(place, error) from error
     if names:
-        check_columns((column,), names, place)
-        check_value(value, request.chats, place, tokens=kind != "lines")
+        check_columns(request.task, columns, names, place)
+        if request.as_rows:
+            _check_sample({name: values[column] for name, column in zip(request.names, columns, strict=True) if column in values}, place)
+        else:
+            check_value(values.get(columns[0]), request.chats, place, tokens=kind != "lines")
+
+
+def check_kind(kind: str, files: list[Path], dataset: str, request: Request) -> None:
+    """Raises `Refusal` if the task cannot take files of this kind, or pictures that lie otherwise than in a folder for each class."""
+    where = f"--dataset {dataset}"
+    if kind == "text" and request.chats:
+        raise no_chats(dataset)
+    if kind == "text" and request.as_rows:
+        raise no_table(dataset, request)
+    if kind == "pictures" and request.names != ("image", "label"):
+        fixing = [task for task, facts in TASKS.items() if facts.columns == ("image_field", "label_field")]
+        raise refuse(where, f"holds pictures, which task {request.task} does not take", f"use --task {' or '.join(fixing)}, or give other data")
+    if kind == "pictures":
+        picture_classes(files, dataset)
+
+
+def no_table(dataset: str, request: Request) -> Refusal:
+    rule = f"is text, and task {request.task} needs rows with the columns {', '.join(request.columns)}"
+    return refuse(f"--dataset {dataset}", rule, f"give Parquet, Arrow or JSON lines{', or pictures in a folder for each class' * ('image' in request.names)}")
+
+
+def folder_classes(dataset: str) -> list[str]:
+    """Lists the classes of a folder of pictures; none of other data, and of a folder that cannot be opened: who opens it says why."""
+    with contextlib.suppress(Refusal):
+        files = local_files(dataset, pictures=True) if dataset != "builtin" else None
+        if files and kind_of(files, dataset) == "pictures":
+            return picture_classes(files, dataset)
+    return []
+
+
+def picture_classes(files: list[Path], dataset: str) -> list[str]:
+    """Lists the classes of pictures, which are the names of their folders, sorted.
+
+    Raises `Refusal` unless every folder that `dataset` names holds nothing but a folder for each class.
+    """
+    folders = _folders_of(files)
+    fix = "put the pictures into a folder for each class, FOLDER/CLASS/PICTURE.png, and name FOLDER"
+    for root in (path for part in _parts(dataset) if (path := Path(part).expanduser()).is_dir()):
+        inside = [folder for folder in folders if folder.is_relative_to(root)]
+        if root in inside:
+            raise refuse(f"--dataset {root}", "holds pictures that lie in no folder of a class", fix)
+        if deep := [folder for folder in inside if folder.parent != root]:
+            rule = f"its pictures lie deeper than a folder for each class: {deep[0].relative_to(root)}"
+            raise refuse(f"--dataset {root}", rule, f"name the folder above the classes, for example {deep[0].parent}")
+        children = {child for child in root.iterdir() if child.is_dir() and not child.name.startswith((".", "_"))}
+        if empty := sorted(children.difference(inside)):
+            raise refuse(f"--dataset {root}", f"the folder of the class {empty[0].name} holds no picture", "fill it, or delete it")
+    classes = sorted({folder.name for folder in folders})
+    if len(classes) == 1:
+        raise refuse(f"--dataset {dataset}", f"all its pictures are of one class, {classes[0]}", fix)
+    return classes
+
+
+def _folders_of(files: list[Path]) -> list[Path]:
+    return sorted(map(Path, {os.path.dirname(file) for file in files}))  # ten times as fast as file.parent
+
+
+def _check_sample(row: dict[str, Any], place: str) -> None:
+    """Raises `Refusal` for a picture that cannot be decoded and for a class that is no number."""
+    from .pictures import class_number, opened  # which nothing but a sample needs
+
+    for name, check in (("image", opened), ("label", class_number)):
+        try:
+            if name in row:
+                check(row[name])
+        except (TypeError, ValueError) as error:
+            raise refuse(place, f"its {name} {error}", f"name another column with --{name}_field, mend the row, or {SKIP}") from error
 
 
 def _head(file: Path) -> bytes:
@@ -146,16 +228,16 @@ def _first_of_lines(file: Path) -> tuple[int, dict[str, Any]]:
     return next(((number, row_of(line, f"{file}, row {number}")) for number, line in enumerate(lines, 1) if line.strip()), (1, {}))
 
 
-def _first_of_table(file: Path, kind: str, column: str) -> tuple[list[str], Any]:
-    """Reads the names of the columns, and the first value of one."""
+def _first_of_table(file: Path, kind: str, columns: tuple[str, ...]) -> tuple[list[str], dict[str, Any]]:
+    """Reads the names of all columns, and the first value of some, none if one of these is missing or there is no row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with ExitStack() as closing:
+    with contextlib.ExitStack() as closing:
         if kind == "parquet":
             table = closing.enter_context(pq.ParquetFile(file))
             names = table.schema_arrow.names
-            batches = table.iter_batches(1, columns=[column], use_threads=False) if column in names else iter(())
+            batches = table.iter_batches(1, columns=list(columns), use_threads=False) if {*columns} <= {*names} else iter(())
         else:
             opened = closing.enter_context(pa.memory_map(str(file)))
             try:
@@ -165,8 +247,8 @@ def _first_of_table(file: Path, kind: str, column: str) -> tuple[list[str], Any]
                 table = pa.ipc.open_file(opened)
                 batches = map(table.get_batch, range(table.num_record_batches))
             names = table.schema.names
-        first = next((batch for batch in batches if column in names and batch.num_rows), None)
-        return names, None if first is None else first.column(column)[0].as_py()
+        first = next((batch for batch in batches if {*columns} <= {*names} and batch.num_rows), None)
+        return names, {} if first is None else {column: first.column(column)[0].as_py() for column in columns}
 
 
 def no_chats(dataset: str) -> Refusal:
@@ -202,11 +284,11 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
     return row
 
 
-def check_columns(columns: tuple[str, ...], names: Iterable[str], place: str) -> None:
-    """Raises `Refusal` if a column is not among `names`."""
-    for column in columns:
+def check_columns(task: str, columns: tuple[str, ...], names: Iterable[str], place: str) -> None:
+    """Raises `Refusal` if a column of the task is not among `names`."""
+    for flag, column in zip(TASKS[task].columns, columns, strict=True):
         if column not in names:
-            fix = f"name the column with --text_field (task sft: --messages_field); a single odd row: mend it, or {SKIP}"
+            fix = f"name the column with --{flag}; a single odd row: mend it, or {SKIP}"
             raise refuse(place, f"has no column {column!r}, only {', '.join(map(repr, names))}", fix)
 
 
@@ -251,6 +333,25 @@ def digests(files: list[Path]) -> dict[str, str]:
                 digest.update(stream.read())
         found[file.relative_to(base).as_posix()] = digest.hexdigest()
     return found
+
+
+def digests_of_classes(files: list[Path]) -> dict[str, str]:
+    """Hashes the pictures of each class: class -> a hash of their names and sizes, and of the ends of up to `SAMPLED` in all.
+
+    In a process they are hashed again only if files came, went or were renamed in their folders.
+    """
+    return dict(_digests_of_classes(tuple(files), tuple(map(stamp, _folders_of(files)))))
+
+
+@functools.lru_cache(maxsize=32)
+def _digests_of_classes(files: tuple[Path, ...], stamps: tuple[tuple[int, int, int], ...]) -> dict[str, str]:
+    every = -(-len(files) // SAMPLED)
+    found: dict[str, Any] = {}
+    for number, file in enumerate(files):
+        digest = found.setdefault(file.parent.name, hashlib.blake2b(digest_size=8))
+        ends = digests([file])[file.name] if number % every == 0 else ""
+        digest.update(f"{file.name}\0{file.stat().st_size}\0{ends}\0".encode("utf-8", "surrogateescape"))
+    return {name: digest.hexdigest() for name, digest in found.items()}
 
 
 def fingerprint(of_files: dict[str, str], *more: str) -> str:

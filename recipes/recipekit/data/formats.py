@@ -1,4 +1,4 @@
-"""How the rows of each file format are read: text and JSON lines, Parquet, Arrow, and what `datasets` streams."""
+"""How the rows of each file format are read: text and JSON lines, Parquet, Arrow, what `datasets` streams, and pictures."""
 
 import contextlib
 import functools
@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..refusal import Refusal, refuse
-from .files import decoded, digests, fingerprint, row_of, unreadable
+from .files import decoded, digests, digests_of_classes, fingerprint, row_of, unreadable
+from .packing import permutation
 from .remote import Patience, RemoteFile, Unreachable
 from .source import UNREADABLE, Document, Source, Wanted, holds_tokens
 
@@ -23,6 +24,8 @@ TOKEN_ROWS = 1024  # rows of ready tokens taken at a time
 TEXT_PARTS = 256  # many small text files are read in about so many parts
 PIECE = 32 * 1024  # characters; a longer text file is cut, at a line end, into documents of at most this length
 TOKEN_LENGTH = 8  # parts and documents are of so many bytes and characters for each token of a row at least, so that what fits a row stays whole
+PICTURES_OF_A_PART = 256  # of a folder
+DRAWN_PARTS = 8
 BUFFER, REMOTE_BUFFER = 1 << 18, 4 << 20  # bytes of a Parquet column read at a time: a large row group needs no more than its first rows do
 
 # Text and lines: runs of bytes ------------------------------------------------------------------------------------
@@ -258,3 +261,41 @@ def streamed_source(dataset: datasets.IterableDataset, names: tuple[str, ...], w
 
     ready = dataset.features is not None and wanted.are_tokens(dataset.features.arrow_schema)
     return Source(names, lambda part: opened(part).num_shards, read, wanted.documents, mark, local=False, ready=ready)
+
+
+# Samples one by one: pictures of a folder, and those that are drawn ---------------------------------------------------
+
+
+def picture_source(files: list[Path], wanted: Wanted) -> Source:
+    """Makes a corpus of pictures that lie in a folder for each class; classes are numbered in the order of their names.
+
+    Each part has pictures of all classes, as blocks of parts that lie near each other are shuffled. A picture is read when
+    a micro-batch is made of it.
+    """
+    of_classes = digests_of_classes(files)
+    numbers = {name: number for number, name in enumerate(sorted(of_classes))}
+    order = permutation(len(files), "pictures")
+
+    def read(part: int, group: int, row: int) -> Iterator[list[Path]]:
+        mine = order[part * PICTURES_OF_A_PART :][:PICTURES_OF_A_PART]
+        for first in range(row, len(mine), wanted.read_rows):
+            yield [files[number] for number in mine[first : first + wanted.read_rows]]
+
+    def documents(file: Path, place: str) -> list[Document]:
+        return [(dict(zip(wanted.names, (file, numbers[file.parent.name]), strict=True)), str(file))]
+
+    names = tuple(f"pictures, part {number}" for number in range(-(-len(files) // PICTURES_OF_A_PART)))
+    return Source(names, lambda part: 1, read, documents, fingerprint(of_classes, wanted.task, "pictures"), files=of_classes)
+
+
+def drawn_source(drawn: Callable[[int], dict[str, Any]], count: int, wanted: Wanted) -> Source:
+    """Makes the corpus `builtin` of samples, of which `drawn` makes each from its number."""
+    length = -(-count // DRAWN_PARTS)
+
+    def read(part: int, group: int, row: int) -> Iterator[list[int]]:
+        mine = range(part * length, min((part + 1) * length, count))
+        for first in range(row, len(mine), wanted.read_rows):
+            yield list(mine[first : first + wanted.read_rows])
+
+    names = tuple(f"builtin, part {number}" for number in range(DRAWN_PARTS))
+    return Source(names, lambda part: 1, read, lambda number, place: [(drawn(number), place)], f"builtin {wanted.task} {count}")

@@ -1,23 +1,26 @@
 """The held-out rows, which training never sees."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..refusal import Say, refuse
-from ..task import IGNORE, MicroBatch
+from ..task import IGNORE, MicroBatch, Samples
 from .blocks import packed
-from .chunks import Chunk, Reader
-from .packing import fill_positions, fill_rows
+from .chunks import Chunk, Reader, SampleChunk
+from .packing import fill_positions, fill_rows, permutation
 from .processors import pad_id
 from .request import Request
 from .sameness import StreamState
-from .stream import open_corpus
+from .samples import collator, open_rows
+from .source import Document
+from .stream import Corpus, open_corpus
 
 LOG = logging.getLogger(__name__)
+LONG_READ = 20_000  # rows that are read for an evaluation, from which on the run says what it does
 
 
 def eval_rows(request: Request, tokenizer: Any, *, dp: int, dp_rank: int, state: StreamState | None = None, say: Say = LOG.warning) -> list[MicroBatch]:
@@ -28,20 +31,62 @@ def eval_rows(request: Request, tokenizer: Any, *, dp: int, dp_rank: int, state:
     at the same commit as by the stream. Raises `Refusal` if no document is held out.
     """
     corpus = open_corpus(request, tokenizer, say, state)
-    weights = [domain.weight(1) for domain in corpus.domains]
-    wanted = [round(request.eval_rows * weight / sum(weights)) for weight in weights]
-    found = [_held_out(reader, request.seq_len, count, pad_id(tokenizer)) for reader, count in zip(corpus.readers(held_out=True), wanted, strict=True)]
+    found = _of_domains(corpus, lambda reader, count: _held_out(reader, request.seq_len, count, pad_id(tokenizer)))
     rows = np.concatenate(found, axis=1)[:, : request.eval_rows]
     count = rows.shape[1]
-    if not count:
-        raise refuse(f"--dataset {request.dataset}", "is so small that its held-out 1 % is empty", "use --eval_every 0, or more data")
-    if count < request.eval_rows and dp_rank == 0:
-        say(f"evaluation has {count} rows, not eval_rows = {request.eval_rows}: the held-out 1 % of the documents holds no more")
-    mine = -(-count // (dp * request.micro_batch)) * request.micro_batch  # on each rank
+    mine = _rows_of_a_rank(request, count, "documents", dp, say if dp_rank == 0 else lambda _: None)
     empty = np.stack([np.full(request.seq_len, pad_id(tokenizer)), np.full(request.seq_len, IGNORE), np.arange(request.seq_len)])
     rows = np.concatenate([rows, np.repeat(empty[:, None], dp * mine - count, axis=1)], axis=1)[:, dp_rank * mine : (dp_rank + 1) * mine]
     parts = [np.ascontiguousarray(rows[:, first : first + request.micro_batch]) for first in range(0, mine, request.micro_batch)]
     return [{name: torch.from_numpy(tensor) for name, tensor in zip(("input_ids", "labels", "position_ids"), part, strict=True)} for part in parts]
+
+
+def eval_samples(
+    request: Request, processor: Any, samples: Samples, *, dp: int, dp_rank: int, state: StreamState | None = None, say: Say = LOG.warning
+) -> list[MicroBatch]:
+    """Makes the micro-batches that this rank evaluates of a task whose rows are samples, otherwise like `eval_rows`.
+
+    Rows are taken from parts and groups in an order drawn once and for all, as those of a sorted data set begin with one class.
+    """
+    corpus, say_once = open_rows(request, samples, say, state), say if dp_rank == 0 else lambda _: None
+    if request.eval_rows * 100 > LONG_READ:
+        say_once(f"evaluation: 1 row in 100 is held out, so for eval_rows = {request.eval_rows} every rank first reads about {request.eval_rows * 100:,} rows")
+    found = _of_domains(corpus, _held_out_samples)
+    rows: list[Document | None] = [sample for own in found for sample in own][: request.eval_rows]
+    mine = _rows_of_a_rank(request, len(rows), "rows", dp, say_once)
+    rows = (rows + [None] * (dp * mine - len(rows)))[dp_rank * mine : (dp_rank + 1) * mine]
+    collate = collator(request, processor, samples, say)
+    return [collate(rows[first : first + request.micro_batch], None) for first in range(0, mine, request.micro_batch)]
+
+
+def _of_domains(corpus: Corpus, held_out: Callable[[Reader, int], Any]) -> list[Any]:
+    """Calls `held_out(reader, count)` for each domain, with its share of the rows."""
+    weights = [domain.weight(1) for domain in corpus.domains]
+    wanted = [round(corpus.request.eval_rows * weight / sum(weights)) for weight in weights]
+    return [held_out(reader, count) for reader, count in zip(corpus.readers(held_out=True), wanted, strict=True)]
+
+
+def _rows_of_a_rank(request: Request, count: int, documents: str, dp: int, say: Say) -> int:
+    """Computes how many rows each rank has, those included that only fill up. Raises `Refusal` if none is held out."""
+    mine = -(-count // (dp * request.micro_batch)) * request.micro_batch
+    if not count:
+        raise refuse(f"--dataset {request.dataset}", "is so small that its held-out 1 % is empty", "use --eval_every 0, or more data")
+    if count < request.eval_rows:
+        say(f"evaluation has {count} rows, not eval_rows = {request.eval_rows}: the held-out 1 % of the {documents} holds no more")
+    return mine
+
+
+def _held_out_samples(reader: Reader, count: int) -> list[Document]:
+    found: list[Document] = []
+    for part in permutation(len(reader.source.parts), "held out").tolist():
+        groups = reader.groups(part)
+        for group in permutation(groups if isinstance(groups, int) else 0, "held out", part).tolist():
+            for chunk in reader.chunks(part, group, 0):
+                assert isinstance(chunk, SampleChunk)
+                found += chunk.samples
+                if len(found) >= count:
+                    return found[:count]
+    return found
 
 
 def _held_out(reader: Reader, seq_len: int, count: int, pad: int) -> np.ndarray:
@@ -50,6 +95,7 @@ def _held_out(reader: Reader, seq_len: int, count: int, pad: int) -> np.ndarray:
     for chunk in _all_chunks(reader):
         if tokens >= count * seq_len:
             break
+        assert isinstance(chunk, Chunk)
         if len(chunk.lengths):
             held.append((chunk, 0, len(chunk.lengths)))
             tokens += int(chunk.lengths.sum())
@@ -62,8 +108,8 @@ def _held_out(reader: Reader, seq_len: int, count: int, pad: int) -> np.ndarray:
     return out
 
 
-def _all_chunks(reader: Reader) -> Iterator[Chunk]:
+def _all_chunks(reader: Reader) -> Iterator[Chunk | SampleChunk]:
     for part in range(len(reader.source.parts)):
         count = reader.groups(part)
-        for group in range(0 if isinstance(count, Chunk) else count):
+        for group in range(count if isinstance(count, int) else 0):
             yield from reader.chunks(part, group, 0)

@@ -10,6 +10,7 @@ from ..architectures.shrink import BYTE_VOCAB
 from ..hub import hub_is_away, hub_refusal
 from ..refusal import refuse
 from ..tasks.facts import TASKS
+from .request import Request
 
 _SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
 
@@ -35,6 +36,15 @@ def load_tokenizer(model: str, tokenizer: str = "") -> Any:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError) as error:
         raise hub_refusal(f"{flag} {name}", name, error) from error
+
+
+def fitting_tokenizer(request: Request, model_config: dict[str, Any]) -> Any:
+    """Loads the tokenizer of a run. Raises `Refusal` for one with more tokens than the model has embeddings."""
+    tokenizer = load_tokenizer(request.model, request.tokenizer)
+    if len(tokenizer) > (vocabulary := model_config.get("vocab_size", len(tokenizer))):
+        rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {request.model}"
+        raise refuse(f"tokenizer = {request.tokenizer or request.model}", rule, "leave --tokenizer out to take the model's own")
+    return tokenizer
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..recipe import Recipe
-from ..tasks.facts import TASKS
+from ..tasks.facts import SAMPLES, TASKS
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Sizes:
     chunk_characters: int = 1 << 20  # or at so many characters, whichever comes first
     block_rows: int = 512  # a block, the range of packing and shuffle, has the tokens of so many rows,
     block_tokens: tuple[int, int] = (1 << 20, 1 << 22)  # but at least and at most so many
-    block_samples: int = 4096  # a block of samples that are not packed
+    block_samples: int = 4096  # a block of samples that are not packed has so many,
+    block_bytes: int = 1 << 28  # or those that take so much memory, whichever comes first
     barren_documents: int = 10_000  # so many documents in a row without a target mean that there is none
     long_text: int = 8_000_000  # characters whose tokens take so long that the run says what it does
     times_free: int = 10  # tokens are kept by themselves where the disk has so many times the bytes of the corpus free
@@ -32,11 +33,18 @@ class Sizes:
 class Request:
     """Says which data a run reads, how, and into what batches. Fields have the names, meanings and defaults of `Recipe`; `sizes` is added."""
 
+    model: str = Recipe.model
+    tokenizer: str = Recipe.tokenizer
+    init: str = Recipe.init
     dataset: str = Recipe.dataset
     subset: str = Recipe.subset
     split: str = Recipe.split
     text_field: str = Recipe.text_field
     messages_field: str = Recipe.messages_field
+    image_field: str = Recipe.image_field
+    label_field: str = Recipe.label_field
+    augment: str = Recipe.augment
+    threads: int = Recipe.threads
     task: str = Recipe.task
     bad_rows: str = Recipe.bad_rows
     retry_s: float = Recipe.retry_s
@@ -54,9 +62,19 @@ class Request:
         return TASKS[self.task].chats
 
     @property
-    def column(self) -> str:
-        """Names the column that holds a document."""
-        return self.messages_field if self.chats else self.text_field
+    def columns(self) -> tuple[str, ...]:
+        """Names the columns that are read of a row."""
+        return tuple(getattr(self, name) for name in TASKS[self.task].columns)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names the values of a sample, whatever their columns are called; none if a document is no sample."""
+        return tuple(name.removesuffix("_field") for name in TASKS[self.task].columns) if self.as_rows else ()
+
+    @property
+    def as_rows(self) -> bool:
+        """Says whether a row of the data set is a row of a micro-batch, and not a document to be packed."""
+        return TASKS[self.task].rows == SAMPLES
 
     @property
     def skip(self) -> bool:

@@ -8,6 +8,7 @@ from ..refusal import Problem, Refusal
 from ..task import MicroBatch
 
 NAMED_FILES = 5  # changed files that a refusal names
+SAMPLED = 1 << 16  # floats of a tensor that are hashed
 
 
 class DomainState(TypedDict):
@@ -63,10 +64,14 @@ def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, st
 
 
 def roll(seen: int, batches: list[MicroBatch]) -> int:
-    """Hashes all tensors handed out so far into 64 bits; `seen` is the hash before these batches (0 at first)."""
+    """Hashes all tensors handed out so far into 64 bits; `seen` is the hash before these batches (0 at first).
+
+    Of floats, which pictures have millions of, it takes about `SAMPLED` of a tensor.
+    """
     for batch in batches:
         for name in sorted(batch):
             values = np.ascontiguousarray(batch[name].numpy()).ravel()
+            values = values[:: len(values) // SAMPLED | 1] if values.dtype.kind == "f" else values
             values = values.view(f"u{values.itemsize}").astype(np.uint64, copy=False)
             mixed = (values + np.arange(1, len(values) + 1, dtype=np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
             seen = (seen * 0x94D049BB133111EB + int((mixed ^ (mixed >> np.uint64(31))).sum())) % (1 << 64)

@@ -40,17 +40,21 @@ class Source:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Says what is read of a row: one column, or, for samples that are no text, a dictionary of several."""
+    """Says what is read of a row: one column, or, for samples that are no text, several as a dictionary with other names."""
 
     columns: tuple[str, ...]
     task: str
     read_rows: int  # so many values are taken at a time, unless they are tokens
-    as_rows: bool = False
+    names: tuple[str, ...] = ()  # of the columns in a sample; none: a value of the only column is a document
+
+    @property
+    def as_rows(self) -> bool:
+        return bool(self.names)
 
     def documents(self, value: Any, place: str) -> list[Document]:
         """Makes documents of a wanted value: one, or none if the value is empty. Raises `Refusal` for a value of a wrong kind."""
         if self.as_rows:
-            return [(value, place)]
+            return [(dict(zip(self.names, value.values(), strict=True)), place)]
         check_value(value, TASKS[self.task].chats, place)
         return [(value, place)] if value else []
 
@@ -69,7 +73,7 @@ class Wanted:
 
     def check(self, names: list[str], place: str) -> None:
         """Raises `Refusal` if a column is not among `names`."""
-        check_columns(self.columns, names, place)
+        check_columns(self.task, self.columns, names, place)
 
     def are_tokens(self, schema: pa.Schema) -> bool:
         return not self.as_rows and self.columns[0] in schema.names and holds_tokens(schema.field(self.columns[0]).type)

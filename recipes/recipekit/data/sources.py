@@ -19,8 +19,9 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 
 from ..hub import hub_refusal
 from ..refusal import Refusal, refuse
-from .files import KINDS, digests, fingerprint, kind_of, local_files, no_chats, standard_library, suffix
-from .formats import arrow_source, lines_source, parquet_source, spans_of, streamed_source, text_source
+from ..task import Samples
+from .files import KINDS, check_kind, digests, fingerprint, kind_of, local_files, standard_library, suffix
+from .formats import arrow_source, drawn_source, lines_source, parquet_source, picture_source, spans_of, streamed_source, text_source
 from .mixture import Domain
 from .remote import Patience, from_rank_0, look_up, shown
 from .request import Request
@@ -33,28 +34,27 @@ datasets_config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 datasets_config.STREAMING_READ_MAX_RETRIES = datasets_config.STREAMING_OPEN_MAX_RETRIES = 1
 
 
-def open_source(request: Request, domain: Domain, patience: Patience, columns: tuple[str, ...] = (), before: str = "") -> Source:
+def open_source(request: Request, domain: Domain, patience: Patience, before: str = "", samples: Samples | None = None) -> Source:
     """Opens the corpus of a domain; a collective where it is remote. Raises `Refusal` if it does not exist or cannot be reached.
 
-    With `columns` a document is a row of a table or of JSON lines: a dictionary of these columns. `before` is the fingerprint of the
-    same corpus in an earlier job: a data set of the hub is opened at the commit that it names.
+    `before` is the fingerprint of the same corpus in an earlier job: a data set of the hub is opened at the commit that it names.
+    `samples` are those of a task whose documents are samples: dictionaries of the columns that it reads.
     """
     sizes = request.sizes
-    wanted = Wanted(columns or (request.column,), request.task, sizes.read_rows, as_rows=bool(columns))
-    if columns and domain.dataset == "builtin":
-        raise _no_table(domain, columns)
+    wanted = Wanted(request.columns, request.task, sizes.read_rows, request.names)
+    if samples and domain.dataset == "builtin":
+        return drawn_source(samples.drawn, samples.num_drawn, wanted)
     if domain.dataset == "builtin":
         return _builtin_source(request.seq_len, sizes.part_bytes, request.chats)
     if domain.dataset.startswith(("http://", "https://")):
         return _address_source(domain.dataset, wanted, patience, sizes.part_bytes)
-    files = local_files(domain.dataset)
+    files = local_files(domain.dataset, pictures=request.as_rows)
     if files is None:
         return _hub_source(domain, request.split, wanted, patience, before)
     kind = kind_of(files, domain.dataset)
-    if kind == "text" and columns:
-        raise _no_table(domain, columns)
-    if kind == "text" and request.chats:
-        raise no_chats(domain.dataset)
+    check_kind(kind, files, domain.dataset, request)
+    if kind == "pictures":
+        return picture_source(files, wanted)
     if kind == "text":
         return text_source(files, request.seq_len, sizes.part_bytes, request.task)
     of_files, stats = digests(files), [file.stat() for file in files]
@@ -76,10 +76,6 @@ def _builtin_source(seq_len: int, part_bytes: int, chats: bool) -> Source:
     warnings.filterwarnings("ignore", module="builtin_corpus")
     documents = _docstring_chats if chats else None
     return text_source(files, seq_len, part_bytes, "builtin", "sft" if chats else "pretrain", documents=documents, whole=chats, errors="replace")
-
-
-def _no_table(domain: Domain, columns: tuple[str, ...]) -> Refusal:
-    return refuse(f"--dataset {domain.dataset}", f"is text, and has no columns {', '.join(columns)}", "give Parquet, Arrow or JSON lines")
 
 
 def _address_source(dataset: str, wanted: Wanted, patience: Patience, part_bytes: int) -> Source:

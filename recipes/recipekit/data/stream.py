@@ -14,8 +14,10 @@ from functools import partial
 from typing import Any
 
 from ..refusal import Say, refuse
+from ..task import Samples
 from .blocks import Place, blocks, packed
-from .chunks import Encoder, Reader, open_cache
+from .chunks import Reader, open_cache
+from .encode import Encoder
 from .formats import PIECE, TOKEN_LENGTH
 from .lanes import Domains, lanes, packed_batches, steps
 from .mixture import Domain, domains_of
@@ -32,12 +34,12 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Corpus:
-    """Holds what a run reads: each domain with its source, and what makes tokens of their documents."""
+    """Holds what a run reads: each domain with its source, and what makes tokens of their documents, None if these are samples."""
 
     request: Request
     domains: list[Domain]
     sources: list[Source]
-    encoder: Encoder
+    encoder: Encoder | None
     identity: dict
     patience: Patience
 
@@ -49,7 +51,8 @@ class Corpus:
         """Makes a reader for each source: of the documents to train on, or of those held out."""
         skip, sizes, told = self.request.skip, self.request.sizes, []
         of_all = {"say": self.patience.say, "closed": self.patience.closed, "told": told}
-        caches = [None if held_out else open_cache(source, self.encoder, self.request.token_cache, sizes) for source in self.sources]
+        kept = None if held_out else self.encoder
+        caches = [open_cache(source, kept, self.request.token_cache, sizes) if kept else None for source in self.sources]
         return [Reader(source, self.encoder, skip, sizes, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
 
 
@@ -60,21 +63,23 @@ def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state:
     `Refusal` if a corpus does not exist or cannot be reached, or if the tokenizer does not fit.
     """
     check_tokenizer(tokenizer, request.task)
-    domains, sizes = domains_of(request.dataset, request.subset), request.sizes
-    patience = Patience(request.retry_s, say)
-    before = state["identity"]["corpus"] if state else {}
-    opened = [open_source(request, domain, patience, before=before.get(domain.name, "")) for domain in domains]
-    encoder = Encoder(tokenizer, request.task, request.seq_len)
-    identity = {
-        "corpus": {domain.name: source.fingerprint for domain, source in zip(domains, opened, strict=True)},
+    encoder, sizes = Encoder(tokenizer, request.task, request.seq_len), request.sizes
+    own = {
         "tokenizer": encoder.identity,
-        "task": request.task,
-        "seed": request.seed,
-        "global_batch": request.global_batch,
         "seq_len": request.seq_len,
         "blocks": [sizes.tokens_of_block(request.seq_len), sizes.chunk_rows, sizes.chunk_characters, PIECE, sizes.part_bytes, TOKEN_LENGTH],
     }
-    return Corpus(request, domains, opened, encoder, identity, patience)
+    return opened(request, encoder, None, own, say, state)
+
+
+def opened(request: Request, encoder: Encoder | None, samples: Samples | None, own: dict[str, Any], say: Say, state: StreamState | None) -> Corpus:
+    """Opens the corpora of a task that makes tokens of documents, or `samples` of rows; `own` goes into the identity."""
+    domains, patience = domains_of(request.dataset, request.subset), Patience(request.retry_s, say)
+    before = state["identity"]["corpus"] if state else {}
+    sources = [open_source(request, domain, patience, before.get(domain.name, ""), samples) for domain in domains]
+    corpus = {domain.name: source.fingerprint for domain, source in zip(domains, sources, strict=True)}
+    identity = {"corpus": corpus, "task": request.task, "seed": request.seed, "global_batch": request.global_batch, **own}
+    return Corpus(request, domains, sources, encoder, identity, patience)
 
 
 def open_stream(

@@ -121,7 +121,7 @@ class Place(NamedTuple):
 def floors(places: dict[int, Place], facts: dict[int, dict[str, Any]], network: str) -> dict[tuple[int, int], tuple[float, str]]:
     """Returns the least speed of links of GPUs whose kind is known: (from rank, to rank) -> (GB/s, kind of link); `facts` by host.
 
-    For the measurement of speed.py: in round k every rank sends k ranks on, so the ranks of a host share its adapters.
+    Measured as speed.py does: in round k every rank sends to the rank k after it, so the ranks of a host share its adapters.
     """
     world, found = len(places), {}
     nvlink = {node: {(i, j): lanes for i, j, lanes in told["nvlinks"]} for node, told in facts.items()}

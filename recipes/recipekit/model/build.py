@@ -1,6 +1,6 @@
 """From a model's config and weights to a model that DeepSpeed can train: built part by part, never whole on one rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,16 @@ from ..parallel import expert, pipeline, sequence
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, stages_of
 from ..parallel.groups import Groups
+from ..parallel.plans import plans_of, published_plans
 from ..parallel.tensor import Cut
 from ..recipe import Recipe
 from ..refusal import refuse
 from ..strategy.numbers import enabled
-from ..tasks.facts import TASKS
+from ..tasks.facts import TASKS, Plans
 from .describe import draft, with_files
 from .empty import empty_model, leaf_modules
 from .initial import fill, replace_parameter
+from .small import summed_gradients
 from .weights import Weights, open_weights
 
 
@@ -40,6 +42,7 @@ class Built:
     weights: Weights | None
     split: pipeline.Split | None
     blueprint: Blueprint
+    plans: Plans
 
     @property
     def model(self) -> PreTrainedModel:
@@ -62,15 +65,19 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
         sequence.apply(whole, recipe.attention, recipe.seq_len, groups)
     if groups and groups.mesh.ep > 1:
         expert.check(whole, groups.mesh.ep)
-    blueprint = draft(whole, recipe.pp_plan)
+    plans = plans_of(whole, recipe.plans, facts.plans)
+    blueprint = draft(whole, plans)
     tp_mesh = groups.tp_mesh if groups else None
-    tp_plan = tensor_parallel.plan_of(whole) if tp_mesh else {}
+    summed: frozenset[str] = frozenset()
+    if tp_mesh:
+        tensor_parallel.check_plan(whole, plans.tp)
+        summed = summed_gradients(model_config, facts, plans, recipe.model)
     pp = groups.mesh.pp if groups else 1
     if pp == 1 or groups is None:
         split, models, absent = None, [whole], [[]]
     else:
         stages = stages_of(groups.coords["pp"], pp, recipe.pipeline_schedule)
-        split = pipeline.split(whole, blueprint, pp * len(stages), recipe.pp_plan)
+        split = pipeline.split(whole, blueprint, pp * len(stages), plans.pp)
         models = [empty() for _ in stages]
         absent = [pipeline.cut(model, split, stage, dtype, facts) for model, stage in zip(models, stages, strict=True)]
     cuts: dict[str, Cut] = {}
@@ -80,28 +87,35 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
         for name, parameter in model.named_parameters():
             if name in filled:  # on both stages of a rank
                 replace_parameter(model, parameter, filled[name])
-        weights = None if recipe.init == "random" else open_weights(recipe.model, model, weights)
+        weights = None if recipe.init == "random" else open_weights(recipe.model, model, weights, new_head=recipe.num_labels > 0)
         if tp_mesh:
-            cuts |= tensor_parallel.apply(model, tp_mesh, {pattern: style for pattern, style in tp_plan.items() if pattern not in names})
+            here = {pattern: style for pattern, style in plans.tp.items() if pattern not in names}
+            cuts |= tensor_parallel.apply(model, tp_mesh, replace(plans, tp=here), summed)
         fill(model, recipe.seed, groups, ds_config, device, dtype, cuts, weights)
         filled |= dict(model.named_parameters())
     by_id = {id(parameter): name for name, parameter in filled.items()}
     if recipe.adapt is not None:
         torch.manual_seed(recipe.seed)
         models = [recipe.adapt(whole)]
-        if groups and groups.mesh.ep > 1 and hasattr(models[0], "peft_config"):
-            raise refuse("ep > 1", "peft's adapters do not know experts that lie on other ranks", "use --ep 1; ZeRO-3 divides the frozen weights too")
-        if tp_mesh and hasattr(models[0], "peft_config"):
-            raise refuse("tp > 1", "peft's adapters do not know tensor-parallel shards", "use --tp 1; ZeRO-3 divides the frozen weights too")
+        refuse_adapter(models[0], groups)
     for model in models:
         model.train()
         for module in leaf_modules(model):
             set_z3_leaf_module(module, True)
     if recipe.adapt is not None:
-        blueprint = draft(models[0])
-    elif weights is not None:
+        blueprint = draft(models[0], replace(published_plans(models[0]), no_decay=plans.no_decay))
+    elif weights is not None and not recipe.num_labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
-    return Built(models, cuts, by_id, weights, split, blueprint)
+    return Built(models, cuts, by_id, weights, split, blueprint, plans)
+
+
+def refuse_adapter(model: nn.Module, groups: Groups | None) -> None:
+    """Raises `Refusal` for an adapter of peft in a layout that its layers do not know."""
+    if groups is None or not hasattr(model, "peft_config"):
+        return
+    for axis, rule in (("ep", "experts that lie on other ranks"), ("tp", "tensor-parallel shards")):
+        if getattr(groups.mesh, axis) > 1:
+            raise refuse(f"{axis} > 1", f"peft's adapters do not know {rule}", f"use --{axis} 1; ZeRO-3 divides the frozen weights too")
 
 
 def check_weights(engine: Engine, built: Built, groups: Groups, samples: int = 8) -> int:
@@ -111,7 +125,8 @@ def check_weights(engine: Engine, built: Built, groups: Groups, samples: int = 8
     """
     if built.weights is None:
         return 0
-    published = [parameter for model in built.models for parameter in model.parameters() if id(parameter) in built.names]
+    read = {key for key, name in built.names.items() if name not in built.weights.drawn}
+    published = [parameter for model in built.models for parameter in model.parameters() if id(parameter) in read]
     chosen = published[:: max(1, len(published) // samples)]
     for parameter in chosen:
         name = built.names[id(parameter)]

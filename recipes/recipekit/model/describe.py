@@ -7,62 +7,64 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..architectures import safetensors_files
-from ..architectures.lookup import read_config
+from ..architectures.lookup import fitting_task, read_config
 from ..parallel import pipeline
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, Tensor
+from ..parallel.plans import decays, ends_of, plans_of, published_plans
 from ..refusal import Refusal
+from ..tasks.facts import TASKS, Plans
 from .causal import check_causal
-from .empty import empty_model
+from .empty import CAUSAL, empty_model
 from .weights import Weights, open_weights
 
 
-def draft(model: PreTrainedModel, own_plan: dict[str, str] | None = None) -> Blueprint:
+def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
     """Describes what checkpoints have to know of a whole model: not yet cut, its parameters on the meta device or partitioned.
 
-    Places and cuts follow the plans that the model publishes, or `own_plan`, the recipe's pipeline plan.
+    Places and cuts follow `plans` (`plans_of`), or else the plans that the model publishes.
     """
-    plan: dict[str, str] = {}
-    with contextlib.suppress(Refusal):  # it has none
-        plan = pipeline.plan_of(model, own_plan)
-    rules: dict[str, tuple[int, int]] = {}
-    can_tp = True
-    try:
-        rules = tensor_parallel.cut_rules(model, tensor_parallel.plan_of(model))
-    except Refusal:
-        can_tp = False
-    embedding = model.get_input_embeddings()
+    plans = plans or published_plans(model)
+    blocks: tuple[str, ...] = ()
+    with contextlib.suppress(Refusal):  # it has no plan, or one that does not fit, which is told where it is used
+        blocks = pipeline.chain(model, plans.pp)
+    rules = tensor_parallel.cut_rules(model, plans.tp) if plans.tp else {}
+    embedding = ends_of(model)[0]
     named = dict(model.named_parameters(remove_duplicate=False))
     first_names = {id(parameter): name for name, parameter in reversed(named.items())}
-    tied = {name for name, parameter in named.items() if parameter is embedding.weight}
-    layers = next((name for name, place in plan.items() if place == "split"), None)
+    shared = {name for name, parameter in named.items() if parameter is getattr(embedding, "weight", None)}
+    numbers = {block: str(number) for number, block in enumerate(blocks)}
 
     def place(name: str) -> str:
-        if layers is not None and name.startswith(f"{layers}."):
-            return name.removeprefix(f"{layers}.").split(".")[0]
-        where = next((place for module, place in plan.items() if place != "split" and name.startswith(f"{module}.")), "every")
-        return "ends" if len(tied) > 1 and where == "first" and name in tied else where
+        parts = name.split(".")
+        around = (".".join(parts[:end]) for end in range(1, len(parts)))  # names of the modules that hold it
+        if blocks and (number := next((numbers[module] for module in around if module in numbers), None)) is not None:
+            return number
+        where = next((place for module, place in plans.pp.items() if blocks and place != "split" and name.startswith(f"{module}.")), "every")
+        return "ends" if len(shared) > 1 and where == "first" and name in shared else where
 
     tensors = []
     for name, parameter in model.named_parameters():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        tensors.append(Tensor(name, shape, (0 if len(shape) >= 2 else 1) if parameter.requires_grad else None, rules.get(name), place(name)))
+        group = (0 if decays(name, len(shape), plans.no_decay) else 1) if parameter.requires_grad else None
+        tensors.append(Tensor(name, shape, group, rules.get(name), place(name)))
     for name, value in model.state_dict().items():
         if name not in named:
             tensors.append(Tensor(name, tuple(value.shape), None, None, place(name), str(value.dtype).removeprefix("torch.")))
     aliases = {name: (first, place(name)) for name, parameter in named.items() if (first := first_names[id(parameter)]) != name}
-    num_layers = len(model.get_submodule(layers)) if layers is not None else 0  # pyright: ignore[reportArgumentType]
-    return Blueprint(tuple(tensors), aliases, num_layers, can_tp)
+    return Blueprint(tuple(tensors), aliases, len(blocks), bool(plans.tp))
 
 
 def published_blueprint(folder: Path) -> Blueprint:
     """Makes the blueprint of a model from its files. Raises `Refusal` for a model that cannot be trained, or files that do not hold all of it."""
     name, attention = str(folder), "eager"  # every model has this attention; only `check_causal` computes with it
-    config = read_config(folder / "config.json", name)
+    config = read_config(folder / "config.json", name, task="")
     safetensors_files.open_folder(folder)
-    model = empty_model(config, attention, name)
-    check_causal(config, attention, name)
-    return with_files(draft(model), open_weights(name, model))
+    facts = TASKS[fitting_task(config)]
+    model = empty_model(config, attention, name, auto_class=facts.auto_class)
+    if facts.auto_class == CAUSAL:
+        check_causal(config, attention, name)
+    return with_files(draft(model, plans_of(model, Plans(), facts.plans)), open_weights(name, model))
 
 
 def with_files(blueprint: Blueprint, weights: Weights) -> Blueprint:

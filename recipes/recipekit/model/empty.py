@@ -76,7 +76,8 @@ def construct(config: PreTrainedConfig, attention: str, name: str = "", auto_cla
     """Makes the model of a config that an Auto class of transformers knows, in fp32."""
     config._attn_implementation = attention
     config._name_or_path = name  # what an exported adapter names as its base
-    config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
+    if auto_class == CAUSAL:
+        config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
     try:
         return getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     except (ValueError, ImportError) as error:  # of an attention that the class, or this machine, does not have

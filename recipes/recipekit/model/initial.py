@@ -40,9 +40,10 @@ def fill(
         unfilled = [(name, parameter) for name, parameter in own_parameters(part, deep, names[id(part)]) if parameter.device.type == "meta"]
         if not unfilled:
             continue  # tied to a parameter that an earlier part filled
-        values = draw(model, part, deep, names[id(part)], cuts, seed) if weights is None else {}
+        read = weights is not None and not any(name in weights.drawn for name, _ in unfilled)
+        values = {} if read else draw(model, part, deep, names[id(part)], cuts, seed)
         for name, parameter in unfilled:
-            if weights is not None:
+            if weights is not None and name not in weights.drawn:
                 value = weights.part(name, cuts.get(name), tp_mesh)
             else:
                 value = values.pop(name)

@@ -14,22 +14,28 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..architectures import safetensors_files
-from ..architectures.lookup import read_config
+from ..architectures.lookup import read_config, with_labels
 from ..hub import hub_is_away
 from ..parallel import tensor
 from ..parallel.blueprint import Stored
 from ..parallel.tensor import Cut
 from ..refusal import refuse
 
+HEAD = re.compile(r"(\w*classifier|score|head)\.")  # parameters of a head for classes, as transformers names them
+
 
 class Weights:
-    """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them."""
+    """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them.
+
+    `drawn` names the parameters of a new head, which are not read.
+    """
 
     def __init__(self, files: list[Path]):
         handles = [safe_open(file, framework="pt") for file in files]
         self.where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
         self.files = {file.name: list(handle.keys()) for file, handle in zip(files, handles, strict=True)}
         self.stored: dict[str, Stored] = {}  # by parameter
+        self.drawn: set[str] = set()
         self.bytes_read = 0
 
     def shape(self, name: str) -> list[int]:
@@ -83,10 +89,11 @@ class Weights:
         return self.where[key].get_slice(key)
 
 
-def open_weights(name: str, model: PreTrainedModel, opened: Weights | None = None) -> Weights:
+def open_weights(name: str, model: PreTrainedModel, opened: Weights | None = None, new_head: bool = False) -> Weights:
     """Opens the files of a model's weights, a hub id or a folder, and finds every parameter in them.
 
-    `opened` serves a further stage of the same model.
+    `opened` serves a further stage of the same model. With `new_head` the parameters outside the base model that the files
+    lack, or have in another shape, are left to be drawn.
 
     Raises `Refusal` naming what the files lack: a parameter is never left at a random value.
     """
@@ -97,14 +104,18 @@ def open_weights(name: str, model: PreTrainedModel, opened: Weights | None = Non
     wanted = [*dict(model.named_parameters()), *(key for key, _ in model.named_buffers() if key in persistent)]
     new = [key for key in wanted if key not in weights.stored]
     found = find_stored(model, list(weights.where))
-    if missing := [key for key in new if key not in found]:
+    weights.stored |= {key: found[key] for key in new if key in found}
+    wrong = [key for key in new if key in found and weights.shape(key) != list(persistent[key].shape)]
+    missing = [key for key in new if key not in found]
+    head = {key for key in (*wrong, *missing) if HEAD.match(key)}
+    weights.drawn |= head if new_head else set()
+    labels = "; --num_labels N draws a new head for N classes" if head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None else ""
+    if missing := [key for key in missing if key not in weights.drawn]:
         rule = f"its files lack {len(missing)} of {len(new)} parameters, first {missing[0]}"
-        raise refuse(f"model = {name}", rule, "give the files that match this config.json and transformers version")
-    weights.stored |= {key: found[key] for key in new}
-    wrong = [key for key in new if weights.shape(key) != list(persistent[key].shape)]
-    if wrong:
+        raise refuse(f"model = {name}", rule, f"give the files that match this config.json and transformers version{labels}")
+    if wrong := [key for key in wrong if key not in weights.drawn]:
         rule = f"{wrong[0]} is {weights.shape(wrong[0])} in its files and {list(persistent[wrong[0]].shape)} by its config.json"
-        raise refuse(f"model = {name}", rule, "give files and config of one model")
+        raise refuse(f"model = {name}", rule, f"give files and config of one model{labels}")
     return weights
 
 
@@ -166,6 +177,14 @@ def weights_folder(name: str) -> Path:
         ) from None
 
 
-def fetch_config(name: str) -> dict[str, Any]:
-    """Downloads a model that is neither shipped nor on this machine, and reads its config.json. Raises `Refusal`."""
-    return read_config(weights_folder(name) / "config.json", name)
+def fetch_config(name: str, task: str = "pretrain", num_labels: int = 0, classes: list[str] | None = None) -> dict[str, Any]:
+    """Downloads a model that is neither shipped nor on this machine, and reads its config.json, with other labels unless `num_labels` is 0. Raises `Refusal`."""
+    return with_labels(read_config(weights_folder(name) / "config.json", name, task), num_labels, classes)
+
+
+def published_names(model_config: dict[str, Any], name: str, task: str) -> dict[str, Any]:
+    """Gives a config that we ship, which has no names of classes, those of the downloaded model."""
+    own = read_config(weights_folder(name) / "config.json", name, task)
+    if "id2label" in model_config or len(own.get("id2label") or {}) != model_config.get("num_labels"):
+        return model_config
+    return {key: value for key, value in model_config.items() if key != "num_labels"} | {key: own[key] for key in ("id2label", "label2id") if key in own}

@@ -1,5 +1,6 @@
 """What we mend in DeepSpeed around the optimizer's step: this file and `train_step` are all that changes weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,20 @@ def undo_hidden_step(engine: Engine) -> None:
                     master.copy_(weight)
 
 
+def before_step(engine: Engine, act: Callable[[], None]) -> None:
+    """Calls `act` once a step, between the last backward pass and the optimizer: every gradient is there, summed over the ranks, and nothing has changed yet.
+
+    The only such place that DeepSpeed 0.19.8 has under every ZeRO stage and under a pipeline. What is added later acts earlier.
+    """
+    take_step = engine._take_model_step
+
+    def acting(*args: Any) -> None:
+        act()
+        take_step(*args)
+
+    engine._take_model_step = acting
+
+
 def keep_grad_norm(engine: Engine) -> None:
     """Computes the gradient norm and clips by it, in the two cases where DeepSpeed 0.19.8 does not.
 
@@ -33,9 +48,8 @@ def keep_grad_norm(engine: Engine) -> None:
     """
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         return
-    take_step = engine._take_model_step
 
-    def clip_and_step(*args: Any) -> None:
+    def clip() -> None:
         norm = grad_norm(engine)
         if (most := engine.gradient_clipping()) > 0:
             scale = torch.clamp(most / (norm + 1e-6), max=1.0)
@@ -43,9 +57,8 @@ def keep_grad_norm(engine: Engine) -> None:
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
         engine._global_grad_norm = norm
-        take_step(*args)
 
-    engine._take_model_step = clip_and_step
+    before_step(engine, clip)
     engine.clip_fp32_gradients = lambda: None
 
 

@@ -25,6 +25,7 @@ def lr_at(numbers: Schedule, step: int) -> float:
         return numbers.lr * step / numbers.warmup_steps
     if numbers.schedule == "constant":
         return numbers.lr
+    assert numbers.schedule in ("cosine", "linear"), numbers.schedule
     done = (step - numbers.warmup_steps) / max(1, numbers.steps - numbers.warmup_steps)
     left = 1 - done if numbers.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return numbers.min_lr + (numbers.lr - numbers.min_lr) * left

@@ -6,7 +6,7 @@ stage's first layer hands in what the stage before sent, the one after its last 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,18 @@ from ..refusal import refuse
 from ..tasks.facts import Facts
 from .blueprint import Blueprint, stage_bounds, stages_of
 from .groups import Groups
+from .plans import ends_of, tied
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which stage holds what. Stage s owns the layers `bounds[s]` to `bounds[s + 1] - 1` of the module list `layers`.
+    """Which stage holds what. Stage s owns the blocks `bounds[s]` to `bounds[s + 1] - 1` of the chain `blocks`.
 
-    `first` and `last` are module names that only the first and the last stage need; whatever is named nowhere is on
-    every stage. `tied`: the last stage needs the input embedding as its head.
+    `blocks`, `first` and `last` are names of modules, the latter of those that only the first and the last stage need;
+    whatever is named nowhere is on every stage. `tied`: the last stage needs the input embedding as its head.
     """
 
-    layers: str
+    blocks: tuple[str, ...]
     first: tuple[str, ...]
     last: tuple[str, ...]
     bounds: tuple[int, ...]
@@ -43,32 +44,26 @@ class Split:
         return len(self.bounds) - 1
 
 
-def plan_of(model: PreTrainedModel, own: dict[str, str] | None = None) -> dict[str, str]:
-    """Module name -> "first", "split" or "last": the recipe's own plan, or else the one that the model publishes.
+def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
+    """Names the blocks of a pipeline in the order of the forward pass: the children of each module list that a plan splits.
 
-    A published plan lists modules in the order of the forward pass; what comes before its module list is first. Raises
-    `Refusal`, with the lines to write, for a model without a plan, and for a plan that does not fit the model.
+    Raises `Refusal`, with the lines to write, for a model without a plan, and for a plan that does not fit the model.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    plan = dict(own or {})
-    if not plan:
-        place, head = "first", model.get_output_embeddings()
-        for name in [name for name in model.pp_plan or {} if name in modules and modules[name] is not head]:
-            is_list = isinstance(modules[name], nn.ModuleList)
-            plan[name] = "split" if is_list else place
-            place = "last" if is_list else place
-        plan |= {name: "last" for name, module in modules.items() if plan and module is head}
-    if list(plan.values()).count("split") != 1 or set(plan.values()) - {"first", "split", "last"} or set(plan) - set(modules):
+    lists = [name for name, place in plan.items() if place == "split"]
+    if not lists or set(plan.values()) - {"first", "split", "last"} or set(plan) - set(modules):
         raise refuse(
             f"pp > 1 with {type(model).__name__}",
-            "this model publishes no pipeline plan" if not own else f"its plan {own} must name modules of the model, one of them the list to split",
+            "this model publishes no pipeline plan" if not plan else f"its plan {dict(plan)} must name modules of the model, one of them the list to split",
             f"write one into the recipe:\n    pp_plan={{{', '.join(f'{name!r}: {stage!r}' for name, stage in _guess(model, modules).items())}}}",
         )
-    assert isinstance(modules[next(name for name, place in plan.items() if place == "split")], nn.ModuleList)
-    return plan
+    for name in lists:
+        if not isinstance(modules[name], nn.ModuleList | nn.Sequential):
+            raise refuse(f"pp_plan: {name}", f"is a {type(modules[name]).__name__}, which has no blocks to split", "name a list of layers")
+    return tuple(f"{name}.{child}" for name in lists for child, _ in modules[name].named_children())
 
 
-def _guess(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[str, str]:
+def _guess(model: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
     """The likely plan of a model that publishes none: its largest module list is split, its siblings with parameters lie around it."""
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
     layers = max(lists, key=lambda name: sum(parameter.numel() for parameter in modules[name].parameters()), default="layers")
@@ -84,15 +79,13 @@ def _guess(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[str, s
     return plan | {name: "last" for name, module in modules.items() if module is head}
 
 
-def split(model: PreTrainedModel, blueprint: Blueprint, num_stages: int, own: dict[str, str] | None = None) -> Split:
-    """The split into the stages of `stage_bounds`. Raises `Refusal` if the model has fewer layers, or no plan."""
-    plan = plan_of(model, own)
-    layers = next(name for name, place in plan.items() if place == "split")
+def split(model: PreTrainedModel, blueprint: Blueprint, num_stages: int, plan: Mapping[str, str]) -> Split:
+    """The split into the stages of `stage_bounds`. Raises `Refusal` if the model has fewer blocks, or no plan."""
+    blocks = chain(model, plan)
     first, last = (tuple(name for name, where in plan.items() if where == place) for place in ("first", "last"))
     if num_stages > (count := blueprint.num_layers):
         raise refuse(f"{num_stages} pipeline stages", f"{type(model).__name__} has only {count} layers", f"use --pp {count} or less")
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return Split(layers, first, last, stage_bounds(blueprint, num_stages), head is not None and head.weight is embedding.weight)
+    return Split(blocks, first, last, stage_bounds(blueprint, num_stages), tied(model))
 
 
 class Away(nn.Module):
@@ -110,17 +103,18 @@ class Away(nn.Module):
         return self._does(next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)))
 
 
-class Placeholder(nn.Module):
-    """Stands where an embedding was taken out: zeros of the width, since an `Away` replaces what comes of them."""
+def hollow(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any]) -> None:
+    """Takes the parameters out of a module, in place, and gives it another `forward`; models read attributes of what lies on another stage.
 
-    def __init__(self, width: int, dtype: torch.dtype):
-        super().__init__()
-        self._width, self._dtype = width, dtype
-
-    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if ids.is_floating_point():
-            return ids
-        return torch.zeros((), dtype=self._dtype, device=ids.device).expand(*ids.shape, self._width)  # (B, T, D), one element of memory
+    ViT asks for the dtype of a weight of its embeddings, for example: an empty tensor that is no parameter has it.
+    """
+    for inner in module.modules():
+        for key in [key for key, parameter in inner._parameters.items() if parameter is not None]:
+            del inner._parameters[key]
+            inner.register_buffer(key, torch.empty(0, dtype=dtype), persistent=False)  # goes to the device with the others
+        for key, buffer in inner.named_buffers(recurse=False):
+            inner.register_buffer(key, buffer, persistent=False)  # a checkpoint has it from the stage that it belongs to
+    module.forward = forward  # type: ignore[method-assign]
 
 
 class _Left(Exception):
@@ -128,52 +122,61 @@ class _Left(Exception):
 
 
 def cut(model: PreTrainedModel, split: Split, stage: int, dtype: torch.dtype, facts: Facts) -> list[str]:
-    """Makes `model` one stage, in place; returns the names of the modules it took out besides layers.
+    """Makes `model` one stage, in place; returns the names of the modules it took out besides blocks.
 
-    Its forward takes the inputs of the task on the first stage and (hidden_states, ..., inputs) on the others, and returns
-    the latter, or logits on the last stage: ids int64 (B, T), hidden states (B, T, D) of `dtype`. Where a layer returns
-    more than hidden states, the rest travels between them: tensors, and which of its places are None.
+    Its forward takes the inputs of the task on the first stage and (hidden_states, ..., integer inputs) on the others, and
+    returns the latter, or logits on the last stage: ids int64 (B, T), hidden states (B, T, D) of `dtype`. Where a block
+    returns more than hidden states, the rest travels between them: tensors, and which of its places are None. Floats
+    among the inputs stay on the first stage: DeepSpeed 0.19.8 wants a gradient for every float that it sends.
     """
     first, last = stage == 0, stage == split.num_stages - 1
     start, stop = split.bounds[stage], split.bounds[stage + 1]
     modules = dict(model.named_modules())
-    embedded: Any = model.get_input_embeddings().weight
-    width = embedded.shape[-1]
-    embedding = next(name for name, module in modules.items() if module is model.get_input_embeddings())
-    received: list[Any] = []  # what the last layer of the stage before returned
-    returned: list[Any] = []  # what the last layer of this stage returns
+    travel = [name for name in facts.inputs if name not in facts.floats]
+    received: list[Any] = []  # what the last block of the stage before returned
+    returned: list[Any] = []  # what the last block of this stage returns
 
     def leave(hidden: torch.Tensor) -> Any:
         raise _Left(hidden, returned[0])
 
-    layers: Any = modules[split.layers]
-    for number, layer in enumerate(list(layers)):
+    def as_received(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stands for an embedding: zeros of the true shape, from which masks are made; the first `Away` replaces what comes of them."""
+        hidden = received[0][0] if isinstance(received[0], tuple) else received[0]
+        return hidden.new_zeros(()).expand(hidden.shape)  # one element of memory
+
+    for number, name in enumerate(split.blocks):
         if number < start:
-            layers[number] = Away(layer, lambda hidden: received[0])
+            model.set_submodule(name, Away(modules[name], lambda hidden: received[0]))
         elif number >= stop:
-            layers[number] = Away(layer, leave)
+            model.set_submodule(name, Away(modules[name], leave))
         elif number == stop - 1:
-            layer.register_forward_hook(lambda module, inputs, output: returned.__setitem__(slice(None), [output]))
-    absent = [] if first else [name for name in split.first if not (last and split.tied and name == embedding)]
+            modules[name].register_forward_hook(lambda module, inputs, output: returned.__setitem__(slice(None), [output]))
+    kept = ends_of(model)[0] if last and split.tied else None
+    absent = [] if first else [name for name in split.first if modules[name] is not kept]
     for name in absent:
-        model.set_submodule(name, Placeholder(width, dtype))
+        hollow(modules[name], dtype, as_received)
     for name in () if last else split.last:
         model.set_submodule(name, nn.Identity())
 
     whole_forward = model.forward
-
     form: list[list[int]] = []  # of what is received, the same for every micro-batch
 
-    def forward(inputs: tuple[torch.Tensor, ...]) -> Any:
-        states, given = list(inputs[: -len(facts.inputs)]), inputs[-len(facts.inputs) :]
-        if states:
+    def forward(inputs: tuple[torch.Tensor, ...] | torch.Tensor) -> Any:
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs  # DeepSpeed 0.19.8 unpacks a tuple of one under tensor parallelism
+        if first:
+            given = dict(zip(facts.inputs, inputs, strict=True))
+            given |= {name: given[name].to(dtype) for name in facts.floats}
+        else:
+            states = list(inputs[: len(inputs) - len(travel)])
+            given = dict(zip(travel, inputs[len(states) :], strict=True))
             if len(states) > 1 and not form:
                 form.append(states[-1].tolist())
             received[:] = [_unpack(states, form[0]) if form else states[0]]
+            given |= {name: states[0].new_zeros(len(states[0]), 1, 1, 1) for name in facts.floats}
         try:
-            output = whole_forward(**dict(zip(facts.inputs, given, strict=True)), **facts.constants)
+            output = whole_forward(**given, **facts.constants)
         except _Left as left:
-            return *_pack(*left.args), *given
+            return *_pack(*left.args), *(given[name] for name in travel)
         return output.logits
 
     model.forward = forward

@@ -4,11 +4,13 @@ DeepSpeed and ZeRO see ordinary tensors; a module meets its shards as DTensors o
 transformers' plan styles need them.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import tensor_parallel as styles
 
 from ..refusal import refuse
+from ..tasks.facts import Plans
 
 
 @dataclass(frozen=True)
@@ -31,30 +34,23 @@ class Cut:
         return not self.placements[0].is_replicate()
 
 
-def plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """The model's tensor-parallel plan, module pattern -> style; a tied head stays whole, like its embedding.
-
-    Raises `Refusal` for a model that publishes none.
-    """
-    plan = dict(getattr(model, "tp_plan", None) or {})
+def check_plan(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
+    """Raises `Refusal` for a model without a tensor-parallel plan, and for a plan with a style that transformers does not have."""
+    known: Any = styles
     if not plan:
         raise refuse(f"tp > 1 with {type(model).__name__}", "this model publishes no base_model_tp_plan", "use --tp 1")
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and head.weight is embedding.weight:
-        names = {module: name for name, module in model.named_modules()}
-        # One parameter cannot be cut in two ways; cutting the head alone would untie it.
-        plan.pop(names[head], None)
-        plan.pop(names[embedding], None)
-        for pattern in [key for key in plan if key.rsplit(".", 1)[-1] == "embed_tokens"]:
-            plan.pop(pattern)
-    return plan
+    if odd := sorted(set(plan.values()) - set(known.ALL_PARALLEL_STYLES.keys())):
+        rule = f"transformers {transformers.__version__} has no tensor-parallel style {', '.join(odd)}"
+        raise refuse("tp_plan", rule, f"use {', '.join(sorted(known.ALL_PARALLEL_STYLES.keys()))}")
 
 
-def apply(model: PreTrainedModel, tp_mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, Cut]:
-    """Cuts a model whose parameters are on the meta device by `plan`, in place, and returns the cut of every parameter it cut.
+def apply(model: PreTrainedModel, tp_mesh: DeviceMesh, plans: Plans, summed: frozenset[str] = frozenset()) -> dict[str, Cut]:
+    """Cuts a model whose parameters are on the meta device by `plans`, in place, and returns the cut of every parameter it cut.
 
-    Afterwards each cut parameter is a plain meta parameter of this rank's local shape.
+    Afterwards each cut parameter is a plain meta parameter of this rank's local shape. The gradients of the whole parameters
+    that `summed` names (`partial.partial_gradients`) are summed over the ranks.
     """
+    plan = dict(plans.tp)
     original = styles.ReplicatedWithGradAllReduce.install_forward
     styles.ReplicatedWithGradAllReduce.install_forward = _sum_incoming_gradient
     try:
@@ -64,13 +60,12 @@ def apply(model: PreTrainedModel, tp_mesh: DeviceMesh, plan: dict[str, str]) -> 
     known: Any = styles
     shared = _Shared(tp_mesh.get_group())
     cuts: dict[str, Cut] = {}
-    whole: list[tuple[nn.Module, str]] = []
     for name, module in model.named_modules():
         own = {}
         for key, parameter in list(module._parameters.items()):
             if not isinstance(parameter, DTensor):
-                if parameter is not None and styles._get_parameter_plan(f"{name}.{key}", plan) != "replicated_with_grad_allreduce":
-                    whole.append((module, key))
+                if parameter is not None and styles.replace_layer_number_by_wildcard(f"{name}.{key}") in summed:
+                    _sum_gradients(module, (key,), tp_mesh)
                 continue
             cut = Cut(tuple(parameter.placements), parameter.shape, parameter.stride())
             local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
@@ -83,24 +78,33 @@ def apply(model: PreTrainedModel, tp_mesh: DeviceMesh, plan: dict[str, str]) -> 
         if style is not None:
             _present_as_dtensors(module, own, tp_mesh)
             _use_shards(module, known.ALL_PARALLEL_STYLES[style], shared)
-    for module, key in whole:
-        _complete_gradient(module, key, tp_mesh)
+    _divide_counts(model, plans.tp_local, tp_mesh.size())
     return cuts
 
 
-def cut_rules(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, tuple[int, int]]:
+def _divide_counts(model: nn.Module, tp_local: Mapping[str, Sequence[str]], tp: int) -> None:
+    """Divides the attributes that count what is cut, such as the heads that T5's attention makes zeros for. Raises `Refusal` where tp does not divide one."""
+    for name, module in model.named_modules():
+        for key in tp_local.get(type(module).__name__, ()):
+            if not isinstance(count := getattr(module, key, None), int) or count % tp:
+                raise refuse(f"tp_local: {type(module).__name__}.{key}", f"is {count!r} in {name}, which tp = {tp} does not divide", "use another --tp")
+            setattr(module, key, count // tp)
+
+
+def cut_rules(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """Parameter name -> (dim, blocks) of every parameter that the plan cuts, for any number of ranks (see blueprint.Tensor); no group is made.
 
     Each style is asked what it does to a parameter, by taking note of the placement that it gives to `distribute_tensor`.
     """
     rules: dict[str, tuple[int, int]] = {}
+    styled = dict(plan)
     placed: list[Any] = []
     known: Any = styles
     distribute, known.distribute_tensor = known.distribute_tensor, lambda tensor, mesh, placements, **_: (placed.append(placements[0]), tensor)[1]
     try:
         for name, module in model.named_modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
-                style = styles._get_parameter_plan(f"{name}.{key}", plan)
+                style = styles._get_parameter_plan(f"{name}.{key}", styled)
                 if style is None or style not in known.ALL_PARALLEL_STYLES:
                     continue
                 placed.clear()
@@ -228,42 +232,15 @@ def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: Device
     module.forward = forward  # type: ignore[method-assign]
 
 
-def _complete_gradient(module: nn.Module, key: str, tp_mesh: DeviceMesh) -> None:
-    """Sums the gradient of a parameter that the plan does not name, if it works on cut activations (Apertus' activation).
-
-    Then every rank has only a part of its gradient, while that of any other whole parameter is the same on all ranks but
-    for rounding. Which it is shows at the first gradient that is not zero: parts differ by about their own size.
-    """
-    inner = module.forward
-    group, hooked, partial = tp_mesh.get_group(), set(), []
-
-    def complete(gradient: torch.Tensor) -> torch.Tensor:
-        if partial and not partial[0]:
-            return gradient
-        total = gradient.detach().clone()
-        dist.all_reduce(total, group=group)
-        if not partial:
-            mean = total.float() / tp_mesh.size()
-            apart = torch.stack([(gradient.float() - mean).norm(), mean.norm()])
-            dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
-            if apart.max() > 0:
-                rounding = min(0.05, torch.finfo(gradient.dtype).eps ** 0.5)  # in fp32 parts of Apertus' activation came as close as 2.8 %
-                partial.append(bool(apart[0] > rounding * apart[1]))
-        return total if partial and partial[0] else gradient
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        parameter = module._parameters[key]
-        if parameter is not None and parameter.requires_grad and id(parameter) not in hooked:
-            parameter.register_hook(complete)
-            hooked.add(id(parameter))
-        return inner(*args, **kwargs)
-
-    module.forward = forward  # type: ignore[method-assign]
-
-
 def _sum_incoming_gradient(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     # transformers 5.22.2 all-reduces the accumulated .grad after every backward, which counts earlier micro-batches
     # again and runs after ZeRO's own hooks; the incoming gradient is the one to sum.
+    _sum_gradients(module, tuple(key for key, _ in module.named_parameters(recurse=False)), mesh)
+    return module
+
+
+def _sum_gradients(module: nn.Module, keys: tuple[str, ...], mesh: DeviceMesh) -> None:
+    """Sums each gradient of these parameters over the ranks as it comes: every rank has the part of its own heads or columns."""
     inner = module.forward
     hooked: set[int] = set()
 
@@ -273,11 +250,11 @@ def _sum_incoming_gradient(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn
         return gradient
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in hooked:
+        for key in keys:
+            parameter = module._parameters[key]
+            if parameter is not None and parameter.requires_grad and id(parameter) not in hooked:
                 parameter.register_hook(summed)
                 hooked.add(id(parameter))
         return inner(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
-    return module

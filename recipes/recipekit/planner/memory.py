@@ -23,10 +23,10 @@ STATES = {"AdamW": 2, "Adam": 2, "Lion": 1, "Adagrad": 1, "Muon": 2, "Lamb": 2, 
 
 @dataclass(frozen=True)
 class Load:
-    """Lists what a run asks of a layout beyond its model. `vocabulary` 0: the model has no head."""
+    """Lists what a run asks of a layout beyond its model. `vocabulary`, the classes of each logit, 0: the model has no head."""
 
     micro_batch: int
-    seq_len: int  # of one rank: of a row, its part
+    seq_len: int  # of one rank: of a row, its part; 1 where a row has logits in one place only
     accumulation: int
     vocabulary: int
     background: bool = False  # a save in the background keeps a copy of the states

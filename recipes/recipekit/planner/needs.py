@@ -2,14 +2,11 @@
 
 import torch
 
-from ..model.empty import empty_model
-from ..parallel.pipeline import plan_of
 from ..plan import Plan
 from ..refusal import Refusal
 from ..run_folder import CHECKPOINTS
 from ..strategy.numbers import enabled
-from ..tasks.facts import TASKS
-from .show import drawn_up, fullest
+from .show import drawn_up, empty_of, fullest, refuse_degrees
 from .terms import ACCELERATOR, HOST, NVME, too_much, total
 
 
@@ -19,10 +16,8 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     Raises `Refusal` where the states exceed a GPU of this host.
     """
     recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
-    assert plan.model_config is not None
-    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class)
-    if plan.mesh.pp > 1:
-        plan_of(model, recipe.pp_plan)  # raises Refusal if the model has no plan
+    model, plans = empty_of(plan)
+    refuse_degrees(plan, model, plans)
     terms = fullest(plan, *drawn_up(plan))
     model = recipe.adapt(model) if recipe.adapt else model
     size = sum(parameter.numel() for parameter in model.parameters())

@@ -1,6 +1,7 @@
 """Prints a dry run: layout, batch arithmetic, resolved JSON and memory, with a verdict if the device is known."""
 
 import json
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -11,8 +12,9 @@ from ..model.describe import draft
 from ..model.empty import empty_model
 from ..parallel import expert, pipeline, tensor
 from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds
+from ..parallel.plans import plans_of, published_plans
 from ..plan import Plan
-from ..tasks.facts import TASKS
+from ..tasks.facts import PACKED, TASKS, Facts, Plans
 from ..tasks.find import task_called
 from .devices import device_called
 from .memory import Load, rank_terms
@@ -27,20 +29,17 @@ def show(plan: Plan) -> None:
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
     unknown, drawn, terms = "", None, []
     if plan.model_config is not None:  # first, so that a refusal stands alone
-        refuse_degrees(
-            empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class), recipe.pp_plan, mesh
-        )
+        made = empty_of(plan)
+        refuse_degrees(plan, *made)
         unknown = task_called(recipe.task).check(plan.model_config, recipe.attention, recipe.model)
-        drawn = drawn_up(plan)
+        drawn = drawn_up(plan, made)
         terms = fullest(plan, *drawn)
     for note in (*plan.notes, *filter(None, [unknown])):
         print(note)
     print(f"layout   {mesh.world} rank{'s' if mesh.world > 1 else ''}: {mesh}")
-    print(
-        f"batch    {recipe.global_batch} rows x {recipe.seq_len} tokens = {recipe.global_batch * recipe.seq_len:,} tokens a step"
-        f" = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
-    )
-    print(f"schedule {recipe.steps} steps = {recipe.steps * recipe.global_batch * recipe.seq_len / 1e9:.3f} billion tokens")
+    step, whole = arithmetic(recipe.facts, recipe.global_batch, recipe.seq_len, recipe.steps)
+    print(f"batch    {step} a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation")
+    print(f"schedule {recipe.steps} steps = {whole}")
     print(f"JSON     {plan.ds_path or 'from the recipe'}, resolved:")
     print(json.dumps(plan.ds_config, indent=2))
     if drawn is None:
@@ -53,6 +52,13 @@ def show(plan: Plan) -> None:
         show_place(terms, place)
     if device is not None:
         show_verdict(terms, *device)
+
+
+def arithmetic(facts: Facts, rows: int, seq_len: int, steps: int) -> tuple[str, str]:
+    """Says what a step of so many rows takes, and what the schedule does, in what the task counts."""
+    if facts.rows == PACKED:
+        return f"{rows} rows x {seq_len} tokens = {rows * seq_len:,} tokens", f"{steps * rows * seq_len / 1e9:.3f} billion tokens"
+    return f"{rows:,} {facts.unit}", f"{steps * rows / 1e6:.3f} million {facts.unit}"
 
 
 def show_place(terms: list[Term], place: str) -> None:
@@ -85,34 +91,51 @@ def seen_device(command: Command) -> tuple[str, int] | None:
     return None
 
 
-def refuse_degrees(model: PreTrainedModel, pp_plan: dict[str, str] | None, mesh: Mesh) -> None:
-    """Raises `Refusal` for a degree without a published plan of the model, or one that does not divide its experts."""
+def refuse_degrees(plan: Plan, model: PreTrainedModel, plans: Plans) -> None:
+    """Raises `Refusal` for a degree for which the model has no plan, or whose experts cannot be divided."""
+    mesh = plan.mesh
     if mesh.pp > 1:
-        pipeline.plan_of(model, pp_plan)
+        pipeline.chain(model, plans.pp)
     if mesh.tp > 1:
-        tensor.plan_of(model)
+        tensor.check_plan(model, plans.tp)
     if mesh.ep > 1:
         expert.check(model, mesh.ep)
 
 
-def drawn_up(plan: Plan) -> tuple[Blueprint, Layout, Load]:
-    """Describes the model, its layout and its load, as `memory.rank_terms` takes them; needs no weights."""
-    recipe, mesh = plan.recipe, plan.mesh
+def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
+    """The model of a plan without weights, before it is adapted, and the plans that it is cut by."""
+    recipe, facts = plan.recipe, TASKS[plan.recipe.task]
     assert plan.model_config is not None
-    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, TASKS[recipe.task].auto_class)
-    model = recipe.adapt(model) if recipe.adapt is not None else model
-    blueprint = draft(model, recipe.pp_plan)
-    head = model.get_output_embeddings()
+    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, facts.auto_class)
+    return model, plans_of(model, recipe.plans, facts.plans)
+
+
+def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> tuple[Blueprint, Layout, Load]:
+    """Describes the model (`made` by `empty_of`), its layout and its load, as `memory.rank_terms` takes them; needs no weights."""
+    recipe, mesh = plan.recipe, plan.mesh
+    model, plans = made or empty_of(plan)
+    if recipe.adapt is not None:
+        model = recipe.adapt(model)
+        plans = replace(published_plans(model), no_decay=plans.no_decay)
+    blueprint = draft(model, plans)
+    places, classes = outputs(model, recipe.facts, recipe.seq_len // mesh.sp)
     load = Load(
         micro_batch=recipe.micro_batch,
-        seq_len=recipe.seq_len // mesh.sp,
+        seq_len=places,
         accumulation=plan.accumulation,
-        vocabulary=head.weight.shape[0] if head is not None else 0,
+        vocabulary=classes,
         background=recipe.save_in_background,
         adapted=recipe.adapt is not None,
         exact_pins=pins_exactly(),
     )
     return blueprint, layout_of(mesh, blueprint, recipe.pipeline_schedule), load
+
+
+def outputs(model: PreTrainedModel, facts: Facts, seq_len: int) -> tuple[int, int]:
+    """Counts the logits that the loss is computed of: (places of a row, classes of each): tokens and the vocabulary, or 1 and the labels."""
+    if (head := model.get_output_embeddings()) is not None:
+        return seq_len, head.weight.shape[0]
+    return 1, 0 if facts.rows == PACKED else model.config.num_labels or 0
 
 
 def rank_plan(plan: Plan, pp_rank: int) -> list[Term]:

@@ -1,54 +1,66 @@
 """The data of a run: looked at before anything large is made, and opened where the checkpoint left it."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..data.held_out import eval_rows
+from ..data.held_out import eval_rows, eval_samples
 from ..data.prefetch import Stream
 from ..data.request import request_of
 from ..data.sameness import OtherData, StreamState
+from ..data.samples import open_rows, open_samples
 from ..data.stream import open_corpus, open_stream
 from ..parallel.sequence import own_part
 from ..plan import Plan
 from ..recipe import Recipe
 from ..refusal import Refusal, Say
 from ..run_folder import files_of_run
-from ..task import IGNORE, MicroBatch
+from ..task import IGNORE, MicroBatch, Task
 from .agree import shared_problems
 
 
-def check_data(recipe: Recipe, tokenizer: Any, say: Say) -> None:
+def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
     """Opens the data once, before anything large is made (a collective). Raises `Refusal`, on all ranks, with what any of them cannot open."""
     refusal = None
     try:
-        open_corpus(request_of(recipe), tokenizer, say)
+        if task.samples:
+            open_rows(request_of(recipe), task.samples, say)
+        else:
+            open_corpus(request_of(recipe), processor, say)
     except Refusal as error:
         refusal = error
     if problems := shared_problems(refusal):
         raise Refusal(problems)
 
 
-def open_data(plan: Plan, tokenizer: Any, dp_rank: int, state: StreamState | None, say: Say) -> Stream:
+def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: StreamState | None, say: Say) -> Stream:
     """Opens the training data at `state`; at its beginning if the data is another than the checkpoint's, which `--resume PATH` accepts."""
-    layout = {"dp": plan.mesh.dp, "dp_rank": dp_rank, "say": say}
+    request = request_of(plan.recipe)
+    opened = partial(open_samples, request, processor, task.samples) if task.samples else partial(open_stream, request, processor)
+    opened = partial(opened, dp=plan.mesh.dp, dp_rank=dp_rank, say=say)
     try:
-        return open_stream(request_of(plan.recipe), tokenizer, state=state, files=files_of_run(plan.resume_from), **layout)
+        return opened(state=state, files=files_of_run(plan.resume_from))
     except OtherData as refusal:
         if plan.recipe.resume == "auto":
             raise
-        stream = open_stream(request_of(plan.recipe), tokenizer, **layout)
+        stream = opened()
         say(f"other data than the checkpoint's, read from its beginning: {'; '.join(problem.where for problem in refusal.problems)}")
         return stream
 
 
-def open_held_out(plan: Plan, tokenizer: Any, coords: dict[str, int], state: StreamState, say: Say) -> list[MicroBatch]:
+def open_held_out(plan: Plan, task: Task, processor: Any, coords: dict[str, int], state: StreamState, say: Say) -> list[MicroBatch]:
     """Returns this rank's micro-batches of an evaluation, none without evaluations; `state` is that of the open stream."""
     recipe, mesh = plan.recipe, plan.mesh
     if not recipe.eval_every:
         return []
-    rows = eval_rows(request_of(recipe), tokenizer, dp=mesh.dp, dp_rank=coords["dp"], state=state, say=say)
-    held_out = [own_part(batch, mesh.sp, coords["sp"]) for batch in rows]
+    request = request_of(recipe)
+    found = partial(eval_samples, request, processor, task.samples) if task.samples else partial(eval_rows, request, processor)
+    held_out = [own_part(batch, mesh.sp, coords["sp"]) for batch in found(dp=mesh.dp, dp_rank=coords["dp"], state=state, say=say)]
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage
-        held_out += [held_out[-1] | {"labels": torch.full_like(held_out[-1]["labels"], IGNORE)}] * max(0, 2 * mesh.pp - len(held_out))
+        if task.samples:
+            fill = task.samples.collate(processor, [None] * recipe.micro_batch, None)
+        else:
+            fill = held_out[-1] | {"labels": torch.full_like(held_out[-1]["labels"], IGNORE)}
+        held_out += [fill] * max(0, 2 * mesh.pp - len(held_out))
     return held_out

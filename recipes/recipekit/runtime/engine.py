@@ -13,21 +13,22 @@ import torch.distributed as dist
 
 from ..checkpoints import load
 from ..checkpoints.state import State
+from ..data.files import folder_classes
 from ..data.mixture import domains_of
-from ..data.processors import load_tokenizer
+from ..data.request import request_of
 from ..engine import Engine
 from ..model.build import Built, build_model, check_weights
 from ..model.export import export, save_small_files
-from ..model.weights import fetch_config, weights_folder
+from ..model.weights import fetch_config, published_names, weights_folder
 from ..optim.groups import parameter_groups
 from ..optim.repairs import keep_grad_norm, undo_hidden_step
 from ..parallel import pipeline
 from ..parallel.blueprint import Blueprint, Layout, describe
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
-from ..refusal import Say, refuse
+from ..refusal import Say
 from ..run_folder import CHECKPOINTS, EXPORT
-from ..task import Task
+from ..task import Sums, Task
 from .corpus import check_data
 from .facts import export_dtype, layout_of
 
@@ -36,21 +37,20 @@ from .facts import export_dtype, layout_of
 class Loaded:
     """The model of a run in its engine, and what goes with it into checkpoints and Hugging Face files.
 
-    `blueprint` is None for experts that DeepSpeed divided, whose checkpoints are not converted. `by_domain`, (2, domains)
-    fp64 for a mixture, receives each step's sums of every domain; None for one corpus.
+    `blueprint` is None for experts that DeepSpeed divided, whose checkpoints are not converted.
     """
 
     plan: Plan
     task: Task
     groups: Groups
     model_config: dict[str, Any]
-    tokenizer: Any
+    processor: Any
     built: Built
     engine: Engine
     blueprint: Blueprint | None
     layout: Layout
     state: State
-    by_domain: torch.Tensor | None
+    sums: Sums
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,36 +59,38 @@ class Loaded:
 
     def save_small_files(self, folder: Path) -> None:
         """Writes config and tokenizer into `folder`."""
-        save_small_files(self.built, self.tokenizer, self.dtype, folder)
+        save_small_files(self.built, self.processor, self.dtype, folder)
 
     def export(self, say: Say) -> None:
         """Writes the model as Hugging Face files into OUT/hf (a collective)."""
         folder = self.plan.out / EXPORT
         say(f"writing Hugging Face files to {folder}")
-        export(self.engine, self.built, self.groups, self.tokenizer, folder, self.dtype, self.plan.recipe.merge)
+        export(self.engine, self.built, self.groups, self.processor, folder, self.dtype, self.plan.recipe.merge)
 
 
 def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Loaded:
     """Builds the model of a plan and puts it into its engine, with the states of the step folder `source` if there is one (a collective).
 
-    `loss(by_domain, output, target)` is what the last stage of a pipeline computes.
+    `loss(sums, output, target)` is what the last stage of a pipeline computes.
     """
     recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     begun = time.perf_counter()
-    model_config = plan.model_config or fetch_config(recipe.model)
+    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.num_labels, folder_classes(recipe.dataset))
     if recipe.init == "pretrained":
         weights_folder(recipe.model)
+        if "num_labels" in model_config and not recipe.num_labels:
+            model_config = published_names(model_config, recipe.model, recipe.task)
     dist.barrier(waiting_group())  # a host may have to download them
     groups = Groups(mesh, device.type, limit)
-    tokenizer = fitting_tokenizer(plan, model_config)
+    processor = task.processor(request_of(recipe), model_config)
     if source is None:
-        check_data(recipe, tokenizer, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
+        check_data(recipe, task, processor, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
     if unknown := task.check(model_config, recipe.attention, recipe.model):
         say(unknown)
     built = build_model(recipe, model_config, groups, plan.ds_config, device)
     domains = len(domains_of(recipe.dataset))
-    by_domain = torch.zeros(2, domains, dtype=torch.float64, device=device) if domains > 1 else None
-    engine = make_engine(plan, built, groups, partial(loss, by_domain), say)
+    sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if domains > 1 else None)
+    engine = make_engine(plan, built, groups, partial(loss, sums), say)
     set_time_limit(limit)
     compared = check_weights(engine, built, groups)
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
@@ -101,17 +103,7 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
         state = load.load(engine, source, blueprint, layout, plan.out / CHECKPOINTS / ".converted", say)
         say(f"resumed from {source}")
     state["export_dtype"] = dtype
-    return Loaded(plan, task, groups, model_config, tokenizer, built, engine, blueprint, layout, state, by_domain)
-
-
-def fitting_tokenizer(plan: Plan, model_config: dict[str, Any]) -> Any:
-    """The tokenizer of the run. Raises `Refusal` for one with more tokens than the model has embeddings."""
-    recipe = plan.recipe
-    tokenizer = load_tokenizer(recipe.model, recipe.tokenizer)
-    if len(tokenizer) > (vocabulary := model_config.get("vocab_size", len(tokenizer))):
-        rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {recipe.model}"
-        raise refuse(f"tokenizer = {recipe.tokenizer or recipe.model}", rule, "leave --tokenizer out to take the model's own")
-    return tokenizer
+    return Loaded(plan, task, groups, model_config, processor, built, engine, blueprint, layout, state, sums)
 
 
 def make_engine(plan: Plan, built: Built, groups: Groups, loss: Callable[..., torch.Tensor], say: Say) -> Engine:
@@ -122,7 +114,7 @@ def make_engine(plan: Plan, built: Built, groups: Groups, loss: Callable[..., to
         say(f"pipeline, {schedule}: {describe(built.blueprint, built.split.bounds)}")
         model = pipeline.assemble(built.models, groups, loss, schedule, built.split.num_stages)
         pipeline.share(model, groups)
-    trained: Any = parameter_groups(model)  # a list of groups, which DeepSpeed takes but does not annotate
+    trained: Any = parameter_groups(model, built.plans.no_decay)  # a list of groups, which DeepSpeed takes but does not annotate
     made: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
     engine: Engine = made
     undo_hidden_step(engine)

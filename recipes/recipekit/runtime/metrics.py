@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ..data.sameness import StreamState
 from ..planner.flops import keys_seen
 from ..task import MicroBatch
+from ..tasks.facts import SAMPLES
 from .facts import peak_memory
 from .prepare import Ready
 
@@ -38,15 +39,18 @@ def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: S
         "data_wait_s": data_wait,
         "peak_mem_bytes": largest_peak(ready.engine.device, result["more"][: mesh.world], exact=last),
     }
-    if ready.by_domain is not None:
-        for domain, loss, tokens in zip(data_state["domains"], *ready.by_domain.tolist(), strict=True):
+    samples = ready.task.facts.rows == SAMPLES
+    if samples:
+        metrics |= {"samples": ready.state["tokens"], "samples_per_s": result["tokens"] / seconds}
+    if ready.sums.by_domain is not None:
+        for domain, loss, tokens in zip(data_state["domains"], *ready.sums.by_domain.tolist(), strict=True):
             metrics |= {f"loss/{domain}": loss / tokens} if tokens else {}
             metrics[f"tokens/{domain}"] = data_state["domains"][domain]["tokens"]
     if recipe.bad_rows == "skip":
-        metrics["bad_rows"] = sum(domain["bad"] for domain in data_state["domains"].values())
+        metrics["bad_rows"] = ready.state.get("unusable", 0) + sum(domain["bad"] for domain in data_state["domains"].values())
     if ready.flops and ready.peak:
         keys = [number // (mesh.tp * mesh.pp) for number in result["more"][mesh.world :]]
-        metrics["mfu"] = ready.flops.of_step(recipe.global_batch * recipe.seq_len, keys) / (ready.peak * mesh.world * seconds)
+        metrics["mfu"] = ready.flops.of_step(recipe.global_batch * (1 if samples else recipe.seq_len), keys) / (ready.peak * mesh.world * seconds)
     return metrics
 
 

@@ -1,6 +1,6 @@
 """What happens once before the first step, and all that the loop then works with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from ..planner.devices import DEVICES
 from ..planner.flops import Flops
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS, put_aside, way_on
-from ..task import MicroBatch, Task
+from ..task import MicroBatch, Sums, Task
 from .agree import check_same_data, shared_problems
 from .corpus import open_data, open_held_out
 from .engine import Loaded
@@ -32,11 +32,7 @@ from .tracking import NoTracker, Tracker, open_tracker
 
 @dataclass(frozen=True)
 class Ready:
-    """All that the loop works with, on one rank.
-
-    `by_domain`, (2, domains) fp64, receives a step's loss sums and tokens of each corpus of a mixture. `flops` are the
-    model's, `peak` those of a device in a second; without both there is no `mfu`.
-    """
+    """All that the loop works with, on one rank. `flops` are the model's, `peak` those of a device in a second; without both there is no `mfu`."""
 
     plan: Plan
     task: Task
@@ -47,7 +43,7 @@ class Ready:
     saver: save.Saver
     tracker: Tracker | NoTracker
     stopper: Stopper
-    by_domain: torch.Tensor | None = None
+    sums: Sums = field(default_factory=Sums)
     flops: Flops | None = None
     peak: float | None = None
 
@@ -87,11 +83,11 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
     plan, state = loaded.plan, loaded.state
     recipe, rank0 = plan.recipe, plan.command.rank == 0
     coords = loaded.groups.coords
-    stream = open_data(plan, loaded.tokenizer, coords["dp"], cast("StreamState | None", state["data"]), say)
+    stream = open_data(plan, loaded.task, loaded.processor, coords["dp"], cast("StreamState | None", state["data"]), say)
     check_same_data(stream)
     if problems := shared_problems(stream.error_ahead()):
         raise Refusal(problems)
-    held_out = open_held_out(plan, loaded.tokenizer, coords, stream.state, say)
+    held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say)
     facts = run_facts(plan, loaded.model_config)
     saver = open_saver(loaded)
     if rank0:
@@ -113,7 +109,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         peers.way_on = partial(way_on, recipe.resume, plan.out)
         peers.last_words = partial(tracker.finish, 1)
     flops, peak = speed_limits(loaded, facts["host"]["device"], say)
-    return Ready(plan, loaded.task, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.by_domain, flops, peak)
+    return Ready(plan, loaded.task, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.sums, flops, peak)
 
 
 def open_saver(loaded: Loaded) -> save.Saver:
@@ -130,7 +126,7 @@ def speed_limits(loaded: Loaded, device: str, say: Say) -> tuple[Flops | None, f
     peak = DEVICES[device].flops if device in DEVICES else None
     if peak is None and loaded.engine.device.type != "cpu":
         say(f"peak unknown: {device} is not in recipekit/planner/devices.py, so metrics.jsonl has no mfu")
-    flops = step_flops(loaded.model_config, recipe.attention, recipe.model, recipe.adapt) if peak else None
+    flops = step_flops(loaded.model_config, recipe.attention, recipe.model, loaded.task.facts, recipe.adapt) if peak else None
     if peak and flops is None:
         say("mfu unknown: a layer of this model mixes tokens in a way that recipekit/planner/flops.py does not count")
     return flops, peak

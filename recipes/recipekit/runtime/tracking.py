@@ -253,9 +253,9 @@ class ProgressLine:
         self._recent.append(metrics["step_s"])
         left = (self._last_step - metrics["step"]) * statistics.median(self._recent)
         text = f"step {metrics['step']}/{self._last_step}  loss {metrics['loss']:.4f}"
-        if "eval_loss" in metrics:
-            text += f"  eval_loss {metrics['eval_loss']:.4f}"
-        text += f"  {metrics['tokens_per_s']:,.0f} tokens/s  ETA {datetime.timedelta(seconds=round(left))}"
+        text += "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval_"))
+        unit = "samples" if "samples" in metrics else "tokens"
+        text += f"  {metrics[f'{unit}_per_s']:,.0f} {unit}/s  ETA {datetime.timedelta(seconds=round(left))}"
         if self._live:
             self._live.update(self._task, description=text, completed=metrics["step"])
         else:

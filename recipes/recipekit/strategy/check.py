@@ -7,8 +7,9 @@ Neither torch nor deepspeed is imported, so a refusal takes about a second.
 from typing import Any
 
 from ..mesh import Mesh, make_mesh
-from ..recipe import Recipe
+from ..recipe import Recipe, check_lacks
 from ..refusal import APPLIES, FAILS, Problem, Refusal
+from ..tasks.facts import PACKED
 from .batch import check_batch, no_batch
 from .divisions import check_dense_mask, check_divisions, check_pipeline
 from .numbers import DEGREES, SHARED, degrees_in, literals, number_of
@@ -64,6 +65,9 @@ def check(
         except Refusal as refusal:
             found += refusal.problems
     degrees = {axis: max(1, degree) for axis, degree in degrees.items()}  # smaller ones are refused above
+    if recipe is not None:
+        found += check_lacks(recipe.facts, degrees)
+        degrees |= dict.fromkeys(recipe.facts.lacks.keys() & degrees.keys(), 1)  # what else is wrong with them is of no use
     facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, stock=json_only)
     unknown = at(config, "zero_optimization.stage") == "auto" or any(_at_fault(pivot, config, clean) for pivot in PIVOTS)
     rules = () if unknown else RULES + (STOCK_RULES if json_only else RECIPE_RULES)
@@ -81,7 +85,7 @@ def check(
     found += check_divisions(degrees, facts, recipe.seq_len if recipe is not None else 0, model_config, mesh)
     layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
     found += check_pipeline(degrees["pp"], recipe is not None and recipe.pipeline_schedule == "dualpipev", total, micro, layers, mesh)
-    if recipe is not None and divisible(model_config, 0)["sp"]["attention heads"]:
+    if recipe is not None and recipe.facts.rows == PACKED and divisible(model_config, 0)["sp"]["attention heads"]:
         found += check_dense_mask(recipe.attention, recipe.seq_len, micro or 1, 4 if facts.dtype == "fp32" else 2)
     return list(dict.fromkeys(found))
 

@@ -4,6 +4,15 @@ import math
 from typing import Any
 
 from ..architectures.shrink import LAYERS
+from ..tasks.facts import PACKED
+
+
+def limiting(model_config: dict[str, Any] | None, rows: str) -> dict[str, Any] | None:
+    """Returns the config whose numbers limit a task with such rows: of a model of text and pictures the part that the task trains."""
+    tower = (model_config or {}).get("vision_config")
+    if rows == PACKED or model_config is None or not isinstance(tower, dict):
+        return model_config
+    return {key: value for key, value in model_config.items() if key != "text_config"} | tower
 
 
 def divisible(model_config: dict[str, Any] | None, seq_len: int) -> dict[str, dict[str, int]]:

@@ -4,31 +4,79 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+PACKED, SAMPLES = "packed", "samples"
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Says of a model's modules where a pipeline is cut, how tensors are cut, and which parameters do not decay.
+
+    Names are those of `named_modules`, or patterns in which `*` stands for any characters. A recipe's plan beats the one
+    that the model publishes, which beats the task's; of the task's, names that a model does not have are left out.
+    """
+
+    pp: Mapping[str, str] = field(default_factory=dict)  # module -> "first", "split" (its children are the blocks of the chain) or "last"
+    tp: Mapping[str, str] = field(default_factory=dict)  # module -> a tensor-parallel style of transformers
+    tp_local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # class of a module -> its attributes that count what is cut: divided by tp
+    no_decay: tuple[str, ...] = ()  # parameters without weight decay, besides vectors
+
 
 @dataclass(frozen=True)
 class Facts:
-    """Describes a task. A row of a micro-batch has one document or more of the data set."""
+    """Describes a task."""
 
     about: str  # for --help and the pages
-    chats: bool  # the data set holds chats, not texts
     auto_class: str  # of transformers, which makes the model of a config.json
     inputs: tuple[str, ...]  # tensors of a micro-batch that the model takes, and that travel between the stages of a pipeline
+    columns: tuple[str, ...]  # fields of `Recipe` that name the columns of the data set
+    floats: tuple[str, ...] = ()  # which of the inputs are no integers: these go to the first stage only
+    rows: str = PACKED  # documents packed into rows of seq_len tokens, or SAMPLES: a row of the data set is a row of a micro-batch
+    chats: bool = False  # the data set holds chats, not texts
     constants: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every forward pass
+    reads: tuple[str, ...] = ()  # further fields of `Recipe` that not every task reads; typing one that the task does not read is refused
+    lacks: Mapping[str, str] = field(default_factory=dict)  # an axis (tp, pp, sp, ep), "adapt" or "mixture" -> why this task does not have it
+    tiny: Mapping[str, int] = field(default_factory=dict)  # keys of config.json -> the most that --tiny leaves; num_labels: exactly
+    plans: Plans = field(default_factory=Plans)  # for models that publish none
+
+    @property
+    def unit(self) -> str:
+        """Names what the loss is a mean over, a key of metrics.jsonl."""
+        return "tokens" if self.rows == PACKED else "samples"
+
+    @property
+    def heads(self) -> str:
+        """Names the end of the classes that `auto_class` makes, as config.json lists them under architectures."""
+        return self.auto_class.removeprefix("AutoModel")
 
 
 TASKS = {
     "pretrain": Facts(
         about="loss on every token",
-        chats=False,
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
+        columns=("text_field",),
         constants={"use_cache": False},
+        reads=("seq_len", "tokenizer", "token_cache"),
     ),
     "sft": Facts(
         about="chats, loss on the answers only",
-        chats=True,
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
+        columns=("messages_field",),
+        chats=True,
         constants={"use_cache": False},
+        reads=("seq_len", "tokenizer", "token_cache"),
     ),
 }
+
+
+def own_fields() -> dict[str, tuple[str, ...]]:
+    """Lists the fields of `Recipe` that not every task reads: field -> the tasks that do."""
+    fields = dict.fromkeys(name for facts in TASKS.values() for name in (*facts.columns, *facts.reads))
+    return {name: tuple(task for task, facts in TASKS.items() if name in (*facts.columns, *facts.reads)) for name in fields}
+
+
+def task_of(architectures: Any) -> str:
+    """Finds the first task whose models have one of these classes, as config.json lists them; "pretrain" if none says."""
+    names = [name for name in architectures or () if isinstance(name, str)]
+    return next((task for task, facts in TASKS.items() if any(name.endswith(facts.heads) for name in names)), "pretrain")

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from ..data.processors import fitting_tokenizer
 from ..model.causal import check_causal
 from ..task import IGNORE, MicroBatch, Task
 from .facts import TASKS
@@ -13,7 +14,7 @@ from .facts import TASKS
 def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Computes the logits, (B, T, V)."""
     starts = batch.get("document_starts")  # of the whole rows, under sequence parallelism only
-    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=starts, use_cache=False).logits
+    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=starts, **TASKS["pretrain"].constants).logits
 
 
 def loss(logits: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
@@ -30,4 +31,4 @@ def count(batch: MicroBatch) -> torch.Tensor:
     return (batch["labels"] != IGNORE).sum(1)
 
 
-TASK = Task(facts=TASKS["pretrain"], targets=("labels",), forward=forward, loss=loss, count=count, check=check_causal)
+TASK = Task(facts=TASKS["pretrain"], targets=("labels",), processor=fitting_tokenizer, forward=forward, loss=loss, count=count, check=check_causal)

@@ -1,0 +1,57 @@
+"""A small copy of a model with random weights, and what a forward pass of it takes: what can be seen by running is seen on it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..architectures.families import tiny_copy
+from ..architectures.shrink import shrink
+from ..parallel.partial import partial_gradients
+from ..refusal import Refusal, refuse
+from ..tasks.facts import Facts, Plans
+from .empty import config_of, construct
+
+VOCABULARY = 264  # of a small copy
+ROWS, TOKENS = 2, 32  # of its input
+
+
+def _pictures(config: PreTrainedConfig) -> torch.Tensor:
+    tower: Any = getattr(config, "vision_config", config)
+    size = getattr(tower, "image_size", 32)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return torch.randn(ROWS, getattr(tower, "num_channels", 3), height, width)
+
+
+EXAMPLES: dict[str, Callable[[PreTrainedConfig], torch.Tensor]] = {  # tensor of a micro-batch -> one for a small copy with that config
+    "input_ids": lambda config: torch.randint(3, VOCABULARY - 1, (ROWS, TOKENS)),
+    "position_ids": lambda config: torch.arange(TOKENS).expand(ROWS, -1),
+    "pixel_values": _pictures,
+}
+
+
+def small_copy(model_config: dict[str, Any], facts: Facts, name: str = "") -> PreTrainedModel:
+    """Makes a small model of the same parts, its weights drawn. Raises what transformers does, or `Refusal`, if there is none."""
+    tiny = shrink(model_config, most=facts.tiny) if facts.tiny else tiny_copy(config_of(model_config, name), VOCABULARY)
+    return construct(config_of(tiny, name), "eager", name, facts.auto_class)
+
+
+def logits_of(model: nn.Module, facts: Facts) -> torch.Tensor:
+    """Computes the output of a small copy for drawn inputs."""
+    config: Any = model.config
+    return model(**{name: EXAMPLES[name](config) for name in facts.inputs}, **facts.constants).logits
+
+
+def summed_gradients(model_config: dict[str, Any], facts: Facts, plans: Plans, name: str = "") -> frozenset[str]:
+    """Names the whole parameters whose gradients tensor parallelism has to sum; see `parallel.partial`. Raises `Refusal` if that cannot be found out."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        try:
+            return partial_gradients(small_copy(model_config, facts, name), plans.tp, lambda model: logits_of(model, facts))
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+            if isinstance(error, Refusal):
+                raise
+            rule = f"no small copy of a {model_config['model_type']} runs, which shows what tensor parallelism has to sum"
+            raise refuse(f"tp > 1 with {name}", f"{rule} ({type(error).__name__}: {str(error)[:200]})", "use --tp 1") from error

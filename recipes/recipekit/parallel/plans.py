@@ -1,0 +1,107 @@
+"""Which plan a model is cut by: the recipe's, the one that the model publishes, or the task's."""
+
+import contextlib
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
+
+from ..tasks.facts import Plans
+
+
+def plans_of(model: PreTrainedModel, own: Plans, task: Plans) -> Plans:
+    """Resolves the plans of a whole model: names for patterns; without a plan for an axis, that is empty.
+
+    `own` is the recipe's: what it names is kept, though the model has no such module, to be refused where it is used.
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    pp = {name: place for pattern, place in own.pp.items() for name in _matches(pattern, modules) or [pattern]}
+    tp = dict(own.tp) or _published_tp(model) or {_generic(name): style for pattern, style in task.tp.items() for name in _matches(pattern, modules)}
+    return Plans(
+        pp=pp or _published_pp(model, modules) or _outermost(task.pp, modules),
+        tp=tp,
+        tp_local=own.tp_local or task.tp_local,
+        no_decay=(*own.no_decay, *task.no_decay),
+    )
+
+
+def published_plans(model: PreTrainedModel) -> Plans:
+    """Resolves the plans that a model publishes."""
+    return plans_of(model, Plans(), Plans())
+
+
+def decays(name: str, dims: int, no_decay: tuple[str, ...]) -> bool:
+    """Says whether a parameter decays: matrices do, vectors (norms, biases) and what `no_decay` names do not."""
+    return dims >= 2 and not any(fnmatchcase(name, pattern) for pattern in no_decay)
+
+
+def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+    """Finds (embedding, head) of a model with tokens; None for what it has not."""
+    embedding: Any = None
+    with contextlib.suppress(NotImplementedError):  # transformers 5.22.2 for models that read no tokens (ResNet)
+        embedding = model.get_input_embeddings()
+    return embedding, model.get_output_embeddings()
+
+
+def tied(model: PreTrainedModel) -> bool:
+    """Says whether the head of a model is its embedding."""
+    embedding, head = ends_of(model)
+    return embedding is not None and head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", 0)
+
+
+def _matches(pattern: str, names: Any) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def _generic(name: str) -> str:
+    return replace_layer_number_by_wildcard(name)
+
+
+def _published_pp(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Takes the published plan, which lists modules in the order of the forward pass; what comes before its module list is first."""
+    plan: dict[str, str] = {}
+    place, head = "first", model.get_output_embeddings()
+    for name in [name for name in model.pp_plan or {} if name in modules and modules[name] is not head]:
+        is_list = isinstance(modules[name], nn.ModuleList)
+        plan[name] = "split" if is_list else place
+        place = "last" if is_list else place
+    return plan | {name: "last" for name, module in modules.items() if plan and module is head}
+
+
+def _outermost(given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Takes what a task's plan names in a model, but for modules inside others that it names.
+
+    {} unless there is exactly one list to split, in no other list, and without one in its elements: between the stages of
+    Swin or ConvNeXt pictures change their form, which a plan of a task says nothing of.
+    """
+    plan: dict[str, str] = {}
+    for pattern, place in given.items():
+        for name in _matches(pattern, modules):
+            if place == "split" and not _is_plain_list(name, modules):
+                continue
+            if not any(name.startswith(f"{other}.") for other in plan):
+                plan[name] = place
+    inside = {name for name in plan if any(name.startswith(f"{other}.") for other in plan)}
+    return {name: place for name, place in plan.items() if name not in inside} if [*plan.values()].count("split") == 1 else {}
+
+
+def _is_plain_list(name: str, modules: dict[str, nn.Module]) -> bool:
+    lists = [other for other, module in modules.items() if isinstance(module, nn.ModuleList)]
+    return name in lists and not any(name.startswith(f"{other}.") or other.startswith(f"{name}.") for other in lists)
+
+
+def _published_tp(model: PreTrainedModel) -> dict[str, str]:
+    """Takes the published plan, module pattern -> style; a tied head stays whole, like its embedding."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if plan and tied(model):
+        embedding, head = ends_of(model)
+        names = {module: name for name, module in model.named_modules()}
+        # One parameter cannot be cut in two ways; cutting the head alone would untie it.
+        for module in (head, embedding):
+            assert module is not None
+            plan.pop(names[module], None)
+        for pattern in [key for key in plan if key.rsplit(".", 1)[-1] == "embed_tokens"]:
+            plan.pop(pattern)
+    return plan

@@ -1,0 +1,146 @@
+"""Which plan cuts a model, which parameters decay, and which gradients have to be summed though no plan names them."""
+
+import pytest
+import torch
+from recipekit.architectures.families import tiny_config
+from recipekit.model.describe import draft
+from recipekit.model.empty import empty_model
+from recipekit.model.small import summed_gradients
+from recipekit.optim.groups import parameter_groups
+from recipekit.parallel import pipeline
+from recipekit.parallel import tensor as tensor_parallel
+from recipekit.parallel.partial import partial_gradients
+from recipekit.parallel.plans import plans_of, published_plans
+from recipekit.refusal import Refusal
+from recipekit.tasks.facts import TASKS, Plans
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+FACTS = TASKS["pretrain"]
+GPT2 = Plans(
+    pp={"*.wte": "first", "*.wpe": "first", "*.h": "split", "*.h.*": "last", "*.ln_f": "last", "*.absent": "last"},
+    tp={"*.h.*.attn.c_attn": "colwise", "*.absent": "rowwise"},
+    no_decay=("*.wpe.*",),
+)
+
+
+def test_the_recipes_plan_beats_the_published_one_which_beats_the_tasks():
+    llama, gpt2 = empty_model(tiny_config("llama", 264)), empty_model(tiny_config("gpt2", 264))
+    task = Plans(pp={"*.layers": "split"}, tp={"*.o_proj": "rowwise"})
+    own = Plans(pp={"model.norm": "split"}, tp={"model.layers.*.mlp.up_proj": "colwise"})
+    assert plans_of(llama, own, task).pp == {"model.norm": "split"} and plans_of(llama, own, task).tp == own.tp
+    published = plans_of(llama, Plans(), task)
+    assert published == published_plans(llama) and published.pp["model.layers"] == "split" and len(published.tp) > 5
+    assert plans_of(gpt2, Plans(), Plans()).pp == {} == plans_of(gpt2, Plans(), Plans()).tp
+
+
+def test_a_tasks_patterns_name_what_the_model_has():
+    """What lies inside a module that is named already is left out, and so is what the model does not have; layer numbers become `*`."""
+    model = empty_model(tiny_config("gpt2", 264))
+    plans = plans_of(model, Plans(), GPT2)
+    assert plans.pp == {"transformer.wte": "first", "transformer.wpe": "first", "transformer.h": "split", "transformer.ln_f": "last"}
+    assert plans.tp == {"transformer.h.*.attn.c_attn": "colwise"}
+    assert pipeline.chain(model, plans.pp) == tuple(f"transformer.h.{number}" for number in range(4))
+
+
+def test_a_name_of_the_recipe_that_the_model_does_not_have_is_refused():
+    model = empty_model(tiny_config("llama", 264))
+    with pytest.raises(Refusal, match="must name modules of the model"):
+        pipeline.chain(model, plans_of(model, Plans(pp={"*.layer": "split"}), Plans()).pp)
+    with pytest.raises(Refusal, match="is a Embedding, which has no blocks to split"):
+        pipeline.chain(model, plans_of(model, Plans(pp={"model.embed_tokens": "split"}), Plans()).pp)
+    with pytest.raises(Refusal, match=r"no tensor-parallel style columns; use .*colwise"):
+        tensor_parallel.check_plan(model, {"model.layers.*.mlp.up_proj": "columns"})
+    with pytest.raises(Refusal, match="publishes no base_model_tp_plan"):
+        tensor_parallel.check_plan(empty_model(tiny_config("gpt2", 264)), {})
+
+
+def test_counts_that_tp_does_not_divide_are_refused():
+    model = nn.Sequential(nn.Linear(6, 4))
+    tensor_parallel._divide_counts(model, {"Linear": ("in_features",)}, 3)
+    assert model[0].in_features == 2
+    with pytest.raises(Refusal, match=r"Linear.out_features: is 4 in 0, which tp = 3 does not divide"):
+        tensor_parallel._divide_counts(model, {"Linear": ("out_features",)}, 3)
+
+
+def test_what_does_not_decay_is_the_same_to_the_optimizer_and_the_blueprint():
+    model = empty_model(tiny_config("gpt2", 264))
+    plans = plans_of(model, Plans(no_decay=("transformer.wte.weight",)), GPT2)
+    decayed, others = parameter_groups(model, plans.no_decay)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {"transformer.wpe.weight", "transformer.wte.weight"} <= {names[id(parameter)] for parameter in others["params"]} and others["weight_decay"] == 0
+    assert all(parameter.ndim >= 2 for parameter in decayed["params"])
+    groups = {tensor.name: tensor.group for tensor in draft(model, plans).tensors if not tensor.buffer}
+    assert groups == {names[id(parameter)]: number for number, group in enumerate((decayed, others)) for parameter in group["params"]}
+
+
+class Nested(nn.Module):
+    """Blocks in stages, as ResNet has them, and a second stack, as T5 has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleDict({"down": nn.Linear(2, 2), "layers": nn.ModuleList([nn.Linear(2, 2) for _ in range(n)])}) for n in (1, 2))
+        self.decoder = nn.Sequential(nn.Linear(2, 2))
+
+
+def test_the_blocks_of_several_lists_make_one_chain():
+    model = Nested()
+    plan = {"stages.0.layers": "split", "stages.1.layers": "split", "decoder": "split"}
+    assert pipeline.chain(model, plan) == ("stages.0.layers.0", "stages.1.layers.0", "stages.1.layers.1", "decoder.0")
+
+
+def test_a_hollow_module_has_no_parameters_and_no_saved_buffers():
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    pipeline.hollow(module, torch.bfloat16, lambda x: x)
+    assert not list(module.parameters()) and not module.state_dict() and module("in") == "in"
+    assert module[0].weight.dtype == torch.bfloat16 and module[1].running_mean.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", []),
+        ("apertus", ["model.layers.*.mlp.act_fn.alpha_n", "model.layers.*.mlp.act_fn.alpha_p"]),
+        ("qwen3", []),  # its plan names the norms of its heads
+        ("qwen2_moe", []),  # a shared expert behind a gate that every rank has whole
+        ("deepseek_v3", []),  # a projection part of which goes round the column-wise layer after it
+        ("gpt_oss", []),
+        ("llama4_text", []),  # writes into what its router has read
+    ],
+)
+def test_gradients_that_have_to_be_summed(family, expected):
+    """By the graph of a small copy; tests/loop/test_parity.py has Apertus on two ranks, recipes/SUPPORT.md every family."""
+    model_config = tiny_config(family, 264)
+    assert sorted(summed_gradients(model_config, FACTS, published_plans(empty_model(model_config, "eager")))) == expected
+
+
+class Small(PreTrainedModel):
+    """up (column-wise), then `own`, which no plan names, then down (row-wise); `twice` uses it behind the sum, too."""
+
+    def __init__(self, twice: bool):
+        super().__init__(PreTrainedConfig())
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.own, self.after, self.twice = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(self.up(x) * self.own) * self.after
+        return y * self.own if self.twice else y
+
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+def test_a_parameter_between_two_cut_layers_gets_a_part():
+    assert partial_gradients(Small(twice=False), PLAN, lambda model: model(torch.ones(2, 4))) == {"own"}
+    assert partial_gradients(Small(twice=False), {"down": "rowwise_split_input"}, lambda model: model(torch.ones(2, 4))) == frozenset()
+
+
+def test_a_parameter_on_both_sides_of_a_sum_is_refused():
+    with pytest.raises(Refusal, match="uses own both before and behind a sum over the ranks"):
+        partial_gradients(Small(twice=True), PLAN, lambda model: model(torch.ones(2, 4)))
+
+
+def test_a_model_of_which_no_small_copy_runs_is_refused_under_tp():
+    model_config = tiny_config("gemma4_unified_assistant", 264)
+    with pytest.raises(Refusal, match=r"no small copy of a .* runs, which shows what tensor parallelism has to sum"):
+        summed_gradients(model_config, FACTS, published_plans(empty_model(model_config)), "some/model")
