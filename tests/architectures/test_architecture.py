@@ -5,14 +5,16 @@ import re
 
 import pytest
 from recipekit.architectures.families import default_config, tiny_config
-from recipekit.architectures.lookup import SHIPPED, model_config
+from recipekit.architectures.lookup import SHIPPED, fitting_task, model_config
 from recipekit.architectures.shrink import BYTE_VOCAB, shrink
 from recipekit.refusal import Refusal
+from recipekit.tasks.facts import TASKS
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-SHAPES = {path.stem: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))} | {
+SHIPPED_SHAPES = {path.stem: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))}
+SHAPES = {name: config for name, config in SHIPPED_SHAPES.items() if fitting_task(config) == "pretrain"} | {
     "mixtral": dict(
         model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         num_local_experts=8, num_experts_per_tok=2, vocab_size=32000, sliding_window=4096, tie_word_embeddings=False, rope_parameters=ROPE,
@@ -179,10 +181,89 @@ def test_the_factors_of_longrope_are_as_many_as_the_pairs_of_a_tiny_head():
     assert shrink(config, BYTE_VOCAB)["rope_scaling"] == {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [2.0] * 8}
 
 
+# Image classifiers whose tiny copies are promised; recipes/SUPPORT.md says of the others what they do.
+IMAGES = ("vit", "deit", "beit", "dinov2", "swin", "convnext", "resnet", "siglip", "clip")
+OF_IMAGES = TASKS["image_classification"].tiny
+VIT_L = {
+    "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "image_size": 224, "patch_size": 16, "num_channels": 3, "hidden_act": "gelu", "qkv_bias": True, "layer_norm_eps": 1e-12,
+    "id2label": {str(label): f"LABEL_{label}" for label in range(1000)}, "label2id": {f"LABEL_{label}": label for label in range(1000)},
+}  # fmt: skip
+
+
+def classifier(tiny: dict):
+    import transformers
+
+    return transformers.AutoModelForImageClassification.from_config(transformers.AutoConfig.for_model(**tiny))
+
+
+@pytest.mark.parametrize("model_type", IMAGES)
+def test_every_image_family_has_a_tiny_classifier_of_the_same_parts_that_trains(model_type):
+    import torch
+
+    whole = default_config(model_type, "image_classification")
+    tiny = tiny_config(model_type, task="image_classification")
+    torch.manual_seed(0)
+    model = classifier(tiny)
+    with torch.device("meta"):
+        assert parts(model) == parts(type(model)(whole)), "no kind of layer is gone"
+    assert type(model).__name__ == whole.architectures[0]
+    assert 20_000 < sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    of_images = tiny.get("vision_config", tiny)
+    assert of_images["image_size"] == 32 and of_images.get("patch_size", 1) <= 8
+    images, labels = torch.rand(4, of_images.get("num_channels", 3), 32, 32), torch.tensor([0, 3, 7, 9])  # (B, C, H, W)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for _ in range(2):
+        logits = model(pixel_values=images).logits
+        assert logits.shape == (4, 10)
+        losses.append(torch.nn.functional.cross_entropy(logits, labels))
+        losses[-1].backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+        optimizer.step()
+    assert losses[0].isfinite() and losses[1].isfinite() and losses[0] != losses[1]
+
+
+def test_the_numbers_of_a_tiny_vit_are_small_and_tp_can_cut_it():
+    tiny = shrink(VIT_L, most=OF_IMAGES)
+    kept = {key: value for key, value in VIT_L.items() if not isinstance(value, int | dict) or isinstance(value, bool)}
+    assert {key: tiny[key] for key in kept} == kept
+    assert {key: tiny[key] for key in tiny.keys() - kept} == {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_channels": 3,
+        "num_labels": 10,
+    }
+    small = shrink(VIT_L | {"image_size": [28, 28], "patch_size": 4}, most=OF_IMAGES)
+    assert small["image_size"] == [28, 28] and small["patch_size"] == 4, "what is small already stays"
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_tower_that_leaves_its_numbers_to_its_class_is_shrunk_too(kind):
+    """As CLIP and SigLIP are published."""
+    tower = {"model_type": f"{kind}_vision_model"}
+    tiny = shrink({"model_type": kind, "vision_config": tower, "text_config": {}}, most=OF_IMAGES)
+    assert tiny["vision_config"].items() >= (tower | {"hidden_size": 64, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8}).items()
+    assert sum(parameter.numel() for parameter in classifier(tiny).parameters()) < 300_000
+
+
+def test_an_image_model_that_names_no_width_is_refused():
+    with pytest.raises(Refusal, match=r"cannot shrink a odd: its config\.json has no hidden_sizes or embed_dim"):
+        shrink({"model_type": "odd", "depths": [2, 2], "width": 3}, most=OF_IMAGES)
+    with pytest.raises(Refusal, match=r"cannot shrink a odd: its config\.json has no num_hidden_layers, hidden_size"):
+        shrink({"model_type": "odd", "width": 3}, most=OF_IMAGES)
+
+
 def test_shrinking_does_not_change_its_argument():
     before = json.dumps(SHAPES["gemma2"])
     shrink(SHAPES["gemma2"], BYTE_VOCAB)
     assert json.dumps(SHAPES["gemma2"]) == before
+    before = json.dumps(VIT_L)
+    shrink(VIT_L, most=OF_IMAGES)
+    assert json.dumps(VIT_L) == before
 
 
 def test_an_unknown_way_of_naming_is_refused():

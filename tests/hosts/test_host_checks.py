@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from job import NANO
-from pool import environment
+from pool import ROOT, environment
 from recipekit.hosts import checks, gpus
 from recipekit.hosts.gpus import check_gpus_seen, check_ordinal
 from recipekit.hosts.ports import check_master_port
+from recipekit.hosts.subject import Slot, read_subject
 from recipekit.refusal import Problem
 from test_torch_builds import CLOSED, OPEN
 
@@ -215,3 +216,12 @@ def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pyt
         "bare-one 1.0: is recorded as installed, but bare_one is gone; pip install --force-reinstall --no-deps bare-one==1.0",
     ]
     assert "1 of 3" in str(found[-1])
+
+
+def test_the_subject_of_a_recipe_of_pictures_is_planned_by_its_task() -> None:
+    """As a start would: no tokenizer is asked for, and a flag of another task is a problem beside the host's."""
+    recipe, slot = ROOT / "recipes" / "vit_l16_imagenet_zero2.py", Slot(0, 2, 0, 2, "127.0.0.1", 29500)
+    found = read_subject(recipe, ["--init", "random"], None, 2, slot)
+    assert found.problems == [] and found.plan is not None and found.plan.recipe.task == "image_classification"
+    found = read_subject(recipe, ["--tiny", "--seq_len", "64"], None, 2, slot)
+    assert found.plan is None and [problem.where for problem in found.problems] == ["--seq_len 64"]

@@ -10,14 +10,14 @@ from recipekit.architectures.lookup import READS_AHEAD
 sys.path.insert(0, str(ROOT / "tools" / "make"))
 import support_matrix
 
-SUPPORT = ROOT / "recipes" / "SUPPORT.md"
+SUPPORT = (ROOT / "recipes" / "SUPPORT.md").read_text().partition("\n## Image classifiers\n")[0]
 SAMPLE = ["gpt_oss", "gemma3n_text"]  # a mixture with sinks that trains everywhere, and one that shares keys between stages
 
 
 def written() -> dict[str, dict[str, str]]:
     """type -> layout -> mark, as SUPPORT.md has them."""
     rows: dict[str, dict[str, str]] = {}
-    for line in SUPPORT.read_text().splitlines():
+    for line in SUPPORT.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == len(support_matrix.LAYOUTS) + 2 and cells[1][:1] in ("✓", "✗"):
             rows[cells[0]] = dict(zip(support_matrix.LAYOUTS, (cell[0] for cell in cells[1:]), strict=False))
@@ -41,7 +41,7 @@ def test_every_type_has_a_row_and_enough_of_them_pass():
     types = support_matrix.model_types()
     planned = [name for name in types if support_matrix.publishes_pipeline_plan(name)]
     assert len(planned) == 88 and set(planned) <= rows.keys()
-    without_model = set(re.findall(r"^- ([a-z0-9_-]+), reference: ", SUPPORT.read_text(), re.MULTILINE))
+    without_model = set(re.findall(r"^- ([a-z0-9_-]+), reference: ", SUPPORT, re.MULTILINE))
     assert rows.keys() | without_model == set(types) and not rows.keys() & without_model
     assert not rows.keys() & (READS_AHEAD.keys() - {"reformer"}), "they read ahead; Reformer's default config here is that of a decoder"
     assert sum(row["zero3"] == "✓" for row in rows.values()) >= 152
@@ -51,7 +51,7 @@ def test_every_type_has_a_row_and_enough_of_them_pass():
 
 
 def test_every_failure_has_its_reason():
-    reasons = re.findall(r"^- ([a-z0-9_-]+), ([a-z0-9 ]+): (.+)$", SUPPORT.read_text(), re.MULTILINE)
+    reasons = re.findall(r"^- ([a-z0-9_-]+), ([a-z0-9 ]+): (.+)$", SUPPORT, re.MULTILINE)
     told = {(name, layout) for name, layout, _ in reasons}
     assert told >= {(name, layout) for name, marks in written().items() for layout, mark in marks.items() if mark == "✗"}
 
@@ -63,3 +63,37 @@ def test_an_unknown_type_is_refused():
         [sys.executable, ROOT / "tools" / "make" / "support_matrix.py", "--types", "llamma"], env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2 and "not known to transformers: llamma" in done.stderr
+
+
+def test_the_batches_of_a_task_are_those_that_its_models_take():
+    """Two pictures of the model's size, so that a batch normalisation has something to normalise."""
+    import torch
+
+    texts = support_matrix.batches_of("pretrain", support_matrix.tiny_model_config("pretrain", "llama"))
+    assert len(texts) == support_matrix.BATCHES and {batch["input_ids"].shape for batch in texts} == {(1, support_matrix.SEQ_LEN)}
+    for model_type in ("vit", "clip", "resnet"):
+        config = support_matrix.tiny_model_config("image_classification", model_type)
+        batches = support_matrix.batches_of("image_classification", config)
+        again = support_matrix.batches_of("image_classification", config)
+        assert [{name: tensor.shape for name, tensor in batch.items()} for batch in batches] == [{"pixel_values": (2, 3, 32, 32), "labels": (2,)}] * 4
+        assert all(torch.equal(batch[name], other[name]) for batch, other in zip(batches, again, strict=True) for name in batch)
+        assert all(0 <= label < config["num_labels"] == 10 for batch in batches for label in batch["labels"])
+    assert config.get("drop_path_rate", 0.0) == 0.0
+
+
+def test_image_classifiers_have_a_page_of_their_own():
+    good = {"ok": True, "loss": 1e-7, "grad_norm": 2e-7, "weight": 3e-8}
+    text = {"llama": {"reference": {"ok": True, "leak": 0.0, "experts": False}, "zero3": good}}
+    broken = {"reference": {"ok": False, "reason": "refused: --tiny: cannot shrink a cvt"}}
+    no_plan = {"ok": False, "reason": "refused: tp > 1 with SwinForImageClassification: this model publishes no base_model_tp_plan"}
+    images = {"vit": {"reference": {"ok": True}, "zero3": good, "pp2": {"ok": False, "reason": "differs: loss 1.0e-03"}}, "cvt": broken}
+    images["swin"] = {"reference": {"ok": True}, "zero3": good, "tp2": no_plan}
+    assert support_matrix.layouts_of("image_classification") == ["zero3", "tp2", "pp2", "pp2 x tp2"] and "ep2" in support_matrix.layouts_of("pretrain")
+    first, second = support_matrix.page(text), support_matrix.image_page(images)
+    assert "| llama | ✓ 2e-07 |" in first and "vit" not in first
+    assert "| type | zero3 | tp2 | pp2 | pp2 x tp2 |\n" in second and "- zero3: 2 of all 3\n" in second
+    assert "| vit | ✓ 2e-07 | not run | ✗ | not run |\n" in second and "| swin | ✓ 2e-07 | no plan | not run | not run |\n" in second
+    assert re.findall(r"^- (\w+, \w+): (.+)$", second, re.MULTILINE) == [
+        ("cvt, reference", "refused: --tiny: cannot shrink a cvt"),
+        ("vit, pp2", "differs: loss 1.0e-03"),
+    ]

@@ -36,6 +36,7 @@ TINY = {
     "mixtral_8x7b_zero1_pp4_tp2": ("dp1 dp1_tp2 dp1_pp3 dp1_tp2_pp2 dp5 dp1_tp2_pp3 dp7 dp1_tp2_pp4 dp3_pp3", ""),
     "qwen3_30b_a3b_zero1_ep4": ("dp1 dp2_ep2 dp3 dp4_ep4 dp5 dp6_ep2 dp7 dp8_ep4 dp9", ""),
 }
+TINY["vit_h14_imagenet_zero1_tp2"] = TINY["llama3_1_8b_zero3_tp2"]
 ONLY_DP = (" ".join(f"dp{world}" for world in WORLDS), "")
 
 

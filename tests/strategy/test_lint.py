@@ -104,3 +104,20 @@ def test_a_wrong_command_line_exits_2() -> None:
     assert lint()[0] == 2 and lint("zero3.json", "--world", "0")[0] == 2
     assert lint("zero3.json", "--pp", "0")[0] == 2 and lint("zero3.json", "--filled-by", "me")[0] == 2
     assert lint("--recipe", "recipes/llama_nano_zero2.py", "--json-only")[0] == 2
+
+
+def test_a_recipe_of_another_task_is_checked_by_the_facts_of_its_task(tmp_path: Path) -> None:
+    """A degree that the task lacks, in the recipe and in the JSON, is one problem; a model of another task names the one that fits."""
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit" / "config.json").write_text('{"model_type": "vit", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}')
+    (tmp_path / "config.json").write_text('{"zero_optimization": {"stage": 1}, "sequence_parallel_size": 2}')
+    recipe = "from recipekit import Recipe\nRECIPE = Recipe(model='vit', task='image_classification', global_batch=8, seq_len=10**6{})\n"
+    (tmp_path / "recipe.py").write_text(recipe.format(""))
+    code, text = lint("--recipe", "recipe.py", "--world", "2", cwd=tmp_path)
+    assert code == 0 and "dp2: 8 rows of a step" in text, text
+    (tmp_path / "recipe.py").write_text(recipe.format(", sp=2"))
+    code, text = lint("config.json", "--recipe", "recipe.py", "--world", "2", cwd=tmp_path)
+    assert code == 1 and "1 problem in" in text and "sp = 2: a picture is one short row, which is not cut over ranks; use --sp 1" in text, text
+    (tmp_path / "recipe.py").write_text(recipe.format("").replace("image_classification", "sft"))
+    code, text = lint("--recipe", "recipe.py", cwd=tmp_path)
+    assert code == 1 and "a vit is no causal language model" in text and "use --task image_classification" in text, text

@@ -1,12 +1,13 @@
 """Each task is a row of facts and a file; what its code says of a micro-batch agrees with what the stream makes."""
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
+from recipekit.data.samples import open_samples
 from recipekit.data.stream import open_stream
 from recipekit.recipe import Recipe
 from recipekit.task import IGNORE, MicroBatch
@@ -14,10 +15,13 @@ from recipekit.tasks import facts
 from recipekit.tasks.facts import TASKS
 from recipekit.tasks.find import task_called
 
+MODELS = {"image_classification": {"image_size": 16, "id2label": dict.fromkeys(map(str, range(10)), "")}}  # what a task reads of config.json
+
 
 def first_batch(name: str) -> MicroBatch:
-    request = Request(dataset="builtin", task=name, seq_len=64, micro_batch=2, global_batch=2)
-    with contextlib.closing(open_stream(request, byte_tokenizer(), dp=1, dp_rank=0)) as stream:
+    request, task = Request(dataset="builtin", task=name, tokenizer="bytes", seq_len=64, micro_batch=2, global_batch=2), task_called(name)
+    opened = partial(open_samples, samples=task.samples) if task.samples else open_stream
+    with contextlib.closing(opened(request, task.processor(request, MODELS.get(name, {})), dp=1, dp_rank=0)) as stream:
         return next(stream)[0][0]
 
 
@@ -45,7 +49,17 @@ def test_the_loss_is_a_sum_over_what_is_counted(name):
     counts, rows, whole = task.count(batch), task.loss(logits, batch, True), task.loss(logits, batch, False)
     assert counts.tolist() == [int((batch["labels"][0] != IGNORE).sum()), 0] and counts[0] > 0
     probabilities = logits[0].double().log_softmax(-1)
-    expected = -sum(probabilities[place, label] for place, label in enumerate(batch["labels"][0].tolist()) if label != IGNORE)
+    places = probabilities.reshape(-1, 264)
+    expected = -sum(places[place, label] for place, label in enumerate(batch["labels"][0].reshape(-1).tolist()) if label != IGNORE)
     assert rows.dtype == whole.dtype == torch.float32 and rows.shape == (2,) and whole.shape == ()
     assert rows.tolist() == pytest.approx([float(expected), 0.0], rel=1e-6)
     assert float(whole) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_measures_have_a_sum_each_and_a_row_without_label_adds_none(name):
+    task, batch = task_called(name), first_batch(name)
+    logits = torch.randn(*batch["labels"].shape, 264, generator=torch.Generator().manual_seed(0))
+    assert task.measure(logits, batch).shape == (len(task.measures),)
+    batch["labels"][:] = IGNORE
+    assert not task.measure(logits.requires_grad_(), batch).any() and not task.measure(logits, batch).requires_grad

@@ -2,6 +2,7 @@
 
     python tools/bench/bench_data.py > tools/bench/bench_data.md       # the page it prints is Markdown; progress goes to stderr
     python tools/bench/bench_data.py --rounds 9 --rows 200000
+    python tools/bench/bench_data.py --only pictures                   # prints the last section of that page
 
 All readers get the same files (ready tokens, Arrow and zstd Parquet) and take turns in every round, in random order, in one
 process and one thread (ours: its own, without the prefetch thread). A ratio is the median of the rounds' ratios.
@@ -10,6 +11,7 @@ process and one thread (ours: its own, without the prefetch thread). A ratio is 
 import argparse
 import contextlib
 import datetime
+import io
 import itertools
 import json
 import os
@@ -53,6 +55,8 @@ TITLES = {
 ENOUGH_ROUNDS = 5
 SECONDS = 1.0  # of one reader in one round
 STEP = 0.05  # seconds that a step sleeps
+PICTURES, PICTURE, QUALITY, CROP = 256, (500, 375), 87, 224  # JPEG files, their pixels and quality; pixels of each side of a crop
+THREADS = (1, 2)
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
@@ -62,6 +66,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help=f"that sleep {STEP * 1000:.0f} ms, to see how long each waits (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=40, help="of training steps, one on the stream, one on kept batches (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the files (default: %(default)s)")
+    parser.add_argument("--only", choices=("pictures",), help="measure nothing else, and print the page's section of it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
     arguments = parser.parse_args(argv)
     for name, least in (("rounds", 1), ("rows", FILES * 8), ("steps", 10), ("pairs", 2)):
@@ -230,7 +235,7 @@ def throughput(files: dict[str, list[Path]], rounds: int, seconds: float = SECON
 
 def tokenising(seconds: float = SECONDS) -> dict[str, float]:
     """Measures tokens and bytes a second of one core: the built-in text, through each tokenizer on this machine."""
-    from recipekit.data.chunks import Encoder
+    from recipekit.data.encode import Encoder
     from recipekit.data.files import standard_library
     from recipekit.data.processors import byte_tokenizer, load_tokenizer
 
@@ -328,11 +333,83 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     return found | {"ratio": median(ratios), "interval": [medians[49], medians[-50]]}
 
 
+# Pictures ---------------------------------------------------------------------------------------------------------
+
+
+def make_pictures(count: int) -> list[bytes]:
+    """JPEG files of soft shapes under a little noise, about 48 KB each."""
+    from PIL import Image
+
+    draw, found = np.random.default_rng(0), []
+    for _ in range(count):
+        soft = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(PICTURE, Image.Resampling.BICUBIC)
+        noisy = np.clip(np.asarray(soft, dtype=np.int16) + draw.integers(-12, 13, (PICTURE[1], PICTURE[0], 3)), 0, 255).astype(np.uint8)
+        stream = io.BytesIO()
+        Image.fromarray(noisy).save(stream, "JPEG", quality=QUALITY)
+        found.append(stream.getvalue())
+    return found
+
+
+def crops(files: list[bytes], threads: int) -> Iterator[int]:
+    """Counts the pictures of each micro-batch that the task makes: decoded, cropped, mirrored, as normalised floats."""
+    from recipekit.data.request import Request
+    from recipekit.tasks.image_classification import TASK
+
+    assert TASK.samples is not None
+    labels = {"id2label": dict.fromkeys(map(str, range(10)), "")}
+    processor = TASK.processor(Request(task="image_classification", threads=threads), {"image_size": CROP} | labels)
+    rows: list[dict[str, Any] | None] = [{"image": content, "label": 0} for content in files]
+    for first in itertools.count(0, BATCH):
+        own = [rows[number % len(rows)] for number in range(first, first + BATCH)]
+        yield len(TASK.samples.collate(processor, own, list(range(first, first + BATCH)))["labels"])
+
+
+def pictures(rounds: int, seconds: float = SECONDS / 4) -> dict[str, Any]:
+    """Pictures a second, and pictures a second of the processor, in each round by the number of threads; the mean bytes of a file."""
+    files = make_pictures(PICTURES)
+    readers = {threads: crops(files, threads) for threads in THREADS}
+    for reader in readers.values():
+        rate(reader, seconds)
+    found: dict[int, list[float]] = {threads: [] for threads in readers}
+    of_processor: dict[int, list[float]] = {threads: [] for threads in readers}
+    for number in range(rounds):
+        for threads in random.Random(number).sample(THREADS, len(THREADS)):
+            begun, used = time.perf_counter(), time.process_time()
+            found[threads].append(rate(readers[threads], seconds))
+            of_processor[threads].append(found[threads][-1] * (time.perf_counter() - begun) / (time.process_time() - used))
+        tell(f"pictures, round {number + 1} of {rounds}: {', '.join(f'{threads}: {own[-1]:.0f}/s' for threads, own in found.items())}")
+    return {"rates": found, "of_processor": of_processor, "bytes": sum(map(len, files)) // len(files)}
+
+
 # The page ---------------------------------------------------------------------------------------------------------
 
 
 def ratio(found: dict[str, list[float]], one: str, other: str) -> float:
     return median(a / b for a, b in zip(found[one], found[other], strict=True))
+
+
+def pictures_section(found: dict[str, Any]) -> str:
+    """What was measured of pictures as Markdown, "" if nothing was."""
+    if "pictures" not in found:
+        return ""
+    rates, of_processor = found["pictures"]["rates"], found["pictures"]["of_processor"]
+    ratios = {threads: median(a / b for a, b in zip(own, rates[1], strict=True)) for threads, own in rates.items()}
+    rows = [f"| {threads} | {median(own):.0f} | {ratios[threads]:.2f} | {median(of_processor[threads]):.0f} |" for threads, own in rates.items()]
+    busy = "\n**Others used the cores meanwhile: a trial, of which only the last column is a measurement.**\n" if found["load_before"] > 1 else ""
+    return f"""
+## Pictures
+
+Written by `python tools/bench/bench_data.py --only pictures` on {found["date"]}: {found["machine"]}.
+Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
+{", ".join(f"{name} {found['versions'][name]}" for name in ("Python", "pillow", "numpy", "torch"))}; commit {found["commit"]}.
+
+{PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]}, {found["pictures"]["bytes"] / 1000:.0f} KB each, in memory; micro-batches of {BATCH} as task
+image_classification makes them: decoded, a drawn crop of {CROP} x {CROP}, mirrored, floats. Medians of {found["rounds"]} rounds.
+{busy}
+| threads | pictures / s | ratio to one thread | pictures / s of one core's time |
+|---|---|---|---|
+{chr(10).join(rows)}
+"""
 
 
 def page(found: dict[str, Any]) -> str:
@@ -386,7 +463,7 @@ The target is a 99th percentile of 1 %.
 
 The quickstart's recipe, one rank, {found["pairs"]} pairs of steps in random order, one on the stream and one on batches
 kept in memory: {train["ratio"]:.4f} times as long (95 % interval {low:.4f} to {high:.4f}; a step takes {median(train["kept"]) * 1000:.0f} ms).
-"""
+{pictures_section(found)}"""
 
 
 def main() -> None:
@@ -395,7 +472,8 @@ def main() -> None:
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores, no accelerator",
-        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("datasets", "pyarrow", "torch", "torchdata", "grain")},
+        "versions": {"Python": platform.python_version()}
+        | {name: version(name) for name in ("datasets", "pyarrow", "torch", "torchdata", "grain", "pillow", "numpy")},
         "commit": git.stdout.strip() or "unknown",
         "load_before": os.getloadavg()[0],
         "rounds": arguments.rounds,
@@ -403,6 +481,11 @@ def main() -> None:
         "steps": arguments.steps,
         "pairs": arguments.pairs,
     }
+    if arguments.only == "pictures":
+        found["pictures"] = pictures(arguments.rounds)
+        found["load_after"] = os.getloadavg()[0]
+        print(pictures_section(found).strip())
+        return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name, contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it compiles
         folder = Path(name)
         os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
@@ -413,6 +496,7 @@ def main() -> None:
         tell(f"waiting, {arguments.steps} steps of each kind")
         found["waits"] = waits(files, arguments.steps)
         found["differential"] = differential(arguments.pairs, folder)
+        found["pictures"] = pictures(arguments.rounds)
     found["load_after"] = os.getloadavg()[0]
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))

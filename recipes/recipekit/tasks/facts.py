@@ -67,6 +67,27 @@ TASKS = {
         constants={"use_cache": False},
         reads=("seq_len", "tokenizer", "token_cache"),
     ),
+    "image_classification": Facts(
+        about="pictures, loss on their class",
+        auto_class="AutoModelForImageClassification",
+        inputs=("pixel_values",),
+        floats=("pixel_values",),
+        columns=("image_field", "label_field"),
+        rows=SAMPLES,
+        reads=("num_labels", "augment", "threads"),
+        lacks={
+            "sp": "a picture is one short row, which is not cut over ranks",
+            "ep": "none of the image classifiers of transformers has experts",
+            "adapt": "an adapter of a classifier trains its head too, which is not exported yet",
+        },
+        tiny={"image_size": 32, "patch_size": 8, "num_labels": 10},
+        plans=Plans(
+            pp={"*.embeddings": "first", "*.layers": "split", "*.encoder.layer": "split", "*.layernorm": "last", "classifier": "last"},
+            tp={"*.attention.q_proj": "colwise", "*.attention.k_proj": "colwise", "*.attention.v_proj": "colwise"}
+            | {"*.attention.o_proj": "rowwise", "*.mlp.fc1": "colwise", "*.mlp.fc2": "rowwise"},
+            no_decay=("*.cls_token", "*.distillation_token", "*.mask_token", "*.position_embeddings"),
+        ),
+    ),
 }
 
 

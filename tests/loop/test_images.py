@@ -1,0 +1,289 @@
+"""Image classifiers train like plain PyTorch in every layout of their row of facts, resume bit for bit, and are exported as transformers reads them."""
+
+import functools
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+from PIL import Image
+from pool import ROOT, CaseFailed, environment
+from recipekit.architectures.families import default_config
+from recipekit.command import parse
+from recipekit.data.held_out import eval_samples
+from recipekit.data.request import request_of
+from recipekit.data.samples import open_samples
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.run_folder import numbers
+from recipekit.tasks import image_classification
+from reference import Plain, Trained, num_labels, train_plain
+from safetensors.torch import load_file
+from test_metrics_page import OF_PICTURES, page
+from test_parity import STEPS, Case, compare, each, strategy
+
+TASK = "image_classification"
+NUMBERS = dict(lr=3e-4, eps=1e-6, steps=STEPS, global_batch=8, warmup_steps=2, weight_decay=0.1, eval_every=STEPS, eval_rows=20, wandb=False, seed=3)
+FLAGS = ("dataset", "micro_batch", "global_batch", "eval_rows", "warmup_steps", "tp", "pp", "sp", "ep")
+
+
+@functools.cache
+def family(model_type: str) -> str:
+    """A folder with the default config of a family of image classifiers, its dropout switched off."""
+    config = default_config(model_type, TASK).to_dict()
+    config |= {key: 0.0 for key in config if key.endswith(("dropout_prob", "drop_path_rate"))}
+    folder = Path(tempfile.mkdtemp(prefix="images_"))
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return str(folder)
+
+
+def recipe_for(model: str, **changes: Any) -> Recipe:
+    return Recipe(task=TASK, model=family(model), ds_config={}, **(NUMBERS | {"micro_batch": 2} | changes))
+
+
+def plan_of(recipe: Recipe) -> Any:
+    """--tiny must not change the numbers of this test, so they are typed."""
+    return make_plan(parse(recipe, Path("images.py"), ["--tiny", *(word for name in FLAGS for word in (f"--{name}", str(getattr(recipe, name))))]))
+
+
+def train_images(recipe: Recipe, config: dict[str, Any], out: str) -> int:
+    """Runs on every rank of a pool: the real loop, as `run` starts it."""
+    from recipekit.train import main
+
+    sys.argv = ["images.py"]
+    return main(plan_of(replace(recipe, ds_config=config, out=out)))
+
+
+def summed_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Adds up -log p(class) over the pictures that have one, in fp32."""
+    logits, labels = model(pixel_values=batch["pixel_values"].to(model.dtype)).logits.float(), batch["labels"]
+    return -logits.log_softmax(-1)[torch.arange(len(labels)), labels.clamp(min=0)][labels >= 0].sum()
+
+
+def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
+    """Counts the pictures whose class has the largest logit, and those where fewer than five have a larger one."""
+    logits, labels = model(pixel_values=batch["pixel_values"]).logits, batch["labels"]
+    larger = (logits > logits[torch.arange(len(labels)), labels.clamp(min=0)][:, None]).sum(1)
+    return [int(((larger < most) & (labels >= 0)).sum()) for most in (1, 5)]
+
+
+def rows_of(opens: Any, recipe: Recipe, model_config: dict[str, Any]) -> Any:
+    request = request_of(recipe)
+    task = image_classification.TASK
+    return opens(request, task.processor(request, model_config), task.samples, dp=1, dp_rank=0)
+
+
+PICTURES = Plain(
+    stream=functools.partial(rows_of, open_samples),
+    held_out=functools.partial(rows_of, eval_samples),
+    loss=summed_loss,
+    decays=lambda name, value: value.ndim >= 2 and name.rpartition(".")[2] not in ("cls_token", "distillation_token", "position_embeddings"),
+    right=right,
+)
+
+
+@functools.cache
+def reference(model: str, bf16: bool = False, **changes: Any) -> Trained:
+    os.environ.pop("WORLD_SIZE", None)
+    plan = plan_of(replace(recipe_for(model, **changes), ds_config=strategy("zero0", bf16), out="/nonexistent"))
+    return train_plain(plan.recipe, plan.model_config, STEPS, bf16, PICTURES)
+
+
+TP2, PP2 = {"tp": 2}, {"pp": 2}
+CASES = [
+    Case("vit zero0 dp1", 1, "zero0", {"micro_batch": 4}, model="vit"),
+    Case("vit zero1 dp4", 4, "zero1", {"micro_batch": 1}, model="vit"),
+    Case("vit zero2 dp2, checkpointing", 2, "zero2", {"activation_checkpointing": True}, model="vit"),
+    Case("vit zero3 dp2", 2, "zero3", model="vit"),
+    Case("vit zero1 tp2", 2, "zero1", TP2, model="vit"),
+    Case("vit zero1 pp3", 3, "zero1", {"pp": 3}, model="vit"),
+    Case("vit zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="vit"),
+    Case("deit zero3 tp2", 2, "zero3", TP2, model="deit"),
+    Case("deit zero0 pp2, dualpipev", 2, "zero0", PP2 | {"pipeline_schedule": "dualpipev", "micro_batch": 1}, model="deit", slow=True),
+    Case("vit zero0 pp2 dp2, checkpointing", 4, "zero0", PP2 | {"activation_checkpointing": True}, model="vit", slow=True),
+    Case("dinov2 zero2 dp2", 2, "zero2", model="dinov2", slow=True),
+    Case("clip zero1 tp2", 2, "zero1", TP2, model="clip", slow=True),
+    Case("dinov2 zero1 pp2", 2, "zero1", PP2, model="dinov2", slow=True),
+    Case("swin zero1 dp2", 2, "zero1", model="swin", slow=True),
+    Case("convnext zero3 dp2", 2, "zero3", numbers={"attention": "eager"}, model="convnext", slow=True),
+]
+
+
+@each(CASES)
+def test_image_classifiers_train_like_plain_pytorch(pools, tmp_path, case):
+    """Losses, norms, learning rates, every weight, and the share of held-out pictures that are right."""
+    codes = pools.run(
+        case.world, train_images, recipe=recipe_for(case.model, **case.layout, **case.numbers), config=strategy(case.file), out=str(tmp_path / "run")
+    )
+    assert codes == [0] * case.world
+    expected = reference(case.model, **case.numbers)
+    compare(tmp_path / "run", expected)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert [last["eval_accuracy"], last["eval_top5_accuracy"]] == pytest.approx(expected.right)
+    assert last["samples"] == last["tokens"] == STEPS * NUMBERS["global_batch"]
+    assert last.keys() <= page().keys() and last.keys() >= OF_PICTURES, "recipes/METRICS.md has a row for each key"
+
+
+def test_image_classifiers_train_like_plain_pytorch_in_bf16(pools, tmp_path):
+    """In two stages: every loss within 3 x the largest difference between single-process runs that only split the batch differently."""
+    recipe = recipe_for("vit", **PP2)
+    assert pools.run(2, train_images, recipe=recipe, config=strategy("zero1", bf16=True), out=str(tmp_path / "run")) == [0, 0]
+    plain = [reference("vit", bf16=True, micro_batch=micro_batch).losses for micro_batch in (8, 4, 2, 1)]
+    noise = max(max(step) - min(step) for step in zip(*plain, strict=True))
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    middle = [sum(step) / len(step) for step in zip(*plain, strict=True)]
+    worst = max(abs(mine - theirs) for mine, theirs in zip(losses, middle, strict=True))
+    print(f"worst difference {worst:.1e}, noise of the reference {noise:.1e}")
+    assert 0 < noise < 0.05 and worst <= 3 * noise
+
+
+def test_a_mixture_of_pictures_tells_the_loss_of_each(pools, tmp_path):
+    """The same in two stages as on two data-parallel ranks, and they average to the loss."""
+    file = damaged(tmp_path, broken=())
+    lines = []
+    for layout in ({}, PP2):
+        recipe = recipe_for("vit", dataset=f"file={file}@1; drawn=builtin@3", **layout)
+        out = tmp_path / f"run{len(lines)}"
+        assert pools.run(2, train_images, recipe=recipe, config=strategy("zero1"), out=str(out)) == [0, 0]
+        lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+    for one, other in zip(*lines, strict=True):
+        assert [one["loss/file"], one["loss/drawn"]] == pytest.approx([other["loss/file"], other["loss/drawn"]], rel=1e-4)
+        assert one["loss/file"] / 4 + one["loss/drawn"] * 3 / 4 == pytest.approx(one["loss"], rel=1e-5)
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def stopped(pools, tmp_path_factory) -> Path:
+    """A run of ViT in two stages, cut by tensors, that was stopped after step 5."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    assert pools.run(4, train_images, recipe=recipe_for("vit", pp=2, tp=2, stop_at=5), config=strategy("zero1"), out=str(out)) == [0] * 4
+    return out
+
+
+def test_a_stopped_run_goes_on_in_another_layout(pools, tmp_path, stopped):
+    """From two stages of two tensor ranks under ZeRO-1 to two ranks under ZeRO-3: the same pictures, losses and weights."""
+    shutil.copytree(stopped, tmp_path / "run")
+    assert pools.run(2, train_images, recipe=recipe_for("vit", micro_batch=1), config=strategy("zero3"), out=str(tmp_path / "run")) == [0, 0]
+    compare(tmp_path / "run", reference("vit"))
+
+
+def test_a_resume_is_bit_for_bit(pools, tmp_path):
+    """Stopped after steps 3 and 7, with crops that are drawn anew each step."""
+    for out, stops in (("whole", (0,)), ("parts", (3, 7, 0))):
+        for stop_at in stops:
+            recipe = recipe_for("vit", stop_at=stop_at, threads=1 + stop_at % 3)
+            assert pools.run(2, train_images, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / out)) == [0, 0]
+    lines = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()] for out in ("whole", "parts")]
+    assert numbers(lines[0]) == numbers(lines[1])
+    whole, parts = exported(tmp_path / "whole" / "hf"), exported(tmp_path / "parts" / "hf")
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def convert(*words: Any) -> str:
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), *map(str, words)], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_checkpoints_are_converted_both_ways(tmp_path, stopped):
+    """To Hugging Face files, from them into two stages of two tensor ranks, into other degrees, and back: bit for bit."""
+    convert("to-hf", stopped, tmp_path / "hf", "--verify")
+    first = exported(tmp_path / "hf")
+    assert {tuple(first[name].shape) for name in first if name.endswith("cls_token")} == {(1, 1, 64)}
+    convert("from-hf", tmp_path / "hf", tmp_path / "made", "--zero", 1, "--tp", 2, "--pp", 2, "--dp", 1)
+    convert("reshape", tmp_path / "made", tmp_path / "other", "--tp", 1, "--pp", 1, "--dp", 2, "--zero", 2)
+    convert("to-hf", tmp_path / "other", tmp_path / "back")
+    last = exported(tmp_path / "back")
+    assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_path):
+    """Its loss and its share of right pictures are those that the run told, its image processor makes the pictures of an evaluation."""
+    recipe = recipe_for("vit")
+    pools.run(1, train_images, recipe=recipe, config=strategy("zero0"), out=str(tmp_path / "run"))
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "hf").eval()
+    assert "use_cache" not in json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    plan = plan_of(replace(recipe, ds_config=strategy("zero0"), out="/nonexistent"))
+    batches = PICTURES.held_out(plan.recipe, plan.model_config)
+    with torch.no_grad():
+        loss = sum(summed_loss(model, batch).item() for batch in batches) / num_labels(batches)
+        shares = [sum(counts) / num_labels(batches) for counts in zip(*(right(model, batch) for batch in batches), strict=True)]
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert [last["eval_accuracy"], last["eval_top5_accuracy"]] == pytest.approx(shares)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "run" / "hf")
+    assert processor.size["shortest_edge"] >= 32 and processor.crop_size["height"] == 32
+
+
+def damaged(folder: Path, broken: tuple[int, ...] = (7, 123)) -> Path:
+    """A Parquet file of 300 drawn pictures as PNG, some of which are cut off."""
+    rows = [image_classification.drawn(number) for number in range(300)]
+    encoded = []
+    for row in rows:
+        buffer = io.BytesIO()
+        Image.fromarray(row["image"]).save(buffer, "PNG")
+        encoded.append(buffer.getvalue())
+    for number in broken:
+        encoded[number] = encoded[number][:200]
+    pq.write_table(pa.table({"image": encoded, "label": [row["label"] for row in rows]}), folder / "pictures.parquet")
+    return folder / "pictures.parquet"
+
+
+def test_a_damaged_picture_is_named_or_counted(pools, tmp_path):
+    """The run stops before it, with a checkpoint (tests/data/test_data_samples.py has the words); or it is left out and counted, the same on every layout."""
+    file = damaged(tmp_path)
+    recipe = recipe_for("vit", dataset=str(file), steps=50, global_batch=8, eval_every=0)
+    assert pools.run(2, train_images, recipe=recipe, config=strategy("zero1"), out=str(tmp_path / "stops")) == [1, 1]
+    steps = len((tmp_path / "stops" / "metrics.jsonl").read_text().splitlines())
+    assert 0 < steps < 50 and (tmp_path / "stops" / "checkpoints" / f"step_{steps:08}" / "manifest.json").exists()
+    last = []
+    for world, layout in ((1, {}), (2, {"micro_batch": 1}), (2, {"pp": 2})):
+        out = tmp_path / f"run{world}{layout}"
+        pools.run(world, train_images, recipe=replace(recipe, bad_rows="skip", **layout), config=strategy("zero1"), out=str(out))
+        last.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]))
+    assert [line["bad_rows"] for line in last] == [last[0]["bad_rows"]] * 3 and last[0]["bad_rows"] >= 2
+    assert [line["samples"] for line in last] == [50 * 8 - last[0]["bad_rows"]] * 3
+    assert [line["loss"] for line in last] == pytest.approx([last[0]["loss"]] * 3, rel=1e-3)
+
+
+def test_a_model_gets_a_head_for_other_classes(pools, tmp_path):
+    """--num_labels: every weight of the body is the files', a new head is drawn, also for files that have no head; without the flag both are refused."""
+    start = recipe_for("vit", lr=1e-12, steps=1, warmup_steps=0, eval_every=0, global_batch=4)
+    pools.run(1, train_images, recipe=start, config=strategy("zero0"), out=str(tmp_path / "run"))
+    published, bare = tmp_path / "run" / "hf", tmp_path / "bare"
+    transformers.ViTModel.from_pretrained(published, add_pooling_layer=False).save_pretrained(bare)
+    body = {name: value for name, value in exported(published).items() if name.startswith("vit.")}
+    tuned = replace(start, init="pretrained", num_labels=12)
+    for folder in (published, bare):
+        out = tmp_path / f"tuned_{folder.name}"
+        assert pools.run(2, tune, recipe=replace(tuned, model=str(folder)), config=strategy("zero1"), out=str(out), flags=("--tp", "2")) == [0, 0]
+        made = exported(out / "hf")
+        assert made["classifier.weight"].shape == (12, 64) and made["classifier.weight"].std() > 0
+        assert all(torch.allclose(made[name], value, atol=1e-9) for name, value in body.items()) and len(made) == len(body) + 2
+        convert("to-hf", out, tmp_path / f"converted_{folder.name}")
+        again = exported(tmp_path / f"converted_{folder.name}")
+        assert made.keys() == again.keys() and all(torch.equal(made[name], again[name]) for name in made)
+    with pytest.raises(CaseFailed, match=r"its files lack 2 of \d+ parameters, first classifier.*--num_labels N draws a new head"):
+        pools.run(1, tune, recipe=replace(tuned, num_labels=0, model=str(bare)), config=strategy("zero0"), out=str(tmp_path / "refused"), flags=())
+
+
+def tune(recipe: Recipe, config: dict[str, Any], out: str, flags: tuple[str, ...]) -> int:
+    """Runs on every rank: the real loop without --tiny, from published weights."""
+    from recipekit.train import main
+
+    sys.argv = ["images.py"]
+    return main(make_plan(parse(replace(recipe, ds_config=config, out=out), Path("images.py"), list(flags))))

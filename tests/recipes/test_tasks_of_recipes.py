@@ -1,0 +1,172 @@
+"""What a recipe's task changes before anything runs: flags, degrees, what --tiny sets, the model's config.json, and what a run is made of."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipekit.architectures.shrink import BYTE_VOCAB
+from recipekit.command import parse
+from recipekit.plan import Plan, make_plan
+from recipekit.recipe import AXES, Recipe, check_recipe
+from recipekit.refusal import Refusal
+from recipekit.run_folder import IDENTITY, find_resume, identity
+from recipekit.tasks.facts import TASKS, own_fields
+
+FILE = Path("/somewhere/mine.py")
+VIT = {
+    "architectures": ["ViTForImageClassification"],
+    "model_type": "vit",
+    **dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=224, patch_size=16, num_channels=3),
+    "id2label": {str(label): f"LABEL_{label}" for label in range(1000)},
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    **dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152),
+}
+TASK = "image_classification"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """An image recipe; its model's folder holds a config.json alone."""
+    return Recipe(model=folder_of(VIT, tmp_path / "vit"), task=TASK, init="random", ds_config="zero1.json", out=str(tmp_path / "run"))
+
+
+def folder_of(config: dict[str, Any], folder: Path) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def plan(recipe: Recipe, *words: str, world: int = 1) -> Plan:
+    return make_plan(parse(recipe, FILE, ["--dry_run", "--world", str(world), *words]))
+
+
+def refused(recipe: Recipe, *words: str, world: int = 1) -> list[str]:
+    with pytest.raises(Refusal) as refusal:
+        plan(recipe, *words, world=world)
+    return [str(problem) for problem in refusal.value.problems]
+
+
+def test_a_recipe_of_images_needs_no_tokenizer_and_no_row_length(recipe: Recipe) -> None:
+    planned = plan(recipe)
+    assert planned.model_config == VIT and planned.recipe.facts is TASKS[TASK]
+    assert plan(dataclasses.replace(recipe, tokenizer="bytes", seq_len=2**20)).model_config == VIT, "what the task does not read changes nothing"
+
+
+def test_tiny_sets_what_the_task_reads(recipe: Recipe, tmp_path: Path) -> None:
+    planned = plan(dataclasses.replace(recipe, dataset="some/hub_id", global_batch=4096), "--tiny", world=2)
+    assert planned.model_config is not None and "vocab_size" not in planned.model_config and "id2label" not in planned.model_config
+    assert {key: planned.model_config[key] for key in ("image_size", "patch_size", "num_labels", "hidden_size")} == {
+        "image_size": 32,
+        "patch_size": 8,
+        "num_labels": 10,
+        "hidden_size": 64,
+    }
+    small = planned.recipe
+    assert (small.dataset, small.init, small.micro_batch, small.global_batch) == ("builtin", "random", 2, 8)
+    assert (small.tokenizer, small.seq_len) == (Recipe.tokenizer, Recipe.seq_len)
+    text = plan(Recipe(model=folder_of(LLAMA, tmp_path / "llama"), ds_config="zero1.json"), "--tiny")
+    assert text.model_config is not None and text.model_config["vocab_size"] == BYTE_VOCAB
+    assert (text.recipe.tokenizer, text.recipe.seq_len) == ("bytes", 128)
+
+
+def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(recipe: Recipe, tmp_path: Path) -> None:
+    assert refused(recipe, "--seq_len", "256", "--text_field", "story") == [
+        "--text_field story: is read by pretrain; not by image_classification; leave it out",
+        "--seq_len 256: is read by pretrain, sft; not by image_classification; leave it out",
+    ]
+    text = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), init="random", tokenizer="bytes", ds_config="zero1.json")
+    assert refused(text, "--augment", "none") == ["--augment none: is read by image_classification; not by pretrain; leave it out"]
+    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain; not by sft; leave it out"]
+    plan(dataclasses.replace(text, text_field="story"), "--task", "sft")  # what the recipe's file says is for its own task
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_field_of_a_task_is_taken_by_it_and_refused_by_the_others(recipe: Recipe, tmp_path: Path, task: str) -> None:
+    model = recipe.model if task == TASK else folder_of(LLAMA, tmp_path / "llama")
+    made = dataclasses.replace(recipe, model=model, task=task, tokenizer="bytes")
+    for name, tasks in own_fields().items():
+        value = str(getattr(made, name))
+        words = [f"--{name}", "off" if name == "token_cache" else value or "bytes"]
+        if task in tasks:
+            plan(made, *words)
+        else:
+            assert [line.partition(" ")[0] for line in refused(made, *words)] == [f"--{name}"]
+
+
+@pytest.mark.parametrize("axis", [name for name in TASKS[TASK].lacks if name in AXES])
+def test_a_degree_that_the_task_lacks_is_refused_wherever_it_is_written(recipe: Recipe, axis: str) -> None:
+    """Once, with the task's reason; --tiny does not lower it."""
+    told = [f"{axis} = 2: {TASKS[TASK].lacks[axis]}; use --{axis} 1"]
+    own = dataclasses.replace(recipe, **{axis: 2})
+    assert refused(recipe, f"--{axis}", "2", world=2) == refused(own, world=2) == refused(own, "--tiny", world=2) == refused(own, "--tiny") == told
+    keys: dict[str, dict[str, Any]] = {"sp": {"sequence_parallel_size": 2}, "ep": {"expert_parallel": {"enabled": True, "autoep_size": 2}}}
+    config = {"zero_optimization": {"stage": 1}} | keys[axis]
+    assert refused(dataclasses.replace(recipe, ds_config=config), world=2) == told
+    assert not check_recipe(dataclasses.replace(recipe, tp=2, pp=2)) and [str(problem) for problem in check_recipe(own)] == told
+
+
+def test_an_adapter_and_a_mixture_are_refused_where_a_task_lacks_them(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = "a=some/one@1; b=some/other@1"
+    assert refused(dataclasses.replace(recipe, adapt=lambda model: model)) == [f"adapt: {TASKS[TASK].lacks['adapt']}; leave adapt out of the recipe"]
+    monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], lacks={}))
+    plan(dataclasses.replace(recipe, adapt=lambda model: model), "--dataset", mixture)
+    monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], lacks={"adapt": "nothing to adapt", "mixture": "one is enough"}))
+    assert refused(dataclasses.replace(recipe, adapt=lambda model: model), "--dataset", mixture) == [
+        "adapt: nothing to adapt; leave adapt out of the recipe",
+        "--dataset of 2 corpora: one is enough; give one of them",
+    ]
+    plan(recipe, "--dataset", "some/one")
+
+
+def test_what_is_about_packed_rows_is_not_said_of_images(recipe: Recipe) -> None:
+    """Masks of documents, FlashAttention's rule for them, and positions."""
+    long = dataclasses.replace(recipe, seq_len=2**20, attention="flash_attention_2", micro_batch=8)
+    assert check_recipe(long) == [] and check_recipe(dataclasses.replace(long, task="pretrain"))
+    plan(dataclasses.replace(long, attention="sdpa"))
+
+
+def test_a_model_of_another_task_is_refused_with_the_flag_that_helps(recipe: Recipe) -> None:
+    (told,) = refused(recipe, "--task", "pretrain", "--tokenizer", "bytes")
+    assert told.startswith(f"model = {recipe.model}: a vit is no causal language model") and told.endswith("; use --task image_classification")
+    assert refused(recipe, "--task", "pretrain", "--tokenizer", "bytes", "--tiny") == [told]
+
+
+def test_help_says_which_tasks_read_a_flag(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(recipe, FILE, ["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "tokens of a row; task pretrain, sft (here: 1024)" in told and "; task image_classification (here: crop)" in told
+    assert "image_classification: pictures, loss on their class (here: image_classification)" in told
+
+
+YOUNGER = ("image_field", "label_field", "augment", "num_labels")
+
+
+def test_a_run_that_is_older_than_a_field_goes_on(tmp_path: Path) -> None:
+    recipe = Recipe(model="Qwen/Qwen3-0.6B", out=str(tmp_path))
+    assert set(YOUNGER) <= set(IDENTITY)
+    saved = {name: value for name, value in identity(recipe, None).items() if name not in YOUNGER}
+    (tmp_path / "run.json").write_text(json.dumps({"identity": saved, "recipe": {"tiny": False}}))
+    assert find_resume(recipe, tmp_path, None, False) == tmp_path
+    with pytest.raises(Refusal, match=r"image_field = photo: the run in .* has image"):
+        find_resume(dataclasses.replace(recipe, image_field="photo"), tmp_path, None, False)
+
+
+@pytest.mark.parametrize("name", YOUNGER)
+def test_what_of_an_image_run_must_stay_is_compared(recipe: Recipe, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"identity": identity(recipe, VIT), "recipe": {"tiny": False}}))
+    assert find_resume(recipe, tmp_path, VIT, False) == tmp_path
+    with pytest.raises(Refusal, match=f"{name} = none: .*go on with --{name} {getattr(recipe, name)}"):
+        find_resume(dataclasses.replace(recipe, **{name: "none"}), tmp_path, VIT, False)
+    assert find_resume(dataclasses.replace(recipe, threads=7), tmp_path, VIT, False) == tmp_path, "threads change no row"
