@@ -378,7 +378,29 @@ def pictures(rounds: int, seconds: float = SECONDS / 4) -> dict[str, Any]:
             found[threads].append(rate(readers[threads], seconds))
             of_processor[threads].append(found[threads][-1] * (time.perf_counter() - begun) / (time.process_time() - used))
         tell(f"pictures, round {number + 1} of {rounds}: {', '.join(f'{threads}: {own[-1]:.0f}/s' for threads, own in found.items())}")
-    return {"rates": found, "of_processor": of_processor, "bytes": sum(map(len, files)) // len(files)}
+    return {"rates": found, "of_processor": of_processor, "bytes": sum(map(len, files)) // len(files), "waits": picture_waits(files)}
+
+
+def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
+    """Measures the seconds that each step of `STEP` seconds waits for 16 pictures, which two threads decode and crop meanwhile."""
+    from recipekit.data.request import Request
+    from recipekit.data.samples import open_samples
+    from recipekit.tasks.image_classification import TASK
+
+    assert TASK.samples is not None
+    waited = []
+    with tempfile.TemporaryDirectory() as folder:
+        pq.write_table(pa.table({"image": files * 4, "label": [0] * (4 * len(files))}), Path(folder) / "pictures.parquet", row_group_size=128)
+        request = Request(task="image_classification", dataset=f"{folder}/pictures.parquet", global_batch=16, micro_batch=4)
+        processor = TASK.processor(request, {"image_size": CROP, "id2label": {"0": "", "1": ""}})
+        with contextlib.closing(open_samples(request, processor, TASK.samples, dp=1, dp_rank=0)) as stream:
+            next(stream)
+            for _ in range(steps):
+                time.sleep(STEP)
+                begun = time.perf_counter()
+                next(stream)
+                waited.append(time.perf_counter() - begun)
+    return waited
 
 
 # The page ---------------------------------------------------------------------------------------------------------
@@ -392,7 +414,7 @@ def pictures_section(found: dict[str, Any]) -> str:
     """What was measured of pictures as Markdown, "" if nothing was."""
     if "pictures" not in found:
         return ""
-    rates, of_processor = found["pictures"]["rates"], found["pictures"]["of_processor"]
+    rates, of_processor, waited = (found["pictures"][name] for name in ("rates", "of_processor", "waits"))
     ratios = {threads: median(a / b for a, b in zip(own, rates[1], strict=True)) for threads, own in rates.items()}
     rows = [f"| {threads} | {median(own):.0f} | {ratios[threads]:.2f} | {median(of_processor[threads]):.0f} |" for threads, own in rates.items()]
     busy = "\n**Others used the cores meanwhile: a trial, of which only the last column is a measurement.**\n" if found["load_before"] > 1 else ""
@@ -409,6 +431,9 @@ image_classification makes them: decoded, a drawn crop of {CROP} x {CROP}, mirro
 | threads | pictures / s | ratio to one thread | pictures / s of one core's time |
 |---|---|---|---|
 {chr(10).join(rows)}
+
+A step that sleeps {STEP * 1000:.0f} ms and takes 16 pictures waits {median(waited) * 1000:.2f} ms for them, its 99th percentile
+{quantiles(waited, n=100)[98] * 1000:.2f} ms: {quantiles(waited, n=100)[98] / STEP:.1%} of the step.
 """
 
 
