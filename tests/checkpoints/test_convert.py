@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from job import metrics
 from recipekit.architectures import families
-from recipekit.checkpoints import convert, copying, create, direct_files, manifest, places, tensor_files
+from recipekit.checkpoints import convert, copying, create, direct_files, manifest, tensor_files
 from recipekit.checkpoints.copying import Effort
 from recipekit.checkpoints.step_folder import open_step, target_layout
 from recipekit.checkpoints.tensor_files import open_checkpoint
@@ -74,7 +74,7 @@ def begin(folder: Path, out: Path, dtype: str, **degrees: int) -> None:
     generator = np.random.default_rng(5)
     files = open_checkpoint(out, blueprint, layout, writable=True)
     for tensor in blueprint.tensors:
-        for role in places.MOMENTS if tensor.group is not None else ():
+        for role in start.states if tensor.group is not None else ():
             files.write(tensor, role, 0, generator.integers(0, 2**32, tensor.numel, dtype=np.uint32))  # NaN, infinities and denormals among them
     files.close()
     everything = frozenset(path.name for path in out.glob("*.pt"))
@@ -250,7 +250,7 @@ def hyper(step: Path) -> tuple[float, dict[int, dict[str, Any]]]:
     """Adam's step, and the numbers of each optimizer group."""
     opened = open_step(step)
     carried = create.read_carried(step, opened.blueprint, opened.layout)
-    return carried.step, {
+    return carried.scalars, {
         group: {name: tuple(value) if name == "betas" else value for name, value in numbers.items() if name in ("betas", "eps", "weight_decay", "lr")}
         for group, numbers in carried.groups.items()
     }

@@ -84,7 +84,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     """Makes a run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors written (a hole would cost nothing to copy)."""
     import numpy as np
     import torch
-    from recipekit.checkpoints import convert, copying, manifest, places, step_folder, tensor_files
+    from recipekit.checkpoints import convert, copying, manifest, step_folder, tensor_files
     from recipekit.mesh import Mesh
     from recipekit.model.describe import published_blueprint
     from recipekit.parallel.blueprint import Layout, default_optimizer
@@ -106,7 +106,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     files = tensor_files.open_checkpoint(step, blueprint, layout, writable=True)
     draw = np.random.default_rng(0)
     for tensor in blueprint.tensors:
-        for role in ("master", *places.MOMENTS):
+        for role in ("master", *plain.states):
             bits = (np.float32(0.02) * draw.standard_normal(tensor.numel, dtype=np.float32)).view(np.uint32)
             files.write(tensor, role, 0, bits & np.uint32(0x7FFFFFFF) if role == "exp_avg_sq" else bits)
             if role == "master":

@@ -129,7 +129,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
         out, {"source": str(folder.resolve()), "layout": layout.to_json(), "files": {file: (folder / file).stat().st_mtime_ns for file in blueprint.files}}
     )
     groups = {group: {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "name": name} for group, name in ((0, "matrices"), (1, "vectors"))}
-    carried = create.Carried(groups, 0.0, {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "ds_config": {}})
+    carried = create.Carried(groups, {}, {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "ds_config": {}})
     with ExitStack() as stack:
         read = open_published(folder, blueprint, entries)
         stack.callback(read.close)

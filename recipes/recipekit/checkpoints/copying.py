@@ -15,7 +15,7 @@ from . import manifest, torch_files
 from .digest import digest
 from .direct_files import DirectFiles
 from .journal import Journal
-from .places import MOMENTS, Piece, Shard, originals
+from .places import Piece, Shard, originals
 from .tensor_files import BITS, TensorFiles
 
 CHUNK = 256 * 1024  # most elements moved at a time: they are still in the cache when they are digested and written
@@ -65,7 +65,7 @@ def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None
     """
     found = []
     for tensor in blueprint.tensors:
-        roles = [role for role in ("master", *MOMENTS, "weight") if (tensor.name, role) in source.shards]
+        roles = source.roles(tensor)
         trained = tensor.group is not None
         for role in roles:
             if trained and role == "weight" and "master" in roles:
@@ -215,8 +215,8 @@ def unit_of(tensor: Tensor, *files: TensorFiles) -> int:
     """Returns the elements of the largest row that a cut of any of the files takes apart."""
     unit = 1
     for opened in files:
-        for role in ("master", *MOMENTS, "weight"):
-            shards = opened.shards.get((tensor.name, role), [])
+        for role in opened.roles(tensor):
+            shards = opened.shards[tensor.name, role]
             unit = max([unit, *(prod(shard.shape[shard.dim :]) for shard in shards if shard.dim is not None)])
     return unit
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..parallel.blueprint import Blueprint, Extent, Layout, Tensor, flat_groups, flat_tensors, held, state_keys
 from . import torch_files
-from .places import MOMENTS, Holder, holders, is_swapped, layer_file, swap_files, swap_folder
+from .places import Holder, holders, is_swapped, layer_file, swap_files, swap_folder
 from .torch_files import FileTensor, Fragment, LossScaler, Size, ZeroStage
 
 
@@ -18,7 +18,7 @@ class Carried:
     """Holds what a checkpoint has besides tensors: step counts, and the numbers of each optimizer group."""
 
     groups: dict[int, dict[str, Any]]
-    step: float  # Adam's count
+    scalars: dict[str, float]  # of the optimizer: its count of steps, and what follows from it
     counts: dict[str, Any]  # global_steps, skipped_steps, global_samples, lr_scheduler, ds_config
 
     @property
@@ -30,7 +30,8 @@ class Carried:
 def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
     """Reads what a step folder holds besides tensors."""
     groups: dict[int, dict[str, Any]] = {}
-    step, counts = 0.0, {}
+    scalars: dict[str, float] = {}
+    counts: dict[str, Any] = {}
     for holder in holders(blueprint, layout):
         numbers = sorted({tensor.group for tensor in held(blueprint, layout, holder.pp_rank) if tensor.group is not None})
         model = _numbers(torch_files.read(folder / holder.model_file()))
@@ -41,11 +42,12 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
             optimizer = whole["optimizer_state_dict"] if layout.zero_stage == 3 else whole["base_optimizer_state"]
         for number, group in zip(numbers, optimizer["param_groups"], strict=False):
             groups.setdefault(number, {key: value for key, value in group.items() if key != "params"})
-        steps = [state["step"] for state in optimizer["state"].values() if "step" in state] or [group.get("step", 0) for group in optimizer["param_groups"]]
-        step = max([step, *map(float, steps)])
+        for kept in [*optimizer["state"].values(), *optimizer["param_groups"]]:  # Adams that count in a group
+            if "step" in kept and float(kept["step"]) >= scalars.get("step", 0.0):  # a weight may have been left out of a step
+                scalars |= {name: float(kept[name]) for name in layout.scalars if name in kept}
         if not counts:
             counts = {key: model.get(key) for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
-    return Carried(groups, step, counts)
+    return Carried(groups, scalars, counts)
 
 
 def _numbers(value: Any) -> Any:
@@ -173,11 +175,13 @@ def _create_swap_files(folder: Path, holder: Holder, rank: int) -> None:
 
 def _base_optimizer(holder: Holder, carried: Carried, indices: list[list[int]], shapes: list[list[tuple[int, ...]]]) -> dict[str, Any]:
     """Makes the `state_dict()` of the optimizer that DeepSpeed wraps. `indices`, `shapes`: the numbers and shapes of the tensors of each group."""
-    step, state, param_groups = carried.step, {}, []
+    state, param_groups = {}, []
     for group, numbers, sizes in zip(holder.groups, indices, shapes, strict=True):
         for index, shape in zip(numbers, sizes, strict=True):
-            counted: Any = int(step) if holder.layout.int_step else FileTensor((), value=step)
-            state[index] = {"step": counted} | {role: FileTensor(shape) for role in MOMENTS}
+            numbers_of_it = {name: carried.scalars.get(name, 0.0) for name in holder.layout.scalars}
+            scalars = {name: int(value) if holder.layout.int_step else FileTensor((), value=value) for name, value in numbers_of_it.items()}
+            if kept := scalars | {role: FileTensor(shape) for role in holder.layout.states}:  # torch makes no entry without anything in it
+                state[index] = kept
         number = group[0][0].group
         param_groups.append(carried.groups.get(number if number is not None else -1, {}) | {"params": numbers})
     return {"state": state, "param_groups": param_groups}

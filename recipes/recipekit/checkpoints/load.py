@@ -20,7 +20,6 @@ from ..run_folder import CHECKPOINTS
 from . import convert, copying, manifest
 from .deepspeed_io import DeepSpeedFiles, read_pickle
 from .manifest import BLUEPRINT, MANIFEST, STATE
-from .places import MOMENTS
 from .state import SavedState, State
 
 
@@ -52,6 +51,10 @@ def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[Save
     saved = json.loads((step / BLUEPRINT).read_text())
     was = Layout.from_json(state["layout"])
     same = was == layout
+    if state["step"] and (was.algorithm, was.states) != (layout.algorithm, layout.states):
+        kept, keeps = (f"{each.algorithm} ({', '.join(each.states) or 'no states'})" for each in (was, layout))
+        fix = "use the JSON that it was made with; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
+        raise refuse(f"resume from {step}", f"holds the states of {kept}, and this start's optimizer is {keeps}", fix)
     if saved is None or blueprint is None:
         if same:
             return state, True
@@ -76,7 +79,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
     """Loads a verified step folder into the engine and this rank's random generators; returns its state (a collective).
 
     A step folder of another layout is first converted into the folder `scratch`, which is removed afterwards. The optimizer's numbers
-    (betas, eps, weight decay, clipping) stay those of this start.
+    (betas, eps, weight decay, clipping, ...) stay those of this start. Another optimizer takes the weights of step 0 only.
     """
     state, same = check(step, blueprint, layout)
     source = step
@@ -100,7 +103,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
     zero = layout.zero_stage > 0
     own = engine._get_zero_ckpt_name(str(source.parent), source.name) if zero else ""
     if layout.swapped:
-        _restore_swapped(optimizer, Path(own))
+        _restore_swapped(optimizer, Path(own), layout)
     engine.checkpoint_engine = DeepSpeedFiles(own)
     with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
         path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
@@ -108,7 +111,9 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
     for group, own in zip(optimizer.param_groups, before, strict=True):
         # DeepSpeed restores the saved numbers, though the user may have changed them (--resume PATH), and only those that the
         # optimizer of the other layout had
-        group.update({key: value for key, value in own.items() if key in ("betas", "eps", "weight_decay") or key not in group})
+        group.update({key: value for key, value in own.items() if key not in ("params", "lr", "initial_lr", "step") or key not in group})
+    if not state["step"] and not layout.swapped:
+        getattr(optimizer, "optimizer", optimizer).state.clear()  # zeros: an optimizer's first states may be others
     if clipping is not None:
         optimizer.clip_grad = clipping
     if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
@@ -119,7 +124,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
     return state
 
 
-def _restore_swapped(optimizer: Any, file: Path) -> None:
+def _restore_swapped(optimizer: Any, file: Path, layout: Layout) -> None:
     """Restores what DeepSpeed does not restore with NVMe offload; call it before the engine's `load_checkpoint`.
 
     DeepSpeed 0.19.8 (engine.py) copies the swap files back, makes the 16-bit weights of all masters anew, and reads nothing
@@ -133,7 +138,7 @@ def _restore_swapped(optimizer: Any, file: Path) -> None:
     states = saved["optimizer_state_dict"]["state"].values()
     for number, (flat, master, state) in enumerate(zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], states, strict=True)):
         optimizer.optimizer.state[flat]["step"] = state["step"]
-        for role in MOMENTS:
+        for role in layout.states:
             swapped = torch.empty(1).expand(int(optimizer.fp16_partitioned_groups_flat_numel[number]))
             optimizer.optimizer.state[flat][role] = state[role].clone() if master.numel() else swapped
         if master.numel():

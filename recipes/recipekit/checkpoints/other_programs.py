@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..mesh import Mesh
+from ..optim.facts import FACTS, facts_of, family_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, groups_of, held
 from ..refusal import refuse
-from .places import MOMENTS, model_file, optimizer_file, shards
+from .places import model_file, optimizer_file, shards
 from .state import State
 from .tensor_files import OpenedFile
 from .torch_files import read
@@ -40,6 +41,7 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
     tp, dp, config = model["mp_world_size"], model["dp_world_size"], model["ds_config"]
     bf16 = any(folder.glob("bf16_zero_*")) or bool(config.get("bf16", {}).get("enabled"))
     dtype = "bfloat16" if bf16 else "float16" if config.get("fp16", {}).get("enabled") else "float32"
+    kept: dict[str, Any] = {}
     kind, sub_group_size, int_step = "torch" if dtype == "float32" else "FP16_UnfusedOptimizer", 10**18, False
     groups: list[int] = []
     if stage:
@@ -52,21 +54,29 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
         if isinstance(base, list):
             raise _undecided(folder, "was saved with zero_optimization.elastic_checkpoint", "save it once without")
         states = next(iter(base["state"].values()), {})
-        if lacking := [role for role in MOMENTS if role not in states]:
-            raise _undecided(
-                folder, f"has optimizer states {', '.join(states) or 'none'}, not Adam's {', '.join(lacking)}", "export it with the program that wrote it"
-            )
+        kept = optimizer_of(config, set(states), folder)
         int_step = isinstance(states.get("step", 0), int)
         groups = (
             [number for number, group in enumerate(base["param_groups"]) for _ in group["params"]] if stage == 3 else list(range(len(base["param_groups"])))
         )
         if stage == 3:
             sub_group_size = int(config["zero_optimization"].get("sub_group_size", 10**9))
-    layout = Layout(Mesh(dp=dp, tp=tp), stage, kind, dtype, sub_group_size=sub_group_size, int_step=int_step)
+    layout = Layout(Mesh(dp=dp, tp=tp), stage, kind, dtype, sub_group_size=sub_group_size, int_step=int_step, **kept)
     blueprint = _blueprint(folder, model, layout, groups)
     _check_sizes(folder, blueprint, layout)
     state: State = {"step": model["global_steps"], "tokens": 0, "data": None, "export_dtype": dtype}
     return blueprint, layout, state
+
+
+def optimizer_of(config: dict[str, Any], states: set[str], folder: Path) -> dict[str, Any]:
+    """Returns what a layout says of the optimizer: the one that the saved JSON names, or Adam, if a script made it. Raises `Refusal` if the files hold others."""
+    kind = str((config.get("optimizer") or {}).get("type", "AdamW"))
+    known = any(name.lower() == kind.lower() for name in FACTS)
+    named, scalars = (states_of(config), facts_of(config).scalars) if known else ((), ())
+    if not known or {*named, *scalars} != states:
+        rule = f"has optimizer states {', '.join(sorted(states)) or 'none'}, not {kind}'s {', '.join((*named, *scalars)) or '(unknown)'}"
+        raise _undecided(folder, rule, "export it with the program that wrote it")
+    return {"algorithm": family_of(config), "states": named, "scalars": scalars}
 
 
 def _blueprint(folder: Path, model: dict[str, Any], layout: Layout, groups: list[int]) -> Blueprint:

@@ -12,7 +12,6 @@ from math import prod
 from ..parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, local_shape, runs, stages_of, state_keys
 from .torch_files import Keys
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps beside the master weights
 STATE = ("optimizer_state_dict", "base_optimizer_state", "state")
 
 
@@ -64,7 +63,7 @@ def swap_files(blueprint: Blueprint, layout: Layout, group: list[tuple[Tensor, i
     numbers = {tensor.name: layout.swap_first + index for index, tensor in enumerate(tensor for tensor in blueprint.tensors if not tensor.buffer)}
     own = f"{numbers[group[0][0].name]}_{numbers[group[-1][0].name]}.tensor.swp"
     folder = swap_folder(layout, tp_rank, rank)
-    return {"master": f"{folder}/{own}"} | {role: f"{folder}/{role}-{own}" for role in MOMENTS}
+    return {"master": f"{folder}/{own}"} | {role: f"{folder}/{role}-{own}" for role in layout.states}
 
 
 def is_swapped(layout: Layout, numel: int) -> bool:
@@ -110,7 +109,7 @@ def holders(blueprint: Blueprint, layout: Layout) -> Iterator[Holder]:
 def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[Shard]]:
     """Maps (tensor, role) to its shards; copies of the same content follow each other.
 
-    Roles: "master" (fp32) and MOMENTS of trained tensors; "weight" (in the training dtype) of every tensor, if the layout
+    Roles: "master" (fp32) and the layout's optimizer states of trained tensors; "weight" (in the training dtype) of every tensor, if the layout
     stores it.
     """
     found: dict[tuple[str, str], list[Shard]] = {}
@@ -133,13 +132,13 @@ Placed = Iterator[tuple[Tensor, str, list[Piece]]]  # tensor, role, where a hold
 
 
 def _zero0_states(holder: Holder) -> Placed:
-    """Places the moments and masters of ZeRO-0: whole, in the model's file."""
+    """Places the optimizer's states and the masters of ZeRO-0: whole, in the model's file."""
     plain = holder.layout.optimizer == "torch"
     state: Keys = ("optimizer", "state") if plain else ("optimizer", "optimizer_state_dict", "state")
     number, file = 0, holder.model_file()
     for g, group in enumerate(holder.groups):
         for j, (tensor, numel) in enumerate(group):
-            for role in MOMENTS:
+            for role in holder.layout.states:
                 yield tensor, role, [Piece(file, (*state, number, role), 0, 0, numel)]
             if not plain:
                 yield tensor, "master", [Piece(file, ("optimizer", "fp32_groups", g, j), 0, 0, numel)]
@@ -147,13 +146,13 @@ def _zero0_states(holder: Holder) -> Placed:
 
 
 def _flat_states(holder: Holder) -> Placed:
-    """Places the moments and masters of ZeRO-1, -2 and -3: in flat tensors, a part of each in every rank's optimizer file or swap file."""
+    """Places the optimizer's states and the masters of ZeRO-1, -2 and -3: in flat tensors, a part of each in every rank's optimizer file or swap file."""
     layout, tensors = holder.layout, flat_tensors(holder.groups, holder.layout)
     for index, (group, numel, extents) in enumerate(flat_groups(holder.groups, layout)):
         swapped = is_swapped(layout, numel)
-        keys = _zero3_keys(index) if layout.zero_stage == 3 else _zero12_keys(group)
+        keys = _zero3_keys(index, layout.states) if layout.zero_stage == 3 else _zero12_keys(group, layout.states)
         for (tensor, _), pieces in zip(tensors[index], extents, strict=True):
-            for role in ("master", *MOMENTS):
+            for role in ("master", *layout.states):
                 if swapped:
                     names = [swap_files(holder.blueprint, layout, tensors[index], holder.tp_rank, at.rank)[role] for at in pieces]
                     yield tensor, role, [Piece(name, (), at.offset, at.start, at.stop) for at, name in zip(pieces, names, strict=True)]
@@ -161,16 +160,16 @@ def _flat_states(holder: Holder) -> Placed:
                     yield tensor, role, [Piece(holder.optimizer_file(at.rank), keys[role], at.offset, at.start, at.stop) for at in pieces]
 
 
-def _zero12_keys(group: int) -> dict[str, Keys]:
+def _zero12_keys(group: int, states: tuple[str, ...]) -> dict[str, Keys]:
     """Role -> the keys of a group's flat tensor in an optimizer file of ZeRO-1 or -2."""
     masters: Keys = ("optimizer_state_dict", "single_partition_of_fp32_groups", group)
-    return {"master": masters} | {role: (*STATE, group, role) for role in MOMENTS}
+    return {"master": masters} | {role: (*STATE, group, role) for role in states}
 
 
-def _zero3_keys(index: int) -> dict[str, Keys]:
+def _zero3_keys(index: int, states: tuple[str, ...]) -> dict[str, Keys]:
     """Role -> the keys of a sub-group's flat tensor in an optimizer file of ZeRO-3."""
     masters: Keys = ("optimizer_state_dict", "fp32_flat_groups", index)
-    return {"master": masters} | {role: ("optimizer_state_dict", "optimizer_state_dict", "state", index, role) for role in MOMENTS}
+    return {"master": masters} | {role: ("optimizer_state_dict", "optimizer_state_dict", "state", index, role) for role in states}
 
 
 def _weights(holder: Holder) -> Placed:

@@ -56,6 +56,15 @@ class TensorFiles:
     _handles: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        self._roles: dict[str, list[str]] = {}
+        for name, role in sorted(self.shards, key=lambda key: (key[1] != "master", key[1] == "weight")):
+            self._roles.setdefault(name, []).append(role)
+
+    def roles(self, tensor: Tensor) -> list[str]:
+        """Lists what the files hold of a tensor: "master", the optimizer's states, "weight"."""
+        return self._roles.get(tensor.name, [])
+
     def handle(self, file: str) -> int:
         with self._lock:
             if file not in self._handles:

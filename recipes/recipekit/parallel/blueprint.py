@@ -88,6 +88,9 @@ class Layout:
     swap_bytes: int = 1 << 20  # of the smallest flat tensor that does
     swap_align: int = 1024  # bytes; the files' sizes are multiples of it
     swap_first: int = 0  # DeepSpeed's number (ds_id) of the model's first parameter; the files are named after such numbers
+    algorithm: str = "Adam"  # of the optimizer, as optim/facts.py names it
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # what it keeps for each trained weight: fp32 tensors of its shape
+    scalars: tuple[str, ...] = ("step",)  # and single numbers, the same for all weights of a group
 
     @property
     def partitions(self) -> int:
@@ -99,10 +102,14 @@ class Layout:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Layout":
-        return Layout(**(saved | {"mesh": Mesh(**saved["mesh"]), "bounds": tuple(saved["bounds"])}))
+        """Reads a layout; one that names no optimizer was saved when there was Adam only."""
+        lists: dict[str, Any] = {name: tuple(saved[name]) for name in ("bounds", "states", "scalars") if name in saved}
+        values: dict[str, Any] = saved | lists | {"mesh": Mesh(**saved["mesh"])}
+        return Layout(**values)
 
     def __str__(self) -> str:
-        return f"{self.mesh}, ZeRO-{self.zero_stage}, {self.dtype}, {self.optimizer}" + (f", {self.schedule} {list(self.bounds)}" if self.bounds else "")
+        kept = f"{self.dtype}, {self.optimizer}" + (f" of {self.algorithm}" if self.algorithm != "Adam" else "")
+        return f"{self.mesh}, ZeRO-{self.zero_stage}, {kept}" + (f", {self.schedule} {list(self.bounds)}" if self.bounds else "")
 
 
 def default_optimizer(zero_stage: int, dtype: str) -> str:

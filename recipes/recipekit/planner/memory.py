@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ..optim.facts import facts_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, held, local_shape
 from .groups import Group, groups_of
 from .pinned import ROUNDED_UP_TO, pinned_bytes
@@ -17,8 +18,6 @@ from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term
 
 LOGIT_BYTES = 12  # fp32 log-softmax, its gradient and that of the logits, alive together when the loss's backward begins
 REDUCE_AT_ONCE = 500_000_000  # elements that the engine sums in one go without ZeRO-2 or -3 (engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
-# fp32 values that an optimizer keeps for each parameter; one that is not listed may keep up to two.
-STATES = {"AdamW": 2, "Adam": 2, "Lion": 1, "Adagrad": 1, "Muon": 2, "Lamb": 2, "SGD": 1, "OnebitAdam": 3}
 
 
 @dataclass(frozen=True)
@@ -281,20 +280,17 @@ def _state_bytes(ds_config: dict[str, Any], numels: list[int]) -> int:
     """Returns the bytes that the optimizer keeps for flat tensors of so many elements, without the four bytes of each
     one's step counter.
     """
-    optimizer = ds_config.get("optimizer", {})
-    kind, params = optimizer.get("type", "AdamW"), optimizer.get("params", {})
-    kept = STATES.get(kind, 2) if kind != "SGD" or params.get("momentum") else 0
-    return 4 * kept * sum(numels)
+    return 4 * len(states_of(ds_config)) * sum(numels)
 
 
 def _temporaries(ds_config: dict[str, Any], numels: list[int]) -> Term:
-    """Counts what torch's AdamW needs in a step beside its states: the root of the second moments of one parameter
-    group (optim/adam.py, foreach).
+    """Counts what torch's optimizers need in a step beside their states (foreach), such as the root of the second moments
+    of one parameter group for AdamW; for the others the most that any option takes.
     """
-    optimizer = ds_config.get("optimizer", {})
-    params = optimizer.get("params", {})
-    foreach = optimizer.get("type", "AdamW") in ("Adam", "AdamW") and params.get("torch_adam") and not params.get("fused")
-    return Term(ACCELERATOR, "temporaries of the optimizer, fp32", 4 * max(numels, default=0) if foreach else 0, (STEP,))
+    row, params = facts_of(ds_config), (ds_config.get("optimizer") or {}).get("params", {})
+    own = row.family == "Adam" and not params.get("torch_adam")  # DeepSpeed's kernel
+    size = 0 if own or params.get("fused") else 4 * row.copies * max(numels, default=0)
+    return Term(ACCELERATOR, "temporaries of the optimizer, fp32", size, (STEP,), bound=row.family != "Adam")
 
 
 def _pinned(place: str, what: str, blocks: list[int], pin: bool, load: Load) -> Term:

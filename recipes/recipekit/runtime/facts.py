@@ -16,6 +16,7 @@ from ..hosts.build_facts import build_facts, versions
 from ..kernels import deterministic
 from ..model.build import Built
 from ..model.empty import empty_model
+from ..optim.facts import facts_of, family_of, states_of
 from ..parallel.blueprint import Layout
 from ..plan import Plan
 from ..planner.devices import DEVICES
@@ -49,6 +50,9 @@ def layout_of(plan: Plan, engine: Engine, built: Built) -> Layout:
         sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
         int_step=type(inner).__module__.startswith("deepspeed"),
         swapped=swapper is not None,
+        algorithm=family_of(plan.ds_config),
+        states=states_of(plan.ds_config),
+        scalars=facts_of(plan.ds_config).scalars,
         **swap,
     )
 

@@ -105,8 +105,8 @@ def check_device(config: dict[str, Any], device_type: str) -> list[Problem]:
     found = []
     if device_type == "cpu" and facts.dtype == "fp16":
         found.append(Problem("fp16.enabled = true", "DeepSpeed does not train in fp16 on a CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}'))
-    if device_type == "cpu" and optimizer_name(facts.config) == "Lamb":
-        found.append(Problem("optimizer.type = Lamb", "has no CPU implementation", "use AdamW"))
+    if device_type == "cpu" and facts.get("optimizer.params.capturable"):
+        found.append(Problem("optimizer.params.capturable = true", "is for steps on a GPU", "delete it"))
     if device_type != "cuda" and facts.get("aio.use_gds"):
         found.append(Problem("aio.use_gds = true", "GPU direct storage needs CUDA", "set it to false"))
     if device_type != "cuda" and facts.get("zero_optimization.offload_optimizer.super_offload"):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..mesh import Mesh
+from ..optim.facts import FACTS, spelled
 from ..recipe import Recipe
 from .numbers import degrees_in, literals
 from .rules import Facts
@@ -42,6 +43,9 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     for key, number in numbers.items():
         if key in takes and params.get(key, "auto") == "auto":
             params[key] = number
+
+    if facts.stage > 0 and not FACTS[spelled(resolved["optimizer"]["type"])].tested:
+        resolved["zero_allow_untested_optimizer"] = True  # the rules let no optimizer pass that ZeRO's flat pieces would change
 
     hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
     bucket = max(hidden, 4096) ** 2  # elements; smaller buckets waste the network on many short messages

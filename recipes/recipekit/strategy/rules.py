@@ -6,8 +6,10 @@ DeepSpeed that decides, or its documentation; "run" says that the outcome was se
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+from ..optim.facts import FACTS, SWAPPED, TENSOR
 from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES
 from .schema import at, schema
 
@@ -107,6 +109,22 @@ def _unused(key: str, why: str, fix: str, source: str = "", outcome: str = IGNOR
 def _told(together: str, outcome: str, rule: str, fix: str, source: str) -> Rule:
     """Makes a row of the support table that no JSON can break, because the script or the model decides."""
     return Rule("", lambda facts: False, rule, fix, outcome, source, together)
+
+
+def _untested(facts: Facts) -> bool:
+    """Returns True where DeepSpeed wants zero_allow_untested_optimizer for an optimizer that ZeRO's flat pieces do not change."""
+    return facts.stage > 0 and facts.optimizer is not None and not FACTS[facts.optimizer].tested and FACTS[facts.optimizer].acts_on != TENSOR
+
+
+def _refused(facts: Facts, name: str, where: str) -> bool:
+    """Returns True if a recipe's optimizer is `name` and lies where optim/facts.py refuses it."""
+    return facts.optimizer == name and (where == "anywhere" or facts.offload != "cpu" or facts.stage == 0)
+
+
+def _flat_masters(facts: Facts) -> bool:
+    """Returns True where DeepSpeed's own Adam keeps the masters of a whole group in one tensor, without ZeRO."""
+    own = facts.optimizer in ("Adam", "AdamW") and facts.get("optimizer.params.torch_adam") is not True
+    return own and facts.stage == 0 and facts.dtype != "fp32"
 
 
 RULES: tuple[Rule, ...] = (
@@ -379,12 +397,21 @@ RULES: tuple[Rule, ...] = (
     # optimizers and schedules
     Rule(
         "optimizer.type",
-        lambda f: f.stage > 0 and f.optimizer not in (None, "Adam", "AdamW", "Adagrad", "Lion", "Muon") and not f.get("zero_allow_untested_optimizer"),
-        "DeepSpeed has not tested this optimizer under ZeRO",
-        'add "zero_allow_untested_optimizer": true at the top level, or use AdamW',
+        lambda f: f.stock and _untested(f) and not f.get("zero_allow_untested_optimizer"),
+        "DeepSpeed has not tested this optimizer under ZeRO, and asks whether it may",
+        'add "zero_allow_untested_optimizer": true at the top level (a recipe does so itself)',
         FAILS,
         "zero/utils.py:45; run",
-        "ZeRO-1, 2, 3 + LAMB or an optimizer of PyTorch other than Adam, AdamW, Adagrad",
+        "ZeRO-1, 2, 3 + an optimizer of PyTorch other than Adam, AdamW, Adagrad",
+    ),
+    Rule(
+        "optimizer.type",
+        lambda f: f.stage > 0 and f.optimizer is not None and FACTS[f.optimizer].acts_on == TENSOR and f.optimizer != "Muon",
+        "takes sums over whole weights, whose borders ZeRO hides in flat pieces: it would silently become another algorithm",
+        "use AdamW",
+        REPLACES,
+        "zero/stage_1_and_2.py, zero/stage3.py; run",
+        "ZeRO-1, 2, 3 + LAMB",
     ),
     Rule(
         "optimizer.type",
@@ -406,12 +433,52 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.optimizer == "Muon" and f.get(f"{ZERO}.reduce_scatter", True) and (f.stage == 3 or (f.stage > 0 and f.offload != "none")),
+        lambda f: f.stock and f.optimizer == "Muon" and f.get(f"{ZERO}.reduce_scatter", True) and (f.stage == 3 or (f.stage > 0 and f.offload != "none")),
         "Muon cannot be combined with reduce_scatter at ZeRO stage 3 or with offload",
         f'set "{ZERO}.reduce_scatter": false',
         FAILS,
         "zero/stage3.py:361, zero/stage_1_and_2.py; run",
         "Muon + reduce_scatter at ZeRO-3, or with offload",
+    ),
+    Rule(
+        "optimizer.params.nesterov",
+        lambda f: f.get("optimizer.params.nesterov") is True and (not f.get("optimizer.params.momentum") or f.get("optimizer.params.dampening", 0)),
+        "needs a momentum, and no dampening",
+        'write "momentum": 0.9 and delete dampening, or delete nesterov',
+        FAILS,
+        "torch/optim/sgd.py; run",
+    ),
+    Rule(
+        "optimizer.params.etas",
+        lambda f: not 0 < min(f.get("optimizer.params.etas")) < 1 < f.get("optimizer.params.etas")[1],
+        "the first must lie in (0, 1), the second above 1",
+        "write [0.5, 1.2]",
+        FAILS,
+        "torch/optim/rprop.py; run",
+    ),
+    Rule(
+        "optimizer.params.foreach",
+        lambda f: f.get("optimizer.params.foreach") is True and f.get("optimizer.params.fused") is True,
+        "foreach and fused are two implementations of one step",
+        "delete one",
+        FAILS,
+        "torch/optim/optimizer.py; run",
+    ),
+    Rule(
+        "optimizer.params.differentiable",
+        lambda f: f.get("optimizer.params.differentiable") is True,
+        "records the step for a second gradient, which torch refuses for the weights of a model",
+        "delete it",
+        FAILS,
+        "torch/optim/optimizer.py; run",
+    ),
+    Rule(
+        "optimizer.params.capturable",
+        lambda f: f.get("optimizer.params.capturable") is True and f.offload != "none",
+        "is for steps on a GPU, and the offloaded ones are not",
+        "delete it",
+        FAILS,
+        "torch/optim/optimizer.py; run",
     ),
     _told(
         "1-bit Adam, 0/1 Adam, 1-bit LAMB",
@@ -630,6 +697,50 @@ OURS = "the recipes"
 
 # Keys that work in a script that leaves more to DeepSpeed, but have no effect, or a wrong one, in a recipe.
 RECIPE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "zero_allow_untested_optimizer",
+        lambda f: _untested(f) and f.get("zero_allow_untested_optimizer") is False,
+        "forbids this optimizer under ZeRO, where it is what it is without",
+        "delete the key",
+        FAILS,
+        "",
+    ),
+    *(
+        Rule(
+            "optimizer.type",
+            partial(_refused, name=name, where=where),
+            why,
+            "use AdamW" + (f', or a JSON with {OPTIMIZER}: {{"device": "cpu"}}' if where == "device" else ""),
+            APPLIES,
+            "",
+        )
+        for name, facts in FACTS.items()
+        for where, why in facts.lacks.items()
+    ),
+    Rule(
+        "optimizer.params.bias_correction",
+        _flat_masters,
+        "is known to DeepSpeed's own Adam only, and without ZeRO torch's has to be taken, which always corrects",
+        "delete it",
+        FAILS,
+        "",
+    ),
+    Rule(
+        "optimizer.type",
+        _flat_masters,
+        "DeepSpeed's own Adam keeps the masters of a group as one tensor here, which the checkpoints have no place for",
+        'add "optimizer.params.torch_adam": true',
+        APPLIES,
+        "",
+    ),
+    Rule(
+        "optimizer.type",
+        lambda f: f.offload == "nvme" and f.optimizer is not None and (FACTS[f.optimizer].family not in SWAPPED or f.get("optimizer.params.amsgrad")),
+        "only Adam's two moments are kept in swap files here",
+        f'use AdamW, or "{OPTIMIZER}.device": "cpu"',
+        APPLIES,
+        "",
+    ),
     _unused("data_efficiency", f"{OURS} stream their own data and ignore it", "delete the block", outcome=APPLIES),
     _unused("dataloader_drop_last", f"{OURS} stream their own data and ignore it", "delete it", outcome=APPLIES),
     _unused(

@@ -1,0 +1,105 @@
+"""Knows of every optimizer that a JSON can name what it keeps, and where it stays what it is. Light: no torch.
+
+A row was measured on CPU ranks with DeepSpeed 0.19.8 and torch 2.13 (tests/optim/test_optimizers.py); what `read` names was read in
+their sources only. Rules, the dry run, save, load and the converter ask these rows, and no other place names a state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ELEMENT, TENSOR = "element", "tensor"
+EVERYWHERE = "on CUDA"  # the same code of torch runs there
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Describes an optimizer. Each state is an fp32 tensor of the weight's shape, each scalar one fp32 number of a weight.
+
+    `added`: option of optimizer.params -> the states that it adds where it is set. `scalars` follow from the count of steps and
+    the group's numbers, so all weights of a group have the same. `acts_on`: an update of ELEMENT reads one element of gradient
+    and states, so flat partitions change nothing; that of TENSOR needs the whole weight. `host`: the row of DeepSpeed's own
+    implementation for optimizers that are offloaded to the host. `lacks`: why it is refused, by where: "anywhere", or "device"
+    (without offload to the CPU). `tested`: DeepSpeed takes it under ZeRO without zero_allow_untested_optimizer. `copies`: the
+    most tensors of a group's size that torch's step makes beside the states.
+    """
+
+    states: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ("step",)
+    added: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    acts_on: str = ELEMENT
+    family: str = ""  # the algorithm's name in checkpoints, where it is not the row's
+    host: "Facts | None" = None
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    tested: bool = False
+    copies: int = 0
+    read: str = EVERYWHERE
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM = Facts(MOMENTS, added={"amsgrad": ("max_exp_avg_sq",)}, family="Adam", host=Facts(MOMENTS, family="Adam"), tested=True, copies=1)
+MU = Facts(MOMENTS, lacks={"anywhere": "needs the package mup, which is not pinned here"}, read="everywhere")
+FACTS: dict[str, Facts] = {
+    "AdamW": ADAM,
+    "Adam": ADAM,
+    "SGD": Facts(scalars=(), added={"momentum": ("momentum_buffer",)}, copies=1),
+    "RMSprop": Facts(("square_avg",), added={"momentum": ("momentum_buffer",), "centered": ("grad_avg",)}, copies=2),
+    "NAdam": Facts(MOMENTS, ("step", "mu_product"), copies=2),
+    "RAdam": Facts(MOMENTS, copies=1),
+    "Adamax": Facts(("exp_avg", "exp_inf"), copies=1),
+    "Adadelta": Facts(("square_avg", "acc_delta"), copies=3),
+    "ASGD": Facts(("ax",), ("step", "eta", "mu"), copies=1),
+    "Rprop": Facts(("prev", "step_size"), copies=2),
+    "Adagrad": Facts(
+        ("sum",),
+        host=Facts(("exp_avg_sq",), tested=True),
+        lacks={"device": "DeepSpeed makes torch's Adagrad anew without its groups or their states (zero/stage_1_and_2.py:946, zero/stage3.py:1358)"},
+        tested=True,
+    ),
+    "Lion": Facts(
+        ("exp_avg",),
+        host=Facts(MOMENTS, tested=True),  # the second one stays zero, but is kept
+        lacks={"device": "DeepSpeed's Lion for the device is a CUDA op, which was never tried here"},
+        tested=True,
+    ),
+    "Lamb": Facts(
+        MOMENTS,
+        acts_on=TENSOR,
+        lacks={"anywhere": "DeepSpeed's LAMB is a CUDA op, which was never tried here"},
+        read="everywhere",
+    ),
+    "Muon": Facts(
+        ("momentum_buffer",),
+        acts_on=TENSOR,
+        lacks={"anywhere": "it keeps other states for matrices than for the rest, and which weights are its matrices is not stated by a recipe"},
+        tested=True,
+        read="everywhere",
+    ),
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), MU),
+}
+SWAPPED = ("Adam",)  # families whose states DeepSpeed's swap files were tried with
+
+
+def facts_of(ds_config: Mapping[str, Any]) -> Facts:
+    """Returns the row of the optimizer that a checked JSON names, of its implementation for the host if it is offloaded; AdamW's if it names none."""
+    block = ds_config.get("optimizer") or {}
+    row = FACTS[spelled(block.get("type", "AdamW"))]
+    offloaded = (ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none") != "none"
+    plain = block.get("params", {}).get("torch_adam", False)
+    return row.host if row.host is not None and offloaded and not plain else row
+
+
+def spelled(kind: str) -> str:
+    """Returns an optimizer's name as the table spells it; DeepSpeed takes its own in any case."""
+    return next(name for name in FACTS if name == kind or name.lower() == kind.lower())
+
+
+def family_of(ds_config: Mapping[str, Any]) -> str:
+    """Names the algorithm whose states a checkpoint holds; the same states of another algorithm mean something else."""
+    return facts_of(ds_config).family or spelled((ds_config.get("optimizer") or {}).get("type", "AdamW"))
+
+
+def states_of(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names the states that the optimizer of a checked JSON keeps for a weight, each of its shape and in fp32."""
+    row, params = facts_of(ds_config), (ds_config.get("optimizer") or {}).get("params", {})
+    return (*row.states, *(name for option, names in row.added.items() if params.get(option) for name in names))

@@ -1,0 +1,274 @@
+"""Every optimizer that a JSON can name trains, is saved, goes on and is converted, or is refused before anything starts.
+
+The rows of `optim/facts.py` are held against the optimizers themselves: the names of their states, and the bytes.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from job import metrics, numbers
+from recipekit.checkpoints import convert, manifest
+from recipekit.checkpoints.create import read_carried
+from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.command import parse
+from recipekit.optim.facts import FACTS, facts_of, states_of
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.strategy.schema import schema
+from test_lint import lint
+from test_parity import strategy
+from test_resume import BASE, train
+
+slow = pytest.mark.slow
+RECIPE = dataclasses.replace(BASE, steps=4, warmup_steps=1, lr=1e-3, eval_every=0)
+TRAIN = {  # what every rank trains with, and the options that add a state
+    "AdamW": {"torch_adam": True, "amsgrad": True},
+    "Adam": {},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "NAdam": {"decoupled_weight_decay": True},
+    "RAdam": {},
+    "Adamax": {},
+    "Adadelta": {},
+    "ASGD": {},
+    "Rprop": {},
+}
+OFFLOADED = {"Lion": "cpu_lion", "Adagrad": "cpu_adagrad"}  # optimizer -> op
+REFUSED = {  # optimizer -> why
+    "Lamb": "never tried",
+    "Muon": "other states for matrices",
+    "MuAdam": "needs the package mup",
+    "MuAdamW": "needs the package mup",
+    "MuSGD": "needs the package mup",
+}
+
+
+def config_of(file: str, name: str, params: dict[str, Any], bf16: bool = False) -> dict[str, Any]:
+    """A shipped JSON with another optimizer; in bf16 at ZeRO-0 Adam has to be torch's."""
+    return strategy(file, bf16) | {"optimizer": {"type": name, "params": params}}
+
+
+def test_every_name_of_the_schema_has_a_row_and_a_test() -> None:
+    assert set(FACTS) == set(schema()["optimizers"]) == {*TRAIN, *OFFLOADED, *REFUSED}
+
+
+# What trains ------------------------------------------------------------------------------------------------------
+
+
+def kept(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, set[str]]]:
+    """Runs on every rank: the loop, and what the optimizer then keeps for its weights, by the kind of tensor it is."""
+    import recipekit.train as loop
+
+    found: dict[str, set[str]] = {"states": set(), "scalars": set()}
+    train_step = loop.train_step
+
+    def watching(engine: Any, *rest: Any) -> Any:
+        result = train_step(engine, *rest)
+        for weight, states in engine.basic_optimizer.state.items():
+            for name, value in states.items():
+                whole = getattr(value, "shape", ()) == weight.shape and weight.dim() > 0
+                found["states" if whole else "scalars"].add(name)
+                assert not whole or value.element_size() == 4, f"{name} is not fp32"
+        return result
+
+    loop.train_step = watching
+    try:
+        return train(recipe, argv)[0], found
+    finally:
+        loop.train_step = train_step
+
+
+def tensors(step: Path) -> dict[str, Any]:
+    return manifest.read(step)["tensors"]
+
+
+def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_to: str = "") -> None:
+    """Two ranks train four steps; they go on from the second bit for bit; so do they after the way through another layout and back."""
+    recipe = dataclasses.replace(RECIPE, ds_config=config)
+    results = pools.run(2, kept, recipe=recipe, argv=["--out", str(folder / "whole"), "--save_every", "2"])
+    assert [code for code, _ in results] == [0, 0], results
+    for _, found in results:
+        assert found == {"states": set(states_of(config)), "scalars": set(facts_of(config).scalars)}
+    second, last = (folder / "whole" / "checkpoints" / f"step_{number:08d}" for number in (2, 4))
+    if convert_to:
+        step, there, back = open_step(second), folder / "there", folder / "back"
+        shape = {"tp": None, "pp": None}
+        convert.reshape(second, there, target_layout(step.blueprint, step.layout, dp=4, zero=int(convert_to[4]), **shape))
+        convert.reshape(there, back, target_layout(step.blueprint, step.layout, dp=2, zero=step.layout.zero_stage, **shape))
+        assert tensors(second) == tensors(there) == tensors(back)
+        assert len({json.dumps(read_carried(each, open_step(each).blueprint, open_step(each).layout).scalars) for each in (second, there, back)}) == 1
+        other = dataclasses.replace(recipe, ds_config=strategy(convert_to) | {"optimizer": config["optimizer"]})
+        shutil.copytree(folder / "whole", folder / "four")
+        results = pools.run(4, kept, recipe=other, argv=["--out", str(folder / "four"), "--resume", str(folder / "four/checkpoints/step_00000002")])
+        assert [code for code, _ in results] == [0] * 4, results
+        losses, expected = ([line["loss"] for line in metrics(folder / name)] for name in ("four", "whole"))
+        assert losses == pytest.approx(expected, rel=1e-5)
+        shutil.rmtree(second)
+        shutil.copytree(back, second)
+    shutil.copytree(folder / "whole", folder / "resumed")
+    argv = ["--out", str(folder / "resumed"), "--resume", str(folder / "resumed/checkpoints/step_00000002")]
+    results = pools.run(2, kept, recipe=recipe, argv=argv)
+    assert [code for code, _ in results] == [0, 0], results
+    assert numbers(metrics(folder / "resumed")) == numbers(metrics(folder / "whole"))
+    assert tensors(folder / "resumed" / "checkpoints" / last.name) == tensors(last)
+
+
+QUICK = {("RMSprop", 3, False), ("ASGD", 1, True), ("SGD", 0, True)}
+TRAINED = [(name, stage, bf16) for name in TRAIN for stage in range(4) for bf16 in (False, True) if (stage, bf16) != (2, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "bf16"),
+    [pytest.param(*case, marks=() if case in QUICK else slow, id=f"{case[0]} zero{case[1]} {'bf16' if case[2] else 'fp32'}") for case in TRAINED],
+)
+def test_an_optimizer_goes_on_bit_for_bit(pools: Any, tmp_path: Path, name: str, stage: int, bf16: bool) -> None:
+    params = TRAIN[name] | ({"torch_adam": True} if name == "Adam" and stage == 0 else {})
+    check_round_trip(pools, tmp_path, config_of(f"zero{stage}", name, params, bf16))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "RMSprop" else slow) for name in TRAIN])
+def test_an_optimizer_goes_through_another_layout_and_back(pools: Any, tmp_path: Path, name: str) -> None:
+    check_round_trip(pools, tmp_path, config_of("zero2", name, TRAIN[name]), convert_to="zero3")
+
+
+@slow
+@pytest.mark.parametrize("file", ["zero2_cpu", "zero3_cpu"])
+@pytest.mark.parametrize("name", ["Lion", "Adagrad", "RMSprop", "SGD"])
+def test_an_offloaded_optimizer_goes_on_bit_for_bit(pools: Any, ops: Callable[[str], None], tmp_path: Path, name: str, file: str) -> None:
+    if name in OFFLOADED:
+        ops(OFFLOADED[name])
+    check_round_trip(pools, tmp_path, config_of(file, name, {}), convert_to="zero3_cpu" if file == "zero2_cpu" else "")
+
+
+# What is refused --------------------------------------------------------------------------------------------------
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], folder: Path, *argv: str) -> str:
+    """What a start (or a dry run) of two ranks is refused with; "" if it is not."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    try:
+        make_plan(parse(dataclasses.replace(RECIPE, ds_config=config), Path("optimizers.py"), ["--tiny", "--out", str(folder / "run"), *argv]))
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", [*REFUSED, *OFFLOADED])
+def test_lint_dry_run_and_start_refuse_for_the_same_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, stage: int) -> None:
+    config = config_of(f"zero{stage}", name, {})
+    started = planned(monkeypatch, config, tmp_path)
+    assert REFUSED.get(name, "device") in started, started
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(Refusal) as refused:
+        argv = ["--tiny", "--dry_run", "--world", "2", "--out", str(tmp_path / "run")]
+        make_plan(parse(dataclasses.replace(RECIPE, ds_config=config), Path("optimizers.py"), argv))
+    assert str(refused.value) == started
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    code, said = lint(str(tmp_path / "ds.json"), "--recipe", "recipes/llama_nano_zero2.py", "--world", "2")
+    assert code == 1 and all(problem.where in said and problem.rule in said for problem in refused.value.problems if problem.where.startswith("optimizer.")), (
+        said
+    )
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_a_recipe_writes_the_key_of_untested_optimizers_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """And says so where a JSON forbids it; lint no longer advises the key for LAMB, which would be another algorithm."""
+    config = config_of("zero2", name, {})
+    assert planned(monkeypatch, config, tmp_path) == ""
+    assert "forbids this optimizer" in planned(monkeypatch, config | {"zero_allow_untested_optimizer": False}, tmp_path)
+    lamb = planned(monkeypatch, config_of("zero2", "Lamb", {}) | {"zero_allow_untested_optimizer": True}, tmp_path)
+    assert "another algorithm" in lamb and "zero_allow_untested_optimizer" not in lamb
+
+
+def test_deepspeeds_own_adam_without_zero_is_refused_in_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It trained, and its first save failed: its masters lie in one flat tensor."""
+    assert 'add "optimizer.params.torch_adam": true' in planned(monkeypatch, config_of("zero0", "AdamW", {}, bf16=True), tmp_path)
+    assert planned(monkeypatch, config_of("zero0", "AdamW", {}), tmp_path) == ""
+
+
+def test_the_states_of_another_optimizer_are_refused(pools: Any, tmp_path: Path) -> None:
+    """Adam's moments are no momentum. Another spelling of the same algorithm goes on, and so does the same one."""
+    recipe = dataclasses.replace(RECIPE, ds_config=config_of("zero2", "SGD", {"momentum": 0.9}))
+    assert [code for code, _ in pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--stop_at", "2"])] == [0, 0]
+    for name, params, says in (("Adamax", {}, "Adamax (exp_avg, exp_inf)"), ("SGD", {}, "SGD (no states)")):
+        other = dataclasses.replace(recipe, ds_config=config_of("zero2", name, params))
+        (code, _), _ = pools.run(2, kept, recipe=other, argv=["--out", str(tmp_path / "run"), "--resume", str(tmp_path / "run")])
+        assert isinstance(code, str) and "the states of SGD (momentum_buffer)" in code and says in code and "to-hf" in code, code
+        assert len(metrics(tmp_path / "run")) == 2
+    assert pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / "run")])[0][0] == 0
+    assert len(metrics(tmp_path / "run")) == 4
+
+
+# Whatever a JSON says ---------------------------------------------------------------------------------------------
+
+unit = st.floats(0, 0.999)
+OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "betas": st.lists(st.one_of(unit, st.just(1.0)), min_size=2, max_size=2),
+    "etas": st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.2]), min_size=2, max_size=2),
+    "step_sizes": st.just([1e-6, 1.0]),
+    "torch_adam": st.just(True),  # not DeepSpeed's, which takes other options
+    "momentum": st.sampled_from([0, 0.5, -1.0]),
+    "dampening": st.sampled_from([0, 0.1]),
+    "rho": st.sampled_from([0.5, 1.5]),
+    "alpha": st.sampled_from([0.5, -1.0]),
+    "t0": st.sampled_from([1.0, 1e6]),
+    "lambd": unit,
+    "momentum_decay": st.sampled_from([0.004, -1.0]),
+    "eps": st.sampled_from([1e-8, -1.0]),
+    "lr": st.sampled_from([1e-3, -1.0]),
+    "weight_decay": st.sampled_from([0.1, 0.0, -1.0]),
+}
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> dict[str, Any]:
+    """Draws an optimizer block: any name, options that it takes, in and out of their ranges."""
+    name = draw(st.sampled_from(sorted({*TRAIN, *REFUSED, *OFFLOADED})))
+    variants = schema()["optimizers"][name]
+    takes = sorted(variants.get("torch", variants.get("device", {})))
+    params = {key: draw(OPTIONS.get(key, st.booleans())) for key in takes if key == "torch_adam" or draw(st.booleans())}
+    return {"type": name, "params": params}
+
+
+def try_blocks(recipes: list[Recipe], folder: str) -> list[str]:
+    """Runs on every rank: what each recipe ended with: "trained", and so saved twice, or what it was refused with."""
+    ended = []
+    for number, recipe in enumerate(recipes):
+        result, _ = train(recipe, ["--out", f"{folder}/{number}", "--stop_at", "1"])
+        if result == 0:
+            result, _ = train(recipe, ["--out", f"{folder}/{number}"])
+        ended.append("trained" if result == 0 else str(result))
+    return ended
+
+
+def check_drawn(pools: Any, folder: Path, drawn: list[tuple[dict[str, Any], int, bool]]) -> None:
+    recipes = [dataclasses.replace(RECIPE, steps=2, ds_config=strategy(f"zero{stage}", bf16) | {"optimizer": block}) for block, stage, bf16 in drawn]
+    ended = pools.run(1, try_blocks, recipes=recipes, folder=str(folder), timeout=300)[0]
+    for (block, stage, bf16), end in zip(drawn, ended, strict=True):
+        problems = end.splitlines()
+        assert end == "trained" or all("optimizer" in line for line in problems), f"{block} at ZeRO-{stage}, {'bf16' if bf16 else 'fp32'}: {end}"
+
+
+DRAWN = st.tuples(blocks(), st.integers(0, 3), st.booleans())
+
+
+@settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,), derandomize=True)
+@given(drawn=st.lists(DRAWN, min_size=12, max_size=12))
+def test_no_block_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
+    check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn)
+
+
+@slow
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@given(drawn=st.lists(DRAWN, min_size=20, max_size=20))
+def test_no_block_of_many_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
+    check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn)
