@@ -192,14 +192,14 @@ BROKEN = {
     "SGD under ZeRO": (
         "zero2",
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-        {"json_only": True},
+        {"json_only": True, "filled_by": "trainer"},
         "optimizer.type",
         '"zero_allow_untested_optimizer": true',
     ),
     "Muon at ZeRO-3": (
         "zero3",
         {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
-        {"json_only": True},
+        {"json_only": True, "filled_by": "trainer"},
         "optimizer.type",
         '"zero_optimization.reduce_scatter": false',
     ),
