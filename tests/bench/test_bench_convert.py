@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pool import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
@@ -59,6 +60,7 @@ def test_memory_is_that_of_a_process_and_its_children():
     assert bench_convert.memory_of(shell.pid) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path):
     chosen = ["cp", "reshape", "cp_fp32", "to_hf"]
     command = [sys.executable, str(ROOT / "tools" / "bench" / "bench_convert.py"), "--tiny", "--rounds", "1", "--folder", str(tmp_path)]

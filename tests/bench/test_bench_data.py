@@ -16,7 +16,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     return bench_data.make_files(tmp_path_factory.mktemp("files"), 8 * 64)
 
 
-@pytest.mark.parametrize("kind", ["arrow", pytest.param("parquet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
 @pytest.mark.parametrize("name", bench_data.READERS)
 def test_every_reader_goes_on_beyond_the_end_of_the_files(files: dict[str, list[Path]], kind: str, name: str) -> None:
     total, tokens = 8 * 64 * bench_data.SEQ_LEN, 0

@@ -122,6 +122,7 @@ def test_tensors_of_torch_save_are_found_where_they_lie(tmp_path: Path):
     assert set(torch_files.tensors(found)) == {(name,) for name, tensor in content.items() if torch.is_tensor(tensor)} | {("steps", 0), ("steps", 1)}
 
 
+@pytest.mark.slow
 def test_files_beyond_four_gigabytes(tmp_path: Path):
     """Sizes and places that need more than 32 bits; the files are holes."""
     content = {

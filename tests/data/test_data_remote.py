@@ -358,6 +358,7 @@ def run_ranks(server: Server, world: int, folder: Path, retry_s: float = 60.0) -
     return [process.communicate(timeout=150)[0] for process in started]
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_looked_up_by_one_rank(content, tmp_path):
     """The same rows on one rank of a bad hub and on two of a good one, which is asked once which files there are."""
     files = {name: own for name, own in content.items() if name.endswith("parquet")}

@@ -223,6 +223,7 @@ def test_threads_that_are_gone_raise_where_the_batches_are_taken(fashion):
 # What a stream takes, and leaves behind -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_2000_batches(fashion):
     with contextlib.closing(open_samples(request_for(fashion, micro_batch=12), processor(size=64), SAMPLES, dp=1, dp_rank=0)) as own:
         for _ in range(300):

@@ -54,7 +54,7 @@ def session(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2", "--dist", "loadfile")], ids=["one process", "xdist"])
+@pytest.mark.parametrize("workers", [pytest.param((), id="one process"), pytest.param(("-n", "2", "--dist", "loadfile"), id="xdist", marks=pytest.mark.slow)])
 def test_what_is_skipped_for_a_package_is_written_down_to_be_run_later(tmp_path: Path, workers: tuple[str, ...]) -> None:
     file = tmp_path / "skipped"
     file.write_text("from an earlier session\n")
