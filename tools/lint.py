@@ -29,6 +29,8 @@ from recipekit.architectures.lookup import model_config
 from recipekit.command import recipe_of
 from recipekit.data.mixture import domains_of
 from recipekit.mesh import make_mesh
+from recipekit.optim.facts import ELEMENT, FACTS
+from recipekit.optim.facts import Facts as OptimizerFacts
 from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
 from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal
@@ -44,7 +46,7 @@ from recipekit.strategy.schema import schema
 from recipekit.tasks.facts import TASKS
 
 README = ROOT / "ds_configs" / "README.md"
-BEGIN, END = "<!-- written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
+BEGIN, END = "<!-- {}: written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
 
 
 def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dict[str, Any], Path | None, list[Problem]]:
@@ -172,11 +174,40 @@ def order(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:
     return next(index for index, rule in enumerate(rules) if (rule.key.rpartition(".")[0], *rule[2:6]) == like)
 
 
+def optimizer_table() -> str:
+    """Writes the optimizers that a recipe's JSON may name, what each keeps, and why the others are refused, as a Markdown list."""
+    lines = []
+    for name, facts in FACTS.items():
+        why = facts.lacks.get("anywhere")
+        text = f"- `{name}`: refused: {why}" if why else f"- `{name}`: {_where(facts)}; keeps {_kept(facts)}"
+        lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def _where(facts: OptimizerFacts) -> str:
+    if "device" in facts.lacks:
+        return f"ZeRO-1, -2 and -3 with the optimizer offloaded to the CPU; elsewhere refused: {facts.lacks['device']}"
+    return "ZeRO-0, -1, -2 and -3" if facts.acts_on == ELEMENT else "ZeRO-0"
+
+
+def _kept(facts: OptimizerFacts) -> str:
+    """Names the states, for a weight of which each takes 4 bytes."""
+    own = (facts.host or facts) if "device" in facts.lacks else facts
+    more = [f"with {option} also {' and '.join(map(_code, names))}" for option, names in facts.added.items()]
+    return ", ".join([" and ".join(map(_code, own.states)) or "nothing", *more])
+
+
+def _code(name: str) -> str:
+    return f"`{name}`"
+
+
 def with_table(page: str) -> str:
-    """Returns the page with today's support table between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{support_table()}{END}{after}"
+    """Returns the page with today's lists between their marks."""
+    for name, written in (("optimizers", optimizer_table()), ("combinations", support_table())):
+        before, mark, rest = page.partition(BEGIN.format(name))
+        _, _, after = rest.partition(END)
+        page = f"{before}{mark}{written}{END}{after}"
+    return page
 
 
 def main() -> None:

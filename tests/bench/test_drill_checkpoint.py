@@ -25,6 +25,7 @@ def drill(folder: Path, *flags: object, limit: int) -> list[str]:
     return [cell.strip() for cell in done.stdout.splitlines()[-2].strip("|").split("|")][1:]
 
 
+@pytest.mark.slow
 def test_a_chain_of_two_kills_ends_as_the_unbroken_run(ops: Callable[[str], None], tmp_path: Path) -> None:
     kills, inside, *_, verified, equal, _ = drill(tmp_path / "drill", "--kills", 2, "--layouts", "zero2", "--seed", 4, limit=400)
     assert (kills, equal) == ("2", "1") and int(inside) >= 1 and int(verified) >= 2

@@ -36,10 +36,12 @@ def raw_script(out: str, zero: int, tp: int = 1, bf16: bool = True, frozen: bool
         "bf16": {"enabled": bf16},
     }
     settings["optimizer"] = more.pop("optimizer", settings["optimizer"])
+    own = {"optimizer": torch.optim.SGD(groups, lr=1e-2, momentum=0.9)} if settings["optimizer"] is None else {"model_parameters": groups}
+    settings = {key: value for key, value in settings.items() if value is not None}
     settings["zero_optimization"] |= more
     if tp > 1:
         settings["tensor_parallel"] = {"autotp_size": tp}
-    engine: Any = deepspeed.initialize(model=model, model_parameters=groups, config=settings, dist_init_required=False)[0]
+    engine: Any = deepspeed.initialize(model=model, config=settings, dist_init_required=False, **own)[0]
     generator = torch.Generator().manual_seed(dist.get_rank() // tp)
     for _ in range(2):
         ids = torch.randint(0, 67, (1, 16), generator=generator)
@@ -78,10 +80,23 @@ def test_shuffled_groups_are_read_in_their_own_order(pools, tmp_path):
     assert [tensor.name for tensor in master.blueprint.tensors] != list(whole)
 
 
-def test_an_optimizer_without_adams_moments_is_refused(pools, tmp_path):
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_optimizer_without_adams_moments_is_converted(pools, tmp_path, zero):
     """ds_to_universal ends with a KeyError."""
-    pools.run(1, raw_script, out=str(tmp_path / "raw"), zero=1, optimizer={"type": "SGD", "params": {"lr": 1e-2}})
-    with pytest.raises(Refusal, match="not Adam's exp_avg, exp_avg_sq"):
+    optimizer = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
+    whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=zero, optimizer=optimizer)[0]
+    step = open_step(tmp_path / "raw")
+    assert (step.layout.algorithm, step.layout.states, step.layout.scalars) == ("SGD", ("momentum_buffer",), ())
+    convert.reshape(tmp_path / "raw", tmp_path / "other", target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=3))
+    convert.to_hf(tmp_path / "other", tmp_path / "hf", check=True)
+    assert all(torch.equal(value.to(torch.bfloat16), whole[name]) for name, value in exported(tmp_path / "hf").items())
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_states_that_the_json_does_not_name_are_refused(pools, tmp_path, zero):
+    """A script made the optimizer itself, and the files do not say which it is."""
+    pools.run(1, raw_script, out=str(tmp_path / "raw"), zero=zero, optimizer=None)
+    with pytest.raises(Refusal, match="has optimizer states momentum_buffer, not AdamW's exp_avg, exp_avg_sq"):
         open_step(tmp_path / "raw")
 
 

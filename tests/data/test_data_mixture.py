@@ -32,6 +32,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"python={PYTHON}/**/*.txt@50; kernel={KERNEL}/**/*.rst.gz@30; bible={bible}@20"
 
 
+@pytest.mark.slow
 def test_shares_and_losses_of_three_real_domains(mixture: str, pools: Any, tmp_path: Path) -> None:
     """Shares hold after every batch; each domain's loss is in the metrics, they average to the loss, and a pipeline sees the same."""
     runs = []

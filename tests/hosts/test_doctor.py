@@ -277,7 +277,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     assert re.search(r"rank 1.*: (ended while|did not come)", text) and re.search(r"rank 2.*did not come", text), text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGKILL))])
 def test_a_stopped_doctor_leaves_nothing(tmp_path: Path, number: int) -> None:
     """Ctrl-C in its terminal, which all ranks get, or a signal to the command alone."""
     argv = [sys.executable, str(DOCTOR), "--out", "run", "--master_port", free_port()]

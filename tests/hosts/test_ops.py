@@ -205,7 +205,7 @@ print("weights", [round(value, 3) for value in weight.tolist()])
 """
 
 
-@pytest.mark.parametrize("signed", [True, False], ids=["by a host of this kind", "by plain DeepSpeed"])
+@pytest.mark.parametrize("signed", [pytest.param(True, id="by a host of this kind"), pytest.param(False, id="by plain DeepSpeed", marks=pytest.mark.slow)])
 def test_an_op_in_a_folder_that_is_not_ours_is_used_and_not_locked(tmp_path: Path, ops: Callable[[str], None], signed: bool) -> None:
     """On a disk that nobody can write, without a compiler, ninja or a lock."""
     ops("cpu_adam")
@@ -436,6 +436,7 @@ def without_wandb(folder: Path) -> list[str]:
     return [sys.executable, "-S", "-c", code, str(NANO)]
 
 
+@pytest.mark.slow
 def test_a_wish_for_wandb_without_its_package(tmp_path: Path, ops: Callable[[str], None]) -> None:
     """Typed it is a refusal; as the recipe's default it is one line, and the run is complete."""
     python, cache = without_wandb(tmp_path), str(op_cache.folder())

@@ -39,7 +39,7 @@ json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES")], open(f"dump_{o
 """
 
 
-@pytest.mark.parametrize("spawner", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("spawner", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_words_reach_every_rank_as_typed(tmp_path: Path, ops: Callable[[str], None], spawner: str) -> None:
     (tmp_path / "dump.py").write_text(DUMP)
     words = [*arbitrary_words(), BYTES]

@@ -262,7 +262,7 @@ DRAWN = st.tuples(blocks(), st.integers(0, 3), st.booleans())
 
 
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,), derandomize=True)
-@given(drawn=st.lists(DRAWN, min_size=12, max_size=12))
+@given(drawn=st.lists(DRAWN, min_size=6, max_size=6))
 def test_no_block_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
     check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn)
 

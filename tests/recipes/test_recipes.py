@@ -267,10 +267,8 @@ def test_recipe_trains_tiny(name, tmp_path, pools, ops):
     check_tiny(name, tmp_path / "run")
 
 
-STARTED = ("llama_nano_zero2",)  # by their commands in `make test`, the others in `make test-slow`
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in STARTED else pytest.mark.slow) for name in FILES])
+@pytest.mark.slow  # `make quickstart` and tests/launch start the smallest one
+@every_recipe
 def test_recipe_trains_tiny_by_its_command(name, tmp_path, ops):
     """`deepspeed --num_gpus 2 recipes/NAME.py --tiny --steps 3`, as a user starts it, without network."""
     wait_for_ops(name, ops)

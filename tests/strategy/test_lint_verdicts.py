@@ -97,7 +97,7 @@ def test_trainer_s_files_are_clean_where_trainer_fills_them(tmp_path: Path) -> N
 
 def test_the_support_table_is_the_rules() -> None:
     page = lint.README.read_text()
-    assert lint.support_table() in page and lint.with_table(page) == page
+    assert lint.support_table() in page and lint.optimizer_table() in page and lint.with_table(page) == page
     assert page.count(" (fails): ") > 20 and page.count(" (works): ") > 5 and page.count(" (ignored): ") > 10
 
 
