@@ -238,7 +238,7 @@ class Reader:
                 place, new = self.source.place(part, group, row), []
                 try:
                     if isinstance(value, UnicodeDecodeError):
-                        raise not_utf8(place, value)
+                        raise refuse(place, *not_utf8(value))
                     new = self.source.documents(value, place)
                 except Refusal as problem:
                     self.refuse_unless_skipped(problem)

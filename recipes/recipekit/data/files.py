@@ -134,11 +134,12 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
         else:
             names, values = _first_of_table(files[0], kind, columns)
     except UnicodeDecodeError as error:
-        raise not_utf8(place, error) from error
+        raise refuse(place, *not_utf8(error)) from error
     except (OSError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
         raise error if isinstance(error, Refusal) else unreadable(place, error) from error
     if names:
-        check_columns(request.task, columns, names, place)
+        if absent := absent_column(request.task, columns, names):
+            raise refuse(place, *absent)
         if request.as_rows:
             _check_sample({name: values[column] for name, column in zip(request.names, columns, strict=True) if column in values}, place)
         else:
@@ -255,23 +256,25 @@ def no_chats(dataset: str) -> Refusal:
     return refuse(f"--dataset {dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
 
 
-def decoded(value: bytes, place: str, errors: str = "strict") -> str:
-    try:
-        return value.decode("utf-8", errors).removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8(place, error) from error
+def decoded(value: bytes, errors: str = "strict") -> str:
+    """Decodes text of a file. Raises UnicodeDecodeError, which `not_utf8` puts into words."""
+    return value.decode("utf-8", errors).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-def not_utf8(place: str, error: UnicodeDecodeError) -> Refusal:
+def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
+    """Says what is wrong with text of another encoding: rule and fix of a refusal."""
     if error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return refuse(place, "is UTF-16, not UTF-8", f"convert the file (iconv -f utf-16 -t utf-8), or {SKIP}")
+        return "is UTF-16, not UTF-8", f"convert the file (iconv -f utf-16 -t utf-8), or {SKIP}"
     rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
-    return refuse(place, rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}")
+    return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}"
 
 
 def row_of(line: bytes, place: str) -> dict[str, Any]:
     """Parses a line of JSON. Raises `Refusal` if it is no object."""
-    text = decoded(line, place)
+    try:
+        text = decoded(line)
+    except UnicodeDecodeError as error:
+        raise refuse(place, *not_utf8(error)) from error
     try:
         row = json.loads(text)
         if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
@@ -284,12 +287,13 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
     return row
 
 
-def check_columns(task: str, columns: tuple[str, ...], names: Iterable[str], place: str) -> None:
-    """Raises `Refusal` if a column of the task is not among `names`."""
+def absent_column(task: str, columns: tuple[str, ...], names: Iterable[str]) -> tuple[str, str] | None:
+    """Finds a column of the task that is not among `names`: rule and fix of a refusal; None if all are there."""
     for flag, column in zip(TASKS[task].columns, columns, strict=True):
         if column not in names:
             fix = f"name the column with --{flag}; a single odd row: mend it, or {SKIP}"
-            raise refuse(place, f"has no column {column!r}, only {', '.join(map(repr, names))}", fix)
+            return f"has no column {column!r}, only {', '.join(map(repr, names))}", fix
+    return None
 
 
 def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> None:

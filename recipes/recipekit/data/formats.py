@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..refusal import Refusal, refuse
-from .files import decoded, digests, digests_of_classes, fingerprint, row_of, unreadable
+from .files import decoded, digests, digests_of_classes, fingerprint, not_utf8, row_of, unreadable
 from .packing import permutation
 from .remote import Patience, RemoteFile, Unreachable
 from .source import UNREADABLE, Document, Source, Wanted, holds_tokens
@@ -127,7 +127,11 @@ def text_source(
             yield [b"".join(_raw_lines(span))]
 
     def of_span(value: bytes, place: str) -> list[Document]:
-        return documents(decoded(value, place, errors), place)
+        try:
+            text = decoded(value, errors)
+        except UnicodeDecodeError as error:
+            raise refuse(place, *not_utf8(error)) from error
+        return documents(text, place)
 
     names = tuple(run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it" for run in runs)
     times = tuple(stat.st_mtime_ns for stat in stats)

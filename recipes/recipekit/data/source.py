@@ -8,8 +8,9 @@ from typing import Any
 import pyarrow as pa
 from datasets.exceptions import DatasetsError
 
+from ..refusal import refuse
 from ..tasks.facts import TASKS
-from .files import check_columns, check_value
+from .files import absent_column, check_value
 
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
 
@@ -73,7 +74,8 @@ class Wanted:
 
     def check(self, names: list[str], place: str) -> None:
         """Raises `Refusal` if a column is not among `names`."""
-        check_columns(self.task, self.columns, names, place)
+        if absent := absent_column(self.task, self.columns, names):
+            raise refuse(place, *absent)
 
     def are_tokens(self, schema: pa.Schema) -> bool:
         return not self.as_rows and self.columns[0] in schema.names and holds_tokens(schema.field(self.columns[0]).type)
