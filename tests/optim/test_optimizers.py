@@ -63,27 +63,34 @@ def test_every_name_of_the_schema_has_a_row_and_a_test() -> None:
 # What trains ------------------------------------------------------------------------------------------------------
 
 
-def kept(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, set[str]]]:
-    """Runs on every rank: the loop, and what the optimizer then keeps for its weights, by the kind of tensor it is."""
+def kept(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, Any]]:
+    """Runs on every rank: the loop, and what the optimizer then keeps for its weights, by the kind of tensor it is; the bytes, as they are and as planned."""
     import recipekit.train as loop
+    from recipekit.planner.show import rank_plan
 
-    found: dict[str, set[str]] = {"states": set(), "scalars": set()}
-    train_step = loop.train_step
+    found: dict[str, Any] = {"states": set(), "scalars": set()}
+    train_step, load_model = loop.train_step, loop.load_model
+
+    def planning(plan: Any, *rest: Any) -> Any:
+        found["planned"] = sum(term.size for term in rank_plan(plan, 0) if term.what.startswith("optimizer states"))
+        return load_model(plan, *rest)
 
     def watching(engine: Any, *rest: Any) -> Any:
         result = train_step(engine, *rest)
+        found["bytes"] = 0
         for weight, states in engine.basic_optimizer.state.items():
             for name, value in states.items():
                 whole = getattr(value, "shape", ()) == weight.shape and weight.dim() > 0
                 found["states" if whole else "scalars"].add(name)
                 assert not whole or value.element_size() == 4, f"{name} is not fp32"
+                found["bytes"] += value.untyped_storage().nbytes() if whole else 0
         return result
 
-    loop.train_step = watching
+    loop.train_step, loop.load_model = watching, planning
     try:
         return train(recipe, argv)[0], found
     finally:
-        loop.train_step = train_step
+        loop.train_step, loop.load_model = train_step, load_model
 
 
 def tensors(step: Path) -> dict[str, Any]:
@@ -96,7 +103,8 @@ def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_t
     results = pools.run(2, kept, recipe=recipe, argv=["--out", str(folder / "whole"), "--save_every", "2"])
     assert [code for code, _ in results] == [0, 0], results
     for _, found in results:
-        assert found == {"states": set(states_of(config)), "scalars": set(facts_of(config).scalars)}
+        assert (found["states"], found["scalars"]) == (set(states_of(config)), set(facts_of(config).scalars))
+        assert found["bytes"] == found["planned"], found
     second, last = (folder / "whole" / "checkpoints" / f"step_{number:08d}" for number in (2, 4))
     if convert_to:
         step, there, back = open_step(second), folder / "there", folder / "back"

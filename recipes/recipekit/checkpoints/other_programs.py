@@ -43,7 +43,8 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
     dtype = "bfloat16" if bf16 else "float16" if config.get("fp16", {}).get("enabled") else "float32"
     kind, sub_group_size = "torch" if dtype == "float32" else "FP16_UnfusedOptimizer", 10**18
     groups: list[int] = []
-    base = (model["optimizer"] or {}).get("optimizer_state_dict", model["optimizer"])
+    kept: dict[str, Any] = {"states": (), "scalars": ()}  # those of ZeRO-0 have no names: `reshape` refuses them
+    int_step = False
     if stage:
         saved = read(folder / f"{'bf16_' if bf16 else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
         kind = "BF16_Optimizer" if "zero_stage" not in saved else "DeepSpeedZeroOptimizer_Stage3" if stage == 3 else "DeepSpeedZeroOptimizer"
@@ -53,14 +54,13 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
             raise _undecided(folder, "was saved with zero_optimization.parameter_alignment", "save it once without")
         if isinstance(base, list):
             raise _undecided(folder, "was saved with zero_optimization.elastic_checkpoint", "save it once without")
+        states = next(iter(base["state"].values()), {})
+        kept, int_step = optimizer_of(config, set(states), folder), isinstance(states.get("step", 0), int)
         groups = (
             [number for number, group in enumerate(base["param_groups"]) for _ in group["params"]] if stage == 3 else list(range(len(base["param_groups"])))
         )
         if stage == 3:
             sub_group_size = int(config["zero_optimization"].get("sub_group_size", 10**9))
-    states = next(iter(base["state"].values()), {})
-    kept = optimizer_of(config, set(states), folder)
-    int_step = stage > 0 and isinstance(states.get("step", 0), int)
     layout = Layout(Mesh(dp=dp, tp=tp), stage, kind, dtype, sub_group_size=sub_group_size, int_step=int_step, **kept)
     blueprint = _blueprint(folder, model, layout, groups)
     _check_sizes(folder, blueprint, layout)
