@@ -35,6 +35,7 @@ from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
 from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal
 from recipekit.strategy import (
+    baseline,
     check,
     divisions,
     json_file,
@@ -96,8 +97,13 @@ def lint(
             problems += refusal.problems
     try:
         if name or recipe:
-            config, file, found = read(name or getattr(recipe, "ds_config", ""), path.resolve().parent if path else Path.cwd(), json_only)
-            problems += found
+            if recipe and recipe.engine != "deepspeed":
+                of_json = (replace(recipe, ds_config=name), frozenset({"ds_config"})) if name else (recipe, frozenset())
+                problems += baseline.check_engine(*of_json)
+                config, file = baseline.own_config(), Path(recipe.engine)
+            else:
+                config, file, found = read(name or getattr(recipe, "ds_config", ""), path.resolve().parent if path else Path.cwd(), json_only)
+                problems += found
     except Refusal as refusal:
         problems += refusal.problems
     if config is None:

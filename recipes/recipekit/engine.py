@@ -1,6 +1,7 @@
-"""What the loop, the checkpoints and our repairs call of the engine that trains a model; DeepSpeed's has all of it."""
+"""Names what the loop, the tasks, the checkpoints and the export call of the engine that trains a model."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -8,15 +9,16 @@ from torch import nn
 
 
 class Engine(Protocol):
-    """A model with its optimizer. Every rank has one, and calls it in the same order as the others."""
+    """Holds a model with its optimizer. Every rank has one, and calls it in the same order as the others.
+
+    A step is one `backward` and one `step` for each of its micro-batches. The engine divides each loss by their number and
+    takes the mean of the gradients over the data-parallel ranks; with the last micro-batch it clips them and changes the weights.
+    """
 
     device: torch.device
     module: nn.Module
-    optimizer: Any  # torch's, or DeepSpeed's around it; has `param_groups`
-    basic_optimizer: Any  # the one inside, which computes the update
-    mpu: Any  # the model-parallel groups, None where DeepSpeed's own are right
+    optimizer: Any  # has `param_groups`
     micro_batches: int  # of a step, under a pipeline
-    checkpoint_engine: Any  # reads and writes files
 
     def __call__(self, *inputs: Any, **named: Any) -> Any: ...
     def backward(self, loss: torch.Tensor) -> Any: ...
@@ -24,20 +26,18 @@ class Engine(Protocol):
     def train(self) -> Any: ...
     def eval(self) -> Any: ...
     def destroy(self) -> None: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
     def is_gradient_accumulation_boundary(self) -> bool: ...
     def get_global_grad_norm(self) -> Any: ...
-    def gradient_clipping(self) -> float: ...
 
     def train_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...  # a whole step of a pipeline
     def eval_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...
 
-    def save_checkpoint(self, save_dir: str, tag: str, save_latest: bool) -> Any: ...
-    def load_checkpoint(self, load_dir: str, tag: str) -> tuple[str | None, Any]: ...
-
-    # what is private to DeepSpeed 0.19.8: replaced, or asked for, where it has no other way
-    _global_grad_norm: Any
-    _take_model_step: Callable[..., None]
-    _copy_recovery_script: Callable[[str], None]
-    clip_fp32_gradients: Callable[[], None]
-
-    def _get_zero_ckpt_name(self, folder: str, tag: str) -> str: ...
+    # Calls a function once a step, between the last backward pass and the optimizer: every gradient is there, summed over
+    # the ranks and not yet clipped, and no weight has changed. What is added later acts earlier.
+    before_step: Callable[[Callable[[], None]], None]
+    # (step folder, blueprint, layout, whether a copy is to be written later) -> what this rank wrote, or is to write, and
+    # where: (None, file) or (value, file). A collective; it raises what a disk raises only when it has taken part in all of it.
+    save_states: Callable[[Path, Any, Any, bool], list[tuple[Any, Path]]]
+    # (step folder, blueprint, layout, whether a step has been taken): restores what `save_states` saved in this layout (a collective)
+    load_states: Callable[[Path, Any, Any, bool], None]

@@ -22,8 +22,8 @@ from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
 from .recipe import AXES, Recipe, check_recipe
 from .refusal import Problem, Refusal
 from .run_folder import find_resume
-from .strategy import check, divisions, json_file, resolve, shapes, swap
-from .strategy.numbers import degrees, literals
+from .strategy import baseline, check, divisions, json_file, resolve, shapes, swap
+from .strategy.numbers import degrees, enabled, literals
 from .tasks.facts import TASKS, Facts, own_fields
 
 TINY_SEQ_LEN = 128
@@ -54,6 +54,13 @@ class Plan:
         return self.recipe.global_batch // (self.mesh.dp * self.recipe.micro_batch)
 
     @property
+    def precision(self) -> str:
+        """What the model computes in: fp32, bf16 or fp16."""
+        if self.recipe.engine != "deepspeed":
+            return self.recipe.precision
+        return next((name for name in ("bf16", "fp16") if enabled(self.ds_config, name)), "fp32")
+
+    @property
     def last_step(self) -> int:
         """The step that this start ends after."""
         return self.recipe.stop_at or self.recipe.steps
@@ -68,9 +75,12 @@ def make_plan(command: Command) -> Plan:
     recipe = recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)  # that it is none has been told
     problems += _check_read(recipe, command.typed)
     problems += check_environment(os.environ) if recipe.deterministic else []
-    config, path = {}, None
-    with collecting(problems):
-        config, path = json_file.load(recipe.ds_config, command.folder)
+    problems += baseline.check_engine(recipe, command.typed)
+    notes += baseline.say_engine(recipe, command.typed)
+    config, path = ({}, None) if recipe.engine == "deepspeed" else (baseline.own_config(), None)
+    if not config:
+        with collecting(problems):
+            config, path = json_file.load(recipe.ds_config, command.folder)
     recipe, written = _merge_json(recipe, config, command.typed, notes)
     bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
     model_config = _config_of_model(recipe.model, recipe.task, command.tiny, bytes_only, notes, problems)
@@ -318,7 +328,11 @@ ACCELERATE = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed_config_file", (), "write --deepspeed_config FILE after the recipe's file"),
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer_device", ("none",), "write --deepspeed_config zero2_cpu.json or zero3_nvme.json"),
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", ("none",), "write --deepspeed_config zero3_cpu.json or zero3_nvme.json"),
-    "ACCELERATE_USE_FSDP": ("use_fsdp", ("false",), "ZeRO-3 divides a model alike: --deepspeed_config zero3.json"),
+    "ACCELERATE_USE_FSDP": (
+        "use_fsdp",
+        ("false",),
+        "write --engine fsdp2 after the recipe's file, or --deepspeed_config zero3.json, which divides a model alike",
+    ),
     "ACCELERATE_USE_MEGATRON_LM": ("use_megatron_lm", ("false",), "write --tp and --pp after the recipe's file"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "a recipe compiles nothing"),
 }

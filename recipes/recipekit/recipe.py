@@ -15,6 +15,9 @@ def _say(help: str, default: Any, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
+ENGINES = ("deepspeed", "ddp", "fsdp2")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One training run. Every plain field (number, string, switch) is a command-line flag of the same name."""
@@ -45,7 +48,9 @@ class Recipe:
     checkpoint_every: int = _say("with activation_checkpointing: recompute every N-th layer", 1)
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
-    tp: int = _say("tensor parallel degree", 1, group="layout")
+    engine: str = _say("what trains: DeepSpeed, or torch's own DDP or FSDP2, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
+    precision: str = _say("of ddp and fsdp2, whose weights are kept in fp32: what they compute in", "bf16", choices=("bf16", "fp32"))
+    tp: int = _say("tensor parallel degree", 1)
     pp: int = _say("pipeline parallel degree", 1)
     sp: int = _say("sequence parallel degree: each rank holds 1 / sp of every row, and of the attention heads; for long rows", 1)
     ep: int = _say("expert parallel degree: each data-parallel rank holds 1 / ep of the experts of a layer, and the tokens travel", 1)

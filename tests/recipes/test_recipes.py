@@ -87,7 +87,8 @@ def hardware_row(name: str) -> str:
     """Its row of README.md's table."""
     recipe = load(name).RECIPE
     mesh = make_mesh(num_gpus(name), tp=recipe.tp, pp=recipe.pp, sp=recipe.sp, ep=recipe.ep)
-    return f"| `{name}` | {recipe.ds_config} | {mesh} | {needs(name)} |"
+    strategy = recipe.ds_config if recipe.engine == "deepspeed" else f"none: {recipe.engine}"
+    return f"| `{name}` | {strategy} | {mesh} | {needs(name)} |"
 
 
 def section(title: str, page: str) -> str:

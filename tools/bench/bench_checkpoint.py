@@ -211,8 +211,8 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.model.build import build_model
     from recipekit.model.weights import fetch_config
     from recipekit.optim.groups import parameter_groups
-    from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
     from recipekit.parallel.groups import Groups
+    from recipekit.runtime.deepspeed_engine import repaired
     from recipekit.runtime.facts import layout_of
     from recipekit.runtime.start import start
     from recipekit.tasks.find import task_called
@@ -223,8 +223,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     built = build_model(plan.recipe, plan.model_config or fetch_config(plan.recipe.model), groups, plan.ds_config, device)
     trained: Any = parameter_groups(built.model)
     engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, dist_init_required=False)[0]
-    undo_hidden_step(engine)
-    keep_grad_norm(engine)
+    repaired(engine)
     layout, folder, plain = layout_of(plan, engine, built), plan.out / CHECKPOINTS, engine.checkpoint_engine
     savers = {kind: Saver(engine, folder, built.blueprint, layout, 0, kind == "background", lambda folder: None) for kind in ("at_once", "background")}
     stream = open_stream(request_of(plan.recipe), load_tokenizer(plan.recipe.model, plan.recipe.tokenizer), dp=plan.mesh.dp, dp_rank=groups.coords["dp"])
@@ -235,7 +234,6 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
             engine.checkpoint_engine = plain
             engine.save_checkpoint(str(folder), tag=f"step_{step:08d}")
         elif kind != "none":
-            engine.checkpoint_engine = savers[kind].files
             savers[kind].save({"step": step, "tokens": 0, "data": None, "export_dtype": "bfloat16"})
 
     def steps() -> None:

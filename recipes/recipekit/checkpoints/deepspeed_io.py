@@ -1,14 +1,17 @@
 """Stands between DeepSpeed and its files: keeps what DeepSpeed saves, and reads what it loads."""
 
+import contextlib
 import copy
 import importlib
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from ..parallel.blueprint import Layout
 from . import torch_files
 
 
@@ -85,6 +88,59 @@ class _Memory:
         if type(value) is tuple:
             return tuple(self.copied(item) for item in value)
         return copy.deepcopy(value)
+
+
+@dataclass
+class DeepSpeedStates:
+    """Saves and loads the states of an engine of DeepSpeed, as `Engine` asks; a blueprint is not needed."""
+
+    made: Any  # by deepspeed.initialize
+    files: DeepSpeedFiles = field(default_factory=DeepSpeedFiles)
+
+    def save(self, step: Path, blueprint: Any, layout: Layout, background: bool) -> list[tuple[Any, Path]]:
+        """Lets DeepSpeed write its files into a step folder; in the background they are copies, still to be written."""
+        # it would copy a script into the staging folder, which is removed; and a full disk would end rank 0 amid collectives
+        self.made._copy_recovery_script = lambda _: None
+        self.files.snapshots, self.made.checkpoint_engine = background, self.files
+        self.made.save_checkpoint(str(step.parent), tag=step.name, save_latest=False)
+        return self.files.take()
+
+    def load(self, step: Path, blueprint: Any, layout: Layout, begun: bool) -> None:
+        """Lets DeepSpeed load its files, and mends what DeepSpeed 0.19.8 restores wrongly."""
+        optimizer = self.made.optimizer
+        clipping = getattr(optimizer, "clip_grad", None)
+        own = self.made._get_zero_ckpt_name(str(step.parent), step.name) if layout.zero_stage else ""
+        if layout.swapped:
+            _restore_swapped(optimizer, Path(own), layout)
+        self.made.checkpoint_engine = DeepSpeedFiles(own)
+        with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
+            path, _ = self.made.load_checkpoint(str(step.parent), tag=step.name)
+        assert path is not None, f"DeepSpeed did not load {step}"
+        if not begun and not layout.swapped:
+            getattr(optimizer, "optimizer", optimizer).state.clear()  # zeros: an optimizer's first states may be others
+        if clipping is not None:
+            optimizer.clip_grad = clipping  # the saved one came back, though the user may have changed it
+
+
+def _restore_swapped(optimizer: Any, file: Path, layout: Layout) -> None:
+    """Restores what DeepSpeed does not restore with NVMe offload; call it before the engine's `load_checkpoint`.
+
+    DeepSpeed 0.19.8 (engine.py) copies the swap files back, makes the 16-bit weights of all masters anew, and reads nothing
+    else. Small flat tensors, which are not swapped, keep their first values; step counts and learning rates are lost; and
+    moments in swap files are ignored, since a new optimizer has no moments. So this function gives the optimizer moments of
+    one element, expanded to the width of the file, which DeepSpeed then reads from the file.
+    """
+    saved = read_pickle(file)["optimizer_state_dict"]
+    for group, numbers in zip(optimizer.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
+        group.update({key: value for key, value in numbers.items() if key != "params"})
+    states = saved["optimizer_state_dict"]["state"].values()
+    for number, (flat, master, state) in enumerate(zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], states, strict=True)):
+        optimizer.optimizer.state[flat]["step"] = state["step"]
+        for role in layout.states:
+            swapped = torch.empty(1).expand(int(optimizer.fp16_partitioned_groups_flat_numel[number]))
+            optimizer.optimizer.state[flat][role] = state[role].clone() if master.numel() else swapped
+        if master.numel():
+            flat.data.copy_(master)
 
 
 _SAFE: list[Any] = [*((kind, kind.place) for kind in torch_files.STANDS), (torch_files.member, "builtins.getattr")]

@@ -1,6 +1,5 @@
 """Finds the newest complete checkpoint, and loads it into an engine."""
 
-import contextlib
 import json
 import os
 import random
@@ -18,7 +17,7 @@ from ..parallel.groups import waiting_group
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS
 from . import convert, copying, manifest
-from .deepspeed_io import DeepSpeedFiles, read_pickle
+from .deepspeed_io import read_pickle
 from .manifest import BLUEPRINT, MANIFEST, STATE
 from .state import SavedState, State
 
@@ -97,52 +96,18 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
         dist.broadcast_object_list(failed, group=waiting_group())
         if failed[0]:
             raise refuse(f"resume from {step}", failed[0], "free space there, or start with the layout it was written in")
-    optimizer = engine.optimizer
-    before = [dict(group) for group in optimizer.param_groups]
-    clipping = getattr(optimizer, "clip_grad", None)
-    zero = layout.zero_stage > 0
-    own = engine._get_zero_ckpt_name(str(source.parent), source.name) if zero else ""
-    if layout.swapped:
-        _restore_swapped(optimizer, Path(own), layout)
-    engine.checkpoint_engine = DeepSpeedFiles(own)
-    with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
-        path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
-    assert path is not None, f"DeepSpeed did not load {source}"
-    for group, own in zip(optimizer.param_groups, before, strict=True):
-        # DeepSpeed restores the saved numbers, though the user may have changed them (--resume PATH), and only those that the
+    before = [dict(group) for group in engine.optimizer.param_groups]
+    engine.load_states(source, blueprint, layout, state["step"] > 0)
+    for group, own in zip(engine.optimizer.param_groups, before, strict=True):
+        # an engine may restore the saved numbers, though the user may have changed them (--resume PATH), and only those that the
         # optimizer of the other layout had
         group.update({key: value for key, value in own.items() if key not in ("params", "lr", "initial_lr", "step") or key not in group})
-    if not state["step"] and not layout.swapped:
-        getattr(optimizer, "optimizer", optimizer).state.clear()  # zeros: an optimizer's first states may be others
-    if clipping is not None:
-        optimizer.clip_grad = clipping
     if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
         restore_generator_states(read_pickle(generators))
     dist.barrier(waiting_group())
     if not same and dist.get_rank() == 0:
         shutil.rmtree(scratch)
     return state
-
-
-def _restore_swapped(optimizer: Any, file: Path, layout: Layout) -> None:
-    """Restores what DeepSpeed does not restore with NVMe offload; call it before the engine's `load_checkpoint`.
-
-    DeepSpeed 0.19.8 (engine.py) copies the swap files back, makes the 16-bit weights of all masters anew, and reads nothing
-    else. Small flat tensors, which are not swapped, keep their first values; step counts and learning rates are lost; and
-    moments in swap files are ignored, since a new optimizer has no moments. So this function gives the optimizer moments of
-    one element, expanded to the width of the file, which DeepSpeed then reads from the file.
-    """
-    saved = read_pickle(file)["optimizer_state_dict"]
-    for group, numbers in zip(optimizer.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
-        group.update({key: value for key, value in numbers.items() if key != "params"})
-    states = saved["optimizer_state_dict"]["state"].values()
-    for number, (flat, master, state) in enumerate(zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], states, strict=True)):
-        optimizer.optimizer.state[flat]["step"] = state["step"]
-        for role in layout.states:
-            swapped = torch.empty(1).expand(int(optimizer.fp16_partitioned_groups_flat_numel[number]))
-            optimizer.optimizer.state[flat][role] = state[role].clone() if master.numel() else swapped
-        if master.numel():
-            flat.data.copy_(master)
 
 
 def restore_generator_states(generators: dict[str, Any]) -> None:

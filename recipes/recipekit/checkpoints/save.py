@@ -23,7 +23,6 @@ from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import waiting_group
 from ..refusal import Refusal, Say, refuse
 from . import copying, manifest, tensor_files
-from .deepspeed_io import DeepSpeedFiles
 from .digest import add
 from .manifest import BLUEPRINT, STATE
 from .places import expected_bytes
@@ -51,11 +50,6 @@ class Saver:
     write_hf_files: Callable[[Path], None]
 
     def __post_init__(self) -> None:
-        self.files = DeepSpeedFiles()
-        self.files.snapshots = self.in_background
-        self.engine.checkpoint_engine = self.files
-        # it would copy a script into the staging folder, which is removed; and a full disk would end rank 0 amid collectives
-        self.engine._copy_recovery_script = lambda _: None
         self.thread: threading.Thread | None = None
         self.written = threading.Event()  # this rank's part of a save in the background is written, or has failed
         self.error: str = ""
@@ -79,8 +73,7 @@ class Saver:
         self._agree()
         content: list[tuple[Any, Path]] = []
         with failures():
-            self.engine.save_checkpoint(str(staging), tag=tag, save_latest=False)
-            content = self.files.take()
+            content = self.engine.save_states(staging / tag, self.blueprint, self.layout, self.in_background)
         self._agree()
         generators = generator_states()
 

@@ -54,7 +54,7 @@ def read_subject(recipe: Path | None, flags: list[str], out: Path | None, world:
     out = command.out
     config: dict[str, Any] = {}
     with contextlib.suppress(Refusal):  # `make_plan` reports what is wrong with the JSON
-        config = json_file.load(command.recipe.ds_config, command.folder)[0]
+        config = json_file.load(command.recipe.ds_config, command.folder)[0] if command.recipe.engine == "deepspeed" else {}
     try:
         plan = make_plan(command)
         return Subject(out, command, plan, [], plan.ds_config)

@@ -1,5 +1,6 @@
-"""From a model's config and weights to a model that DeepSpeed can train: built part by part, never whole on one rank."""
+"""From a model's config and weights to a model that an engine can train: built part by part, never whole on one rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ import deepspeed
 import torch
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..engine import Engine
@@ -30,12 +32,14 @@ from .weights import Weights, open_weights
 
 @dataclass(frozen=True)
 class Built:
-    """What `deepspeed.initialize` gets: the model, or this rank's pipeline stages of it.
+    """What an engine gets: the model, or this rank's pipeline stages of it.
 
     `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what it wraps; `cuts` says
     which of them are tensor-parallel shards and how. `weights` are the files they were read from, None after a random init.
+    `architecture` is the name of the model's class in transformers.
     """
 
+    architecture: str
     models: list[PreTrainedModel]  # an adapter's wrapper, if the recipe has one
     cuts: dict[str, Cut]
     names: dict[int, str]
@@ -49,18 +53,27 @@ class Built:
         return self.models[0]
 
 
-def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | None, ds_config: dict[str, Any], device: torch.device) -> Built:
+def build_model(
+    recipe: Recipe,
+    model_config: dict[str, Any],
+    groups: Groups | None,
+    ds_config: dict[str, Any],
+    device: torch.device,
+    divide: Callable[[nn.Module], Any] | None = None,
+) -> Built:
     """Builds the model of a recipe: its weights drawn or read, cut to this rank's stages and tensor shard and, under ZeRO-3, partitioned.
 
     Without `groups` the whole model is built on one process.
 
     The weights are filled in one part (a layer, an embedding) after the other, so that no rank ever holds more than one
-    whole part besides what it keeps. A collective under ZeRO-3. Raises `Refusal` when the files do not hold every parameter.
+    whole part besides what it keeps. `divide`, if given, is called with each layer when that is filled, and with the model at
+    the end. A collective under ZeRO-3 and with `divide`. Raises `Refusal` when the files do not hold every parameter.
     """
     dtype = torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
     facts = TASKS[recipe.task]
     empty = partial(empty_model, model_config, recipe.attention, recipe.model, recipe.recompute_every, facts.auto_class)
     whole = empty()
+    architecture = type(whole).__name__  # `divide` may give the model another class
     if groups and groups.mesh.sp > 1:
         sequence.apply(whole, recipe.attention, recipe.seq_len, groups)
     if groups and groups.mesh.ep > 1:
@@ -91,7 +104,7 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
         if tp_mesh:
             here = {pattern: style for pattern, style in plans.tp.items() if pattern not in names}
             cuts |= tensor_parallel.apply(model, tp_mesh, replace(plans, tp=here), summed)
-        fill(model, recipe.seed, groups, ds_config, device, dtype, cuts, weights)
+        fill(model, recipe.seed, groups, ds_config, device, dtype, cuts, weights, divide)
         filled |= dict(model.named_parameters())
     by_id = {id(parameter): name for name, parameter in filled.items()}
     if recipe.adapt is not None:
@@ -106,7 +119,7 @@ def build_model(recipe: Recipe, model_config: dict[str, Any], groups: Groups | N
         blueprint = draft(models[0], replace(published_plans(models[0]), no_decay=plans.no_decay))
     elif weights is not None and not recipe.num_labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
-    return Built(models, cuts, by_id, weights, split, blueprint, plans)
+    return Built(architecture, models, cuts, by_id, weights, split, blueprint, plans)
 
 
 def refuse_adapter(model: nn.Module, groups: Groups | None) -> None:
@@ -135,7 +148,8 @@ def check_weights(engine: Engine, built: Built, groups: Groups, samples: int = 8
             assert groups.tp_mesh is not None
             expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh).cpu()  # DTensor cuts on the device of its mesh
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            same = torch.equal(parameter.detach().cpu(), expected)
+            value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # of FSDP2
+            same = torch.equal(value.detach().cpu(), expected)
         if not same:
             raise refuse(name, "in the engine differs from the model's files", "this is a bug in loading; report it with the model and the versions")
     return len(chosen)

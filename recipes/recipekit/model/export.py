@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..architectures import safetensors_files
 from ..engine import Engine
@@ -40,6 +41,7 @@ def _joined(model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype) 
             master = safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             value = (parameter if master is None else master).detach()
+            value = value.full_tensor() if isinstance(value, DTensor) else value  # of FSDP2
             cut = built.cuts.get(built.names.get(id(parameter), ""))
             if cut is not None:
                 assert groups.tp_mesh is not None
@@ -114,7 +116,7 @@ def save_small_files(built: Built, processor: Any, dtype: torch.dtype, folder: P
     config.dtype = dtype
     if getattr(config, "use_cache", None) is False:  # `construct` switched it off
         config.use_cache = True
-    config.architectures = [type(model).__name__]
+    config.architectures = [built.architecture]
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

@@ -3,7 +3,8 @@
 import ctypes
 import hashlib
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import deepspeed
@@ -29,12 +30,17 @@ def fill(
     dtype: torch.dtype,
     cuts: dict[str, Cut],
     weights: Weights | None,
+    divide: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Gives every parameter that is still on the meta device its value: drawn from `seed`, or read from `weights`."""
+    """Gives every parameter that is still on the meta device its value: drawn from `seed`, or read from `weights`.
+
+    `divide` is called with each layer that is filled, and with the model at the end.
+    """
     tp_mesh = groups.tp_mesh if groups else None
     names = {id(module): name for name, module in model.named_modules()}
     zero3 = groups is not None and ds_config["zero_optimization"]["stage"] == 3
     swapper = None
+    layers = layers_of(model) if divide else []
     _return_freed_blocks(True)
     for part, deep in parts(model):
         unfilled = [(name, parameter) for name, parameter in own_parameters(part, deep, names[id(part)]) if parameter.device.type == "meta"]
@@ -58,10 +64,15 @@ def fill(
             if zero3:
                 assert groups is not None
                 swapper = partition(filled, ds_config, groups, swapper)
+            del filled
+        if divide and any(part is layer for layer in layers):
+            divide(part)
     _return_freed_blocks(False)
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         buffer.data = (weights.whole(name).to(buffer.dtype) if weights and name in persistent else buffer.data).to(device)
+    if divide:
+        divide(model)
 
 
 def parts(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
@@ -79,6 +90,15 @@ def parts(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
                 yield element, True
         else:
             yield from parts(child)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Lists the elements of the outermost ModuleLists that have parameters, and share none with the rest of the model."""
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    lists = [child for part, deep in parts(model) if not deep for child in part.children() if isinstance(child, nn.ModuleList)]
+    listed = [element for elements in lists for element in elements]
+    own = [Counter(id(parameter) for _, parameter in layer.named_parameters(remove_duplicate=False)) for layer in listed]
+    return [layer for layer, found in zip(listed, own, strict=True) if found and all(owners[key] == count for key, count in found.items())]
 
 
 def own_parameters(part: nn.Module, deep: bool, prefix: str) -> list[tuple[str, nn.Parameter]]:

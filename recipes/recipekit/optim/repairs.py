@@ -1,17 +1,32 @@
 """What we mend in DeepSpeed around the optimizer's step: this file and `train_step` are all that changes weights."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import nn
 
-from ..engine import Engine
 from ..parallel import expert
 
 
-def undo_hidden_step(engine: Engine) -> None:
+class DeepSpeedEngine(Protocol):
+    """Names what our repairs use of DeepSpeed 0.19.8's engine, its private parts included: it has no other way."""
+
+    device: torch.device
+    module: nn.Module
+    optimizer: Any  # torch's, or DeepSpeed's around it
+    basic_optimizer: Any  # the one inside, which computes the update
+    mpu: Any  # the model-parallel groups, None where DeepSpeed's own are right
+    _global_grad_norm: Any
+    _take_model_step: Callable[..., None]
+    clip_fp32_gradients: Callable[[], None]
+
+    def gradient_clipping(self) -> float: ...
+
+
+def undo_hidden_step(engine: DeepSpeedEngine) -> None:
     """Makes step 1 the first one that the optimizer takes.
 
     DeepSpeed 0.19.8 allocates the states of its ZeRO-0 mixed-precision optimizer by a step with zero gradients
@@ -26,7 +41,7 @@ def undo_hidden_step(engine: Engine) -> None:
                     master.copy_(weight)
 
 
-def before_step(engine: Engine, act: Callable[[], None]) -> None:
+def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:
     """Calls `act` once a step, between the last backward pass and the optimizer: every gradient is there, summed over the ranks, and nothing has changed yet.
 
     The only such place that DeepSpeed 0.19.8 has under every ZeRO stage and under a pipeline. What is added later acts earlier.
@@ -40,7 +55,7 @@ def before_step(engine: Engine, act: Callable[[], None]) -> None:
     engine._take_model_step = acting
 
 
-def keep_grad_norm(engine: Engine) -> None:
+def keep_grad_norm(engine: DeepSpeedEngine) -> None:
     """Computes the gradient norm and clips by it, in the two cases where DeepSpeed 0.19.8 does not.
 
     It has no norm with a plain optimizer (fp32, ZeRO-0). Under a pipeline its clipping counts, in the stages behind the
@@ -62,7 +77,7 @@ def keep_grad_norm(engine: Engine) -> None:
     engine.clip_fp32_gradients = lambda: None
 
 
-def grad_norm(engine: Engine) -> torch.Tensor:
+def grad_norm(engine: DeepSpeedEngine) -> torch.Tensor:
     """Computes the norm of all gradients, each parameter counted once over the tensor, pipeline and expert ranks (a collective)."""
     first = engine.mpu is None or engine.mpu.get_tensor_model_parallel_rank() == 0
     squares = torch.zeros((), dtype=torch.float64, device=engine.device)

@@ -6,6 +6,7 @@ of DeepSpeed 0.19.8, found in its sources and held against the live storages of 
 for NVMe's. Activations are not among them.
 """
 
+import re
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,6 +18,7 @@ from .pinned import ROUNDED_UP_TO, pinned_bytes
 from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term
 
 LOGIT_BYTES = 12  # fp32 log-softmax, its gradient and that of the logits, alive together when the loss's backward begins
+LAYER = re.compile(r"(?:[a-z_]\w*\.)*?\d+\.")  # the beginning of a parameter's name, up to the number of the outermost list's element
 REDUCE_AT_ONCE = 500_000_000  # elements that the engine sums in one go without ZeRO-2 or -3 (engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 
 
@@ -30,6 +32,8 @@ class Load:
     vocabulary: int
     background: bool = False  # a save in the background keeps a copy of the states
     adapted: bool = False  # what is trained is an adapter, whose weights peft makes in fp32: ZeRO-3 leaves them so
+    engine: str = "deepspeed"  # or one of torch's: ddp, fsdp2
+    half: bool = False  # one of torch's computes in two bytes
     exact_pins: bool = True  # torch's pinned allocator rounds up to ROUNDED_UP_TO only, and keeps no larger block that was freed
 
 
@@ -55,7 +59,11 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
     groups, frozen = groups_of(tensors, layout)
     zero = ds_config.get("zero_optimization", {})
     of_class = {"torch": _plain, "FP16_UnfusedOptimizer": _unfused, "BF16_Optimizer": _bf16, "DeepSpeedZeroOptimizer": _zero_1_2}
-    if zero.get("stage", 0) == 3:
+    if load.engine == "ddp":
+        terms = _ddp(groups, frozen, ds_config, load)
+    elif load.engine == "fsdp2":
+        terms = _fsdp2(tensors, layout.mesh.dp, ds_config, load)
+    elif zero.get("stage", 0) == 3:
         persistent = [numel for numel in _numels(tensors, layout.mesh.tp) if numel <= zero.get("stage3_param_persistence_threshold", 100_000)]
         terms = _zero_3(groups, frozen, persistent, ds_config, load)
     else:
@@ -83,6 +91,52 @@ def _plain(groups: list[Group], frozen: list[int], ds_config: dict[str, Any], lo
         Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, numels)),
         Term(ACCELERATOR, "copy of the gradients that are summed", _copied(groups, 4, 0), (REDUCE,)),
         _temporaries(ds_config, [group.numel for group in groups]),
+    ]
+
+
+def _ddp(groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load: Load) -> list[Term]:
+    """DDP of torch: whole fp32 weights, and gradients that are views of its buckets from the end of the first step on.
+
+    In the first step autograd's own gradients lie beside the buckets. Autocast makes 2-byte copies of the matrices, which
+    autograd keeps until their backward.
+    """
+    numels = [numel for group in groups for numel in group.numels]
+    own = sum(numels) if load.accumulation > 1 else max(numels, default=0)
+    return [
+        Term(ACCELERATOR, "parameters, fp32", 4 * (sum(numels) + sum(frozen))),
+        Term(ACCELERATOR, "gradients, fp32, in the buckets", 4 * sum(numels)),
+        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, numels)),
+        Term(ACCELERATOR, "gradients of the first step, beside the buckets, fp32", 4 * own, (BACKWARD, REDUCE)),
+        Term(ACCELERATOR, "copies of the matrices, bf16", 2 * (sum(numels) + sum(frozen)) if load.half else 0, (LOSS, BACKWARD), bound=True),
+        _temporaries(ds_config, [group.numel for group in groups]),
+    ]
+
+
+def _fsdp2(tensors: list[Tensor], ranks: int, ds_config: dict[str, Any], load: Load) -> list[Term]:
+    """FSDP2 of torch (fsdp/_fully_shard): each parameter's rows divided over the ranks, of which the first has the most.
+
+    A layer is gathered whole while it computes; what lies outside of the layers stays so from the forward pass to the end
+    of the backward pass, and its gradients with it. Gradients are summed in fp32, from a copy in a row of all of a layer.
+    """
+    kept = [tensor for tensor in tensors if not tensor.buffer]
+    part = {tensor.name: -(-tensor.shape[0] // ranks) * prod(tensor.shape[1:]) if tensor.shape else 1 for tensor in kept}
+    trained = [tensor for tensor in kept if tensor.group is not None]
+    layers: dict[str, int] = {}
+    for tensor in kept:
+        found = LAYER.match(tensor.name)
+        layers[found[0] if found else ""] = layers.get(found[0] if found else "", 0) + tensor.numel
+    root, layer, width = layers.pop("", 0), max(layers.values(), default=0), 2 if load.half else 4
+    by_group = [sum(part[tensor.name] for tensor in trained if tensor.group == group) for group in sorted({tensor.group or 0 for tensor in trained})]
+    return [
+        Term(ACCELERATOR, "parameters, fp32", 4 * sum(part.values())),
+        Term(ACCELERATOR, "gradients, fp32", 4 * sum(by_group), _held(load)),
+        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, by_group)),
+        Term(ACCELERATOR, "weights outside of the layers, gathered", width * root, (LOSS, BACKWARD, REDUCE)),
+        Term(ACCELERATOR, "their gradients", width * root, (BACKWARD, REDUCE)),
+        Term(ACCELERATOR, "copy of these that is summed, fp32", 4 * root, (REDUCE,)),
+        Term(ACCELERATOR, "the largest layer, gathered, its gradients, and their copy in fp32", (2 * width + 4) * layer, (BACKWARD,)),
+        Term(ACCELERATOR, "a further layer, gathered ahead", width * layer, (BACKWARD,), bound=True),
+        _temporaries(ds_config, by_group),
     ]
 
 

@@ -40,7 +40,10 @@ def show(plan: Plan) -> None:
     step, whole = arithmetic(recipe.facts, recipe.global_batch, recipe.seq_len, recipe.steps)
     print(f"batch    {step} a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation")
     print(f"schedule {recipe.steps} steps = {whole}")
-    print(f"JSON     {plan.ds_path or 'from the recipe'}, resolved:")
+    if recipe.engine != "deepspeed":
+        print(f"engine   {recipe.engine}, {recipe.precision}; it reads no JSON, and this is the same in DeepSpeed's words, without the precision:")
+    else:
+        print(f"JSON     {plan.ds_path or 'from the recipe'}, resolved:")
     print(json.dumps(plan.ds_config, indent=2))
     if drawn is None:
         print(f"memory   not known: {recipe.model} is neither shipped in recipes/recipekit/architectures/ nor on this machine")
@@ -126,6 +129,8 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
         vocabulary=classes,
         background=recipe.save_in_background,
         adapted=recipe.adapt is not None,
+        engine=recipe.engine,
+        half=recipe.engine != "deepspeed" and plan.precision != "fp32",
         exact_pins=pins_exactly(),
     )
     return blueprint, layout_of(mesh, blueprint, recipe.pipeline_schedule), load

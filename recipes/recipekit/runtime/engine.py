@@ -1,4 +1,4 @@
-"""The model of a run in DeepSpeed's engine, with our repairs of DeepSpeed, at the weights that training goes on from."""
+"""The model of a run in its engine, at the weights that training goes on from."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -20,15 +19,13 @@ from ..engine import Engine
 from ..model.build import Built, build_model, check_weights
 from ..model.export import export, save_small_files
 from ..model.weights import fetch_config, published_names, weights_folder
-from ..optim.groups import parameter_groups
-from ..optim.repairs import keep_grad_norm, undo_hidden_step
-from ..parallel import pipeline
-from ..parallel.blueprint import Blueprint, Layout, describe
+from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
 from ..refusal import Say
 from ..run_folder import CHECKPOINTS, EXPORT
 from ..task import Sums, Task
+from . import deepspeed_engine, torch_engine
 from .corpus import check_data
 from .facts import export_dtype, layout_of
 
@@ -87,10 +84,11 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
         check_data(recipe, task, processor, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
     if unknown := task.check(model_config, recipe.attention, recipe.model):
         say(unknown)
-    built = build_model(recipe, model_config, groups, plan.ds_config, device)
+    divide = torch_engine.divider(groups, recipe.precision, device.type) if recipe.engine == "fsdp2" else None
+    built = build_model(recipe, model_config, groups, plan.ds_config, device, divide)
     domains = len(domains_of(recipe.dataset))
     sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if domains > 1 else None)
-    engine = make_engine(plan, built, groups, partial(loss, sums), say)
+    engine = make_engine(plan, built, groups, device, partial(loss, sums), say)
     set_time_limit(limit)
     compared = check_weights(engine, built, groups)
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
@@ -106,17 +104,9 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
     return Loaded(plan, task, groups, model_config, processor, built, engine, blueprint, layout, state, sums)
 
 
-def make_engine(plan: Plan, built: Built, groups: Groups, loss: Callable[..., torch.Tensor], say: Say) -> Engine:
-    """DeepSpeed's engine around the built model, under a pipeline around this rank's stages, with our repairs (a collective)."""
-    schedule = plan.recipe.pipeline_schedule
-    model: Any = built.model
-    if built.split is not None:
-        say(f"pipeline, {schedule}: {describe(built.blueprint, built.split.bounds)}")
-        model = pipeline.assemble(built.models, groups, loss, schedule, built.split.num_stages)
-        pipeline.share(model, groups)
-    trained: Any = parameter_groups(model, built.plans.no_decay)  # a list of groups, which DeepSpeed takes but does not annotate
-    made: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]
-    engine: Engine = made
-    undo_hidden_step(engine)
-    keep_grad_norm(engine)
-    return engine
+def make_engine(plan: Plan, built: Built, groups: Groups, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Engine:
+    """Makes the recipe's engine around the built model (a collective)."""
+    recipe = plan.recipe
+    if recipe.engine == "deepspeed":
+        return deepspeed_engine.make(built, groups, plan.ds_config, loss, recipe.pipeline_schedule, say)
+    return torch_engine.make(built, groups, recipe.engine, recipe.precision, plan.ds_config, device)

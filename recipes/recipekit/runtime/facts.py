@@ -70,7 +70,7 @@ def device_name() -> str:
 def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
     """Returns the source model's dtype, or the training dtype for a model trained from scratch."""
     if plan.recipe.init == "random":
-        return torch.bfloat16 if enabled(plan.ds_config, "bf16") else torch.float32
+        return torch.bfloat16 if plan.precision == "bf16" else torch.float32
     return getattr(torch, model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
 
 

@@ -1,0 +1,95 @@
+"""Saves and loads a model that torch alone trains, in the files of ZeRO-0: whole tensors, and torch's optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..parallel.blueprint import Blueprint, Layout
+from .create import Carried, create, read_carried
+from .places import holders
+from .tensor_files import BITS, TensorFiles, open_checkpoint
+
+
+def save(
+    step: Path, blueprint: Blueprint, layout: Layout, kept: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, counts: dict[str, Any]
+) -> list[tuple[None, Path]]:
+    """Gathers one tensor after the other, which the first rank writes; returns the files that this rank wrote (a collective).
+
+    `kept`: name -> parameter or buffer. Raises what the disk raises, on the first rank only, after the last tensor: the others wait there.
+    """
+    writes = torch.distributed.get_rank() == 0
+    file, failure = next(holders(blueprint, layout)).model_file(), None
+    opened: TensorFiles | None = None
+    if writes:
+        try:
+            create(step, blueprint, layout, Carried(_numbers(optimizer), _scalars(optimizer, layout), counts))
+            opened = open_checkpoint(step, blueprint, layout, writable=True)
+        except (OSError, RuntimeError) as error:
+            failure = error
+    for tensor, role, part in _pieces(blueprint, layout, kept, optimizer):
+        whole = part.full_tensor() if isinstance(part, DTensor) else part
+        if opened is not None and failure is None:
+            try:
+                opened.write(tensor, role, 0, _bits(whole.detach()))
+            except OSError as error:
+                failure = error
+    if opened is not None:
+        opened.close()
+    if failure is not None:
+        raise failure
+    return [(None, step / file)] if writes else []
+
+
+def load(step: Path, blueprint: Blueprint, layout: Layout, kept: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Reads what this rank holds of each tensor into `kept` and, where it is given, the optimizer; returns the counts of the step folder."""
+    carried = read_carried(step, blueprint, layout)
+    if optimizer is not None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            scalars = {name: torch.tensor(value) for name, value in carried.scalars.items()}
+            optimizer.state[parameter] = scalars | {role: torch.zeros_like(parameter) for role in layout.states}
+    opened = open_checkpoint(step, blueprint, layout)
+    for tensor, role, part in _pieces(blueprint, layout, kept, optimizer):
+        local, start = _own(part)
+        bits = opened.read(tensor, role, start, start + local.numel())
+        local.copy_(torch.from_numpy(bits).view(local.dtype).view(local.shape))
+    opened.close()
+    return carried.counts
+
+
+def _pieces(blueprint: Blueprint, layout: Layout, kept: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> Any:
+    """Yields (tensor, role, what holds it) of all that a step folder has, in the same order on every rank."""
+    for tensor in blueprint.tensors:
+        value = kept[tensor.name]
+        yield tensor, "weight" if tensor.group is None else "master", value
+        if optimizer is not None and tensor.group is not None:
+            for role in layout.states:
+                yield tensor, role, optimizer.state[value][role]
+
+
+def _own(part: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Returns this rank's memory of a tensor, and the element of the whole that it begins with. FSDP2 cuts rows as torch.chunk does."""
+    if not isinstance(part, DTensor):
+        return part.detach(), 0
+    local, ranks = part.to_local().detach(), part.device_mesh.size()
+    rows = -(-part.shape[0] // ranks) * part.device_mesh.get_local_rank()
+    return local, min(rows, part.shape[0]) * (part.numel() // max(1, part.shape[0]))
+
+
+def _bits(value: torch.Tensor) -> Any:
+    """Returns the elements as unsigned integers in row-major order, on the CPU."""
+    flat = value.cpu().contiguous().flatten()
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).numpy().view(BITS[flat.element_size()])
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Returns the numbers of each optimizer group: 0 decays, 1 does not (optim/groups.py)."""
+    groups = {group["name"]: {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups}
+    return {number: groups[name] for number, name in enumerate(("matrices", "vectors")) if name in groups}
+
+
+def _scalars(optimizer: torch.optim.Optimizer, layout: Layout) -> dict[str, float]:
+    """Returns what the optimizer counts; all its parameters have the same."""
+    state = next(iter(optimizer.state.values()))
+    return {name: float(state[name]) for name in layout.scalars}

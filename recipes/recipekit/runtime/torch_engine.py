@@ -1,0 +1,208 @@
+"""Trains with torch alone: its DistributedDataParallel, or its FSDP2 (`fully_shard`), behind the same seam as DeepSpeed's engine."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..checkpoints import torch_io
+from ..engine import Engine
+from ..model.build import Built
+from ..optim.groups import parameter_groups
+from ..parallel.groups import Groups
+
+PIECE = 1 << 24  # elements of a gradient that are squared in fp64 at a time
+
+
+@dataclass(eq=False)
+class TorchEngine:
+    """Holds a model with torch's optimizer, whose fp32 weights are their own masters.
+
+    `called` is what computes: `module` itself under FSDP2, or DDP's wrapper of it. `autocast` is DDP's mixed precision; FSDP2
+    has its own policy. The number of micro-batches of a step is `accumulation`, `clipping` the largest norm (0: any).
+    """
+
+    module: nn.Module
+    called: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    group: Any  # of the data-parallel ranks
+    accumulation: int
+    clipping: float
+    autocast: torch.dtype | None
+    counts: dict[str, Any]  # what a checkpoint of DeepSpeed counts; `global_steps` is kept up to date
+    micro_batches: int = 1  # of a pipeline, which there is none of
+
+    def __post_init__(self) -> None:
+        self.trained = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        self.kept = dict(self.module.named_parameters()) | _persistent_buffers(self.module)
+        self.taken = 0  # micro-batches of the step that runs
+        self.grad_norm: torch.Tensor | None = None
+        self.watchers: list[Callable[[], None]] = []
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if isinstance(self.called, DistributedDataParallel):
+            self.called.require_backward_grad_sync = self.is_gradient_accumulation_boundary()  # as its no_sync() does around a forward
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            return self.called(*inputs, **named)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.module.parameters()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.taken + 1 == self.accumulation
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.accumulation).backward()
+
+    def step(self) -> None:
+        """Takes the optimizer's step after the last micro-batch; before that it only counts."""
+        self.taken += 1
+        if self.taken < self.accumulation:
+            return
+        self.taken = 0
+        for parameter in self.trained.values():
+            if parameter.grad is None:  # no rank used it; as under ZeRO it decays nevertheless
+                parameter.grad = torch.zeros_like(parameter)
+        for act in reversed(self.watchers):
+            act()
+        self.grad_norm = self._grad_norm()
+        if self.clipping > 0:
+            scale = torch.clamp(self.clipping / (self.grad_norm + 1e-6), max=1.0)
+            for parameter in self.trained.values():
+                _local(parameter.grad).mul_(scale)
+        self.optimizer.step()
+        # zeros, where DDP sums: its gradients are views of its buckets, and stay there
+        self.optimizer.zero_grad(set_to_none=self.called is self.module)
+        self.counts["global_steps"] += 1
+        self.counts["global_samples"] += self.counts["ds_config"]["train_batch_size"]
+
+    def _grad_norm(self) -> torch.Tensor:
+        """Computes the norm of all gradients in fp64, () (a collective where they are divided)."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in self.trained.values():
+            for piece in _local(parameter.grad).flatten().split(PIECE):
+                squares += piece.double().square().sum()
+        if self.called is self.module:
+            dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+    def get_global_grad_norm(self) -> torch.Tensor:
+        assert self.grad_norm is not None, "asked for after a step"
+        return self.grad_norm
+
+    def before_step(self, act: Callable[[], None]) -> None:
+        self.watchers.append(act)
+
+    def train(self) -> None:
+        """Makes the model train. FSDP2 leaves the root's weights gathered after a forward without a backward: they are divided again."""
+        self.module.train()
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def destroy(self) -> None:
+        """Has nothing to give back."""
+
+    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+        raise AssertionError("a pipeline is DeepSpeed's")
+
+    eval_batch = train_batch
+
+    def save_states(self, step: Path, blueprint: Any, layout: Any, background: bool) -> list[tuple[Any, Path]]:
+        assert not background, "what is saved in the background was refused"
+        return torch_io.save(step, blueprint, layout, self.kept, self.optimizer, self.counts)
+
+    def load_states(self, step: Path, blueprint: Any, layout: Any, begun: bool) -> None:
+        ds_config = self.counts["ds_config"]
+        self.counts |= torch_io.load(step, blueprint, layout, self.kept, self.optimizer if begun else None) | {"ds_config": ds_config}
+
+
+def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dict[str, Any], device: torch.device) -> Engine:
+    """Makes the engine of a kind, ddp or fsdp2, around the built model, which `divider` has divided for fsdp2 (a collective)."""
+    module: Any = built.model
+    numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
+    called, autocast = module, None
+    if kind == "ddp":
+        called, autocast = _ddp(module, groups, device), half(precision)
+    else:
+        module.set_reduce_scatter_unused_params(True)  # a parameter that a rank does not use has a gradient of zeros
+        if device.type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    counts = {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "ds_config": ds_config}
+    return TorchEngine(
+        module=module,
+        called=called,
+        optimizer=torch.optim.AdamW(parameter_groups(module, built.plans.no_decay), **numbers),
+        device=device,
+        group=groups.dp_group,
+        accumulation=ds_config["gradient_accumulation_steps"],
+        clipping=ds_config["gradient_clipping"],
+        autocast=autocast,
+        counts=counts,
+    )
+
+
+def half(precision: str) -> torch.dtype | None:
+    """Returns the dtype that a precision computes in; None: that of the weights, fp32."""
+    return {"bf16": torch.bfloat16, "fp32": None}[precision]
+
+
+def divider(groups: Groups, precision: str, device_type: str) -> Callable[[nn.Module], Any]:
+    """Returns what divides a module over the data-parallel ranks as FSDP2 does: computed in half precision, summed in fp32."""
+    mesh = DeviceMesh.from_group(groups.dp_group, device_type, mesh_dim_names=("dp",))
+    dtype = half(precision)
+    policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    return partial(fully_shard, mesh=mesh, mp_policy=policy)
+
+
+def _ddp(module: nn.Module, groups: Groups, device: torch.device) -> nn.Module:
+    """Wraps a model in DDP. Its buckets must stay as they are made: other buckets sum in another order, and a resume would differ.
+
+    That is so with `find_unused_parameters` only, which a parameter that no rank uses needs, too: without it DDP (torch 2.13)
+    sorts its buckets anew after the first step.
+    """
+    made = DistributedDataParallel(
+        _Spare(module, device),
+        device_ids=[device] if device.type == "cuda" else None,
+        process_group=groups.dp_group,
+        forward_sync_buffers=False,  # a task owns its buffers, as under DeepSpeed
+        gradient_as_bucket_view=True,
+        find_unused_parameters=True,
+    )
+    made._set_ddp_sink_clone(False)  # else torch 2.13 copies the logits, for losses that change them in place
+    return made
+
+
+class _Spare(nn.Module):
+    """Holds a model and a number that nothing reads: where every parameter is used, `find_unused_parameters` (torch 2.13) prints a warning."""
+
+    def __init__(self, module: nn.Module, device: torch.device):
+        super().__init__()
+        self.module, self.spare = module, nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.module(*inputs, **named)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Returns what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Finds the buffers that checkpoints keep, by name."""
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}

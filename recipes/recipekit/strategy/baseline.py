@@ -1,0 +1,43 @@
+"""Says what torch's own engines take of a recipe: no JSON, data parallelism only."""
+
+from typing import Any
+
+from ..recipe import AXES, Recipe
+from ..refusal import Problem
+
+NAMES = {"ddp": "torch's DDP", "fsdp2": "torch's FSDP2"}
+
+
+def own_config() -> dict[str, Any]:
+    """Makes the JSON of an engine of torch, with the words of DeepSpeed's: whole fp32 weights, as ZeRO-0 has them, and torch's AdamW."""
+    return {"zero_optimization": {"stage": 0}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+
+
+def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
+    """Refuses what the recipe's engine does not read, or does not have."""
+    if recipe.engine not in NAMES:
+        rule = "is for ddp and fsdp2; DeepSpeed's JSON sets the precision"
+        fix = f"leave it out, or add --engine {' or '.join(NAMES)}"
+        return [Problem(f"--precision {recipe.precision}", rule, fix)] if "precision" in typed else []
+    found, where = [], f"engine = {recipe.engine}"
+    if "ds_config" in typed:
+        rule = f"is read by DeepSpeed, and not by {NAMES[recipe.engine]}"
+        found.append(Problem(f"--deepspeed_config {recipe.ds_config}", rule, "leave it out (--precision sets the precision), or use --engine deepspeed"))
+    for axis in AXES:
+        if (degree := getattr(recipe, axis)) > 1:
+            found.append(Problem(f"{axis} = {degree} with {where}", "divides the data only", f"use --{axis} 1, or --engine deepspeed"))
+    if recipe.save_in_background:
+        rule = "gathers the states while it writes them, in which every rank takes part"
+        found.append(Problem(f"save_in_background with {where}", rule, "leave it out, or use --engine deepspeed"))
+    if recipe.adapt is not None and recipe.engine == "fsdp2":
+        rule = "divides each layer when its weights are read, and an adapter is added to whole layers"
+        found.append(Problem(f"adapt with {where}", rule, "use --engine ddp, or ZeRO-3 with --engine deepspeed"))
+    return found
+
+
+def say_engine(recipe: Recipe, typed: frozenset[str]) -> list[str]:
+    """Says in a line that the recipe's JSON is not used, if the engine was typed over it."""
+    if recipe.engine not in NAMES or "engine" not in typed:
+        return []
+    name = recipe.ds_config if isinstance(recipe.ds_config, str) else "in the recipe"
+    return [f"engine: {NAMES[recipe.engine]} in {recipe.precision}; the recipe's JSON ({name}) is not used"]

@@ -1,0 +1,274 @@
+"""Torch's own DDP and FSDP2 behind the seam: the same training, the same files and the same way on as under DeepSpeed."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_parity
+import test_resume
+import torch
+from job import NANO, Job, checkpoints, command_line, deepspeed, metrics, numbers
+from recipekit.command import parse
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from reference import TEXT, Trained, summed_cross_entropy, train_plain
+from safetensors.torch import load_file
+from test_parity import STEPS, Case, accumulating, compare, compare_bf16, each, pinned, recipe_for, reference, strategy, train_in_layout
+from test_resume import BASE, GPT2
+
+slow = pytest.mark.slow
+TORCH = ("ddp", "fsdp2")
+FP32 = {"precision": "fp32"}
+
+
+def run_engine(pools: Any, out: Path, engine: str, world: int, model: str = "untied", **changes: Any) -> Path:
+    """Trains with one of torch's engines, or where `engine` is the name of a JSON, with DeepSpeed; returns the run folder."""
+    own = {"engine": engine, "precision": "fp32"} if engine in TORCH else {}
+    recipe = recipe_for(model, **(accumulating(world) | own | changes))
+    config = {} if engine in TORCH else strategy(engine)
+    assert pools.run(world, train_in_layout, recipe=recipe, config=config, out=str(out)) == [0] * world
+    return out
+
+
+def exported(run: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in (run / "hf").glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+CASES = [
+    Case("ddp dp2", 2, "ddp"),
+    Case("fsdp2 dp4, tied", 4, "fsdp2", model="tied"),
+    Case("ddp dp1", 1, "ddp", slow=True),
+    Case("fsdp2 dp1", 1, "fsdp2", slow=True),
+    Case("fsdp2 dp2", 2, "fsdp2", slow=True),
+    Case("ddp dp4, tied", 4, "ddp", model="tied", slow=True),
+    Case("ddp dp4, one micro-batch", 4, "ddp", {"micro_batch": 2}, slow=True),
+    Case("fsdp2 dp2, one micro-batch", 2, "fsdp2", {"micro_batch": 4}, slow=True),
+    Case("ddp dp2, checkpointing", 2, "ddp", {"activation_checkpointing": True}, slow=True),
+    Case("fsdp2 dp2, checkpointing", 2, "fsdp2", {"activation_checkpointing": True}, slow=True),
+    Case("ddp dp2, experts", 2, "ddp", model="moe", slow=True),
+    Case("fsdp2 dp2, experts", 2, "fsdp2", model="moe", slow=True),
+    Case("ddp dp2, strong clipping", 2, "ddp", numbers={"gradient_clipping": 0.1}, slow=True),
+    Case("fsdp2 dp2, no clipping", 2, "fsdp2", numbers={"gradient_clipping": 0.0}, slow=True),
+    Case("chats ddp dp2", 2, "ddp", corpus="chats", slow=True),
+    Case("chats fsdp2 dp2", 2, "fsdp2", corpus="chats", slow=True),
+]
+
+
+@each(CASES)
+def test_engine_trains_like_plain_pytorch(pools, tmp_path, case):
+    more = {"tokenizer": "bytes"} if case.corpus else {}
+    out = run_engine(pools, tmp_path / "run", case.file, case.world, case.model, **case.layout, **case.both, **more)
+    compare(out, reference(case.model, **case.both))
+
+
+@functools.cache
+def autocast_losses(micro_batch: int) -> list[float]:
+    """The losses of plain PyTorch on one process with fp32 weights, whose forward pass runs under autocast."""
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        return summed_cross_entropy(lambda **_: type("Output", (), {"logits": logits}), batch)
+
+    os.environ.pop("WORLD_SIZE", None)
+    recipe = dataclasses.replace(recipe_for("untied", micro_batch=micro_batch, eval_every=0), ds_config=strategy("zero0"), out="/nonexistent")
+    plan = make_plan(parse(recipe, Path("engines.py"), ["--tiny", *pinned(recipe)]))
+    assert plan.model_config is not None
+    return train_plain(plan.recipe, plan.model_config, STEPS, plain=dataclasses.replace(TEXT, loss=loss)).losses
+
+
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=slow), "fsdp2"])
+def test_engine_trains_like_plain_pytorch_in_bf16(pools, tmp_path, monkeypatch, engine):
+    """FSDP2 beside a bf16 model with fp32 masters; DDP beside autocast, which keeps norms and sums in fp32."""
+    if engine == "ddp":
+        made = lambda model, micro_batch, bf16: Trained(autocast_losses(micro_batch), [], [], [], None, {}, [])  # noqa: E731
+        monkeypatch.setattr(test_parity, "reference", made)
+    compare_bf16(run_engine(pools, tmp_path / "run", engine, 2, precision="bf16"), engine)
+
+
+@pytest.fixture
+def go(pools: Any) -> Callable[..., str]:
+    """Starts a recipe on two ranks (or `world`), and returns what rank 0 printed; every rank must end well."""
+
+    def go(out: Path, *argv: object, recipe: Recipe, world: int = 2) -> str:
+        results = pools.run(world, test_resume.train, recipe=recipe, argv=["--out", str(out), *map(str, argv)])
+        assert [result for result, _ in results] == [0] * world, results
+        return results[0][1]
+
+    return go
+
+
+RESUMED = [
+    pytest.param({"engine": "ddp", "model": GPT2}, 2, id="ddp dropout"),
+    pytest.param({"engine": "fsdp2"}, 2, id="fsdp2"),
+    pytest.param({"engine": "ddp", "precision": "fp32"}, 4, id="ddp fp32 dp4", marks=slow),
+    pytest.param({"engine": "ddp"}, 4, id="ddp dp4", marks=slow),
+    pytest.param({"engine": "fsdp2", "model": GPT2}, 2, id="fsdp2 dropout", marks=slow),
+    pytest.param({"engine": "fsdp2", "model": GPT2, "activation_checkpointing": True}, 4, id="fsdp2 dp4 dropout, recomputed", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("fields", "world"), RESUMED)
+def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go, tmp_path, fields, world):
+    """Evaluated after steps 2, 4 and 6, stopped after step 4: FSDP2's root is gathered when an evaluation ends."""
+    recipe = dataclasses.replace(BASE, **fields, global_batch=8, export=True)
+    go(tmp_path / "unbroken", recipe=recipe, world=world)
+    go(tmp_path / "stopped", "--stop_at", 4, recipe=recipe, world=world)
+    assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000004" in go(tmp_path / "stopped", recipe=recipe, world=world)
+    assert numbers(metrics(tmp_path / "stopped")) == numbers(metrics(tmp_path / "unbroken"))
+    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "unbroken")]
+    assert weights[0] == weights[1]
+
+
+def command_of(engine: str, out: Path) -> list[str]:
+    flags = ("--tiny", "--steps", 40, "--save_every", 4, "--eval_every", 0, "--no-wandb", "--no-export", "--engine", engine, "--out", out)
+    return deepspeed(NANO, *flags)
+
+
+def kill_rank_1(job: Job, run: Path) -> int:
+    """Kills rank 1 with kill -9 once a checkpoint is there; returns the step of the last one."""
+    try:
+        job.wait_for(lambda: checkpoints(run) or job.process.poll() is not None, 90)
+        ranks = {process.environ()["RANK"]: process for process in job.processes() if str(NANO) in command_line(process) and "RANK" in process.environ()}
+        ranks["1"].kill()
+        assert job.wait(90) != 0
+    finally:
+        job.close()
+    return max(checkpoints(run))
+
+
+def complete(job: Job) -> None:
+    try:
+        assert job.wait(150) == 0, job.output
+    finally:
+        job.close()
+
+
+@slow
+@pytest.mark.parametrize("engine", TORCH)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, engine):
+    """The same command, again."""
+    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    assert 0 < kill_rank_1(Job(tmp_path, command_of(engine, killed)), killed) < 40
+    complete(Job(tmp_path, command_of(engine, killed)))
+    complete(Job(tmp_path, command_of(engine, unbroken)))
+    assert numbers(metrics(killed)) == numbers(metrics(unbroken))
+
+
+WAYS = [
+    pytest.param(("zero3", 4), ("fsdp2", 2), ("ddp", 4), id="zero3 dp4, fsdp2 dp2, ddp dp4"),
+    pytest.param(("ddp", 2), ("zero3", 2), ("fsdp2", 2), id="ddp, zero3, fsdp2", marks=slow),
+    pytest.param(("fsdp2", 2), ("ddp", 2), ("zero3", 4), id="fsdp2, ddp, zero3 dp4", marks=slow),
+    pytest.param(("fsdp2", 4), ("zero0", 2), ("ddp", 2), id="fsdp2 dp4, zero0, ddp", marks=slow),
+    pytest.param(("ddp", 4), ("zero1", 2), ("fsdp2", 4), id="ddp dp4, zero1, fsdp2 dp4", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "third"), WAYS)
+def test_a_run_goes_on_under_another_engine(pools, tmp_path, first, second, third):
+    """Three engines of one run, from its own checkpoints, and on another number of ranks: all ten steps are those of plain PyTorch."""
+    for (engine, world), stop_at in zip((first, second, third), (4, 7, 0), strict=True):
+        run_engine(pools, tmp_path / "run", engine, world, stop_at=stop_at)
+    compare(tmp_path / "run", reference("untied"))
+
+
+@slow
+@pytest.mark.parametrize("model", ["untied", "tied"])
+def test_every_engine_exports_the_same_bits(pools, tmp_path, model):
+    """Of one checkpoint."""
+    out = run_engine(pools, tmp_path / "zero3", "zero3", 2, model)
+    for engine in TORCH:
+        shutil.copytree(out, tmp_path / engine)
+        shutil.rmtree(tmp_path / engine / "hf")
+        run_engine(pools, tmp_path / engine, engine, 2, model)
+        files = [sorted((tmp_path / name / "hf").iterdir()) for name in ("zero3", engine)]
+        assert [file.name for file in files[0]] == [file.name for file in files[1]]
+        assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
+
+
+def train_with_a_spare(recipe: Recipe, config: dict[str, Any], out: str) -> int:
+    """Runs on every rank: the real loop, of a model with a matrix that nothing reads."""
+    from recipekit.model import build
+
+    empty_model = build.empty_model
+
+    def with_a_spare(*arguments: Any, **named: Any) -> Any:
+        model: Any = empty_model(*arguments, **named)
+        model.register_parameter("spare", torch.nn.Parameter(torch.ones(5, 5, device="meta")))
+        model.made["spare"] = torch.ones(5, 5)
+        return model
+
+    build.empty_model = with_a_spare
+    try:
+        return train_in_layout(recipe, config, out)
+    finally:
+        build.empty_model = empty_model
+
+
+@slow
+def test_a_parameter_that_no_rank_uses_decays_as_under_zero(pools, tmp_path):
+    found = {}
+    for engine in ("zero0", *TORCH):
+        own = {"engine": engine, "precision": "fp32"} if engine in TORCH else {}
+        recipe = recipe_for("untied", **accumulating(2), **own)
+        config = {} if own else strategy(engine)
+        assert pools.run(2, train_with_a_spare, recipe=recipe, config=config, out=str(tmp_path / engine)) == [0, 0]
+        found[engine] = exported(tmp_path / engine)["spare"]
+    assert (found["zero0"] < 1).all()
+    assert torch.equal(found["ddp"], found["zero0"]) and torch.equal(found["fsdp2"], found["zero0"])
+
+
+def with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+@slow
+def test_ddp_trains_an_adapter_as_zero_does_and_resumes(pools, tmp_path):
+    changes = {"adapt": with_lora, "lr": 1e-2, "warmup_steps": 0}
+    for engine in ("zero0", "ddp"):
+        run_engine(pools, tmp_path / engine, engine, 2, stop_at=5, **changes)
+        run_engine(pools, tmp_path / engine, engine, 2, **changes)
+    lines = [metrics(tmp_path / engine) for engine in ("zero0", "ddp")]
+    assert [line["loss"] for line in lines[1]] == pytest.approx([line["loss"] for line in lines[0]], rel=1e-5)
+    assert lines[0][-1]["loss"] < lines[0][0]["loss"]
+    theirs, ours = (exported(tmp_path / engine) for engine in ("zero0", "ddp"))
+    assert theirs.keys() == ours.keys() and all((ours[name] - value).abs().max() <= 1e-5 for name, value in theirs.items())
+
+
+REFUSED = [
+    (["--engine", "ddp", "--deepspeed_config", "zero1.json"], "--deepspeed_config zero1.json: is read by DeepSpeed, and not by torch's DDP"),
+    (["--precision", "fp32"], "--precision fp32: is for ddp and fsdp2"),
+    (["--engine", "fsdp2", "--tp", "2"], "tp = 2 with engine = fsdp2: divides the data only; use --tp 1"),
+    (["--engine", "fsdp2", "--pp", "2"], "pp = 2 with engine = fsdp2"),
+    (["--engine", "ddp", "--sp", "2"], "sp = 2 with engine = ddp"),
+    (["--engine", "ddp", "--save_in_background"], "save_in_background with engine = ddp: gathers the states"),
+    (["--engine", "fsdp"], "--engine fsdp: is not known; use --engine deepspeed or ddp or fsdp2"),
+]
+
+
+@pytest.mark.parametrize(("argv", "said"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
+def test_what_an_engine_does_not_read_is_refused(monkeypatch, argv, said):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(Refusal) as refusal:
+        make_plan(parse(recipe_for("untied"), Path("engines.py"), ["--tiny", *argv]))
+    assert said in str(refusal.value).replace("\n", " ")
+
+
+def test_an_adapter_is_refused_under_fsdp2():
+    with pytest.raises(Refusal, match="adapt with engine = fsdp2: divides each layer"):
+        make_plan(parse(recipe_for("untied", engine="fsdp2", adapt=with_lora), Path("engines.py"), ["--tiny"]))
+
+
+def test_an_engine_typed_over_a_json_says_that_the_json_is_not_used():
+    plan = make_plan(parse(dataclasses.replace(recipe_for("untied"), ds_config="zero3.json"), Path("engines.py"), ["--tiny", "--engine", "fsdp2"]))
+    assert "engine: torch's FSDP2 in bf16; the recipe's JSON (zero3.json) is not used" in plan.notes
+    assert plan.ds_path is None and plan.ds_config["zero_optimization"] == {"stage": 0} and json.dumps(plan.ds_config)

@@ -1,0 +1,205 @@
+"""Measures the same run under torch's DDP, torch's FSDP2, and DeepSpeed's ZeRO-0, -2 and -3, side by side.
+
+    python tools/bench/bench_baselines.py > tools/bench/bench_baselines.md        # the page it prints is Markdown; progress goes to stderr
+    python tools/bench/bench_baselines.py --rounds 20 --steps 40 --seq_len 512
+
+Each way is the command of a user: the nano recipe with another --engine or --deepspeed_config, on 2 ranks, or on as many as
+there are GPUs. A round starts each of them once, in random order. Flags that are not listed here go to the recipe.
+"""
+
+import argparse
+import datetime
+import math
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from recipekit.hosts import op_cache
+from recipekit.hosts.ports import free_port
+from recipekit.run_folder import read_metrics
+
+RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
+WAYS = {
+    "ddp": ("torch's DDP", ["--engine", "ddp"]),
+    "fsdp2": ("torch's FSDP2", ["--engine", "fsdp2"]),
+    "zero0": ("DeepSpeed, ZeRO-0", ["--deepspeed_config", "zero0.json"]),
+    "zero2": ("DeepSpeed, ZeRO-2", ["--deepspeed_config", "zero2.json"]),
+    "zero3": ("DeepSpeed, ZeRO-3", ["--deepspeed_config", "zero3.json"]),
+}
+BESIDE = "zero2"  # what the ratios are to
+WARM_UP = 3  # steps of a job before the first one that is measured
+ENOUGH_ROUNDS = 6  # from which on order statistics enclose a median with 95 %
+LIMIT = 300  # seconds of a job
+
+
+def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--rounds", type=int, default=8, help=f"starts of each way; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=16, help=f"optimizer steps of a start, of which {WARM_UP} warm up (default: %(default)s)")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="which to measure (default: all)")
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.steps < WARM_UP + 2 or arguments.rounds < 1:
+        parser.error(f"--rounds must be at least 1, and --steps at least {WARM_UP + 2}")
+    return arguments, rest
+
+
+def main() -> int:
+    arguments, rest = arguments_of(sys.argv[1:])
+    import torch
+
+    gpus = torch.cuda.device_count()
+    ranks, load, found = gpus or 2, os.getloadavg()[0], {way: [] for way in arguments.ways}
+    shuffle = random.Random(0)
+    with tempfile.TemporaryDirectory(prefix="bench_baselines_") as folder:
+        for number in range(1, arguments.rounds + 1):
+            order = list(arguments.ways)
+            shuffle.shuffle(order)
+            for way in order:
+                flags = ["--steps", str(arguments.steps), "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--no-wandb"]
+                measured = job(Path(folder) / f"{way}_{number}", ranks, [*WAYS[way][1], *flags, *rest])
+                found[way].append(measured)
+                shown = f"{1000 * measured['step_s']:.0f} ms a step, start-up {measured['start_s']:.1f} s"
+                print(f"round {number} of {arguments.rounds}, {way}: {shown}", file=sys.stderr, flush=True)
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["tools/bench/bench_baselines.py", *sys.argv[1:]]),
+        "machine": f"{os.cpu_count()} CPU cores, {torch.cuda.get_device_name() if gpus else 'no accelerator'}",
+        "load": (load, os.getloadavg()[0]),
+        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "ranks": ranks,
+        "on_gpu": bool(gpus),
+        "rounds": arguments.rounds,
+        "steps": arguments.steps,
+        "found": found,
+    }
+    print(page(report), end="")
+    return 0
+
+
+def job(out: Path, ranks: int, flags: list[str]) -> dict[str, Any]:
+    """Runs one command to its end; returns what it took. Ends the bench, with what the command said, if it fails."""
+    import torch
+
+    own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
+    launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
+    command = [launcher, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(RECIPE), "--out", str(out), *flags]
+    log = out.with_suffix(".log")
+    with log.open("wb") as output:
+        begun, marks = time.perf_counter(), {}
+        process = subprocess.Popen(command, cwd=out.parent, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and time.perf_counter() - begun < LIMIT:
+            steps = len(read_metrics(out))
+            marks.setdefault(steps, (time.perf_counter() - begun, loopback()))
+            time.sleep(0.005)
+        if process.poll() is None:
+            process.kill()
+    lines = read_metrics(out)
+    if process.wait() or len(lines) <= WARM_UP:
+        sys.exit(f"{' '.join(command)} ended with exit code {process.returncode}:\n{log.read_text()[-3000:]}")
+    first, last = (marks.get(step) for step in (WARM_UP, len(lines)))
+    sent = (last[1] - first[1]) / (len(lines) - WARM_UP) if first and last else math.nan
+    return {
+        "start_s": min(at for steps, (at, _) in marks.items() if steps) - lines[0]["step_s"],
+        "step_s": statistics.median(line["step_s"] for line in lines[WARM_UP:]),
+        "tokens": (lines[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]) / (len(lines) - WARM_UP),
+        "peak": lines[-1]["peak_mem_bytes"],
+        "sent": sent,
+        "loss": lines[-1]["loss"],
+    }
+
+
+def loopback() -> int:
+    """Reads how many bytes this host has received from itself; 0 where that cannot be read."""
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.partition(":")[2].split()[0]) for line in lines if line.strip().startswith("lo:")), 0)
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Returns (median, low, high): low and high are the order statistics that hold the median with 95 % (normal approximation of the binomial)."""
+    ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
+    low = max(0, math.floor(len(ratios) / 2 - half))
+    return statistics.median(ordered), ordered[low], ordered[-1 - low]
+
+
+def page(report: dict[str, Any]) -> str:
+    """Writes the result as Markdown."""
+    found, rows = report["found"], []
+    for way, starts in found.items():
+        middle = {key: statistics.median(start[key] for start in starts) for key in starts[0]}
+        beside = found.get(BESIDE, starts)
+        ratios = [theirs["step_s"] / ours["step_s"] for ours, theirs in zip(starts, beside, strict=True)]
+        ratio = "1" if beside is starts else "{:.3f} ({:.3f} to {:.3f})".format(*interval(ratios))
+        cells = [f"{middle['loss']:.4f}", f"{middle['tokens'] / middle['step_s']:,.0f}", ratio, f"{middle['peak'] / 2**20:,.0f}"]
+        cells += [f"{middle['sent'] / 2**20:.1f}" if not report["on_gpu"] else "not measured", f"{middle['start_s']:.1f}"]
+        rows.append(f"| {WAYS[way][0]} | {' | '.join(cells)} |")
+    few = "" if report["rounds"] >= ENOUGH_ROUNDS else f"\n**Fewer than {ENOUGH_ROUNDS} rounds: a trial, not a measurement.**"
+    before, after = report["load"]
+    return f"""# DDP, FSDP or ZeRO?
+
+Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}.
+Load average before the start {before:.1f}, at the end {after:.1f}.
+{", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
+
+The nano recipe in bf16 on {report["ranks"]} ranks, {report["rounds"]} starts of {report["steps"]} steps of each way, in random order within
+a round; medians.{few}
+
+| way | last loss | tokens/s | times {BESIDE}'s (95 %) | peak MiB a rank | MiB sent a step | start-up s |
+|---|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+{WORDS}"""
+
+
+WORDS = """On a GPU: not measured.
+
+- Loss: the same rows in every way. ZeRO and FSDP2 compute in bf16 from fp32 masters; DDP runs under autocast, which keeps
+  norms in fp32, so its losses differ in the third digit.
+- Tokens/s: of the median step after the warm-up; the interval is that of the ratios, round by round.
+- Peak: the resident size of the fullest rank, with about 500 MiB of imports, which all ways have.
+- Sent: what the loopback device of this host received between the warm-up and the last step, from all ranks together, so
+  nothing else may use it meanwhile.
+- Start-up: from the command to the beginning of its first step.
+
+## Which do I take?
+
+A rank of N holds, in bytes for each parameter of the model, activations left aside (`--dry_run` prints it):
+
+| way | weights | gradients | optimizer states | sent and received a step, of fp32 (4) or bf16 (2) |
+|---|---|---|---|---|
+| DDP | 4, and 2 while it computes | 4 | 8 | gradients once: 2 x 4 |
+| ZeRO-0 | 2, and 4 of masters | 2 | 8 | gradients once: 2 x 2 |
+| ZeRO-2 | 2, and 4/N of masters | 4/N | 8/N | gradients each micro-batch, weights once |
+| ZeRO-3 | 2/N, and 4/N of masters | 4/N | 8/N | weights twice and gradients once, each micro-batch |
+| FSDP2 | 4/N, and a layer | 4/N | 8/N | weights twice and gradients once, each micro-batch |
+
+1. **All of it fits on one GPU (16 to 18 bytes a parameter, and the activations)**: DDP. There is nothing to tune.
+2. **It does not, but weights and activations do**: ZeRO-2. It sends no weights in the forward pass.
+3. **The weights do not fit**: FSDP2 or ZeRO-3, which divide the same things. FSDP2 needs no JSON and is torch alone;
+   ZeRO-3 also leaves states to the host or to NVMe, trains adapters, and goes with tp and sp.
+4. **A layer does not fit, or rows are too long, or the network is too slow**: only DeepSpeed's engine has tp, pp, sp and ep
+   here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
+
+A run may change its mind: all five write checkpoints that the others go on from (`--engine`, `--deepspeed_config`), the same
+training follows, and the export is the same bit for bit (`tests/loop/test_engines.py`).
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
