@@ -76,7 +76,7 @@ def make_plan(command: Command) -> Plan:
     problems += _check_read(recipe, command.typed)
     problems += check_environment(os.environ) if recipe.deterministic else []
     problems += baseline.check_engine(recipe, command.typed)
-    notes += baseline.say_engine(recipe, command.typed)
+    notes += baseline.say_engine(recipe.engine, recipe.precision, recipe.ds_config, command.typed)
     config, path = ({}, None) if recipe.engine == "deepspeed" else (baseline.own_config(), None)
     if not config:
         with collecting(problems):

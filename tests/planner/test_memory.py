@@ -34,6 +34,8 @@ from torch.utils._pytree import tree_leaves
 ROUND, CACHE = "pinned_max_round_threshold_mb:16", "pinned_max_cached_size_mb:16"
 GIB = 2**30
 MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups")  # of DeepSpeed's optimizers
+COUNTS = (torch.int64, torch.int32)  # tokens, and what DDP marks as used
+SPARE = {"ddp": 4}  # bytes in the bucket of the number that nothing reads
 SCALAR = {torch.bfloat16: 2}  # bytes, else 8: norms, flags and Adam's step counters are no term
 
 
@@ -103,7 +105,7 @@ def measured(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
         """
         models = [module for module in engine.module.modules() if hasattr(module, "made")]
         other = storages(list(engine.module.buffers()), [model.made for model in models])
-        found = {key: value for key, value in ledger.live.items() if key not in other and value[1] != torch.int64 and value[0] not in activations}
+        found = {key: value for key, value in ledger.live.items() if key not in other and value[1] not in COUNTS and value[0] not in activations}
         return {key: value for key, value in found.items() if not ledger.emptied(key)}
 
     def measure(engine: Any) -> None:
@@ -228,7 +230,7 @@ def test_terms_are_the_live_storages(
         assert found["parameters"] == of("parameters, "), f"rank {rank}: {explained}"
         counted = of("optimizer states") + of("master weights") + of("parameters, ") + of("temporaries")
         rest = max(told["found"]["rest"] for told in ranks) if uneven else found["rest"]
-        assert rest == there(STEP) - counted, f"rank {rank}: {explained}"
+        assert rest == there(STEP) - counted + SPARE.get(file, 0), f"rank {rank}: {explained}"
         if file in ("zero0", "zero1"):
             assert found["reduce"] == of("copy of the gradients", REDUCE), f"rank {rank}: {explained}"
         if not file.endswith("_cpu") and not of_torch:  # torch's engines take no foreach on a CPU

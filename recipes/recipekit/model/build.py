@@ -63,11 +63,9 @@ def build_model(
 ) -> Built:
     """Builds the model of a recipe: its weights drawn or read, cut to this rank's stages and tensor shard and, under ZeRO-3, partitioned.
 
-    Without `groups` the whole model is built on one process.
-
     The weights are filled in one part (a layer, an embedding) after the other, so that no rank ever holds more than one
-    whole part besides what it keeps. `divide`, if given, is called with each layer when that is filled, and with the model at
-    the end. A collective under ZeRO-3 and with `divide`. Raises `Refusal` when the files do not hold every parameter.
+    whole part besides what it keeps; without `groups` all on one process. `divide` is called with each layer that is filled,
+    and with the model at the end. A collective under ZeRO-3 and with `divide`. Raises `Refusal` if the files lack a parameter.
     """
     dtype = torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
     facts = TASKS[recipe.task]
@@ -85,12 +83,10 @@ def build_model(
     if tp_mesh:
         tensor_parallel.check_plan(whole, plans.tp)
         summed = summed_gradients(model_config, facts, plans, recipe.model)
-    pp = groups.mesh.pp if groups else 1
-    if pp == 1 or groups is None:
-        split, models, absent = None, [whole], [[]]
-    else:
-        stages = stages_of(groups.coords["pp"], pp, recipe.pipeline_schedule)
-        split = pipeline.split(whole, blueprint, pp * len(stages), plans.pp)
+    split, models, absent = None, [whole], [[]]
+    if groups and groups.mesh.pp > 1:
+        stages = stages_of(groups.coords["pp"], groups.mesh.pp, recipe.pipeline_schedule)
+        split = pipeline.split(whole, blueprint, groups.mesh.pp * len(stages), plans.pp)
         models = [empty() for _ in stages]
         absent = [pipeline.cut(model, split, stage, dtype, facts) for model, stage in zip(models, stages, strict=True)]
     cuts: dict[str, Cut] = {}
@@ -111,15 +107,20 @@ def build_model(
         torch.manual_seed(recipe.seed)
         models = [recipe.adapt(whole)]
         refuse_adapter(models[0], groups)
-    for model in models:
-        model.train()
-        for module in leaf_modules(model):
-            set_z3_leaf_module(module, True)
+    make_trainable(models)
     if recipe.adapt is not None:
         blueprint = draft(models[0], replace(published_plans(models[0]), no_decay=plans.no_decay))
     elif weights is not None and not recipe.num_labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
     return Built(architecture, models, cuts, by_id, weights, split, blueprint, plans)
+
+
+def make_trainable(models: list[PreTrainedModel]) -> None:
+    """Switches dropout and the like on, and marks the experts that ZeRO-3 must gather as one."""
+    for model in models:
+        model.train()
+        for module in leaf_modules(model):
+            set_z3_leaf_module(module, True)
 
 
 def refuse_adapter(model: nn.Module, groups: Groups | None) -> None:

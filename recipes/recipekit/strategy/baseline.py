@@ -35,9 +35,9 @@ def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     return found
 
 
-def say_engine(recipe: Recipe, typed: frozenset[str]) -> list[str]:
+def say_engine(engine: str, precision: str, ds_config: Any, typed: frozenset[str]) -> list[str]:
     """Says in a line that the recipe's JSON is not used, if the engine was typed over it."""
-    if recipe.engine not in NAMES or "engine" not in typed:
+    if engine not in NAMES or "engine" not in typed:
         return []
-    name = recipe.ds_config if isinstance(recipe.ds_config, str) else "in the recipe"
-    return [f"engine: {NAMES[recipe.engine]} in {recipe.precision}; the recipe's JSON ({name}) is not used"]
+    name = ds_config if isinstance(ds_config, str) else "in the recipe"
+    return [f"engine: {NAMES[engine]} in {precision}; the recipe's JSON ({name}) is not used"]
