@@ -169,12 +169,12 @@ a round; medians.{few}
 
 WORDS = """On a GPU: not measured.
 
-- Loss: the same rows in every way. ZeRO and FSDP2 compute in bf16 from fp32 masters; DDP runs under autocast, which keeps
-  norms in fp32, so its losses differ in the third digit.
+- Loss: the same rows in every way. ZeRO and FSDP2 compute in bf16 from fp32 masters; DDP runs under autocast, which
+  keeps norms in fp32.
 - Tokens/s: of the median step after the warm-up; the interval is that of the ratios, round by round.
 - Peak: the resident size of the fullest rank, with about 500 MiB of imports, which all ways have.
-- Sent: what the loopback device of this host received between the warm-up and the last step, from all ranks together, so
-  nothing else may use it meanwhile.
+- Sent: what the loopback device of this host received between the warm-up and the last step, from all ranks together,
+  so nothing else may use it meanwhile.
 - Start-up: from the command to the beginning of its first step.
 
 ## Which do I take?
@@ -193,11 +193,11 @@ A rank of N holds, in bytes for each parameter of the model, activations left as
 2. **It does not, but weights and activations do**: ZeRO-2. It sends no weights in the forward pass.
 3. **The weights do not fit**: FSDP2 or ZeRO-3, which divide the same things. FSDP2 needs no JSON and is torch alone;
    ZeRO-3 also leaves states to the host or to NVMe, trains adapters, and goes with tp and sp.
-4. **A layer does not fit, or rows are too long, or the network is too slow**: only DeepSpeed's engine has tp, pp, sp and ep
-   here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
+4. **A layer does not fit, or rows are too long, or the network is too slow**: only DeepSpeed's engine has tp, pp, sp
+   and ep here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
 
-A run may change its mind: all five write checkpoints that the others go on from (`--engine`, `--deepspeed_config`), the same
-training follows, and the export is the same bit for bit (`tests/loop/test_engines.py`).
+A run may change its mind: all five write checkpoints that the others go on from (`--engine`, `--deepspeed_config`),
+the same training follows, and the export is the same bit for bit (`tests/loop/test_engines.py`).
 """
 
 
