@@ -72,16 +72,18 @@ TEXT = Plain(
 )
 
 
-def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: bool = False, plain: Plain = TEXT) -> Trained:
+def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: bool = False, plain: Plain = TEXT, whole_masters: bool = False) -> Trained:
     """Trains `steps` optimizer steps with torch.optim.AdamW; loss and gradients are means over what has a label in the global batch.
 
-    bf16: fp32 master weights and fp32 gradient accumulation around a bf16 model, as mixed precision is defined.
+    bf16: fp32 master weights and fp32 gradient accumulation around a bf16 model, as mixed precision is defined. The masters
+    begin with the values of the bf16 model, as DeepSpeed's do; `whole_masters`: with those that were drawn in fp32, as FSDP2's.
     """
     torch.manual_seed(0)
     model = model_module.build_model(recipe, model_config, None, {"bf16": {"enabled": bf16}}, torch.device("cpu")).model
-    masters = (
-        {name: parameter.detach().float().clone().requires_grad_() for name, parameter in model.named_parameters()} if bf16 else dict(model.named_parameters())
-    )
+    masters = dict(model.named_parameters())
+    if bf16:
+        drawn = model_module.build_model(recipe, model_config, None, {}, torch.device("cpu")).model if whole_masters else model
+        masters = {name: parameter.detach().float().clone().requires_grad_() for name, parameter in drawn.named_parameters()}
     matrices = [value for name, value in masters.items() if plain.decays(name, value)]
     vectors = [value for name, value in masters.items() if not plain.decays(name, value)]
     optimizer = torch.optim.AdamW(
