@@ -87,7 +87,8 @@ def plain_in_bf16(engine: str, micro_batch: int) -> Trained:
     return train_plain(plan.recipe, plan.model_config, STEPS, bf16=True, whole_masters=True)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=slow), "fsdp2"])
+@slow
+@pytest.mark.parametrize("engine", TORCH)
 def test_engine_trains_like_plain_pytorch_in_bf16(pools, tmp_path, monkeypatch, engine):
     """Every loss within 3 x the largest difference between single-process runs that only split the batch differently."""
     monkeypatch.setattr(test_parity, "reference", lambda model, micro_batch, bf16: plain_in_bf16(engine, micro_batch))
@@ -107,11 +108,11 @@ def go(pools: Any) -> Callable[..., str]:
 
 
 RESUMED = [
-    pytest.param({"engine": "ddp", "model": GPT2}, 2, id="ddp dropout"),
-    pytest.param({"engine": "fsdp2"}, 2, id="fsdp2"),
+    pytest.param({"engine": "fsdp2", "model": GPT2}, 2, id="fsdp2 dropout"),
+    pytest.param({"engine": "ddp", "model": GPT2}, 2, id="ddp dropout", marks=slow),
+    pytest.param({"engine": "fsdp2"}, 2, id="fsdp2", marks=slow),
     pytest.param({"engine": "ddp", "precision": "fp32"}, 4, id="ddp fp32 dp4", marks=slow),
     pytest.param({"engine": "ddp"}, 4, id="ddp dp4", marks=slow),
-    pytest.param({"engine": "fsdp2", "model": GPT2}, 2, id="fsdp2 dropout", marks=slow),
     pytest.param({"engine": "fsdp2", "model": GPT2, "activation_checkpointing": True}, 4, id="fsdp2 dp4 dropout, recomputed", marks=slow),
 ]
 
