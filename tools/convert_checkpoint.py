@@ -2,7 +2,7 @@
 
     python tools/convert_checkpoint.py to-hf RUN_OR_STEP_DIR OUT_DIR [--dtype bf16] [--verify]
     python tools/convert_checkpoint.py from-hf HF_DIR OUT_DIR --zero 1 --tp 2 --pp 2 --dp 1
-    python tools/convert_checkpoint.py reshape STEP_DIR OUT_DIR --tp 1 --pp 4 --dp 2 [--zero 1]
+    python tools/convert_checkpoint.py reshape STEP_DIR OUT_DIR --tp 1 --pp 4 --dp 2 [--ep 1] [--zero 1]
     python tools/convert_checkpoint.py verify STEP_DIR
     python tools/convert_checkpoint.py inspect STEP_DIR
 
@@ -40,6 +40,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
+DEGREES = {
+    "dp": "data parallel degree",
+    "tp": "tensor parallel degree",
+    "pp": "pipeline parallel degree",
+    "ep": "expert parallel degree, taken out of dp",
+    "zero": "ZeRO stage",
+}
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -74,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         return one
 
     def degrees(one: argparse.ArgumentParser, default: int | None) -> None:
-        for name, about in (("dp", "data parallel degree"), ("tp", "tensor parallel degree"), ("pp", "pipeline parallel degree"), ("zero", "ZeRO stage")):
+        for name, about in DEGREES.items():
             one.add_argument(f"--{name}", type=int, default=default, help=about + ("" if default else "; as it was, if left out"))
         one.add_argument("--dry-run", "--dry_run", action="store_true", help="show what would be written, and stop")
 
@@ -163,27 +170,24 @@ def to_hf(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def degrees_of(arguments: argparse.Namespace) -> dict[str, int | None]:
+    return {name: getattr(arguments, name) for name in DEGREES}
+
+
 def from_hf(arguments: argparse.Namespace) -> int:
     from recipekit.model.describe import published_blueprint  # imports transformers, which only this command needs
 
     dtype = DTYPES[arguments.dtype]
     blueprint = published_blueprint(arguments.source)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
-    layout = target_layout(
-        blueprint,
-        start,
-        read_config(arguments.source / "config.json", str(arguments.source), task=""),  # whichever trains it
-        dp=arguments.dp,
-        tp=arguments.tp,
-        pp=arguments.pp,
-        zero=arguments.zero,
-    )
+    config = read_config(arguments.source / "config.json", str(arguments.source), task="")  # whichever trains it
+    layout = target_layout(blueprint, start, config, **degrees_of(arguments))
     return write(arguments, blueprint, layout, lambda own: convert.from_hf(arguments.source, arguments.out, blueprint, layout, own))
 
 
 def reshape(arguments: argparse.Namespace) -> int:
     step = open_step(arguments.source)
-    layout = target_layout(step.blueprint, step.layout, step.model_config, dp=arguments.dp, tp=arguments.tp, pp=arguments.pp, zero=arguments.zero)
+    layout = target_layout(step.blueprint, step.layout, step.model_config, **degrees_of(arguments))
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     return write(arguments, step.blueprint, layout, lambda own: convert.reshape(step.folder, arguments.out, layout, effort=own))
 
@@ -221,6 +225,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     groups = {None: "frozen or a buffer", 0: "matrices", 1: "vectors"}
     for tensor in step.blueprint.tensors:
         cut = f"dimension {tensor.cut[0]} is cut" + (f" in each of {tensor.cut[1]} blocks" if tensor.cut[1] > 1 else "") if tensor.cut else "whole"
+        cut += ", experts divided" if tensor.expert and step.layout.mesh.ep > 1 else ""
         roles = [key.split("|")[1] for key in step.tensors if key.split("|")[0] == tensor.name]
         place = f"layer {tensor.place}" if tensor.place.isdecimal() else f"{tensor.place} stage"
         print(f"{tensor.name}  {list(tensor.shape)}  {groups[tensor.group]}  {place}  {cut}  {' '.join(roles)}")

@@ -7,9 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..parallel.blueprint import Blueprint, Extent, Layout, Tensor, flat_groups, flat_tensors, held, state_keys
-from . import torch_files
-from .places import Holder, holders, is_swapped, layer_file, swap_files, swap_folder
+from ..parallel.blueprint import Blueprint, Extent, Layout, Tensor, flat_groups, flat_tensors, held, holders_of, state_keys
+from . import expert_files, torch_files
+from .places import Holder, expert_optimizer_file, holders, is_swapped, layer_file, swap_files, swap_folder
 from .torch_files import FileTensor, Fragment, LossScaler, Size, ZeroStage
 
 
@@ -33,7 +33,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
     scalars: dict[str, float] = {}
     counts: dict[str, Any] = {}
     for holder in holders(blueprint, layout):
-        numbers = sorted({tensor.group for tensor in held(blueprint, layout, holder.pp_rank) if tensor.group is not None})
+        numbers = [group[0][0].group for group in holder.groups]
         model = _numbers(torch_files.read(folder / holder.model_file()))
         if layout.zero_stage == 0:
             optimizer = model["optimizer"] if layout.optimizer == "torch" else model["optimizer"]["optimizer_state_dict"]
@@ -41,7 +41,8 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
             whole = _numbers(torch_files.read(folder / holder.optimizer_file(0)))["optimizer_state_dict"]
             optimizer = whole["optimizer_state_dict"] if layout.zero_stage == 3 else whole["base_optimizer_state"]
         for number, group in zip(numbers, optimizer["param_groups"], strict=False):
-            groups.setdefault(number, {key: value for key, value in group.items() if key != "params"})
+            if number is not None:  # of divided experts the second time
+                groups.setdefault(number, {key: value for key, value in group.items() if key != "params"})
         for kept in [*optimizer["state"].values(), *optimizer["param_groups"]]:  # Adams that count in a group
             if "step" in kept and float(kept["step"]) >= scalars.get("step", 0.0):  # a weight may have been left out of a step
                 scalars |= {name: float(kept[name]) for name in layout.scalars if name in kept}
@@ -66,19 +67,26 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
             for stage in holder.stages:
                 torch_files.write(folder / layer_file(stage, holder.tp_rank), OrderedDict(_weights(holder, stage)))
         for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
-            torch_files.write(folder / holder.model_file(rank), module_states(holder, carried) | carried.counts)
+            content = module_states(holder, carried) | carried.counts | expert_files.model_entries(holder, rank)
+            torch_files.write(folder / holder.model_file(rank), content)
+        for file, content in expert_files.files_of_experts(holder):
+            torch_files.write(folder / file, content)
+        for ep_rank in range(layout.mesh.ep if holder.parts and not layout.zero_stage else 0):
+            torch_files.write(folder / expert_optimizer_file(ep_rank), {"optimizer": zero0_states(holder, carried)})
         for rank in range(layout.partitions) if layout.zero_stage else ():
             if layout.swapped:
                 _create_swap_files(folder, holder, rank)
-            state = zero3_states(holder, carried) if layout.zero_stage == 3 else zero12_states(holder, carried, rank)
+            state = zero3_states(holder, carried, rank) if layout.zero_stage == 3 else zero12_states(holder, carried, rank)
             content = {"optimizer_state_dict": state, "ds_config": carried.counts["ds_config"], "ds_version": version("deepspeed")}
             torch_files.write(folder / holder.optimizer_file(rank), content)
 
 
 def _weights(holder: Holder, stage: int) -> dict[str, FileTensor]:
-    """Makes the `state_dict()` of a stage. An alias is the same tensor again; under ZeRO-3 parameters are empty."""
+    """Makes the `state_dict()` of a stage, without divided experts. An alias is the same tensor again; under ZeRO-3 parameters are empty."""
     made: dict[str, FileTensor] = {}
     for key, tensor in state_keys(holder.blueprint, holder.layout, stage).items():
+        if tensor.expert and holder.parts:
+            continue
         gone = holder.layout.zero_stage == 3 and not tensor.buffer
         dtype = tensor.buffer or holder.layout.dtype
         made[key] = made[tensor.name] if tensor.name in made else FileTensor((0,) if gone else holder.shapes[tensor.name], dtype)
@@ -102,7 +110,9 @@ def module_states(holder: Holder, carried: Carried) -> dict[str, Any]:
         "optimizer": None if zero else zero0_states(holder, carried),
         "param_shapes": [OrderedDict((tensor.name, Size(shapes[tensor.name])) for tensor, _ in group) for group in groups] if zero else None,
         "frozen_param_shapes": {tensor.name: Size(shapes[tensor.name]) for tensor in frozen} if layout.zero_stage > 1 else None,
-        "shared_params": {alias: name for alias, (name, _) in holder.blueprint.aliases.items() if name in shapes} if zero else None,
+        "shared_params": {alias: name for alias, (name, _) in holder.blueprint.aliases.items() if name in shapes and name not in holder.parts}
+        if zero
+        else None,
         "frozen_param_fragments": fragments if layout.zero_stage > 1 else None,
         "data_sampler": None,
         "random_ltd": None,
@@ -132,26 +142,28 @@ def zero12_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]
     layout, groups, flats = holder.layout, holder.groups, flat_groups(holder.groups, holder.layout)
     sizes = [size for _, size, _ in flats]
     bf16 = layout.optimizer == "BF16_Optimizer"
-    paddings = [max(0, min(size, (rank + 1) * size - sum(numel for _, numel in group))) for size, group in zip(sizes, groups, strict=True)]
-    own = {"partition_count": [layout.partitions] * len(groups), "ds_version": version("deepspeed"), "clip_grad": carried.clipping}
+    own_parts = [holder.partition(group, rank) for group in groups]
+    totals = [sum(numel for _, numel in group) for group in groups]
+    paddings = [max(0, min(size, (part + 1) * size - total)) for size, part, total in zip(sizes, own_parts, totals, strict=True)]
+    own = {"partition_count": [holders_of(group, layout) for group in groups], "ds_version": version("deepspeed"), "clip_grad": carried.clipping}
     own |= {
         "base_optimizer_state": _base_optimizer(holder, carried, [[number] for number in range(len(groups))], [[(size,)] for size in sizes]),
         "single_partition_of_fp32_groups": [FileTensor((size if bf16 else size - end,)) for size, end in zip(sizes, paddings, strict=True)],
         "group_paddings": paddings,
-        "param_slice_mappings": [_slice_mapping(group, extents, rank) for group, (_, _, extents) in zip(groups, flats, strict=True)],
+        "param_slice_mappings": [_slice_mapping(group, extents, part) for group, (_, _, extents), part in zip(groups, flats, own_parts, strict=True)],
     }
     if bf16:
         return own
     return _scaler() | own | {"param_alignment_paddings": [[0] * len(group) for group in groups], "zero_stage": ZeroStage(layout.zero_stage)}
 
 
-def _slice_mapping(group: list[tuple[Tensor, int]], extents: list[list[Extent]], rank: int) -> OrderedDict[str, Fragment]:
-    """Maps each tensor to the place of its elements in a rank's partition of the group."""
-    pairs = [(tensor.name, at) for (tensor, _), places in zip(group, extents, strict=True) for at in places if at.rank == rank]
+def _slice_mapping(group: list[tuple[Tensor, int]], extents: list[list[Extent]], part: int) -> OrderedDict[str, Fragment]:
+    """Maps each tensor to the place of its elements in one partition of the group."""
+    pairs = [(tensor.name, at) for (tensor, _), places in zip(group, extents, strict=True) for at in places if at.rank == part]
     return OrderedDict((name, Fragment(numel=at.stop - at.start, start=at.offset)) for name, at in pairs)
 
 
-def zero3_states(holder: Holder, carried: Carried) -> dict[str, Any]:
+def zero3_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]:
     """Makes the optimizer states in a data rank's file of ZeRO-3: the rank's partition of each sub-group; empty tensors if that lies in swap files."""
     layout, flats = holder.layout, flat_groups(holder.groups, holder.layout)
     kept = [0 if is_swapped(layout, size) else size for _, size, _ in flats]
@@ -159,7 +171,7 @@ def zero3_states(holder: Holder, carried: Carried) -> dict[str, Any]:
     base = _base_optimizer(holder, carried, indices, [[(kept[index],) for index in own] for own in indices])
     masters = [FileTensor((size,)) for size in kept]
     states = {"zero_stage": ZeroStage(3), "partition_count": layout.partitions, "fp32_flat_groups": masters, "optimizer_state_dict": base}
-    return _scaler() | states
+    return _scaler() | states | expert_files.optimizer_entries(holder, rank)
 
 
 def _create_swap_files(folder: Path, holder: Holder, rank: int) -> None:
@@ -183,7 +195,8 @@ def _base_optimizer(holder: Holder, carried: Carried, indices: list[list[int]], 
             if kept := scalars | {role: FileTensor(shape) for role in holder.layout.states}:  # torch makes no entry without anything in it
                 state[index] = kept
         number = group[0][0].group
-        param_groups.append(carried.groups.get(number if number is not None else -1, {}) | {"params": numbers})
+        own = carried.groups.get(number if number is not None else -1, {}) | {"params": numbers}
+        param_groups.append(own | expert_files.group_entries(holder, group[0][0]))
     return {"state": state, "param_groups": param_groups}
 
 

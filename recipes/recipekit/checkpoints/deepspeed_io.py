@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ..parallel.blueprint import Layout
 from . import torch_files
+from .places import expert_optimizer_file
 
 
 class DeepSpeedFiles(CheckpointEngine):
@@ -109,7 +111,9 @@ class DeepSpeedStates:
         """Lets DeepSpeed load its files, and mends what DeepSpeed 0.19.8 restores wrongly."""
         optimizer = self.made.optimizer
         clipping = getattr(optimizer, "clip_grad", None)
-        own = self.made._get_zero_ckpt_name(str(step.parent), step.name) if layout.zero_stage else ""
+        own = str(step / expert_optimizer_file(dist.get_rank() % layout.mesh.ep))
+        if layout.zero_stage:
+            own = self.made._get_zero_ckpt_name(str(step.parent), step.name)
         if layout.swapped:
             _restore_swapped(optimizer, Path(own), layout)
         self.made.checkpoint_engine = DeepSpeedFiles(own)

@@ -20,6 +20,7 @@ from . import convert, copying, manifest
 from .deepspeed_io import read_pickle
 from .manifest import BLUEPRINT, MANIFEST, STATE
 from .state import SavedState, State
+from .step_folder import UNDESCRIBED
 
 
 def newest(path: Path, say: Say) -> Path | None:
@@ -44,7 +45,7 @@ def newest(path: Path, say: Say) -> Path | None:
     return None
 
 
-def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[SavedState, bool]:
+def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState, bool]:
     """Returns (state of a step folder, whether the layout is this one). Raises `Refusal` if the model is another, or the folder cannot be converted."""
     state: SavedState = json.loads((step / STATE).read_text())
     saved = json.loads((step / BLUEPRINT).read_text())
@@ -54,11 +55,11 @@ def check(step: Path, blueprint: Blueprint | None, layout: Layout) -> tuple[Save
         kept, keeps = (f"{each.algorithm} ({', '.join(each.states) or 'no states'})" for each in (was, layout))
         fix = "use the JSON that it was made with; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
         raise refuse(f"resume from {step}", f"holds the states of {kept}, and this start's optimizer is {keeps}", fix)
-    if saved is None or blueprint is None:
+    if saved is None:
         if same:
             return state, True
-        rule = f"was written by another layout ({was}) than this one ({layout}), and experts that DeepSpeed divided are not converted"
-        raise refuse(f"resume from {step}", rule, "start with the same ranks, degrees and strategy, or begin a new run from its Hugging Face files")
+        rule = f"was written by another layout ({was}) than this one ({layout}), and {UNDESCRIBED}"
+        raise refuse(f"resume from {step}", rule, "start once with the same ranks, degrees and strategy: what that run saves is converted")
     differ = _differences(Blueprint.from_json(saved), blueprint, cuts=same and layout.mesh.tp > 1)
     if differ:
         raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was made with, or --out NEW")
@@ -74,7 +75,7 @@ def _differences(saved: Blueprint, now: Blueprint, cuts: bool) -> str:
     return ""
 
 
-def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout, scratch: Path, say: Say) -> State:
+def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scratch: Path, say: Say) -> State:
     """Loads a verified step folder into the engine and this rank's random generators; returns its state (a collective).
 
     A step folder of another layout is first converted into the folder `scratch`, which is removed afterwards. The optimizer's numbers
@@ -83,7 +84,6 @@ def load(engine: Engine, step: Path, blueprint: Blueprint | None, layout: Layout
     state, same = check(step, blueprint, layout)
     source = step
     if not same:
-        assert blueprint is not None
         source = scratch / step.name
         failed: list[Any] = [""]
         if dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """Places tensors in DeepSpeed's checkpoint files: which file holds what, and where a tensor's bytes lie.
 
 Taken from DeepSpeed 0.19.8: runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py, fp16/unfused_optimizer.py,
-pipe/module.py.
+pipe/module.py; for divided experts runtime/engine.py, `_save_moe_checkpoint`.
 """
 
 import itertools
@@ -9,7 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ..parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, local_shape, runs, stages_of, state_keys
+from ..parallel.blueprint import (
+    Blueprint,
+    Layout,
+    Tensor,
+    flat_groups,
+    flat_tensors,
+    groups_of,
+    held,
+    holders_of,
+    local_shape,
+    runs,
+    stages_of,
+    state_keys,
+)
+from ..parallel.divided import Part, divide
 from .torch_files import Keys
 
 STATE = ("optimizer_state_dict", "base_optimizer_state", "state")
@@ -54,6 +68,16 @@ def layer_file(stage: int, tp_rank: int) -> str:
     return f"layer_{stage:02d}-model_{tp_rank:02d}-model_states.pt"
 
 
+def expert_file(block: int, expert: int) -> str:
+    """Names the file of the weights of an expert, both counted over the model; ZeRO-3 has none."""
+    return f"layer_{block}_expert_{expert}_mp_rank_00_model_states.pt"
+
+
+def expert_optimizer_file(ep_rank: int) -> str:
+    """Names the file of all optimizer states of an expert-parallel rank under ZeRO-0."""
+    return f"expp_rank_{ep_rank}_mp_rank_00_optim_states.pt"
+
+
 def swap_folder(layout: Layout, tp_rank: int, rank: int) -> str:
     return f"offloaded_tensors/rank{rank * layout.mesh.tp + tp_rank:02d}"
 
@@ -73,7 +97,11 @@ def is_swapped(layout: Layout, numel: int) -> bool:
 
 @dataclass(frozen=True)
 class Holder:
-    """Describes what a model-parallel rank holds: its optimizer's groups in the order of the flat buffers, and the shapes of its shards."""
+    """Describes what a model-parallel rank holds: its optimizer's groups in the order of the flat buffers, and the shapes of its shards.
+
+    Expert-parallel ranks have one description: their tensors differ in values only. `blueprint` and `groups` then have the names
+    of the divided model, and `parts` says what those are.
+    """
 
     blueprint: Blueprint
     layout: Layout
@@ -81,6 +109,7 @@ class Holder:
     tp_rank: int
     groups: list[list[tuple[Tensor, int]]]  # (tensor, elements of its shard), as `groups_of` gives them
     shapes: dict[str, tuple[int, ...]]
+    parts: dict[str, Part]
 
     @property
     def trained(self) -> set[str]:
@@ -96,14 +125,23 @@ class Holder:
     def optimizer_file(self, rank: int) -> str:
         return optimizer_file(self.layout, self.pp_rank, self.tp_rank, rank)
 
+    def ep_ranks(self, tensor: Tensor) -> range:
+        """Lists the expert-parallel ranks that hold something else of a tensor: one stands for all where they hold the same."""
+        return range(self.layout.mesh.ep if tensor.expert else 1)
+
+    def partition(self, group: list[tuple[Tensor, int]], rank: int) -> int:
+        """Returns which partition of a group lies in the optimizer file of a data rank."""
+        return rank // (self.layout.partitions // holders_of(group, self.layout))
+
 
 def holders(blueprint: Blueprint, layout: Layout) -> Iterator[Holder]:
     """Yields every model-parallel rank of a layout."""
+    blueprint, parts = divide(blueprint, layout.mesh.ep)
     for pp_rank in range(layout.mesh.pp):
         tensors = held(blueprint, layout, pp_rank)
         for tp_rank in range(layout.mesh.tp):
             shapes = {tensor.name: local_shape(tensor, layout.mesh.tp, tp_rank) for tensor in tensors}
-            yield Holder(blueprint, layout, pp_rank, tp_rank, groups_of(tensors, layout, tp_rank), shapes)
+            yield Holder(blueprint, layout, pp_rank, tp_rank, groups_of(tensors, layout, tp_rank), shapes, parts)
 
 
 def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[Shard]]:
@@ -115,12 +153,10 @@ def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[S
     found: dict[tuple[str, str], list[Shard]] = {}
     for holder in holders(blueprint, layout):
         states = _zero0_states(holder) if layout.zero_stage == 0 else _flat_states(holder)
-        for tensor, role, pieces in itertools.chain(states, _weights(holder)):
-            if tensor.cut is None or layout.mesh.tp == 1:
-                found.setdefault((tensor.name, role), []).append(Shard(tensor.shape, tuple(pieces)))
-            elif own := tuple(runs(tensor, layout.mesh.tp, holder.tp_rank)):
-                shard = Shard(tensor.shape, tuple(pieces), tensor.cut[0], own, 0, holder.tp_rank)
-                found.setdefault((tensor.name, role), []).append(shard)
+        for tensor, ep_rank, role, pieces in itertools.chain(states, _weights(holder)):
+            name, shard = _shard(holder, tensor, ep_rank, tuple(pieces))
+            if shard is not None:
+                found.setdefault((name, role), []).append(shard)
     if layout.optimizer == "torch":  # this optimizer trains the weights themselves
         for tensor in blueprint.tensors:
             if tensor.group is not None and (tensor.name, "weight") in found:
@@ -128,20 +164,38 @@ def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[S
     return found
 
 
-Placed = Iterator[tuple[Tensor, str, list[Piece]]]  # tensor, role, where a holder's shard lies
+def _shard(holder: Holder, tensor: Tensor, ep_rank: int, pieces: tuple[Piece, ...]) -> tuple[str, Shard | None]:
+    """Returns (name of the whole tensor, what a holder has of it); None if the holder has no element of it."""
+    if (part := holder.parts.get(tensor.name)) is not None:
+        if not tensor.expert:
+            return part.of.name, Shard(tensor.shape, pieces)
+        shape = (tensor.shape[0], *part.of.shape[1:])
+        dim, own = (1, (part.rows,)) if part.rows else (None, ())
+        return part.of.name, Shard(shape, pieces, dim, own, ep_rank * prod(shape), part.number)
+    if tensor.cut is None or holder.layout.mesh.tp == 1:
+        return tensor.name, Shard(tensor.shape, pieces)
+    own = tuple(runs(tensor, holder.layout.mesh.tp, holder.tp_rank))
+    return tensor.name, Shard(tensor.shape, pieces, tensor.cut[0], own, 0, holder.tp_rank) if own else None
+
+
+Placed = Iterator[tuple[Tensor, int, str, list[Piece]]]  # tensor, expert-parallel rank, role, where a holder's shard lies
 
 
 def _zero0_states(holder: Holder) -> Placed:
-    """Places the optimizer's states and the masters of ZeRO-0: whole, in the model's file."""
-    plain = holder.layout.optimizer == "torch"
+    """Places the optimizer's states and the masters of ZeRO-0: whole, in the model's file. Each expert-parallel rank has a file of
+    all its states besides, which is the one that is loaded.
+    """
+    plain, ep = holder.layout.optimizer == "torch", holder.layout.mesh.ep
     state: Keys = ("optimizer", "state") if plain else ("optimizer", "optimizer_state_dict", "state")
-    number, file = 0, holder.model_file()
+    files = [(rank, expert_optimizer_file(rank)) for rank in range(ep if ep > 1 else 0)] + [(0, holder.model_file())]
+    number = 0
     for g, group in enumerate(holder.groups):
         for j, (tensor, numel) in enumerate(group):
-            for role in holder.layout.states:
-                yield tensor, role, [Piece(file, (*state, number, role), 0, 0, numel)]
-            if not plain:
-                yield tensor, "master", [Piece(file, ("optimizer", "fp32_groups", g, j), 0, 0, numel)]
+            for rank, file in files:
+                for role in holder.layout.states:
+                    yield tensor, rank, role, [Piece(file, (*state, number, role), 0, 0, numel)]
+                if not plain:
+                    yield tensor, rank, "master", [Piece(file, ("optimizer", "fp32_groups", g, j), 0, 0, numel)]
             number += 1
 
 
@@ -152,12 +206,14 @@ def _flat_states(holder: Holder) -> Placed:
         swapped = is_swapped(layout, numel)
         keys = _zero3_keys(index, layout.states) if layout.zero_stage == 3 else _zero12_keys(group, layout.states)
         for (tensor, _), pieces in zip(tensors[index], extents, strict=True):
-            for role in ("master", *layout.states):
+            for role, ep_rank in itertools.product(("master", *layout.states), holder.ep_ranks(tensor)):
                 if swapped:
                     names = [swap_files(holder.blueprint, layout, tensors[index], holder.tp_rank, at.rank)[role] for at in pieces]
-                    yield tensor, role, [Piece(name, (), at.offset, at.start, at.stop) for at, name in zip(pieces, names, strict=True)]
+                    yield tensor, ep_rank, role, [Piece(name, (), at.offset, at.start, at.stop) for at, name in zip(pieces, names, strict=True)]
                 else:
-                    yield tensor, role, [Piece(holder.optimizer_file(at.rank), keys[role], at.offset, at.start, at.stop) for at in pieces]
+                    ranks = [at.rank * len(holder.ep_ranks(tensor)) + ep_rank for at in pieces]
+                    files = [holder.optimizer_file(rank) for rank in ranks]
+                    yield tensor, ep_rank, role, [Piece(file, keys[role], at.offset, at.start, at.stop) for at, file in zip(pieces, files, strict=True)]
 
 
 def _zero12_keys(group: int, states: tuple[str, ...]) -> dict[str, Keys]:
@@ -182,14 +238,25 @@ def _weights(holder: Holder) -> Placed:
                 continue
             if layout.zero_stage == 3 and not tensor.buffer:
                 if key not in trained:
-                    yield tensor, "weight", _frozen_parts(holder, key, numel)
+                    yield tensor, 0, "weight", _frozen_parts(holder, key, numel)
             elif layout.mesh.pp > 1:
-                yield tensor, "weight", [Piece(layer_file(stage, holder.tp_rank), (key,), 0, 0, numel)]
+                yield tensor, 0, "weight", [Piece(layer_file(stage, holder.tp_rank), (key,), 0, 0, numel)]
+            elif tensor.name in holder.parts and tensor.expert:
+                for ep_rank in holder.ep_ranks(tensor):
+                    yield tensor, ep_rank, "weight", _expert_pieces(holder, tensor, ep_rank)
             else:
                 for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
-                    yield tensor, "weight", [Piece(holder.model_file(rank), ("module", key), 0, 0, numel)]
+                    yield tensor, 0, "weight", [Piece(holder.model_file(rank), ("module", key), 0, 0, numel)]
                 if layout.zero_stage == 2 and not tensor.buffer and key not in trained:
-                    yield tensor, "weight", [Piece(holder.model_file(), ("frozen_param_fragments", key), 0, 0, numel)]
+                    yield tensor, 0, "weight", [Piece(holder.model_file(), ("frozen_param_fragments", key), 0, 0, numel)]
+
+
+def _expert_pieces(holder: Holder, tensor: Tensor, ep_rank: int) -> list[Piece]:
+    """Lists where the experts of a rank lie: each in a file of its own."""
+    [block] = [number for number, block in enumerate(holder.blueprint.blocks) if tensor.name.startswith(f"{block.name}.experts.")]
+    count, numel = tensor.shape[0], prod(tensor.shape[1:])
+    first = ep_rank * count
+    return [Piece(expert_file(block, first + at), (f"{tensor.name}.{first + at}",), 0, at * numel, (at + 1) * numel) for at in range(count)]
 
 
 def _frozen_parts(holder: Holder, name: str, numel: int) -> list[Piece]:

@@ -33,7 +33,7 @@ LIMIT = "no file may become larger than"
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of a run into `folder`. `blueprint` is None for a model that only DeepSpeed can take apart (expert parallelism).
+    """Writes the checkpoints of a run into `folder`.
 
     Every rank writes, hashes and flushes its own files in a staging folder and leaves a note that lists them; when all notes
     are there the first rank writes the manifest, renames the folder and moves `latest`. So a kill at any moment leaves `latest` on a
@@ -43,7 +43,7 @@ class Saver:
 
     engine: Engine
     folder: Path
-    blueprint: Blueprint | None
+    blueprint: Blueprint
     layout: Layout
     keep: int
     in_background: bool
@@ -53,7 +53,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.written = threading.Event()  # this rank's part of a save in the background is written, or has failed
         self.error: str = ""
-        self.needed = expected_bytes(self.blueprint, self.layout) if self.blueprint else 0  # bytes of a checkpoint, 0: not known
+        self.needed = expected_bytes(self.blueprint, self.layout)  # bytes of a checkpoint
 
     def save(self, state: State) -> None:
         """Saves the step state["step"] (a collective); returns when the save is complete, in the background when the states are copied.
@@ -139,10 +139,9 @@ class Saver:
 
     def space(self) -> str:
         free, (limit, _) = shutil.disk_usage(self.folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)
-        met = limit < self.needed if self.needed else limit != resource.RLIM_INFINITY  # no file is larger than the checkpoint
-        if limit != resource.RLIM_INFINITY and met and free > max(self.needed, limit):
+        if limit != resource.RLIM_INFINITY and limit < self.needed and free > max(self.needed, limit):  # no file is larger than the checkpoint
             return f"{LIMIT} {limit:,} bytes"  # torch.save does not say whether it met the limit or the end of the disk
-        return f"needs {self.needed:,} bytes, {free:,} are free" if self.needed else f"{free:,} bytes are free"
+        return f"needs {self.needed:,} bytes, {free:,} are free"
 
     def _write_own(self, step: Path, content: list[tuple[Any, Path]], generators: dict[str, Any], state: State) -> None:
         rank, names = dist.get_rank(), []
@@ -155,16 +154,14 @@ class Saver:
         names += [path for path in (step / "offloaded_tensors" / f"rank{rank:02d}").rglob("*") if path.is_file()]
         if rank == 0:
             (step / STATE).write_text(json.dumps({**state, "layout": self.layout.to_json()}, indent=1))
-            (step / BLUEPRINT).write_text(json.dumps(self.blueprint.to_json() if self.blueprint else None))
+            (step / BLUEPRINT).write_text(json.dumps(self.blueprint.to_json()))
             (step / "hf_files").mkdir()
             self.write_hf_files(step / "hf_files")
             names += [step / STATE, step / BLUEPRINT, *(path for path in (step / "hf_files").rglob("*") if path.is_file())]
         files = {str(path.relative_to(step)): manifest.facts(path) for path in names}
-        tensors = {}
-        if self.blueprint is not None:
-            opened = tensor_files.open_checkpoint(step, self.blueprint, self.layout)
-            tensors = copying.partial_digests(self.blueprint, opened, frozenset(files))
-            opened.close()
+        opened = tensor_files.open_checkpoint(step, self.blueprint, self.layout)
+        tensors = copying.partial_digests(self.blueprint, opened, frozenset(files))
+        opened.close()
         note = step.parent / f"rank_{rank}.json"
         note.with_suffix(".tmp").write_text(json.dumps({"files": files, "tensors": tensors}))
         os.rename(note.with_suffix(".tmp"), note)

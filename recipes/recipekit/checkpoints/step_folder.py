@@ -12,8 +12,11 @@ from ..parallel.blueprint import Blueprint, Layout, default_optimizer, stage_bou
 from ..refusal import Problem, Refusal, refuse
 from ..run_folder import CHECKPOINTS, FACTS
 from ..strategy.divisions import check_tp
+from ..strategy.shapes import divisors
 from . import manifest, other_programs
 from .state import State
+
+UNDESCRIBED = "its divided experts were saved before checkpoints described them"
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,29 @@ def open_step(path: Path) -> Step:
         if saved is None:
             raise refuse(
                 str(step),
-                "was trained with expert parallelism, whose files only DeepSpeed takes apart",
-                "go on in the same layout: a run writes OUT/hf at its end",
+                UNDESCRIBED,
+                "go on in the same layout: what that run saves is converted",
             )
         return Step(step, state, Blueprint.from_json(saved), layout, manifest.read(step)["tensors"])
     raise refuse(str(path), f"holds no complete checkpoint ({'; '.join(found)})", "give a run folder, or a step folder of one")
 
 
 def target_layout(
-    blueprint: Blueprint, was: Layout, model_config: dict[str, Any] | None = None, *, dp: int | None, tp: int | None, pp: int | None, zero: int | None
+    blueprint: Blueprint,
+    was: Layout,
+    model_config: dict[str, Any] | None = None,
+    *,
+    dp: int | None,
+    tp: int | None,
+    pp: int | None,
+    zero: int | None,
+    ep: int | None = None,
 ) -> Layout:
     """Returns the layout asked for; a degree that is None stays. Raises `Refusal` for a layout that the model cannot have (config.json states its heads)."""
-    dp, tp, pp, zero = (now if now is not None else before for now, before in ((dp, was.mesh.dp), (tp, was.mesh.tp), (pp, was.mesh.pp), (zero, was.zero_stage)))
-    problems = [Problem(f"{name} = {value}", "a degree is at least 1", f"use --{name} 1") for name, value in (("dp", dp), ("tp", tp), ("pp", pp)) if value < 1]
+    pairs = (dp, was.mesh.dp), (tp, was.mesh.tp), (pp, was.mesh.pp), (ep, was.mesh.ep), (zero, was.zero_stage)
+    dp, tp, pp, ep, zero = (now if now is not None else before for now, before in pairs)
+    degrees = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
+    problems = [Problem(f"{name} = {value}", "a degree is at least 1", f"use --{name} 1") for name, value in degrees.items() if value < 1]
     if zero not in range(4):
         problems.append(Problem(f"zero = {zero}", "ZeRO has the stages 0 to 3", "use --zero 1"))
     if pp > 1 and zero > 1:
@@ -97,19 +110,38 @@ def target_layout(
         problems.append(Problem(f"pp = {pp}", rule, f"use --pp {max(1, blueprint.num_layers)}"))
     if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, pp):
         problems.append(Problem("fp16", "its loss scaler is not carried from one ZeRO stage to another", "use the same --zero"))
+    problems += _check_ep(blueprint, degrees) if ep > 1 else []
     if problems:
         raise Refusal(problems)
     bounds = stage_bounds(blueprint, pp) if pp > 1 else ()
     same = zero == was.zero_stage
     return replace(
         was,
-        mesh=Mesh(dp=dp, tp=tp, pp=pp),
+        mesh=Mesh(dp=dp, tp=tp, pp=pp, ep=ep),
         zero_stage=zero,
         optimizer=was.optimizer if same else default_optimizer(zero, was.dtype),
         bounds=bounds,
         schedule="1f1b",
-        swapped=was.swapped and zero == 3,
+        swapped=was.swapped and zero == 3 and ep == 1,  # DeepSpeed 0.19.8 does not save divided experts from swap files
     )
+
+
+def _check_ep(blueprint: Blueprint, degrees: dict[str, int]) -> list[Problem]:
+    """Refuses an expert-parallel degree that the model, the data ranks or the other degrees do not allow."""
+    ep, dp, experts = degrees["ep"], degrees["dp"], blueprint.num_experts
+    found = []
+    if others := {name: degrees[name] for name in ("tp", "pp") if degrees[name] > 1}:
+        where = f"ep = {ep} with {' and '.join(f'{name} = {degree}' for name, degree in others.items())}"
+        fix = f"use --ep 1, or {' '.join(f'--{name} 1' for name in others)}"
+        found.append(Problem(where, "expert parallelism goes with data parallelism and ZeRO only", fix))
+    if not experts:
+        found.append(Problem(f"ep = {ep}", "the checkpoint names no experts that DeepSpeed's AutoEP divides", "use --ep 1"))
+    elif experts % ep:
+        fits = " or ".join(str(degree) for degree in divisors(experts, dp) if degree < ep)
+        found.append(Problem(f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {fits}"))
+    if dp > 0 and dp % ep:
+        found.append(Problem(f"ep = {ep}", f"does not divide the {dp} data-parallel ranks", f"use --dp {-(-dp // ep) * ep}, or --ep 1"))
+    return found
 
 
 def is_small(path: Path) -> bool:

@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -53,6 +54,7 @@ class TensorFiles:
     offset_of: Callable[[Piece], int]
     writable: bool = False
     direct: DirectFiles | None = None  # receives the writes while a conversion runs
+    most_open: int = 256  # files that are only read
     _handles: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -65,14 +67,23 @@ class TensorFiles:
         """Lists what the files hold of a tensor: "master", the optimizer's states, "weight"."""
         return self._roles.get(tensor.name, [])
 
-    def handle(self, file: str) -> int:
+    @contextmanager
+    def handle(self, file: str) -> Iterator[int]:
+        """Gives the descriptor of a file. The first `most_open` files stay open; a model can have thousands of files of experts."""
         with self._lock:
-            if file not in self._handles:
+            handle, kept = self._handles.get(file), self.writable or len(self._handles) < self.most_open
+            if handle is None:
                 try:
-                    self._handles[file] = os.open(self.folder / file, os.O_RDWR if self.writable else os.O_RDONLY)
+                    handle = os.open(self.folder / file, os.O_RDWR if self.writable else os.O_RDONLY)
                 except FileNotFoundError:
                     raise refuse(str(self.folder / file), "is missing, which its layout says is there", "use another copy of the checkpoint") from None
-            return self._handles[file]
+                if kept:
+                    self._handles[file] = handle
+        try:
+            yield handle
+        finally:
+            if file not in self._handles:
+                os.close(handle)
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -162,12 +173,12 @@ class TensorFiles:
                 self.direct.write(piece.file, offset, mine.view(np.uint8), name)
                 continue
             part = memoryview(mine).cast("B")  # pyright: ignore[reportArgumentType]
-            handle = self.handle(piece.file)
-            while part:
-                done = os.pwrite(handle, part, offset) if name is not None else os.preadv(handle, [part], offset)
-                if done == 0:
-                    raise refuse(str(self.folder / piece.file), f"ends before byte {offset + len(part)}", "use another copy of the checkpoint")
-                part, offset = part[done:], offset + done
+            with self.handle(piece.file) as handle:
+                while part:
+                    done = os.pwrite(handle, part, offset) if name is not None else os.preadv(handle, [part], offset)
+                    if done == 0:
+                        raise refuse(str(self.folder / piece.file), f"ends before byte {offset + len(part)}", "use another copy of the checkpoint")
+                    part, offset = part[done:], offset + done
 
 
 def open_checkpoint(step: Path, blueprint: Blueprint, layout: Layout, writable: bool = False) -> TensorFiles:

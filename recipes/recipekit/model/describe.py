@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..architectures import safetensors_files
 from ..architectures.lookup import fitting_task, read_config
-from ..parallel import pipeline
+from ..parallel import expert, pipeline
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, Tensor
 from ..parallel.plans import decays, ends_of, plans_of, published_plans
@@ -43,16 +43,18 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
         where = next((place for module, place in plans.pp.items() if blocks and place != "split" and name.startswith(f"{module}.")), "every")
         return "ends" if len(shared) > 1 and where == "first" and name in shared else where
 
+    experts = expert.blocks_of(model)
+    divisible = {f"{block.name}.{own}" for block in experts for own in expert.FUSED}
     tensors = []
     for name, parameter in model.named_parameters():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         group = (0 if decays(name, len(shape), plans.no_decay) else 1) if parameter.requires_grad else None
-        tensors.append(Tensor(name, shape, group, rules.get(name), place(name)))
+        tensors.append(Tensor(name, shape, group, rules.get(name), place(name), expert=name in divisible))
     for name, value in model.state_dict().items():
         if name not in named:
             tensors.append(Tensor(name, tuple(value.shape), None, None, place(name), str(value.dtype).removeprefix("torch.")))
     aliases = {name: (first, place(name)) for name, parameter in named.items() if (first := first_names[id(parameter)]) != name}
-    return Blueprint(tuple(tensors), aliases, len(blocks), bool(plans.tp))
+    return Blueprint(tuple(tensors), aliases, len(blocks), bool(plans.tp), blocks=experts)
 
 
 def published_blueprint(folder: Path) -> Blueprint:

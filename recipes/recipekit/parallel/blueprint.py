@@ -5,12 +5,15 @@ Arithmetic only: nothing here imports torch, so a tool can plan for any cluster 
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ..mesh import Mesh
+
+MOST_EXPERTS = 178_956_971  # elements of an optimizer group of divided experts (DeepSpeed 0.19.8, moe/utils.py)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Tensor:
     place: str = "every"
     buffer: str = ""  # its dtype; empty for a parameter
     ranges: tuple[tuple[tuple[int, int], ...], ...] = ()  # of each tensor rank the indices of dim, where another program did the cutting
+    expert: bool = False  # dimension 0 counts experts, which expert parallelism can divide
+    fresh: bool = False  # DeepSpeed makes it anew where experts are divided
 
     @property
     def numel(self) -> int:
@@ -46,11 +51,23 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Block:
+    """A module with experts that expert parallelism can divide. `renamed`: a tensor beside them -> its name in the module that
+    DeepSpeed makes of it, in the order there; `aliases`: further names of those.
+    """
+
+    name: str
+    renamed: dict[str, str]
+    aliases: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Blueprint:
     """A model without its layout. `tensors` in the order of the model's parameters, then buffers.
 
     `aliases`: further names of tied parameters, with their places. `num_layers` 0: no pipeline plan. `published`: of a
     model read from files, where those hold each tensor, and each file's keys with their dtypes (as safetensors names them).
+    `blocks`: where its experts are; none if it has none, or DeepSpeed does not divide them.
     """
 
     tensors: tuple[Tensor, ...]
@@ -59,6 +76,12 @@ class Blueprint:
     can_tp: bool
     published: dict[str, Stored] = dataclasses.field(default_factory=dict)
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # file -> {key: dtype}
+    blocks: tuple[Block, ...] = ()
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of a block, 0 if the model has none that can be divided."""
+        return next((tensor.shape[0] for tensor in self.tensors if tensor.expert), 0)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -69,7 +92,9 @@ class Blueprint:
             Tensor(**(item | {"shape": tuple(item["shape"]), "cut": tuple(item["cut"]) if item["cut"] else None, "ranges": ()})) for item in saved["tensors"]
         )
         stored = {name: Stored(tuple(tuple(keys) for keys in item["parts"]), item["stacked"], item["dim"]) for name, item in saved["published"].items()}
-        return Blueprint(**(saved | {"tensors": tensors, "published": stored, "aliases": {alias: tuple(of) for alias, of in saved["aliases"].items()}}))
+        blocks = tuple(Block(**item) for item in saved.get("blocks", ()))  # none before experts were converted
+        aliases = {alias: tuple(of) for alias, of in saved["aliases"].items()}
+        return Blueprint(**(saved | {"tensors": tensors, "published": stored, "aliases": aliases, "blocks": blocks}))
 
 
 @dataclass(frozen=True)
@@ -103,9 +128,9 @@ class Layout:
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Layout":
         """Reads a layout; one that names no optimizer was saved when there was Adam only."""
-        lists: dict[str, Any] = {name: tuple(saved[name]) for name in ("bounds", "states", "scalars") if name in saved}
-        values: dict[str, Any] = saved | lists | {"mesh": Mesh(**saved["mesh"])}
-        return Layout(**values)
+        made: dict[str, Any] = {name: tuple(saved[name]) for name in ("bounds", "states", "scalars") if name in saved}
+        made["mesh"] = Mesh(**saved["mesh"])
+        return Layout(**(saved | made))
 
     def __str__(self) -> str:
         kept = f"{self.dtype}, {self.optimizer}" + (f" of {self.algorithm}" if self.algorithm != "Adam" else "")
@@ -247,14 +272,27 @@ class Extent:
 def groups_of(tensors: list[Tensor], layout: Layout, tp_rank: int) -> list[list[tuple[Tensor, int]]]:
     """The optimizer groups of a rank that has these tensors (`held`): [(tensor, elements of its shard), ...] in the order of the flat buffers.
 
-    DeepSpeed leaves out what is frozen or has no element here; groups that would be empty are not made.
+    DeepSpeed leaves out what is frozen or has no element here; groups that would be empty are not made. Divided experts
+    are split off each group, into groups of at most `MOST_EXPERTS` elements (moe/utils.py).
     """
-    groups: dict[int, list[tuple[Tensor, int]]] = {}
+    groups: dict[tuple[bool, int, int], list[tuple[Tensor, int]]] = {}
+    parts, sizes = Counter(), Counter()  # of the experts of each group: how many are full, and the elements of the last
     for tensor in tensors:
         numel = prod(local_shape(tensor, layout.mesh.tp, tp_rank))
-        if tensor.group is not None and numel:
-            groups.setdefault(tensor.group, []).append((tensor, numel))
-    return [groups[number] for number in sorted(groups)]
+        if tensor.group is None or not numel:
+            continue
+        divided = tensor.expert and layout.mesh.ep > 1
+        if divided and sizes[tensor.group] and sizes[tensor.group] + numel > MOST_EXPERTS:
+            parts[tensor.group] += 1
+            sizes[tensor.group] = 0
+        sizes[tensor.group] += numel * divided
+        groups.setdefault((divided, tensor.group, parts[tensor.group] * divided), []).append((tensor, numel))
+    return [groups[key] for key in sorted(groups)]
+
+
+def holders_of(group: list[tuple[Tensor, int]], layout: Layout) -> int:
+    """The ranks that ZeRO divides a group over: of divided experts those that hold the same ones."""
+    return layout.partitions // (layout.mesh.ep if group[0][0].expert else 1)
 
 
 def flat_groups(groups: list[list[tuple[Tensor, int]]], layout: Layout) -> list[tuple[int, int, list[list[Extent]]]]:
@@ -263,9 +301,9 @@ def flat_groups(groups: list[list[tuple[Tensor, int]]], layout: Layout) -> list[
     ZeRO-1 and -2 concatenate a group and cut it into equal parts (stage_1_and_2.py, bf16_optimizer.py: the whole padded to
     a multiple of 2 x partitions). ZeRO-3 cuts each tensor into equal parts and concatenates those (stage3.py), in sub-groups.
     """
-    ranks = layout.partitions
     flats: list[tuple[int, int, list[list[Extent]]]] = []
     for number, group in enumerate(groups):
+        ranks = holders_of(group, layout)
         if layout.zero_stage < 3:
             total = sum(numel for _, numel in group)
             size = -(-total // (2 * ranks)) * 2
@@ -275,7 +313,7 @@ def flat_groups(groups: list[list[tuple[Tensor, int]]], layout: Layout) -> list[
                 offset += numel
             flats.append((number, size, extents))
             continue
-        for sub_group in _sub_groups(group, ranks, layout.sub_group_size):
+        for sub_group in _zero3_groups(group, layout):
             extents, offset = [], 0
             for _, numel in sub_group:
                 part = -(-numel // ranks)
@@ -290,7 +328,7 @@ def flat_tensors(groups: list[list[tuple[Tensor, int]]], layout: Layout) -> list
     """The tensors of each flat tensor of `flat_groups`, in order."""
     if layout.zero_stage < 3:
         return groups
-    return [sub_group for group in groups for sub_group in _sub_groups(group, layout.partitions, layout.sub_group_size)]
+    return [sub_group for group in groups for sub_group in _zero3_groups(group, layout)]
 
 
 def _cut(offset: int, numel: int, size: int, index: int) -> Iterator[Extent]:
@@ -300,6 +338,15 @@ def _cut(offset: int, numel: int, size: int, index: int) -> Iterator[Extent]:
         stop = min(numel, start + size - inside)
         yield Extent(rank, index, inside, start, stop)
         start = stop
+
+
+def _zero3_groups(group: list[tuple[Tensor, int]], layout: Layout) -> Iterator[list[tuple[Tensor, int]]]:
+    """The sub-groups of a group. What DeepSpeed made anew was not partitioned when the model was built, but by its optimizer, over
+    a process group of the same ranks, and stage3.py's `_get_trainable_parameter_groups` tells the groups apart.
+    """
+    for fresh in (False, True):
+        if own := [item for item in group if item[0].fresh == fresh]:
+            yield from _sub_groups(own, holders_of(group, layout), layout.sub_group_size)
 
 
 def _sub_groups(group: list[tuple[Tensor, int]], ranks: int, most: int) -> Iterator[list[tuple[Tensor, int]]]:

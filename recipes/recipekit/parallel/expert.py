@@ -12,18 +12,24 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, validate_autoep_post_detection
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.auto_ep_presets.base import MoELayerSpec
 from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
 from deepspeed.utils import groups as ds_groups
+from deepspeed.utils import logger
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..refusal import refuse
+from ..refusal import Refusal, refuse
+from .blueprint import Block
+from .divided import DOWN, GATE_UP
 
-FUSED = {"experts.gate_up_proj", "experts.down_proj"}  # (experts, 2 x width, D) and (experts, D, width): the layout that `published` restores
+FUSED = {GATE_UP, DOWN}  # the layout that `published` restores
 
 
-def check(model: PreTrainedModel, ep: int) -> None:
-    """Raises `Refusal` for a model that AutoEP does not take apart whole, or whose experts are not laid out as `published` gives them back."""
+def check(model: PreTrainedModel, ep: int) -> list[MoELayerSpec]:
+    """Returns what AutoEP finds of each block. Raises `Refusal` for a model that AutoEP does not take apart whole, or whose
+    experts are not laid out as `published` gives them back.
+    """
     names = [name for name, _ in model.named_parameters()]
     blocks = {name.rpartition(".experts.")[0] for name in names if ".experts." in name}
     kind = type(model).__name__
@@ -31,7 +37,7 @@ def check(model: PreTrainedModel, ep: int) -> None:
         raise refuse(f"ep = {ep} with {kind}", "this model has no experts", "use --ep 1")
     for block in sorted(blocks):
         own = {name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}.experts.")}
-        shapes = {name: tuple(model.get_parameter(f"{block}.{name}").shape) for name in own}
+        shapes = {name: tuple(getattr(parameter := model.get_parameter(f"{block}.{name}"), "ds_shape", parameter.shape)) for name in own}
         if own != FUSED or shapes["experts.gate_up_proj"][1] != 2 * shapes["experts.down_proj"][2]:
             raise refuse(f"ep = {ep} with {kind}", f"the experts of {block} are not laid out as those of Qwen3-MoE ({', '.join(sorted(own))})", "use --ep 1")
     config = AutoEPConfig(enabled=True, autoep_size=ep)
@@ -43,6 +49,33 @@ def check(model: PreTrainedModel, ep: int) -> None:
         raise refuse(f"ep = {ep} with {kind}", f"DeepSpeed's AutoEP does not take it apart: {said}", f"use --ep 1; it knows {_known_types()}") from error
     if missed := sorted(blocks - {spec.moe_module_name for spec in found}):
         raise refuse(f"ep = {ep} with {kind}", f"DeepSpeed's AutoEP finds no experts in {missed[0]}", f"use --ep 1; it knows {_known_types()}")
+    return found
+
+
+def blocks_of(model: PreTrainedModel) -> tuple[Block, ...]:
+    """Describes the blocks whose experts AutoEP can divide, for checkpoints; none if `check` refuses the model."""
+    before, logger.disabled = logger.disabled, True  # AutoEP warns of what it would not do, and nobody asked it to divide
+    try:
+        return tuple(_block(model, spec) for spec in check(model, 1))
+    except Refusal:
+        return ()
+    finally:
+        logger.disabled = before
+
+
+def _block(model: PreTrainedModel, spec: MoELayerSpec) -> Block:
+    """Names the tensors beside a block's experts as `AutoEPMoELayer.__init__` does."""
+    block, router, bias = spec.moe_module_name, spec.router_name, "e_score_correction_bias"
+    where = router if spec.e_score_correction_bias_path is None else spec.e_score_correction_bias_path
+    places = {f"{router}.weight": "router.gate.weight", f"{router}.bias": "router.gate.bias", ".".join(filter(None, (where, bias))): f"router.{bias}"}
+    tensors = [name.removeprefix(f"{block}.") for name in model.state_dict() if name.startswith(f"{block}.")]
+    for own, theirs in ((spec.shared_experts_name, "shared_experts"), (spec.shared_experts_gate_name, "shared_experts_gate")):
+        places |= {name: f"{theirs}{name.removeprefix(own)}" for name in tensors if own and name.startswith(f"{own}.")}
+    renamed = {f"{block}.{own}": f"{block}.{theirs}" for own, theirs in places.items() if own in tensors}
+    alias = spec.router_logits_capture_layer_name or router
+    free = spec.router_logits_capture_target == "router" and "." not in alias and alias not in ("router", "experts", "shared_experts")
+    aliases = {name.replace(f"{block}.router.", f"{block}.{alias}."): name for name in renamed.values() if free and name.startswith(f"{block}.router.")}
+    return Block(block, renamed, aliases)
 
 
 def _known_types() -> str:

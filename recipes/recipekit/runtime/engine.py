@@ -32,10 +32,7 @@ from .facts import export_dtype, layout_of
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model of a run in its engine, and what goes with it into checkpoints and Hugging Face files.
-
-    `blueprint` is None for experts that DeepSpeed divided, whose checkpoints are not converted.
-    """
+    """The model of a run in its engine, and what goes with it into checkpoints and Hugging Face files."""
 
     plan: Plan
     task: Task
@@ -44,10 +41,13 @@ class Loaded:
     processor: Any
     built: Built
     engine: Engine
-    blueprint: Blueprint | None
     layout: Layout
     state: State
     sums: Sums
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self.built.blueprint
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,14 +94,14 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
     checked = f", {compared} of them compared with the files" if compared else ""
     say(f"model {recipe.model}: {size / 1e6:.1f} M parameters on each rank's shard{checked}, built in {time.perf_counter() - begun:.1f} s")
-    blueprint, layout = built.blueprint if mesh.ep == 1 else None, layout_of(plan, engine, built)
+    layout = layout_of(plan, engine, built)
     dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     state: State = {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
     if source is not None:
-        state = load.load(engine, source, blueprint, layout, plan.out / CHECKPOINTS / ".converted", say)
+        state = load.load(engine, source, built.blueprint, layout, plan.out / CHECKPOINTS / ".converted", say)
         say(f"resumed from {source}")
     state["export_dtype"] = dtype
-    return Loaded(plan, task, groups, model_config, processor, built, engine, blueprint, layout, state, sums)
+    return Loaded(plan, task, groups, model_config, processor, built, engine, layout, state, sums)
 
 
 def make_engine(plan: Plan, built: Built, groups: Groups, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Engine:

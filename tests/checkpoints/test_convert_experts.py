@@ -1,0 +1,234 @@
+"""Checkpoints of divided experts go into any layout, into Hugging Face files and back, bit for bit, as all others do."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_convert
+from job import metrics
+from recipekit.architectures import families
+from recipekit.checkpoints import convert, manifest, tensor_files
+from recipekit.checkpoints.copying import Effort
+from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.torch_files import FileTensor, read
+from recipekit.mesh import Mesh
+from recipekit.model.describe import published_blueprint
+from recipekit.parallel.blueprint import Layout
+from recipekit.refusal import Refusal
+from test_convert import assert_same_files, begin, tensors_of
+from test_parity import family, strategy
+from test_resume import BASE, train
+
+slow = pytest.mark.slow
+QWEN3, MIXTRAL = {"model": "Qwen/Qwen3-30B-A3B"}, {"model": "mistralai/Mixtral-8x7B-v0.1"}
+EP2, EP4 = {"ep": 2}, {"ep": 4}
+STAY: dict[str, Any] = {"dp": None, "tp": None, "pp": None, "zero": None, "ep": None}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders that transformers wrote, of several files each; Qwen3's in bf16 and with a file key for each expert."""
+    import torch
+    from recipekit.model.build import build_model
+    from recipekit.recipe import Recipe
+    from test_model import ds_config
+
+    folders = {}
+    for number, (kind, dtype) in enumerate((("qwen3_moe", "bfloat16"), ("mixtral", "float32"), ("deepseek_v3", "bfloat16"))):
+        model = build_model(Recipe(model="none", init="random", seed=number), families.tiny_config(kind, 264), None, ds_config(0), torch.device("cpu")).model
+        folders[kind] = tmp_path_factory.mktemp("published")
+        model.to(getattr(torch, dtype)).save_pretrained(folders[kind], max_shard_size="300KB")
+    return folders
+
+
+WAY = [
+    {"zero": 1, "dp": 2, "ep": 2},
+    {"zero": 3, "dp": 4, "ep": 4},
+    {"zero": 0, "dp": 4, "ep": 2},
+    {"zero": 2, "dp": 1, "ep": 1},
+    {"zero": 2, "dp": 8, "ep": 4},
+    {"zero": 1, "dp": 1, "tp": 2, "pp": 2, "ep": 1},
+    {"zero": 3, "dp": 6, "tp": 1, "pp": 1, "ep": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen3_moe", "float32"), pytest.param("mixtral", "bfloat16", marks=slow), pytest.param("deepseek_v3", "bfloat16", marks=slow)]
+)
+def test_a_way_through_layouts_keeps_every_bit(published, tmp_path, kind, dtype):
+    begin(published[kind], tmp_path / "0", dtype, dp=1, zero=0)
+    wanted = tensors_of(tmp_path / "0")
+    assert any(".experts.gate_up_proj|exp_avg" in key for key in wanted)
+    for number, degrees in enumerate(WAY, 1):
+        step = open_step(tmp_path / f"{number - 1}")
+        layout = target_layout(step.blueprint, step.layout, **(STAY | degrees))
+        convert.reshape(step.folder, tmp_path / f"{number}", layout, effort=test_convert.SMALL)
+        assert tensors_of(tmp_path / f"{number}") == wanted, degrees
+        assert convert.verify(tmp_path / f"{number}", test_convert.SMALL) == []
+        if number in (2, len(WAY)):
+            convert.to_hf(tmp_path / f"{number}", tmp_path / f"hf{number}", effort=test_convert.SMALL, check=True)
+            assert_same_files(tmp_path / f"hf{number}", published[kind])
+
+
+# Through DeepSpeed itself -----------------------------------------------------------------------------------------
+
+SHARED = {"model": "qwen2_moe"}  # has shared experts, which AutoEP renames
+CASES = [  # what is trained, in which layout, and the layouts it goes on in: (world, JSON, degrees)
+    pytest.param("bf16", QWEN3, (2, "zero1", EP2), [(1, "zero2", {})], id="qwen3 zero1 ep2, ep1"),
+    pytest.param("fp32", QWEN3, (2, "zero0", EP2), [(4, "zero1", EP4), (4, "zero0", EP2), (2, "zero3", EP2)], id="qwen3 fp32 zero0, the others", marks=slow),
+    pytest.param("bf16", QWEN3, (4, "zero2", EP2), [(4, "zero2", EP4), (2, "zero0", EP2), (4, "zero1", {"tp": 2, "pp": 2})], id="qwen3 zero2 dp4", marks=slow),
+    pytest.param("bf16", QWEN3, (4, "zero3", EP2), [(2, "zero1", EP2), (4, "zero3", EP4), (3, "zero3", {})], id="qwen3 zero3 dp4", marks=slow),
+    pytest.param("fp32", MIXTRAL, (2, "zero1", {}), [(2, "zero1", EP2), (4, "zero2", EP4), (4, "zero3", EP2)], id="mixtral ep1, ep2, ep4", marks=slow),
+    pytest.param("bf16", MIXTRAL, (2, "zero2_cpu", EP2), [(2, "zero3_cpu", EP2), (1, "zero1", {})], id="mixtral, CPU Adam", marks=slow),
+    pytest.param("fp32", SHARED, (2, "zero2", EP2), [(2, "zero2", {}), (4, "zero3", EP2), (2, "zero0", EP2)], id="qwen2 shared experts", marks=slow),
+    pytest.param("fp32", {"model": "deepseek_v3"}, (2, "zero3", EP2), [(1, "zero0", {}), (4, "zero1", EP2)], id="deepseek_v3, a moved buffer", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "source", "targets"), CASES)
+def test_deepspeed_loads_the_same_bits_in_another_layout(pools, ops, tmp_path, kind, changes, source, targets):
+    """Stock DeepSpeed: another ep is a RuntimeError at ZeRO-3 ("only be loaded with the same parameter placement"), another dp a ZeRORuntimeException."""
+    changes = changes | {"model": changes["model"] if "/" in changes["model"] else family(changes["model"])}
+    test_convert.test_deepspeed_loads_the_same_bits_in_another_layout(pools, ops, tmp_path, kind, changes, source, targets)
+
+
+@pytest.fixture(scope="module")
+def run(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps, ep 2 of dp 2, bf16, ZeRO-1, with its export; copy it, do not change it."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    recipe = dataclasses.replace(BASE, **QWEN3, **EP2, eval_every=0, steps=3, export=True)
+    results = pools.run(2, train, recipe=recipe, argv=["--out", str(out)])
+    assert [code for code, _ in results] == [0, 0], results
+    return out
+
+
+def test_to_hf_gives_what_the_run_exports(run: Path, tmp_path: Path) -> None:
+    convert.to_hf(run, tmp_path / "hf", check=True)
+    assert_same_files(tmp_path / "hf", run / "hf")
+    assert convert.verify(run / "checkpoints" / "step_00000003") == []
+
+
+def test_the_digests_are_those_of_whole_experts(run: Path, tmp_path: Path) -> None:
+    step = open_step(run)
+    convert.reshape(run, tmp_path / "whole", target_layout(step.blueprint, step.layout, **(STAY | {"ep": 1, "zero": 0})))
+    assert tensors_of(tmp_path / "whole") == step.tensors
+    assert {key.split("|")[0] for key in step.tensors} == {tensor.name for tensor in step.blueprint.tensors}
+    assert any(key.endswith("mlp.experts.gate_up_proj|exp_avg_sq") for key in step.tensors)
+
+
+def shape(value: Any) -> Any:
+    """Nested containers with every tensor's shape and dtype in its place; numbers as they are."""
+    if isinstance(value, FileTensor):
+        return value.shape, value.dtype, value.value
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    return [shape(item) for item in value] if isinstance(value, list | tuple) else vars(value) if hasattr(value, "place") else value
+
+
+WRITTEN = [
+    pytest.param("zero1", False, 2, id="zero1"),
+    *(
+        pytest.param(file, bf16, 4, id=f"{file} {'bf16' if bf16 else 'fp32'} dp4", marks=slow)
+        for file in ("zero0", "zero1", "zero2", "zero3")
+        for bf16 in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "bf16", "world"), WRITTEN)
+def test_the_converter_writes_the_files_of_deepspeed(pools, tmp_path, file, bf16, world):
+    """Names, keys, shapes and numbers of every file, converted into the layout that it has; what no load reads may differ."""
+    recipe = dataclasses.replace(BASE, **QWEN3, **EP2, ds_config=strategy(file, bf16), eval_every=0, steps=2)
+    results = pools.run(world, train, recipe=recipe, argv=["--out", str(tmp_path / "run")])
+    assert [code for code, _ in results] == [0] * world, results
+    step = open_step(tmp_path / "run")
+    convert.reshape(step.folder, tmp_path / "again", step.layout)
+    theirs, ours = ({path.name: path for path in folder.glob("*.pt")} for folder in (step.folder, tmp_path / "again"))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        was, now = shape(read(theirs[name])), shape(read(ours[name]))
+        assert was.keys() - now.keys() <= {"ds_config", "ds_version"} and now.keys() == was.keys(), name
+        for key in was:
+            assert now[key] == was[key], f"{name}: {key}"
+
+
+def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, tmp_path):
+    from test_weights import save_tiny
+
+    save_tiny(tmp_path / "model", "qwen3_moe")
+    recipe = dataclasses.replace(BASE, model=str(tmp_path / "model"), ds_config=strategy("zero1"), tokenizer="bytes", eval_every=0, **EP2)
+    blueprint = published_blueprint(tmp_path / "model")
+    layout = target_layout(blueprint, Layout(Mesh(), 0, "torch", "float32"), **(STAY | {"dp": 2, "ep": 2, "zero": 1}))
+    convert.from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout)
+    argv = ["--init", "pretrained", "--tokenizer", "bytes", "--stop_at", "3"]
+    for name, more in (("direct", []), ("converted", ["--resume", str(tmp_path / "start")])):
+        results = pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / name), *argv, *more])
+        assert [code for code, _ in results] == [0] * 2, results
+    assert [line["loss"] for line in metrics(tmp_path / "converted")] == [line["loss"] for line in metrics(tmp_path / "direct")]
+
+
+# Bad input, faults -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("degrees", "says"),
+    [
+        ({"ep": 3, "dp": 3}, "ep = 3: does not divide the model's 4 experts; use --ep 1"),
+        ({"ep": 4}, "ep = 4: does not divide the 2 data-parallel ranks; use --dp 4, or --ep 1"),
+        ({"dp": 3}, "ep = 2: does not divide the 3 data-parallel ranks; use --dp 4, or --ep 1"),
+        ({"tp": 2}, "ep = 2 with tp = 2: expert parallelism goes with data parallelism and ZeRO only; use --ep 1, or --tp 1"),
+        ({"ep": 0}, "ep = 0: a degree is at least 1"),
+    ],
+)
+def test_an_impossible_layout_is_refused(run: Path, degrees: dict[str, int], says: str) -> None:
+    step = open_step(run)
+    with pytest.raises(Refusal) as refused:
+        target_layout(step.blueprint, step.layout, **(STAY | degrees))
+    assert [str(problem) for problem in refused.value.problems] == [says] or says in str(refused.value)
+
+
+def test_a_killed_conversion_goes_on_where_it_was(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, written = open_step(run), []
+    layout, write = target_layout(step.blueprint, step.layout, **(STAY | {"ep": 4, "dp": 4})), tensor_files.TensorFiles.write
+
+    def dying(self: Any, tensor: Any, role: str, start: int, values: Any) -> None:
+        if len(written) == 60 and written[0] != "go on":
+            raise KeyboardInterrupt
+        written.append(f"{tensor.name} {role}")
+        write(self, tensor, role, start, values)
+
+    monkeypatch.setattr(tensor_files.TensorFiles, "write", dying)
+    with pytest.raises(KeyboardInterrupt):
+        convert.reshape(run, tmp_path / "out", layout, effort=Effort(workers=1))
+    assert not (tmp_path / "out").exists() and (tmp_path / ".out.part").exists()
+    assert any(".experts." in text for text in written)
+    first = list(written)
+    written[:] = ["go on"]
+    convert.reshape(run, tmp_path / "out", layout, effort=Effort(workers=1))
+    assert len(set(first) - set(written)) > 0, "something is not written again"
+    assert tensors_of(tmp_path / "out") == step.tensors and convert.verify(tmp_path / "out") == []
+
+
+def test_a_missing_file_of_an_expert_is_named(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "checkpoints" / "step_00000003", tmp_path / "step_00000003")
+    (tmp_path / "step_00000003" / "layer_1_expert_3_mp_rank_00_model_states.pt").unlink()
+    assert convert.verify(tmp_path / "step_00000003") == ["layer_1_expert_3_mp_rank_00_model_states.pt is missing"]
+
+
+def test_a_checkpoint_that_does_not_describe_its_experts_goes_on_in_its_own_layout(pools, run, tmp_path):
+    """As they were saved before conversion knew experts: no blueprint, no digests. What it saves next is described."""
+    shutil.copytree(run, tmp_path / "run")
+    step = tmp_path / "run" / "checkpoints" / "step_00000003"
+    (step / manifest.BLUEPRINT).write_text("null")
+    facts = manifest.read(step)["files"] | {manifest.BLUEPRINT: manifest.facts(step / manifest.BLUEPRINT)}
+    manifest.write(step, 3, facts, {})
+    assert convert.verify(step) == []
+    with pytest.raises(Refusal, match="before checkpoints described them; go on in the same layout"):
+        convert.to_hf(step, tmp_path / "hf")
+    recipe = dataclasses.replace(BASE, **QWEN3, **EP2, eval_every=0, steps=5)
+    for changed, code in ((dataclasses.replace(recipe, ep=1), None), (recipe, 0)):
+        results = pools.run(2, train, recipe=changed, argv=["--out", str(tmp_path / "run"), "--resume", str(step)])
+        assert all((result == code) if code is not None else "before checkpoints described them" in str(result) for result, _ in results), results
+    assert open_step(tmp_path / "run").tensors
