@@ -1,13 +1,18 @@
 """Checkpoints of divided experts go into any layout, into Hugging Face files and back, bit for bit, as all others do."""
 
 import dataclasses
+import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_convert
 from job import metrics, numbers
+from pool import environment
 from recipekit.architectures import families
 from recipekit.checkpoints import convert, manifest, tensor_files
 from recipekit.checkpoints.copying import Effort
@@ -207,25 +212,43 @@ def test_an_impossible_layout_is_refused(run: Path, degrees: dict[str, int], say
     assert [str(problem) for problem in refused.value.problems] == [says] or says in str(refused.value)
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from recipekit.checkpoints import convert, copying, direct_files, tensor_files
+from recipekit.checkpoints.copying import Effort
+from recipekit.checkpoints.step_folder import open_step, target_layout
+direct_files.BLOCK, copying.BUFFERS = 4096, 12 * 4096  # what large files meet
+step, count, write = open_step(Path(sys.argv[1])), 0, tensor_files.TensorFiles.write
+def dying(*values):
+    global count
+    if count == 60:
+        os.kill(os.getpid(), signal.SIGKILL)
+    count += 1
+    write(*values)
+tensor_files.TensorFiles.write = dying
+layout = target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None, ep=4)
+convert.reshape(step.folder, Path(sys.argv[2]), layout, effort=Effort(workers=1))
+"""
+
+
 def test_a_killed_conversion_goes_on_where_it_was(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed by SIGKILL in the middle of the experts; what had been noted is not written again."""
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(run), str(tmp_path / "out")], env=environment(), timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    noted = [next(iter(json.loads(line))) for line in (tmp_path / ".out.part" / "journal.jsonl").read_text().splitlines()[1:]]
+    assert any(".experts." in key for key in noted)
     step, written = open_step(run), []
     layout, write = target_layout(step.blueprint, step.layout, **(STAY | {"ep": 4, "dp": 4})), tensor_files.TensorFiles.write
 
-    def dying(self: Any, tensor: Any, role: str, start: int, values: Any) -> None:
-        if len(written) == 60 and written[0] != "go on":
-            raise KeyboardInterrupt
-        written.append(f"{tensor.name} {role}")
+    def listed(self: Any, tensor: Any, role: str, start: int, values: Any) -> None:
+        written.append(f"{tensor.name}|{role}")
         write(self, tensor, role, start, values)
 
-    monkeypatch.setattr(tensor_files.TensorFiles, "write", dying)
-    with pytest.raises(KeyboardInterrupt):
-        convert.reshape(run, tmp_path / "out", layout, effort=Effort(workers=1))
-    assert not (tmp_path / "out").exists() and (tmp_path / ".out.part").exists()
-    assert any(".experts." in text for text in written)
-    first = list(written)
-    written[:] = ["go on"]
+    monkeypatch.setattr(tensor_files.TensorFiles, "write", listed)
     convert.reshape(run, tmp_path / "out", layout, effort=Effort(workers=1))
-    assert len(set(first) - set(written)) > 0, "something is not written again"
+    assert written and not set(written) & set(noted)
     assert tensors_of(tmp_path / "out") == step.tensors and convert.verify(tmp_path / "out") == []
 
 
