@@ -139,6 +139,24 @@ def test_a_stopped_run_goes_on(pools, run, tmp_path, ep, file, exact):
     assert [line["loss"] for line in got] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
 
 
+@slow
+@pytest.mark.parametrize(("kind", "params"), [("NAdam", {}), ("SGD", {"momentum": 0.9}), ("SGD", {})])
+def test_the_states_of_another_optimizer_go_along(pools, tmp_path, kind, params):
+    """What optim/facts.py lists of it, from divided to whole experts: states, single numbers, or nothing at all."""
+    chosen = {"optimizer": {"type": kind, "params": {"lr": "auto", "weight_decay": "auto"} | params}}
+    divided = dataclasses.replace(RECIPE, ds_config=strategy("zero1") | chosen, export=False)
+    for recipe, more in ((divided, []), (dataclasses.replace(divided, ep=1, ds_config=strategy("zero3") | chosen), ["--resume", ""])):
+        if more:
+            shutil.copytree(tmp_path / "whole", tmp_path / "other")
+            more[1] = str(tmp_path / "other" / "checkpoints" / "step_00000002")
+        out = tmp_path / ("other" if more else "whole")
+        results = pools.run(2, train, recipe=recipe, argv=["--out", str(out), *more])
+        assert [code for code, _ in results] == [0, 0], results
+    got, expected = (numbers(metrics(tmp_path / name)) for name in ("other", "whole"))
+    assert [line["loss"] for line in got] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+    assert tensors_of(tmp_path / "other/checkpoints/step_00000004").keys() == tensors_of(tmp_path / "whole/checkpoints/step_00000004").keys()
+
+
 def shape(value: Any) -> Any:
     """Nested containers with every tensor's shape and dtype in its place; numbers as they are."""
     if isinstance(value, FileTensor):
