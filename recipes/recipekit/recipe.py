@@ -49,7 +49,9 @@ class Recipe:
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
     engine: str = _say("what trains: DeepSpeed, or torch's own DDP or FSDP2, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
-    precision: str = _say("of ddp and fsdp2, whose weights are kept in fp32: what they compute in", "bf16", choices=("bf16", "fp32"))
+    precision: str = _say(
+        "of ddp and fsdp2, whose weights are kept in fp32: what they compute in; fp16 is for GPUs without bf16", "bf16", choices=("bf16", "fp32", "fp16")
+    )
     tp: int = _say("tensor parallel degree", 1)
     pp: int = _say("pipeline parallel degree", 1)
     sp: int = _say("sequence parallel degree: each rank holds 1 / sp of every row, and of the attention heads; for long rows", 1)

@@ -25,7 +25,6 @@ from .runtime.failure import Peers
 from .runtime.metrics import metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
 from .runtime.stopping import REASONS
-from .strategy.numbers import enabled
 from .task import MicroBatch, Sums, Task
 from .tasks.find import task_called
 
@@ -217,7 +216,7 @@ def loop(ready: Ready) -> int:
         seconds = time.perf_counter() - begun
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
-        if not (math.isfinite(result["loss"]) and (math.isfinite(result["grad_norm"]) or enabled(plan.ds_config, "fp16"))):
+        if not (math.isfinite(result["loss"]) and (math.isfinite(result["grad_norm"]) or plan.precision == "fp16")):
             ready.saver.wait()
             kept = f"the last good checkpoint is step {saved}" if saved else "no checkpoint was written before it"
             tracker.say(f"stopped: step {step} has loss {result['loss']} and grad_norm {result['grad_norm']}; nothing of it is saved, {kept}")

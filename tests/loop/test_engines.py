@@ -19,6 +19,7 @@ from recipekit.command import parse
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
+from recipekit.strategy.baseline import check_precision
 from reference import TEXT, Trained, summed_cross_entropy, train_plain
 from safetensors.torch import load_file
 from test_parity import STEPS, Case, accumulating, compare, compare_bf16, each, pinned, recipe_for, reference, strategy, train_in_layout
@@ -93,6 +94,26 @@ def test_engine_trains_like_plain_pytorch_in_bf16(pools, tmp_path, monkeypatch, 
     """Every loss within 3 x the largest difference between single-process runs that only split the batch differently."""
     monkeypatch.setattr(test_parity, "reference", lambda model, micro_batch, bf16: plain_in_bf16(engine, micro_batch))
     compare_bf16(run_engine(pools, tmp_path / "run", engine, 2, precision="bf16"), engine)
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=slow)])
+def test_fp16_scales_the_loss_and_resumes_with_the_scale(pools, tmp_path, engine):
+    """As on a GPU without bf16. The first scale is too large for the clipped part: a step is skipped, on every rank, and the scale halved."""
+    out = run_engine(pools, tmp_path / "run", engine, 2, precision="fp16", lr=1e-3)
+    run_engine(pools, tmp_path / "stopped", engine, 2, precision="fp16", lr=1e-3, stop_at=5)
+    run_engine(pools, tmp_path / "stopped", engine, 2, precision="fp16", lr=1e-3)
+    assert numbers(metrics(tmp_path / "stopped")) == numbers(metrics(out))
+    plain = run_engine(pools, tmp_path / "fp32", engine, 2, lr=1e-3)
+    assert [line["loss"] for line in metrics(out)] == pytest.approx([line["loss"] for line in metrics(plain)], rel=5e-3)
+    saved = torch.load(next((out / "checkpoints").glob("step_*10")) / "mp_rank_00_model_states.pt", weights_only=False)
+    assert saved["loss_scale"]["scale"] == 65536 / 2 ** saved["skipped_steps"] and saved["global_steps"] == 10
+
+
+def test_a_precision_is_refused_where_another_fits():
+    assert "use --precision bf16" in str(check_precision("ddp", "fp16", "NVIDIA H100", True)[0])
+    assert "Tesla V100 computes no bf16; use --precision fp16" in str(check_precision("fsdp2", "bf16", "Tesla V100", False)[0])
+    assert not check_precision("ddp", "bf16", "NVIDIA H100", True) + check_precision("ddp", "fp16", "Tesla V100", False)
+    assert not check_precision("deepspeed", "bf16", "Tesla V100", False)
 
 
 @pytest.fixture

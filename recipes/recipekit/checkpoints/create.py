@@ -48,6 +48,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
                 scalars |= {name: float(kept[name]) for name in layout.scalars if name in kept}
         if not counts:
             counts = {key: model.get(key) for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
+            counts |= {"loss_scale": scale} if (scale := model.get("loss_scale")) else {}  # of torch's engines in fp16
     return Carried(groups, scalars, counts)
 
 

@@ -1,5 +1,6 @@
 """Saves and loads a model that torch alone trains, in the files of ZeRO-0: whole tensors, and torch's optimizer."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +13,72 @@ from .places import holders
 from .tensor_files import BITS, TensorFiles, open_checkpoint
 
 
-def save(
-    step: Path, blueprint: Blueprint, layout: Layout, kept: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, counts: dict[str, Any]
-) -> list[tuple[None, Path]]:
-    """Gathers one tensor after the other, which the first rank writes; returns the files that this rank wrote (a collective).
-
-    `kept`: name -> parameter or buffer. Raises what the disk raises, on the first rank only, after the last tensor: the others wait there.
+@dataclass
+class TorchStates:
+    """Saves and loads the states of an engine of torch, as `Engine` asks. `kept`: name -> parameter or buffer; `counts`: what a
+    checkpoint of DeepSpeed counts, and the loss scale.
     """
-    writes = torch.distributed.get_rank() == 0
-    file, failure = next(holders(blueprint, layout)).model_file(), None
-    opened: TensorFiles | None = None
-    if writes:
-        try:
-            create(step, blueprint, layout, Carried(_numbers(optimizer), _scalars(optimizer, layout), counts))
-            opened = open_checkpoint(step, blueprint, layout, writable=True)
-        except (OSError, RuntimeError) as error:
-            failure = error
-    for tensor, role, part in _pieces(blueprint, layout, kept, optimizer):
-        whole = part.full_tensor() if isinstance(part, DTensor) else part
-        if opened is not None and failure is None:
+
+    kept: dict[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    counts: dict[str, Any]
+
+    def save(self, step: Path, blueprint: Blueprint, layout: Layout, background: bool) -> list[tuple[None, Path]]:
+        """Gathers one tensor after the other, which the first rank writes; returns the files that this rank wrote (a collective).
+
+        Raises what the disk raises, on the first rank only, after the last tensor: the others wait there.
+        """
+        assert not background, "what is saved in the background was refused"
+        writes = torch.distributed.get_rank() == 0
+        file, failure = next(holders(blueprint, layout)).model_file(), None
+        if not self.optimizer.state:  # every step so far was skipped for its overflow
+            self._make_states(layout, dict.fromkeys(layout.scalars, 0.0))
+        opened: TensorFiles | None = None
+        if writes:
             try:
-                opened.write(tensor, role, 0, _bits(whole.detach()))
-            except OSError as error:
+                create(step, blueprint, layout, Carried(_numbers(self.optimizer), _scalars(self.optimizer, layout), self.counts))
+                opened = open_checkpoint(step, blueprint, layout, writable=True)
+            except (OSError, RuntimeError) as error:
                 failure = error
-    if opened is not None:
+        for tensor, role, part in self._pieces(blueprint, layout, states=True):
+            whole = part.full_tensor() if isinstance(part, DTensor) else part
+            if opened is not None and failure is None:
+                try:
+                    opened.write(tensor, role, 0, _bits(whole.detach()))
+                except OSError as error:
+                    failure = error
+        if opened is not None:
+            opened.close()
+        if failure is not None:
+            raise failure
+        return [(None, step / file)] if writes else []
+
+    def load(self, step: Path, blueprint: Blueprint, layout: Layout, begun: bool) -> None:
+        """Reads what this rank holds of each tensor and, if a step has been taken, of the optimizer's states; and the counts, but for the JSON."""
+        carried = read_carried(step, blueprint, layout)
+        if begun:
+            self._make_states(layout, carried.scalars)
+        opened = open_checkpoint(step, blueprint, layout)
+        for tensor, role, part in self._pieces(blueprint, layout, states=begun):
+            local, start = _own(part)
+            bits = opened.read(tensor, role, start, start + local.numel())
+            local.copy_(torch.from_numpy(bits).view(local.dtype).view(local.shape))
         opened.close()
-    if failure is not None:
-        raise failure
-    return [(None, step / file)] if writes else []
+        self.counts |= carried.counts | {"ds_config": self.counts["ds_config"]}
 
+    def _make_states(self, layout: Layout, scalars: dict[str, float]) -> None:
+        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
+            counted = {name: torch.tensor(value) for name, value in scalars.items()}
+            self.optimizer.state[parameter] = counted | {role: torch.zeros_like(parameter) for role in layout.states}
 
-def load(step: Path, blueprint: Blueprint, layout: Layout, kept: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Reads what this rank holds of each tensor into `kept` and, where it is given, the optimizer; returns the counts of the step folder."""
-    carried = read_carried(step, blueprint, layout)
-    if optimizer is not None:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            scalars = {name: torch.tensor(value) for name, value in carried.scalars.items()}
-            optimizer.state[parameter] = scalars | {role: torch.zeros_like(parameter) for role in layout.states}
-    opened = open_checkpoint(step, blueprint, layout)
-    for tensor, role, part in _pieces(blueprint, layout, kept, optimizer):
-        local, start = _own(part)
-        bits = opened.read(tensor, role, start, start + local.numel())
-        local.copy_(torch.from_numpy(bits).view(local.dtype).view(local.shape))
-    opened.close()
-    return carried.counts
-
-
-def _pieces(blueprint: Blueprint, layout: Layout, kept: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> Any:
-    """Yields (tensor, role, what holds it) of all that a step folder has, in the same order on every rank."""
-    for tensor in blueprint.tensors:
-        value = kept[tensor.name]
-        yield tensor, "weight" if tensor.group is None else "master", value
-        if optimizer is not None and tensor.group is not None:
-            for role in layout.states:
-                yield tensor, role, optimizer.state[value][role]
+    def _pieces(self, blueprint: Blueprint, layout: Layout, states: bool) -> Any:
+        """Yields (tensor, role, what holds it) of all that a step folder has, in the same order on every rank."""
+        for tensor in blueprint.tensors:
+            value = self.kept[tensor.name]
+            yield tensor, "weight" if tensor.group is None else "master", value
+            if states and tensor.group is not None:
+                for role in layout.states:
+                    yield tensor, role, self.optimizer.state[value][role]
 
 
 def _own(part: torch.Tensor) -> tuple[torch.Tensor, int]:

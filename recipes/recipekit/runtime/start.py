@@ -22,6 +22,7 @@ from ..plan import Plan
 from ..planner.show import rank_plan
 from ..planner.terms import ACCELERATOR, HOST, NVME, gib, too_much
 from ..refusal import Refusal
+from ..strategy.baseline import check_precision
 from ..strategy.check import check_device
 from .agree import shared_problems
 from .failure import Peers
@@ -33,7 +34,11 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
     if plan.recipe.deterministic:
         deterministic.switch_on()
     device = torch.device("cuda", plan.command.local_rank) if gpus_in_use() else torch.device("cpu")
-    if problems := check_device(plan.ds_config, device.type):
+    problems = check_device(plan.ds_config, device.type)
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        problems += check_precision(plan.recipe.engine, plan.recipe.precision, torch.cuda.get_device_name(device), has_bf16)
+    if problems:
         raise Refusal(problems)
     prepare_ops(plan.ds_config, print if plan.command.local_rank == 0 else lambda _: None)
     do_without_shm_op()

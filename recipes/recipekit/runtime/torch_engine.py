@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checkpoints import torch_io
+from ..checkpoints.torch_io import TorchStates
 from ..engine import Engine
 from ..model.build import Built
 from ..optim.groups import parameter_groups
@@ -28,7 +28,8 @@ class TorchEngine:
     """Holds a model with torch's optimizer, whose fp32 weights are their own masters.
 
     `called` is what computes: `module` itself under FSDP2, or DDP's wrapper of it. `autocast` is DDP's mixed precision; FSDP2
-    has its own policy. The number of micro-batches of a step is `accumulation`, `clipping` the largest norm (0: any).
+    has its own policy. The number of micro-batches of a step is `accumulation`, `clipping` the largest norm (0: any). A step
+    whose gradient overflows in fp16 is skipped, and the next loss is scaled by less.
     """
 
     module: nn.Module
@@ -39,12 +40,14 @@ class TorchEngine:
     accumulation: int
     clipping: float
     autocast: torch.dtype | None
+    scaler: torch.amp.GradScaler  # of the loss; switched off but in fp16
     counts: dict[str, Any]  # what a checkpoint of DeepSpeed counts; `global_steps` is kept up to date
     micro_batches: int = 1  # of a pipeline, which there is none of
 
     def __post_init__(self) -> None:
         self.trained = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        self.kept = dict(self.module.named_parameters()) | _persistent_buffers(self.module)
+        states = TorchStates(dict(self.module.named_parameters()) | _persistent_buffers(self.module), self.optimizer, self.counts)
+        self.save_states, self._load_states = states.save, states.load
         self.taken = 0  # micro-batches of the step that runs
         self.grad_norm: torch.Tensor | None = None
         self.watchers: list[Callable[[], None]] = []
@@ -62,7 +65,7 @@ class TorchEngine:
         return self.taken + 1 == self.accumulation
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss / self.accumulation).backward()
+        self.scaler.scale(loss / self.accumulation).backward()
 
     def step(self) -> None:
         """Takes the optimizer's step after the last micro-batch; before that it only counts."""
@@ -73,16 +76,21 @@ class TorchEngine:
         for parameter in self.trained.values():
             if parameter.grad is None:  # no rank used it; as under ZeRO it decays nevertheless
                 parameter.grad = torch.zeros_like(parameter)
+        self.scaler.unscale_(self.optimizer)
         for act in reversed(self.watchers):
             act()
         self.grad_norm = self._grad_norm()
         if self.clipping > 0:
-            scale = torch.clamp(self.clipping / (self.grad_norm + 1e-6), max=1.0)
+            factor = torch.clamp(self.clipping / (self.grad_norm + 1e-6), max=1.0)
             for parameter in self.trained.values():
-                _local(parameter.grad).mul_(scale)
-        self.optimizer.step()
+                _local(parameter.grad).mul_(factor)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         # zeros, where DDP sums: its gradients are views of its buckets, and stay there
         self.optimizer.zero_grad(set_to_none=self.called is self.module)
+        if self.scaler.is_enabled():
+            self.counts |= {"loss_scale": self.scaler.state_dict(), "skipped_steps": self.counts["skipped_steps"] + (self.scaler.get_scale() < scale)}
         self.counts["global_steps"] += 1
         self.counts["global_samples"] += self.counts["ds_config"]["train_batch_size"]
 
@@ -95,6 +103,11 @@ class TorchEngine:
         if self.called is self.module:
             dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
+
+    def load_states(self, step: Path, blueprint: Any, layout: Any, begun: bool) -> None:
+        self._load_states(step, blueprint, layout, begun)
+        if saved := self.counts.get("loss_scale"):
+            self.scaler.load_state_dict(saved)
 
     def get_global_grad_norm(self) -> torch.Tensor:
         assert self.grad_norm is not None, "asked for after a step"
@@ -121,14 +134,6 @@ class TorchEngine:
 
     eval_batch = train_batch
 
-    def save_states(self, step: Path, blueprint: Any, layout: Any, background: bool) -> list[tuple[Any, Path]]:
-        assert not background, "what is saved in the background was refused"
-        return torch_io.save(step, blueprint, layout, self.kept, self.optimizer, self.counts)
-
-    def load_states(self, step: Path, blueprint: Any, layout: Any, begun: bool) -> None:
-        ds_config = self.counts["ds_config"]
-        self.counts |= torch_io.load(step, blueprint, layout, self.kept, self.optimizer if begun else None) | {"ds_config": ds_config}
-
 
 def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dict[str, Any], device: torch.device) -> Engine:
     """Makes the engine of a kind, ddp or fsdp2, around the built model, which `divider` has divided for fsdp2 (a collective)."""
@@ -151,13 +156,14 @@ def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dic
         accumulation=ds_config["gradient_accumulation_steps"],
         clipping=ds_config["gradient_clipping"],
         autocast=autocast,
+        scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         counts=counts,
     )
 
 
 def half(precision: str) -> torch.dtype | None:
     """Returns the dtype that a precision computes in; None: that of the weights, fp32."""
-    return {"bf16": torch.bfloat16, "fp32": None}[precision]
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
 
 
 def divider(groups: Groups, precision: str, device_type: str) -> Callable[[nn.Module], Any]:

@@ -35,6 +35,14 @@ def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     return found
 
 
+def check_precision(engine: str, precision: str, device: str, has_bf16: bool) -> list[Problem]:
+    """Refuses fp16 on a device that has bf16, which needs no scaling of the loss, and bf16 on one that lacks it."""
+    if engine not in NAMES or precision == "fp32" or (precision == "bf16") == has_bf16:
+        return []
+    rule, other = (f"{device} has bf16, which needs no scaling of the loss", "bf16") if has_bf16 else (f"{device} computes no bf16", "fp16")
+    return [Problem(f"precision = {precision}", rule, f"use --precision {other}")]
+
+
 def say_engine(engine: str, precision: str, ds_config: Any, typed: frozenset[str]) -> list[str]:
     """Says in a line that the recipe's JSON is not used, if the engine was typed over it."""
     if engine not in NAMES or "engine" not in typed:
