@@ -41,7 +41,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
             whole = _numbers(torch_files.read(folder / holder.optimizer_file(0)))["optimizer_state_dict"]
             optimizer = whole["optimizer_state_dict"] if layout.zero_stage == 3 else whole["base_optimizer_state"]
         for number, group in zip(numbers, optimizer["param_groups"], strict=False):
-            if number is not None:  # of divided experts the second time
+            if number is not None:  # the first counts: the groups of divided experts, which have other names, follow
                 groups.setdefault(number, {key: value for key, value in group.items() if key != "params"})
         for kept in [*optimizer["state"].values(), *optimizer["param_groups"]]:  # Adams that count in a group
             if "step" in kept and float(kept["step"]) >= scalars.get("step", 0.0):  # a weight may have been left out of a step
