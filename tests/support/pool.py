@@ -5,9 +5,9 @@ returned. A case that raises or outlives its time limit ends the pool: the stack
 next case gets a new pool.
 """
 
-import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -29,6 +29,7 @@ FOLDERS = [ROOT / "tests" / "support", *sorted({test.parent for test in (ROOT / 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
+        "dies_with_parent",  # its workers at rest would outlive tests that are killed
         "recipekit.train",
         "recipekit.parallel.pipeline",
         "deepspeed.runtime.zero.stage3",
@@ -166,7 +167,7 @@ class Pools:
 
 
 def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a worker at rest would outlive tests that are killed
+    importlib.reload(importlib.import_module("dies_with_parent"))  # a fork forgets it
     os.environ.clear()
     os.environ.update(own)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -175,8 +176,6 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for the process's life)
     connection = Client(address, "AF_UNIX")
     connection.send(int(os.environ["RANK"]))
-    import importlib
-
     import deepspeed
     import torch
     from recipekit.runtime.start import do_without_shm_op
