@@ -276,7 +276,7 @@ def test_no_block_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: 
 
 
 @slow
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(drawn=st.lists(DRAWN, min_size=20, max_size=20))
 def test_no_block_of_many_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
     check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn)
