@@ -29,7 +29,7 @@ quickstart: setup
 
 test: setup
 	$(FAST)
-	$(PYTHON) -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not multi_gpu and processes"
+	$(PYTHON) -m pytest -m "not slow and not gpu and not multi_gpu and processes"
 
 test-slow: setup
 	$(PYTHON) -m pytest -m "slow and not gpu and not multi_gpu"

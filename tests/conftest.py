@@ -41,11 +41,8 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        if {"pools", "ops"} & fixtures:
+        if {"pools", "ops"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
-            # under --dist loadgroup two workers: one has all pools, the other starts commands, which wait more than they compute
-            item.add_marker(pytest.mark.xdist_group("pools" if "pools" in fixtures else "commands"))
     items.sort(key=lambda item: item.get_closest_marker("processes") is not None)  # the others run while the ops are compiled
 
 
@@ -64,7 +61,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         reasons = {report: report.longrepr[2] for report in skipped}
         wrong = [report for report in skipped if not {word.strip(".") for word in re.findall(r"[\w.+-]+", reasons[report])} & set(listed)]
         with open(file, "a") as lines:
-            lines.writelines(f"{re.sub('@(pools|commands)$', '', report.nodeid)}\n" for report in skipped if report not in wrong)
+            lines.writelines(f"{report.nodeid}\n" for report in skipped if report not in wrong)
         for report in wrong:
             reporter.write_line(f"\n{report.nodeid}: its reason names no package of tests/system_packages.sh: {reasons[report]}", red=True)
     if wrong:
