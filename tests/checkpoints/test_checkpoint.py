@@ -92,6 +92,7 @@ def flip(file: Path, at: int, bit: int) -> None:
         stream.write(bytes([byte ^ bit]))
 
 
+@slow
 def test_each_of_200_flipped_bits_is_found_and_the_checkpoint_before_is_taken(pools: Any, run: Path) -> None:
     found = pools.run(2, flipped, run=run, number=200)[0]
     assert len(found) == 200
@@ -427,6 +428,7 @@ def test_what_a_killed_save_has_left_takes_no_room(pools: Any, tmp_path: Path) -
     assert not (tmp_path / ".staging").exists()
 
 
+@slow
 def test_a_limit_of_files_is_not_taken_for_a_full_disk(tmp_path: Path, ops: Callable[[str], None]) -> None:
     """`ulimit -f`: torch.save fails as on a full disk, and gigabytes are free."""
     run = [sys.executable, str(NANO), "--tiny", "--steps", "1", "--eval_every", "0", "--no-wandb", "--out", str(tmp_path / "run")]
@@ -474,6 +476,7 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
         job.close()
 
 
+@slow
 def test_a_disk_of_20_mb_is_refused_before_the_first_step(ops: Callable[[str], None], disk: Path, tmp_path: Path) -> None:
     job = Job(tmp_path, [sys.executable, str(NANO), "--out", "disk/run", "--eval_every", "0", "--no-wandb"])
     try:

@@ -286,6 +286,7 @@ def test_stock_deepspeed_loads_a_converted_checkpoint(pools, tmp_path, stage):
     assert losses == pytest.approx([expected] * 2, rel=1e-6)
 
 
+@slow
 def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, published, tmp_path):
     """from-hf, then `--resume OUT_DIR`; published weights need no such step, so both must train alike."""
     from test_weights import save_tiny

@@ -223,7 +223,7 @@ def test_data_that_one_rank_cannot_open_end_all_ranks_before_a_model_is_built(po
     assert "built in" not in results[0][1] and not (tmp_path / "run").exists(), results
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_peers_that_read_other_data_are_caught_within_ten_steps(pools: Any, tmp_path: Path, layout: str) -> None:
     (tmp_path / "a.jsonl").write_text(lines(texts(400, 1)))
     fields = {layout[:2]: 2}
@@ -234,7 +234,8 @@ def test_peers_that_read_other_data_are_caught_within_ten_steps(pools: Any, tmp_
     assert len(metrics(tmp_path / "other")) == 10
 
 
-@pytest.mark.parametrize("worlds", [(2, 3), pytest.param((2, 3, 4), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [(2, 3), (2, 3, 4)])
 def test_uneven_shards_never_hang(pools: Any, tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """Three shards of 3, 40 and 11 documents on several numbers of ranks: 30 steps over many epochs, each rank as many as the others."""
     for number, count in enumerate((3, 40, 11)):

@@ -165,6 +165,7 @@ def test_missing_libaio(tmp_path: Path) -> None:
 NVME = ("--recipe", NANO, "--deepspeed_config", "zero3_nvme.json", "--out", "run")
 
 
+@pytest.mark.slow
 def test_wrong_version(tmp_path: Path) -> None:
     info = tmp_path / "site" / "transformers-5.21.0.dist-info"
     info.mkdir(parents=True)
@@ -183,6 +184,7 @@ def test_full_disk(tmp_path: Path) -> None:
     assert code == 1 and "out = run" in told and "is full (No space left on device, 0 MiB free)" in told and "free space" in told
 
 
+@pytest.mark.slow
 def test_disk_too_small_for_the_checkpoints(tmp_path: Path, ops: Callable[[str], None]) -> None:
     (tmp_path / "run").mkdir()
     small = in_mounts(f"mount -t tmpfs -o size=100m tmpfs {tmp_path / 'run'}")
@@ -218,6 +220,7 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert code == 1 and told.startswith(f"master port {port}: is in use on ") and "choose another with --master_port " in told
 
 
+@pytest.mark.slow
 def test_a_host_that_never_comes(tmp_path: Path) -> None:
     began = time.monotonic()
     codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "15"), {}, {2}, {}).wait()  # what the hosts that come need to start, with room
@@ -258,6 +261,7 @@ def star() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_reach_each_other(tmp_path: Path, star: list[list[str]]) -> None:
     began = time.monotonic()
     codes, text = Ranks(tmp_path, 3, ("--quick",), dict(enumerate(star)), set(), {"MASTER_ADDR": "10.77.0.1"}).wait()
@@ -268,6 +272,7 @@ def test_hosts_that_do_not_reach_each_other(tmp_path: Path, star: list[list[str]
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, 3, ("--quick", "--patience", "6"), {}, {2}, {})
     time.sleep(3)
@@ -348,6 +353,7 @@ def test_stale_extension_lock(tmp_path: Path) -> None:
     assert lock.exists(), "a doctor changes nothing"
 
 
+@pytest.mark.slow
 def test_not_logged_in(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", WANDB_MODE="online")
     told = only_problem(text)

@@ -72,6 +72,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     assert told.startswith("compiler c++ and ") and "is not there to compile CPU Adam" in told and "apt-get install g++" in told
 
 
+@pytest.mark.slow
 def test_what_needs_no_op_needs_no_compiler(tmp_path: Path, ops: Callable[[str], None]) -> None:
     """Nor ninja, nor a folder for ops, nor shared memory (DeepSpeed's own start on a CPU would take all four), nor a home; to the end of the run."""
     for name in ("ops", "home"):

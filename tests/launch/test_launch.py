@@ -49,7 +49,7 @@ def wait_until_training(job: Job, run: Path) -> None:
 slow = pytest.mark.slow
 FLAGS = ("--steps", "100000", "--eval_every", "0", "--save_every", "0")  # runs until it is stopped
 WAYS = [
-    pytest.param("terminal", signal.SIGINT, 130, id="Ctrl-C in the terminal"),
+    pytest.param("terminal", signal.SIGINT, 130, id="Ctrl-C in the terminal", marks=slow),
     pytest.param("rank 1", signal.SIGTERM, 143, id="SIGTERM to rank 1", marks=slow),
     pytest.param("deepspeed", signal.SIGKILL, 143, id="SIGKILL of deepspeed", marks=slow),
     pytest.param("rank 0", signal.SIGTERM, 143, id="SIGTERM to rank 0", marks=slow),
@@ -185,6 +185,7 @@ def test_a_second_job_on_the_same_folder_is_refused(start: Callable[..., Job], t
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, steps_done(tmp_path / "run") + 1))
 
 
+@slow
 def test_a_copied_recipe_uses_what_was_changed_in_it(launch: Callable[..., Job], tmp_path: Path) -> None:
     """`cp`, two numbers, one JSON literal, started from there: read from what the engine itself wrote of its state."""
     mine = tmp_path / "mine"

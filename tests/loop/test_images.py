@@ -103,13 +103,13 @@ def reference(model: str, bf16: bool = False, **changes: Any) -> Trained:
 TP2, PP2 = {"tp": 2}, {"pp": 2}
 CASES = [
     Case("vit zero0 dp1", 1, "zero0", {"micro_batch": 4}, model="vit"),
-    Case("vit zero1 dp4", 4, "zero1", {"micro_batch": 1}, model="vit"),
+    Case("vit zero1 dp4", 4, "zero1", {"micro_batch": 1}, model="vit", slow=True),
     Case("vit zero2 dp2, checkpointing", 2, "zero2", {"activation_checkpointing": True}, model="vit"),
     Case("vit zero3 dp2", 2, "zero3", model="vit"),
     Case("vit zero1 tp2", 2, "zero1", TP2, model="vit"),
     Case("vit zero1 pp3", 3, "zero1", {"pp": 3}, model="vit"),
     Case("vit zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="vit"),
-    Case("deit zero3 tp2", 2, "zero3", TP2, model="deit"),
+    Case("deit zero3 tp2", 2, "zero3", TP2, model="deit", slow=True),
     Case("deit zero0 pp2, dualpipev", 2, "zero0", PP2 | {"pipeline_schedule": "dualpipev", "micro_batch": 1}, model="deit", slow=True),
     Case("vit zero0 pp2 dp2, checkpointing", 4, "zero0", PP2 | {"activation_checkpointing": True}, model="vit", slow=True),
     Case("dinov2 zero2 dp2", 2, "zero2", model="dinov2", slow=True),
@@ -135,6 +135,7 @@ def test_image_classifiers_train_like_plain_pytorch(pools, tmp_path, case):
     assert last.keys() <= page().keys() and last.keys() >= OF_PICTURES, "recipes/METRICS.md has a row for each key"
 
 
+@pytest.mark.slow
 def test_image_classifiers_train_like_plain_pytorch_in_bf16(pools, tmp_path):
     """In two stages: every loss within 3 x the largest difference between single-process runs that only split the batch differently."""
     recipe = recipe_for("vit", **PP2)
@@ -148,6 +149,7 @@ def test_image_classifiers_train_like_plain_pytorch_in_bf16(pools, tmp_path):
     assert 0 < noise < 0.05 and worst <= 3 * noise
 
 
+@pytest.mark.slow
 def test_a_mixture_of_pictures_tells_the_loss_of_each(pools, tmp_path):
     """The same in two stages as on two data-parallel ranks, and they average to the loss."""
     file = damaged(tmp_path, broken=())
@@ -174,6 +176,7 @@ def stopped(pools, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_in_another_layout(pools, tmp_path, stopped):
     """From two stages of two tensor ranks under ZeRO-1 to two ranks under ZeRO-3: the same pictures, losses and weights."""
     shutil.copytree(stopped, tmp_path / "run")
@@ -243,6 +246,7 @@ def damaged(folder: Path, broken: tuple[int, ...] = (7, 123)) -> Path:
     return folder / "pictures.parquet"
 
 
+@pytest.mark.slow
 def test_a_damaged_picture_is_named_or_counted(pools, tmp_path):
     """The run stops before it, with a checkpoint (tests/data/test_data_samples.py has the words); or it is left out and counted, the same on every layout."""
     file = damaged(tmp_path)

@@ -172,7 +172,7 @@ CASES = [
     Case("zero3 tp2", 2, "zero3", TP2),
     Case("zero0 tp2 dp2", 4, "zero0", TP2, slow=True),
     Case("zero1 tp2 dp2", 4, "zero1", TP2),
-    Case("zero3 tp2 dp2", 4, "zero3", TP2),
+    Case("zero3 tp2 dp2", 4, "zero3", TP2, slow=True),
     Case("zero2 optimizer on the CPU", 2, "zero2_cpu"),
     Case("zero3 optimizer and parameters on the CPU", 2, "zero3_cpu"),
     Case("zero3 on NVMe", 2, "zero3_nvme"),
@@ -180,12 +180,12 @@ CASES = [
     Case("micro_batch 4, no accumulation", 2, "zero2", {"micro_batch": 4}, slow=True),
     Case("activation checkpointing zero0", 2, "zero0", {"activation_checkpointing": True}, slow=True),
     Case("activation checkpointing zero3", 2, "zero3", {"activation_checkpointing": True}, slow=True),
-    Case("activation checkpointing zero3 tp2", 2, "zero3", {"activation_checkpointing": True, "tp": 2}),
+    Case("activation checkpointing zero3 tp2", 2, "zero3", {"activation_checkpointing": True, "tp": 2}, slow=True),
     Case("no clipping", 2, "zero2", numbers={"gradient_clipping": 0.0}, slow=True),
-    Case("strong clipping", 4, "zero1", TP2, {"gradient_clipping": 0.1}),
+    Case("strong clipping", 4, "zero1", TP2, {"gradient_clipping": 0.1}, slow=True),
     # a norm below the limit is not raised to it; Adam, which does not see a constant factor, sees one that changes with the norm
     Case("a limit above every norm", 1, "zero0", numbers={"gradient_clipping": 1e4}),
-    Case("a linear schedule that ends above zero", 1, "zero0", numbers={"schedule": "linear", "min_lr": 1e-4, "warmup_steps": 3}),
+    Case("a linear schedule that ends above zero", 1, "zero0", numbers={"schedule": "linear", "min_lr": 1e-4, "warmup_steps": 3}, slow=True),
     # its activation has parameters that the tensor plan does not name and every rank computes with its own part of
     Case("a parameter that the plan does not name", 2, "zero0", TP2, model="apertus"),
 ]
@@ -220,7 +220,7 @@ def corpus(kind: str) -> str:
 UNEQUAL = [
     Case("chats zero0 dp2", 2, "zero0", corpus="chats"),
     Case("chats zero2 dp2", 2, "zero2", corpus="chats", slow=True),
-    Case("chats zero1 tp2 dp2", 4, "zero1", TP2, corpus="chats"),
+    Case("chats zero1 tp2 dp2", 4, "zero1", TP2, corpus="chats", slow=True),
     Case("chats zero1 sp2", 2, "zero1", {"sp": 2}, corpus="chats"),
     Case("chats zero1 pp2 dp2", 4, "zero1", {"pp": 2}, corpus="chats"),
     Case("document borders zero2 dp2", 2, "zero2", corpus="borders"),
@@ -242,7 +242,9 @@ def test_ranks_with_other_numbers_of_labels_train_like_plain_pytorch(pools, tmp_
 
 
 @pytest.mark.parametrize("file", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
-@pytest.mark.parametrize(("model", "tp"), [("tied", 1), ("tied", 2), pytest.param("qwen3", 1, marks=pytest.mark.slow), ("qwen3", 2), ("gpt2", 1)])
+@pytest.mark.parametrize(
+    ("model", "tp"), [("tied", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tied", 2), ("qwen3", 1), ("qwen3", 2), ("gpt2", 1)))]
+)
 def test_model_trains_like_plain_pytorch(pools, tmp_path, model, tp, file):
     recipe = recipe_for(model, **accumulating(2, tp=tp))
     pools.run(2, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run"))
@@ -254,7 +256,7 @@ BF16_CASES = [
     Case("zero1", 2, "zero1", slow=True),
     Case("zero2", 2, "zero2"),
     Case("zero3", 2, "zero3"),
-    Case("zero1 tp2", 2, "zero1", TP2),
+    Case("zero1 tp2", 2, "zero1", TP2, slow=True),
     Case("zero3 tp2", 2, "zero3", TP2, slow=True),
     Case("zero3_cpu", 2, "zero3_cpu", slow=True),
 ]
@@ -300,7 +302,7 @@ def adam_steps(steps: int, weight_decay: float) -> tuple[float, float, float]:
     return tuple((a.double() - b).abs().max().item() for a, b in ((mine, theirs), (mine, exact), (theirs, exact)))
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_cpu_adam_is_adamw(pools, ops, weight_decay):
     """DeepSpeed's CPU Adam after 100 steps is as near to AdamW in fp64 as torch's fp32 AdamW is; without decay the two agree to one rounding."""
     ops("cpu_adam")

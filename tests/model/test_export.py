@@ -83,6 +83,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path):
     assert losses[True] < base - 0.01  # it did learn
 
 
+@pytest.mark.slow
 def test_the_export_of_every_strategy_is_what_the_engine_evaluated(pools, tmp_path):
     """bf16 training: transformers on the exported files gives the engine's held-out loss."""
     from transformers import AutoModelForCausalLM

@@ -129,7 +129,7 @@ def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_t
     assert tensors(folder / "resumed" / "checkpoints" / last.name) == tensors(last)
 
 
-QUICK = {("RMSprop", 3, False), ("ASGD", 1, True), ("SGD", 0, True)}
+QUICK = {("RMSprop", 3, False), ("SGD", 0, True)}
 TRAINED = [(name, stage, bf16) for name in TRAIN for stage in range(4) for bf16 in (False, True) if (stage, bf16) != (2, False)]
 
 
@@ -270,7 +270,7 @@ DRAWN = st.tuples(blocks(), st.integers(0, 3), st.booleans())
 
 
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,), derandomize=True)
-@given(drawn=st.lists(DRAWN, min_size=6, max_size=6))
+@given(drawn=st.lists(DRAWN, min_size=4, max_size=4))
 def test_no_block_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
     check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn)
 

@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-SLOW = ("sp2 zero1, packed rows", "sp2 dp2 zero2, packed rows")
+SLOW = ("sp2 zero1, one document a row", "sp2 dp2 zero2, packed rows", "sp2 dp2 zero3, packed rows", "sp4 zero0, packed rows")
 
 
 @pytest.mark.parametrize(

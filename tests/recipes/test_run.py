@@ -88,9 +88,9 @@ def poisoned(recipe: Recipe, argv: list[str], kind: str) -> tuple[int | str, str
 @pytest.mark.parametrize(
     ("kind", "file"),
     [
-        ("gradient", "zero1"),
+        pytest.param("gradient", "zero1", marks=slow),
         ("gradient", "zero2"),
-        ("gradient", "zero3"),
+        pytest.param("gradient", "zero3", marks=slow),
         ("gradient", "zero0"),
         ("gradient", strategy("zero0")),
         ("loss", "zero2"),
@@ -210,6 +210,7 @@ def test_what_needs_no_torch_takes_a_second_and_imports_none(tmp_path: Path, fla
     assert "recipekit.recipe" in imported and not imported & {"torch", "transformers", "deepspeed", "datasets", "numpy", "wandb"}
 
 
+@slow
 def test_ctrl_c_under_deepspeed_ends_with_the_way_on(tmp_path: Path, ops: Callable[[str], None]) -> None:
     """Its launcher ends every process below it, W&B's, too, and the prompt comes back before the ranks have saved."""
     run = tmp_path / "run"

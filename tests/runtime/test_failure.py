@@ -139,7 +139,7 @@ def named(job: Job, command: Any, where: str, rank: int, ranks: int) -> None:
 
 
 WAYS = [
-    pytest.param(by_launch, "backward", 1, 2, id="launch"),
+    pytest.param(by_launch, "backward", 1, 2, id="launch", marks=pytest.mark.slow),
     *(
         pytest.param(command, where, rank, ranks, marks=pytest.mark.slow, id=f"{name}, {where}, rank {rank} of {ranks}")
         for name, command, where, rank, ranks in [
@@ -197,7 +197,7 @@ def test_what_a_failed_run_leaves_is_whole(broken: Callable[..., Job], tmp_path:
 @pytest.mark.parametrize(
     ("command", "rank"),
     [
-        pytest.param(deepspeed, 1, id="deepspeed, rank 1"),
+        pytest.param(deepspeed, 1, id="deepspeed, rank 1", marks=pytest.mark.slow),
         pytest.param(deepspeed, 0, id="deepspeed, rank 0", marks=pytest.mark.slow),
         pytest.param(by_torchrun, 1, id="torchrun, rank 1", marks=pytest.mark.slow),
         pytest.param(by_torchrun, 0, id="torchrun, rank 0", marks=pytest.mark.slow),

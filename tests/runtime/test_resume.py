@@ -105,9 +105,9 @@ LAYOUTS = [
     pytest.param({"ds_config": "zero1.json"}, id="zero1", marks=slow),
     pytest.param({"ds_config": "zero2.json"}, id="zero2", marks=slow),
     pytest.param({"ds_config": "zero3.json"}, id="zero3", marks=slow),
-    pytest.param({"ds_config": "zero1.json", "tp": 2}, id="zero1 tp2"),
+    pytest.param({"ds_config": "zero1.json", "tp": 2}, id="zero1 tp2", marks=slow),
     pytest.param({"ds_config": "zero2.json", "model": GPT2}, id="zero2 dropout"),
-    pytest.param({"ds_config": "zero3.json", "model": GPT2, "activation_checkpointing": True}, id="zero3 dropout, recomputed"),
+    pytest.param({"ds_config": "zero3.json", "model": GPT2, "activation_checkpointing": True}, id="zero3 dropout, recomputed", marks=slow),
     pytest.param({"ds_config": "zero0.json", "model": GPT2}, id="zero0 dropout", marks=slow),
     pytest.param({"ds_config": "zero3.json", "tp": 2}, id="zero3 tp2", marks=slow),
     pytest.param({"ds_config": strategy("zero1")}, id="zero1 fp32", marks=slow),
@@ -133,6 +133,7 @@ def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go: Callable[..., str], o
     assert weights[0] == weights[1]
 
 
+@slow
 def test_wandb_holds_what_metrics_jsonl_holds_after_a_resume_that_went_back(go: Callable[..., str], tmp_path: Path) -> None:
     """Steps 4 and 5 were recorded, then lost with their checkpoint, and taken again."""
     out = tmp_path / "run"

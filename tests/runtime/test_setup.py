@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from pool import environment
 
@@ -31,6 +32,7 @@ def test_ranks_take_no_shared_memory(pools: Any) -> None:
     assert pools.run(2, all_reduced_as_for_inference) == [12.0, 12.0]
 
 
+@pytest.mark.slow
 def test_collectives_outwait_the_patience_with_a_server(ops: Callable[[str], None]) -> None:
     """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a collective."""
     argv = ["--tiny", "--retry_s", "7200"]
