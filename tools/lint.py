@@ -97,9 +97,10 @@ def lint(
             problems += refusal.problems
     try:
         if name or recipe:
-            if recipe and recipe.engine != "deepspeed":
+            if recipe:
                 of_json = (replace(recipe, ds_config=name), frozenset({"ds_config"})) if name else (recipe, frozenset())
                 problems += baseline.check_engine(*of_json)
+            if recipe and recipe.engine != "deepspeed":
                 config, file = baseline.own_config(), Path(recipe.engine)
             else:
                 config, file, found = read(name or getattr(recipe, "ds_config", ""), path.resolve().parent if path else Path.cwd(), json_only)

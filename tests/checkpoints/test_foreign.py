@@ -101,6 +101,23 @@ def test_states_that_the_json_does_not_name_are_refused(pools, tmp_path):
         open_step(tmp_path / "raw")
 
 
+def test_an_adam_that_counts_its_steps_in_the_group_is_read(pools, tmp_path):
+    """As DeepSpeed's FusedAdam wrote it (fused_adam.py of 0.19.8 reads such files): here of a file that torch's wrote, whose count is moved."""
+    whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=2)[0]
+    for file in (tmp_path / "raw/global_step2").glob("*optim_states.pt"):
+        saved = torch.load(file, weights_only=False)
+        base = saved["optimizer_state_dict"]["base_optimizer_state"]
+        for group in base["param_groups"]:
+            (flat,) = group["params"]
+            group["step"] = int(base["state"][flat].pop("step"))
+        torch.save(saved, file)
+    step = open_step(tmp_path / "raw")
+    layout = target_layout(step.blueprint, step.layout, dp=1, tp=None, pp=None, zero=1)
+    convert.reshape(tmp_path / "raw", tmp_path / "other" / "global_step2", layout)
+    weights, _, steps = pools.run(1, load_raw, folder=str(tmp_path / "other"), zero=1)[0]
+    assert steps == 2 and all(torch.equal(weights[name], value) for name, value in whole.items())
+
+
 @pytest.mark.parametrize(("source", "target"), [(1, 3), (3, 2), (2, 0)])
 def test_a_raw_checkpoint_goes_on_in_another_layout(pools, tmp_path, source, target):
     """Stock universal checkpoints refuse 1 -> 3 and 3 -> 2, and give every group of ZeRO-3 the first one's weight decay."""

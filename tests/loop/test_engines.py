@@ -153,6 +153,7 @@ RESUMED = [
     pytest.param({"engine": "fsdp2"}, 2, id="fsdp2", marks=slow),
     pytest.param({"engine": "ddp", "precision": "fp32"}, 4, id="ddp fp32 dp4", marks=slow),
     pytest.param({"engine": "ddp"}, 4, id="ddp dp4", marks=slow),
+    pytest.param({"engine": "ddp", "precision": "fp32", "global_batch": 6}, 3, id="ddp fp32 dp3", marks=slow),  # 1 / 3 is no number of fp32
     pytest.param({"engine": "fsdp2", "model": GPT2, "activation_checkpointing": True}, 4, id="fsdp2 dp4 dropout, recomputed", marks=slow),
 ]
 
@@ -160,7 +161,7 @@ RESUMED = [
 @pytest.mark.parametrize(("fields", "world"), RESUMED)
 def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go, tmp_path, fields, world):
     """Evaluated after steps 2, 4 and 6, stopped after step 4: FSDP2's root is gathered when an evaluation ends."""
-    recipe = dataclasses.replace(BASE, **fields, global_batch=8, export=True)
+    recipe = dataclasses.replace(BASE, **{"global_batch": 8, "export": True} | fields)
     go(tmp_path / "unbroken", recipe=recipe, world=world)
     go(tmp_path / "stopped", "--stop_at", 4, recipe=recipe, world=world)
     assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000004" in go(tmp_path / "stopped", recipe=recipe, world=world)
@@ -303,6 +304,26 @@ def test_what_an_engine_does_not_read_is_refused(monkeypatch, argv, said):
     with pytest.raises(Refusal) as refusal:
         make_plan(parse(recipe_for("untied"), Path("engines.py"), ["--tiny", *argv]))
     assert said in str(refusal.value).replace("\n", " ")
+
+
+STATED = [
+    (
+        {"engine": "ddp", "ds_config": "zero3.json"},
+        "--deepspeed_config zero3.json: is read by DeepSpeed",
+        "fsdp2",
+        "the recipe's JSON (zero3.json) is not used",
+    ),
+    ({"precision": "fp32"}, "--precision fp32: is for ddp and fsdp2", "deepspeed", "the recipe's precision (fp32) is not used"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said", "typed", "note"), STATED, ids=["a JSON", "a precision"])
+def test_what_a_recipe_states_is_not_ignored_in_silence(fields, said, typed, note):
+    recipe = dataclasses.replace(recipe_for("untied"), **fields)
+    with pytest.raises(Refusal) as refusal:
+        make_plan(parse(recipe, Path("engines.py"), ["--tiny"]))
+    assert said in str(refusal.value).replace("\n", " ")
+    assert any(note in told for told in make_plan(parse(recipe, Path("engines.py"), ["--tiny", "--engine", typed])).notes)
 
 
 def test_an_adapter_is_refused_under_fsdp2():

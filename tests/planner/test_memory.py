@@ -21,6 +21,7 @@ from recipekit.command import parse
 from recipekit.plan import make_plan
 from recipekit.planner import memory, pinned
 from recipekit.planner.memory import rank_terms
+from recipekit.planner.needs import count_needs
 from recipekit.planner.pinned import pinned_bytes
 from recipekit.planner.show import drawn_up, fullest
 from recipekit.planner.terms import HOST, REDUCE, STEP, Term, total
@@ -346,3 +347,11 @@ def test_what_a_dry_run_refuses_stands_alone(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(Refusal, match=r"a bloom cannot use it here: .*; use --attention eager"):
         show(plan)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("kind", "options", "states"), [("AdamW", {}, 2), ("SGD", {}, 0), ("RMSprop", {"momentum": 0.9, "centered": True}, 3)])
+def test_room_on_the_disk_is_counted_by_the_states_of_the_optimizer(kind: str, options: dict[str, Any], states: int) -> None:
+    config = strategy("zero2", True) | {"optimizer": {"type": kind, "params": {"lr": "auto"} | options}}
+    plan = make_plan(parse(replace(Recipe(model="meta-llama/Llama-3.2-1B"), ds_config=config), Path("room.py"), ["--tiny"]))
+    needs = count_needs(plan, on_gpu=False)
+    assert needs["checkpoint"] == needs["export"] * (2 + 4 + 4 * states) // 2  # bf16 weights, fp32 masters and states; the export is bf16

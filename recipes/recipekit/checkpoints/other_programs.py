@@ -55,7 +55,8 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
         if isinstance(base, list):
             raise _undecided(folder, "was saved with zero_optimization.elastic_checkpoint", "save it once without")
         states = next(iter(base["state"].values()), {})
-        kept, int_step = optimizer_of(config, set(states), folder), isinstance(states.get("step", 0), int)
+        counted = {"step"} if any("step" in group for group in base["param_groups"]) else set()  # by Adams that count in a group
+        kept, int_step = optimizer_of(config, counted | set(states), folder), isinstance(states.get("step", 0), int)
         groups = (
             [number for number, group in enumerate(base["param_groups"]) for _ in group["params"]] if stage == 3 else list(range(len(base["param_groups"])))
         )

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..optim.facts import states_of
 from ..plan import Plan
 from ..refusal import Refusal
 from ..run_folder import CHECKPOINTS
@@ -34,7 +35,7 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     return {
         "host": total(terms, HOST) + device_memory,
         "NVMe": total(terms, NVME),
-        "checkpoint": (size if stage < 3 else size - trained) * width + trained * ((4 if mixed or stage else 0) + 8),
+        "checkpoint": (size if stage < 3 else size - trained) * width + trained * ((4 if mixed or stage else 0) + 4 * len(states_of(plan.ds_config))),
         "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next one is complete before the oldest is removed
         "export": size * width if recipe.export else 0,
     }

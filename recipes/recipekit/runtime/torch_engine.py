@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -188,6 +189,9 @@ def _ddp(module: nn.Module, groups: Groups, device: torch.device) -> nn.Module:
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )
+    # torch 2.13 multiplies a gradient by 1 / ranks while it becomes a view of its bucket, in the first step of a process, and divides
+    # it later (reducer.cpp, mark_variable_ready_dense): on 3 ranks a resumed run would differ. The hook always divides.
+    made.register_comm_hook(groups.dp_group, allreduce_hook)
     made._set_ddp_sink_clone(False)  # else torch 2.13 copies the logits, for losses that change them in place
     return made
 

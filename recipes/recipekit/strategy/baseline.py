@@ -16,13 +16,15 @@ def own_config() -> dict[str, Any]:
 def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     """Refuses what the recipe's engine does not read, or does not have."""
     if recipe.engine not in NAMES:
+        stated = "precision" in typed or (recipe.precision != Recipe.precision and "engine" not in typed)
         rule = "is for ddp and fsdp2; DeepSpeed's JSON sets the precision"
         fix = f"leave it out, or add --engine {' or '.join(NAMES)}"
-        return [Problem(f"--precision {recipe.precision}", rule, fix)] if "precision" in typed else []
+        return [Problem(f"--precision {recipe.precision}", rule, fix)] if stated else []
     found, where = [], f"engine = {recipe.engine}"
-    if "ds_config" in typed:
+    if "ds_config" in typed or (recipe.ds_config != Recipe.ds_config and "engine" not in typed):
+        name = recipe.ds_config if isinstance(recipe.ds_config, str) else "of the recipe"
         rule = f"is read by DeepSpeed, and not by {NAMES[recipe.engine]}"
-        found.append(Problem(f"--deepspeed_config {recipe.ds_config}", rule, "leave it out (--precision sets the precision), or use --engine deepspeed"))
+        found.append(Problem(f"--deepspeed_config {name}", rule, "leave it out (--precision sets the precision), or use --engine deepspeed"))
     for axis in AXES:
         if (degree := getattr(recipe, axis)) > 1:
             found.append(Problem(f"{axis} = {degree} with {where}", "divides the data only", f"use --{axis} 1, or --engine deepspeed"))
@@ -44,8 +46,10 @@ def check_precision(engine: str, precision: str, device: str, has_bf16: bool) ->
 
 
 def say_engine(engine: str, precision: str, ds_config: Any, typed: frozenset[str]) -> list[str]:
-    """Says in a line that the recipe's JSON is not used, if the engine was typed over it."""
-    if engine not in NAMES or "engine" not in typed:
+    """Says in a line what of the recipe is not used, if the engine was typed over it."""
+    if "engine" not in typed:
         return []
+    if engine not in NAMES:
+        return [f"engine: DeepSpeed; the recipe's precision ({precision}) is not used"] if precision != Recipe.precision else []
     name = ds_config if isinstance(ds_config, str) else "in the recipe"
     return [f"engine: {NAMES[engine]} in {precision}; the recipe's JSON ({name}) is not used"]
