@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -106,3 +107,37 @@ def test_the_interface_to_another_host_is_named_and_loopback_is_not() -> None:
         for address in addresses:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
                 assert interface_to(address.address) == name
+
+
+def groups_made(meshes: list[Mesh]) -> list[tuple[int, list[int]]]:
+    """(calls of new_group, the sum of ones over the data, sequence, tensor and pipeline group, 0 where there is none) of each mesh."""
+    import torch
+    import torch.distributed as dist
+    from recipekit.parallel.groups import Groups
+
+    found, new_group = [], dist.new_group
+    for mesh in meshes:
+        made: list[Any] = []
+        with mock.patch.object(dist, "new_group", lambda *args, made=made, **more: made.append(new_group(*args, **more)) or made[-1]):
+            groups = Groups(mesh, "cpu")
+        sums = []
+        for group in (groups.dp_group, groups.sp_group, groups.tp_group, groups.pp_group):
+            ones = torch.ones(())
+            if group is not None:
+                dist.all_reduce(ones, group=group)
+            sums.append(int(ones) if group is not None else 0)
+        found.append((len(made), sums))
+    return found
+
+
+def test_an_axis_of_degree_1_has_no_group(pools: Any) -> None:
+    """But for the data-parallel group of one rank that an mpu must have, which each rank makes by itself, not for all."""
+    meshes = {
+        Mesh(dp=4): (1, [4, 0, 0, 0]),
+        Mesh(dp=2, tp=2): (4, [2, 0, 2, 0]),
+        Mesh(tp=4): (2, [1, 0, 4, 0]),
+        Mesh(pp=4): (1, [0, 0, 0, 4]),
+        Mesh(pp=2, tp=2): (4, [0, 0, 2, 2]),
+        Mesh(dp=2, sp=2): (4, [2, 2, 0, 0]),
+    }
+    assert pools.run(4, groups_made, meshes=list(meshes)) == [list(meshes.values())] * 4

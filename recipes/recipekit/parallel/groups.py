@@ -68,6 +68,9 @@ def interface_to(address: str) -> str:
 class Groups:
     """The data, sequence, tensor and pipeline parallel groups of this rank. Made by every rank at the same time (a collective).
 
+    The group of an axis of degree 1 is None and was never made: under NCCL each group of the world costs every rank a split
+    of the communicator, 64 of them for an axis that leaves each of 64 ranks alone.
+
     `mpu` is what `deepspeed.initialize` takes: None without tensor parallelism, where DeepSpeed's own groups are right,
     and under a pipeline, whose module brings its own. Sequence ranks hold the same weights, so to DeepSpeed they are
     further data ranks; told of them, its ZeRO-3 divides their gradients once more than its other stages do
@@ -84,8 +87,12 @@ class Groups:
         self.pp_group, self.pp_ranks = self._group("pp")
         self.tp_mesh = DeviceMesh.from_group(self.tp_group, device_type, mesh_dim_names=("tp",)) if mesh.tp > 1 else None
         self.mpu = self if mesh.tp > 1 and mesh.pp == 1 else None
+        if self.mpu and self.dp_group is None:  # DeepSpeed takes None of an mpu for the world
+            self.dp_group = dist.new_group(self.dp_ranks, limit, use_local_synchronization=True)  # each rank makes its own, no other
 
     def _group(self, axis: str) -> tuple[Any, list[int]]:
+        if getattr(self.mesh, axis) == 1:
+            return None, [self.rank]
         mine: tuple[Any, list[int]] | None = None
         for ranks in self.mesh.groups(axis):
             group = dist.new_group(ranks, self.limit)  # every rank makes every group, in the same order

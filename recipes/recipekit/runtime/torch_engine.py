@@ -169,7 +169,8 @@ def half(precision: str) -> torch.dtype | None:
 
 def divider(groups: Groups, precision: str, device_type: str) -> Callable[[nn.Module], Any]:
     """Returns what divides a module over the data-parallel ranks as FSDP2 does: computed in half precision, summed in fp32."""
-    mesh = DeviceMesh.from_group(groups.dp_group, device_type, mesh_dim_names=("dp",))
+    group: Any = groups.dp_group or dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
     dtype = half(precision)
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     return partial(fully_shard, mesh=mesh, mp_policy=policy)
