@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
@@ -73,7 +73,7 @@ def train_step(
     if mesh.pp > 1:
         counting.wait()
         weight = len(batches) * mesh.dp / (totals[0] // peers).clamp(min=1)  # undoes DeepSpeed's mean over micro-batches and ranks
-        mean_loss = engine.train_batch(iter(pipeline_batches(task, batches, weight)))  # forwards, backwards and the step, as the schedule orders them
+        mean_loss = engine.train_batch(pipeline_batches(task, batches, weight, engine.device))  # forwards, backwards and the step, as the schedule orders them
     else:
         loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         for batch in batches:
@@ -121,14 +121,16 @@ def pipeline_loss(task: Task, sums: Sums, output: torch.Tensor, target: tuple[to
     return summed_loss(task, output, batch, sums) * weight
 
 
-def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor) -> list[Any]:
-    """Cuts each micro-batch into (what the first stage takes, what the loss takes)."""
-    cut = []
+def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor, device: torch.device) -> Iterator[Any]:
+    """Cuts each micro-batch into (what the first stage takes, what the loss takes), on the device.
+
+    A micro-batch goes there when the schedule asks for it, without waiting. DeepSpeed 0.19.8 would clone it on the host,
+    out of pinned memory, and wait for each copy (pipe/engine.py, _exec_load_micro_batch).
+    """
     for batch in batches:
-        batch = {name: tensor.contiguous() for name, tensor in batch.items()}
+        batch = to_device(batch, device)
         targets = [batch[name] for name in (*task.targets, "domain") if name in batch]
-        cut.append((tuple(batch[name] for name in task.facts.inputs), (weight, *targets)))
-    return cut
+        yield tuple(batch[name] for name in task.facts.inputs), (weight, *targets)
 
 
 @torch.no_grad()
@@ -145,7 +147,7 @@ def evaluate(engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh, 
         counted = totals[1].clamp(min=1) / (mesh.tp * mesh.pp)
         # not eval_batch's own num_micro_batches: with it DeepSpeed 0.19.8 mixes up DualPipeV's buffers and hangs (dualpipev.py, _phase1_buffer)
         of_a_step, engine.micro_batches = engine.micro_batches, len(batches)
-        loss = engine.eval_batch(iter(pipeline_batches(task, batches, len(batches) * mesh.dp / counted)))
+        loss = engine.eval_batch(pipeline_batches(task, batches, len(batches) * mesh.dp / counted, engine.device))
         engine.micro_batches = of_a_step
         dist.all_reduce(measured)
         measured /= counted * mesh.tp  # only the last stage has seen an output

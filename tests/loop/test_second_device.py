@@ -74,3 +74,24 @@ def test_a_checkpoint_copies_what_lies_on_the_device(run: Callable[..., list[Any
 
 def test_the_device_takes_what_cuda_takes(run: Callable[..., list[Any]]) -> None:
     assert run(rule_breakers, device="second") == [[], []]
+
+
+def pipeline_inputs(device: str) -> tuple[set[str], list[str]]:
+    """(the devices of all that a pipeline's schedule is given, those of the micro-batches after it has asked for one)."""
+    import torch
+    from recipekit.tasks.find import task_called
+    from recipekit.train import pipeline_batches
+
+    batches = [{"input_ids": torch.ones(1, 4), "position_ids": torch.ones(1, 4), "labels": torch.ones(1, 4), "domain": torch.zeros(1)} for _ in range(3)]
+    moved: list[str] = []
+    for batch in batches:
+        batch["labels"].__dict__["to"] = lambda *args, own=batch["labels"], **kwargs: (moved.append(device), torch.Tensor.to(own, *args, **kwargs))[1]
+    given = pipeline_batches(task_called("pretrain"), batches, torch.ones((), device=device), torch.device(device, 0))
+    first = next(given)
+    asked = list(moved)
+    return {tensor.device.type for inputs, targets in (first, *given) for tensor in (*inputs, *targets)}, asked
+
+
+def test_a_pipeline_is_given_what_lies_on_the_device(run: Callable[..., list[Any]]) -> None:
+    """One micro-batch at a time: DeepSpeed has nothing to copy from the host, and the device holds none that waits."""
+    assert run(pipeline_inputs, device="second") == [({"second"}, ["second"])] * 2
