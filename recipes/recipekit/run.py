@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -12,9 +13,9 @@ from .hosts import op_cache
 from .hosts.locks import lock
 from .hosts.ports import free_port
 from .packages import check_packages
-from .planner import pinned
 from .recipe import Recipe
 from .refusal import Refusal, exit_refused, refuse
+from .runtime import environment
 
 
 def run(recipe: Recipe, argv: list[str] | None = None) -> None:
@@ -39,9 +40,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
             show(plan)
             return
         held = _lock(plan.out) if command.rank == 0 else None
-        if pinned.pins(plan.ds_config) and pinned.pins_exactly():  # before the import of torch, which reads the variable once
-            name, value = pinned.pinning_of(os.environ)
-            os.environ[name] = value
+        plan = replace(plan, notes=(*plan.notes, *environment.complete(os.environ, plan.ds_config)))  # before the import of torch
         from .hosts.checks import check_start
 
         if problems := check_start(plan):

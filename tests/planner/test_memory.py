@@ -4,7 +4,6 @@ ranks, 0 bytes off.
 
 import gc
 import json
-import subprocess
 import sys
 import traceback
 import weakref
@@ -16,10 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
-from pool import environment
 from recipekit.command import parse
 from recipekit.plan import make_plan
-from recipekit.planner import memory, pinned
+from recipekit.planner import memory
 from recipekit.planner.memory import rank_terms
 from recipekit.planner.needs import count_needs
 from recipekit.planner.pinned import pinned_bytes
@@ -32,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ROUND, CACHE = "pinned_max_round_threshold_mb:16", "pinned_max_cached_size_mb:16"
 GIB = 2**30
 MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups")  # of DeepSpeed's optimizers
 COUNTS = (torch.int64, torch.int32)  # tokens, and what DDP marks as used
@@ -265,33 +262,6 @@ def test_pinned_memory_is_told_with_its_rounding() -> None:
     exact, rounded = (total(rank_terms(blueprint, layout, plan.ds_config, replace(load, exact_pins=told)), HOST) for told in (True, False))
     flat = -(-70_553_706_496 // 8) * 4  # fp32 sums of the gradients: one block
     assert rounded - exact == pytest.approx(64 * GIB - flat, abs=GIB) and 8 * exact < 512e9 < 8 * rounded
-
-
-@pytest.mark.parametrize(
-    ("before", "name", "value"),
-    [
-        ({}, "PYTORCH_ALLOC_CONF", f"{ROUND},{CACHE}"),
-        ({"PYTORCH_ALLOC_CONF": "a:b"}, "PYTORCH_ALLOC_CONF", f"a:b,{ROUND},{CACHE}"),
-        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}, "PYTORCH_ALLOC_CONF", f"pinned_max_round_threshold_mb:1,{CACHE}"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:b"}, "PYTORCH_CUDA_ALLOC_CONF", f"a:b,{ROUND},{CACHE}"),
-        ({"PYTORCH_ALLOC_CONF": "a:b", "PYTORCH_CUDA_ALLOC_CONF": ROUND}, "PYTORCH_CUDA_ALLOC_CONF", f"{ROUND},{CACHE}"),
-    ],
-)
-def test_what_the_user_told_the_allocator_stays(before: dict[str, str], name: str, value: str) -> None:
-    assert pinned.pinning_of(before) == (name, value)
-
-
-def test_torch_is_told_not_to_round(tmp_path: Path) -> None:
-    """By a real start, before torch is imported, which tells what it has read; the old name is read last."""
-    code = (
-        "import sys, types; from recipekit import run; from recipekit.recipe import Recipe\n"
-        "def main(plan, peers):\n    import torch\n    print('torch has', torch._C._accelerator_getAllocatorSettings())\n    return 0\n"
-        "sys.modules['recipekit.train'] = types.SimpleNamespace(main=main)\n"  # `run` is asked for; nothing is trained
-        "run(Recipe(model='meta-llama/Llama-3.2-1B', ds_config='zero3_cpu.json'), ['--tiny', '--out', sys.argv[1]])\n"
-    )
-    argv, env = [sys.executable, "-c", code, str(tmp_path / "run")], environment() | {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and f"torch has backend:native,{ROUND},{CACHE}\n" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""Counts page-locked host memory as torch's allocator takes it, and keeps the allocator from rounding up."""
+"""Counts page-locked host memory as torch's allocator takes it."""
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-ROUNDED_UP_TO = 16 * 2**20  # bytes: larger pinned blocks are not rounded (run.py sets this, for torch 2.13 and later)
+ROUNDED_UP_TO = 16 * 2**20  # bytes: larger pinned blocks are not rounded (runtime/environment.py sets this, for torch 2.13 and later)
 
 
 def pinned_bytes(size: int, exact: bool) -> int:
@@ -21,19 +20,6 @@ def pins_exactly() -> bool:
     error at an unknown one.
     """
     return tuple(map(int, version("torch").split("+")[0].split(".")[:2])) >= (2, 13)
-
-
-def pinning_of(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Returns (variable, value) that makes torch's pinned allocator exact from ROUNDED_UP_TO on; settings that the user
-    made stay as they are.
-
-    torch 2.13 reads the old name after the new one, so the value of the old name counts.
-    """
-    name = "PYTORCH_CUDA_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in environment else "PYTORCH_ALLOC_CONF"
-    said = [item for item in environment.get(name, "").split(",") if item]
-    names = {item.partition(":")[0] for item in said}
-    wanted = ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
-    return name, ",".join([*said, *(f"{key}:{ROUNDED_UP_TO >> 20}" for key in wanted if key not in names)])
 
 
 def pins(ds_config: dict[str, Any]) -> bool:

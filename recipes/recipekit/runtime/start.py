@@ -25,6 +25,7 @@ from ..refusal import Refusal
 from ..strategy.baseline import check_precision
 from ..strategy.check import check_device
 from .agree import shared_problems
+from .environment import local_ranks
 from .failure import Peers
 
 
@@ -77,7 +78,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
         return
     stage, rank = plan.mesh.coords(plan.command.rank)["pp"], plan.command.rank
     terms, problems = rank_plan(plan, stage), []
-    first, ranks = rank - plan.command.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    first, ranks = rank - plan.command.local_rank, local_ranks(os.environ)
     alike = sum(plan.mesh.coords(other)["pp"] == stage for other in range(max(0, first), min(first + ranks, plan.mesh.world)))
     if device.type == "cuda":
         if plan.command.rank == 0 and (pinned := sum(term.pinned for term in terms if not term.bound)):

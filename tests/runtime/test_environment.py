@@ -1,0 +1,85 @@
+"""What torch reads when it is imported: ours is added, and what the user set stays."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import environment
+from recipekit.runtime.environment import allocator_settings, complete, local_ranks
+
+SEGMENTS, ROUND, CACHE = "expandable_segments:True", "pinned_max_round_threshold_mb:16", "pinned_max_cached_size_mb:16"
+NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "value"),
+    [
+        ({}, NEW, f"{ROUND},{CACHE},{SEGMENTS}"),
+        ({NEW: "a:b"}, NEW, f"a:b,{ROUND},{CACHE},{SEGMENTS}"),
+        ({NEW: "pinned_max_round_threshold_mb:1"}, NEW, f"pinned_max_round_threshold_mb:1,{CACHE},{SEGMENTS}"),
+        ({NEW: "expandable_segments:False , a:b"}, NEW, f"expandable_segments:False,a:b,{ROUND},{CACHE}"),
+        ({NEW: "backend:cudaMallocAsync"}, NEW, f"backend:cudaMallocAsync,{ROUND},{CACHE}"),
+        ({NEW: "roundup_power2_divisions:[256:1,>:8],a:b"}, NEW, f"roundup_power2_divisions:[256:1,>:8],a:b,{ROUND},{CACHE},{SEGMENTS}"),
+        ({OLD: "a:b"}, OLD, f"a:b,{ROUND},{CACHE},{SEGMENTS}"),
+        ({OLD: ""}, OLD, f"{ROUND},{CACHE},{SEGMENTS}"),
+        ({NEW: f"a:b,{SEGMENTS}", OLD: "expandable_segments:False"}, OLD, f"a:b,expandable_segments:False,{ROUND},{CACHE}"),
+    ],
+    ids=str,
+)
+def test_what_the_user_told_the_allocator_stays(before: dict[str, str], name: str, value: str) -> None:
+    assert allocator_settings(before, exact_pins=True) == (name, value)
+
+
+def test_without_pinned_memory_nothing_is_said_of_it() -> None:
+    assert allocator_settings({}, exact_pins=False) == (NEW, SEGMENTS)
+
+
+def started(tmp_path: Path, ds_config: str, before: str = "", **variables: str) -> str:
+    """What a real start says, of which only the training is left out: torch's allocator settings and threads, as torch has read them."""
+    code = (
+        f"import sys, types; {before}\nfrom recipekit import run; from recipekit.recipe import Recipe\n"
+        "def main(plan, peers):\n    import torch\n    print(*plan.notes, sep='\\n')\n"
+        "    print('torch has', torch._C._accelerator_getAllocatorSettings(), torch.get_num_threads())\n    return 0\n"
+        "sys.modules['recipekit.train'] = types.SimpleNamespace(main=main)\n"  # `run` is asked for; nothing is trained
+        f"run(Recipe(model='meta-llama/Llama-3.2-1B', ds_config='{ds_config}.json'), ['--tiny', '--out', sys.argv[1]])\n"
+    )
+    env = {key: value for key, value in environment().items() if key != "OMP_NUM_THREADS"} | variables
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("ds_config", "before", "pinned"), [("zero3_cpu", "", f"{ROUND},{CACHE},"), ("zero2", "import torch", "")])
+def test_torch_has_read_what_was_set(tmp_path: Path, ds_config: str, before: str, pinned: str) -> None:
+    """The old name is read last. Ranks share the cores of their host, also where the file of a recipe has imported torch before."""
+    place = {"LOCAL_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    said = started(tmp_path, ds_config, before, PYTORCH_CUDA_ALLOC_CONF="backend:native", **place).splitlines()
+    cores = len(os.sched_getaffinity(0))
+    assert f"threads: {max(1, cores // 2)} for each rank, {cores} cores for 2 ranks (OMP_NUM_THREADS)" in said
+    settings, threads = said[-1].removeprefix("torch has ").split()
+    assert threads == str(max(1, cores // 2)) and (before or settings == f"backend:native,{pinned}{SEGMENTS}")
+
+
+def told(variables: dict[str, str], config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
+    """(the threads, what is said of them) on a host of 64 cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    lines = complete(variables, config)
+    return variables.get("OMP_NUM_THREADS"), [line for line in lines if line.startswith("threads")]
+
+
+def test_threads_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert told({"LOCAL_WORLD_SIZE": "8"}, {}, monkeypatch)[0] == "8"
+    assert told({"LOCAL_SIZE": "100"}, {}, monkeypatch)[0] == "1"
+    assert told({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "3"}, OFFLOAD, monkeypatch) == ("3", [])
+    by_torchrun = {"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+    assert told(dict(by_torchrun), {}, monkeypatch) == ("1", [])
+    assert told(dict(by_torchrun), OFFLOAD, monkeypatch) == (
+        "1",
+        ["threads: 1 for each rank, which torchrun sets; the optimizer on the CPU could use 8: start with OMP_NUM_THREADS=8"],
+    )
+    assert local_ranks({}) == 1
