@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--where", choices=("local", "hostfile", "slurm", "k8s"), help="default: found out")
     parser.add_argument("--spawn", choices=("deepspeed", "torchrun"), default="deepspeed", help="who forks the ranks of a host (default: %(default)s)")
+    parser.add_argument("--bind_cores", "--bind-cores", action="store_true", help="keep each rank on its share of the cores beside its GPU (its NUMA node)")
     parser.add_argument("--hostfile", type=Path, help="lines of: NAME slots=RANKS (launch/hostfile.example)")
     parser.add_argument("--nodes", type=number, help="hosts: the first ones of the hostfile, or how many to ask Slurm or Kubernetes for")
     parser.add_argument("--gpus", type=number, help="ranks of each host (default: slots of the hostfile, the GPUs that are there, or 1)")
@@ -142,6 +143,8 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
     ]
     if arguments.max_restarts and (arguments.once or arguments.doctor):
         problems.append(f"--max_restarts {arguments.max_restarts}: what runs once on each host is not started again; leave it out")
+    if arguments.bind_cores and (arguments.once or arguments.doctor):
+        problems.append("--bind_cores: what runs once on each host has all its cores; leave it out")
     starts_there = (where == "slurm" and "SLURM_JOB_ID" not in variables) or (where == "k8s" and "JOB_COMPLETION_INDEX" not in variables)
     for name in arguments.env:
         if name not in variables:
@@ -185,6 +188,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
         master_addr=master_addr,
         master_port=master_port,
         node=node,
+        bind_cores=arguments.bind_cores,
     )
 
 

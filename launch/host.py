@@ -13,14 +13,12 @@ Linux only: exit states are read from the process table, because the ranks are c
 import codecs
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import re
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -28,7 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import spawn
+from . import cores, spawn
+from .addresses import free_port, interface_to, own_address
 from .hosts import devices
 
 LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive the ranks
@@ -97,9 +96,9 @@ class Agent:
             address = next((own for name in spec["others"] if (own := own_address(name))), address)
         self.tell(hello={"problems": problems, "address": address, "port": free_port()})
 
-    def environment(self, meeting: spawn.Meeting, folder: str) -> dict[str, str]:
-        """Builds the environment of this host's launcher, and so of every rank."""
-        slots = meeting.slots[meeting.node]
+    def environment(self, meeting: spawn.Meeting, folder: str, visible: list[str]) -> dict[str, str]:
+        """Builds the environment of this host's launcher, and so of every rank; `visible` are the devices of the ranks."""
+        slots, allowed = meeting.slots[meeting.node], os.sched_getaffinity(0)
         variables = os.environ | self.spec["environment"]
         variables |= {
             MARK: self.spec["mark"],
@@ -108,10 +107,18 @@ class Agent:
             "LAUNCH_LOCAL_WORLD_SIZE": str(slots),
         }
         variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
-        variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
-        if len(meeting.slots) > 1 and "GLOO_SOCKET_IFNAME" not in variables and (name := interface_to(meeting.master_addr)):
-            # otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1, which no other host reaches
-            variables["GLOO_SOCKET_IFNAME"] = name
+        threads = len(allowed) // slots
+        if self.spec["bind_cores"]:
+            variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which the GPUs are looked up; CUDA's own begins with the fastest
+            dealt = cores.deal(visible, allowed)
+            variables["LAUNCH_CORES"] = ";".join(",".join(map(str, own)) for own in dealt)
+            threads = min(map(len, dealt))
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # else deepspeed's launcher leaves all cores to each rank, and torchrun one
+        if len(meeting.slots) > 1 and (name := interface_to(meeting.master_addr)):
+            # otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1, which no other host reaches,
+            # and NCCL may take a bridge of virtual machines or containers; for NCCL, = says that the name is whole
+            variables.setdefault("GLOO_SOCKET_IFNAME", name)
+            variables.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         if self.spec["spawn"] == "once":
             place = {"RANK": meeting.first_rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": slots, "WORLD_SIZE": sum(meeting.slots)}
             place |= {"MASTER_ADDR": meeting.master_addr, "MASTER_PORT": meeting.master_port, "LAUNCH_ONCE": 1}
@@ -146,7 +153,13 @@ class Agent:
 
         with self.launcher_log.open("wb") as log:
             self.launcher = subprocess.Popen(
-                words, env=self.environment(meeting, folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=in_child
+                words,
+                env=self.environment(meeting, folder, visible),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=in_child,
             )
 
     def log(self, rank: int) -> Path:
@@ -280,35 +293,6 @@ class Agent:
                 os.rmdir(self.folder)
                 self.tell(done=killed)
                 return 0
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
-
-
-def own_address(towards: str) -> str:
-    """Finds the address of this host that the host `towards` (name or address) sees; "" if that cannot be found out."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            return probe.getsockname()[0]
-    except OSError:
-        return ""
-
-
-def interface_to(address: str) -> str:
-    """Finds the network interface (of IPv4) through which this host reaches `address`; "" if that cannot be found out."""
-    own = own_address(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(packed[20:24]) == own:
-                    return name
-    return ""
 
 
 def stat(pid: int) -> list[str]:

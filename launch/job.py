@@ -51,6 +51,7 @@ class Job:
     master_addr: str = ""
     master_port: int = 0  # 0: a free one of the first host
     node: int | None = None  # this host only; on Kubernetes every host starts its own part
+    bind_cores: bool = False  # each rank keeps to cores beside its GPU
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # marks this job's processes
 
     def connection(self, host: Host) -> list[str]:
@@ -74,6 +75,7 @@ class Job:
             "mark": f"{self.mark}.{node}",
             "others": [host.address or host.name for index, host in enumerate(self.hosts) if index != node],
             "spawn": self.spawn,
+            "bind_cores": self.bind_cores,
             "words": self.words,
             "python": self.python,
             "folder": self.folder,

@@ -53,6 +53,7 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
     if problems:
         raise Refused(*problems)
     own = ["--where", "k8s", "--nodes", str(nodes), "--gpus", str(arguments.gpus), "--spawn", arguments.spawn, "--max_restarts", str(arguments.max_restarts)]
+    own += ["--bind_cores"] if arguments.bind_cores else []
     rest = ["--doctor", *words[1:]] if arguments.doctor else ["--once", *words] if arguments.once else list(words)
     of_here = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR")  # the image has its own
     passed = {key: value for key, value in environment.needed(variables, arguments.env).items() if key in arguments.env or not key.startswith(of_here)}

@@ -16,6 +16,8 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["LAUNCH_LOCAL_WORLD_SIZE"]  # torchrun sets it, deepspeed does not
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # so that a crash in C++ leaves Python's stacks in the file
+    if dealt := os.environ.get("LAUNCH_CORES"):  # by cores.py; the rank, and what it starts, keeps to them
+        os.sched_setaffinity(0, [int(core) for core in dealt.split(";")[int(local_rank)].split(",")])
     with open(os.environ["LAUNCH_PIPE"], "w") as pipe:
         pipe.write(f"{rank} {local_rank} {os.getpid()}\n")
     for own, target in ((nothing, 0), (log, 1), (log, 2)):

@@ -20,8 +20,9 @@ from words import BYTES, NASTY, QUICK, WORD, arbitrary_words
 
 sys.path.insert(0, str(ROOT))
 
-from launch import environment, hosts, spawn
+from launch import cores, environment, hosts, spawn
 from launch.__main__ import main
+from launch.host import Agent
 from launch.hosts import Host, devices, read_hostfile
 from launch.job import Job as LaunchJob
 from launch.kubernetes import scalar, unexpanded
@@ -35,7 +36,7 @@ def python_path() -> str:
 
 DUMP = """
 import json, os, sys
-json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES")], open(f"dump_{os.environ['RANK']}.json", "w"))
+json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched_getaffinity(0))], open(f"dump_{os.environ['RANK']}.json", "w"))
 """
 
 
@@ -43,15 +44,18 @@ json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES")], open(f"dump_{o
 def test_words_reach_every_rank_as_typed(tmp_path: Path, ops: Callable[[str], None], spawner: str) -> None:
     (tmp_path / "dump.py").write_text(DUMP)
     words = [*arbitrary_words(), BYTES]
-    job = Job(tmp_path, [sys.executable, "-m", "launch", "--spawn", spawner, "--gpus", "2", "dump.py", *words], PYTHONPATH=python_path())
+    job = Job(tmp_path, [sys.executable, "-m", "launch", "--spawn", spawner, "--gpus", "2", "--bind_cores", "dump.py", *words], PYTHONPATH=python_path())
     try:
         assert job.wait(120) == 0, job.output[-4000:]
     finally:
         job.close()
+    bound = []
     for rank in (0, 1):
-        got, visible = json.loads((tmp_path / f"dump_{rank}.json").read_text())
+        got, visible, own = json.loads((tmp_path / f"dump_{rank}.json").read_text())
+        bound.append(own)
         assert got == words
         assert visible is not None and devices({"CUDA_VISIBLE_DEVICES": visible}) == 0, "the tests run with none, which is a wish for the CPU"
+    assert sorted({*bound[0], *bound[1]}) == sorted(os.sched_getaffinity(0)) and (len(os.sched_getaffinity(0)) < 2 or not set(bound[0]) & set(bound[1]))
 
 
 @QUICK
@@ -174,6 +178,76 @@ VARIABLES = {
         "DB_PASSWORD",
     ),
 }
+
+
+def environment_of_a_host(monkeypatch: pytest.MonkeyPatch, slots: tuple[int, ...], bind_cores: bool = False, **own: str) -> dict[str, str]:
+    """The variables that an agent starts the ranks of the first host with; `own`: what the user has set."""
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    agent = Agent()
+    agent.spec = {"environment": own, "mark": "m", "logs": ".", "python": sys.executable, "spawn": "deepspeed", "bind_cores": bind_cores}
+    return agent.environment(spawn.Meeting(slots, 0, "127.0.0.1", 29500), "folder", [str(number) for number in range(slots[0])])
+
+
+def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for slots, own, expected in (
+        ((2, 2), {}, ["lo", "=lo"]),
+        ((2, 2), {"NCCL_SOCKET_IFNAME": "ib0"}, ["lo", "ib0"]),
+        ((2, 2), {"GLOO_SOCKET_IFNAME": "eth1"}, ["eth1", "=lo"]),
+        ((2,), {}, [None, None]),
+    ):
+        assert [environment_of_a_host(monkeypatch, slots, **own).get(name) for name in names] == expected
+
+
+def test_threads_and_cores_are_dealt_to_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 8})
+    whole = environment_of_a_host(monkeypatch, (2,))
+    assert whole["OMP_NUM_THREADS"] == "2" and not {"LAUNCH_CORES", "CUDA_DEVICE_ORDER"} & whole.keys() - os.environ.keys()
+    bound = environment_of_a_host(monkeypatch, (2,), bind_cores=True)
+    assert (bound["OMP_NUM_THREADS"], bound["CUDA_DEVICE_ORDER"]) == ("2", "PCI_BUS_ID")
+    first, second = (set(map(int, own.split(","))) for own in bound["LAUNCH_CORES"].split(";"))
+    assert first | second == {4, 5, 6, 7, 8} and {len(first), len(second)} == {2, 3}
+    assert environment_of_a_host(monkeypatch, (2,), bind_cores=True, OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
+
+
+def two_nodes(folder: Path, nodes: list[int]) -> Path:
+    """A /sys of a host with GPUs on these NUMA nodes, in the order of their addresses, and two nodes of 4 cores with 2 threads each: 0-3 and 8-11, 4-7 and 12-15."""
+    for number, node in enumerate(nodes):
+        device = folder / f"bus/pci/drivers/nvidia/0000:{16 * number:02x}:00.0"
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    (folder / "bus/pci/drivers/nvidia/module").mkdir()  # no device
+    for node, listed in enumerate(("0-3,8-11", "4-7,12-15")):
+        (folder / f"devices/system/node/node{node}").mkdir(parents=True)
+        (folder / f"devices/system/node/node{node}/cpulist").write_text(f"{listed}\n")
+    for core in range(16):
+        (folder / f"devices/system/cpu/cpu{core}/topology").mkdir(parents=True)
+        (folder / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").write_text(f"{core % 8},{core % 8 + 8}\n")
+    return folder
+
+
+ALL = range(16)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "visible", "allowed", "expected"),
+    [
+        ([1, 0], ["0", "1"], ALL, [[4, 5, 6, 7, 12, 13, 14, 15], [0, 1, 2, 3, 8, 9, 10, 11]]),
+        ([0, 0, 1, 1], ["0", "1", "2", "3"], ALL, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
+        ([0, 0, 1, 1], ["3", "1"], ALL, [[4, 5, 6, 7, 12, 13, 14, 15], [0, 1, 2, 3, 8, 9, 10, 11]]),
+        ([0, 1], ["0", "1"], range(8), [[0, 1, 2, 3], [4, 5, 6, 7]]),  # of a container, say
+        ([0, 1], ["0", "1"], range(4), [[0, 1], [2, 3]]),  # node 1 is not allowed at all
+        ([-1, -1], ["0", "1"], range(4), [[0, 1], [2, 3]]),
+        ([], ["0", "1"], range(4), [[0, 1], [2, 3]]),  # a host without GPUs
+        ([0, 1], ["GPU-4f2c", "MIG-1"], range(4), [[0, 1], [2, 3]]),
+        ([-1, -1, -1], ["0", "1", "2"], range(2), [[0], [0], [1]]),
+    ],
+    ids=str,
+)
+def test_each_rank_gets_cores_beside_its_gpu(tmp_path: Path, nodes: list[int], visible: list[str], allowed: range, expected: list[list[int]]) -> None:
+    (tmp_path / "bus/pci/drivers/nvidia").mkdir(parents=True)
+    assert cores.deal(visible, allowed, two_nodes(tmp_path, nodes)) == expected
 
 
 def test_what_travels_and_what_is_a_secret() -> None:
