@@ -31,6 +31,7 @@ class Command:
     world: int = 1
     rank: int = 0
     local_rank: int = 0
+    local_ranks: int = 0  # of this host; 0: the launcher does not tell
 
     @property
     def out(self) -> Path:
@@ -59,7 +60,8 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     """Reads the command line into a `Command`; has no side effect. Raises `Refusal` (exit code 2) with every mistake.
 
     Flags are the plain fields of `Recipe`, with `-` or `_`. World size and rank are read from WORLD_SIZE, RANK and
-    LOCAL_RANK, which every launcher sets; without them the job is one rank.
+    LOCAL_RANK, which every launcher sets; without them the job is one rank. The ranks of this host are LOCAL_WORLD_SIZE
+    (torchrun, `python -m launch`) or LOCAL_SIZE (deepspeed).
     """
     parser = _Parser(path.name)
     trial = parser.group("try it")
@@ -107,6 +109,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         world=world,
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK") or given.get("local_rank", 0)),
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0),
     )
 
 

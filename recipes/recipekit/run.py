@@ -40,7 +40,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
             show(plan)
             return
         held = _lock(plan.out) if command.rank == 0 else None
-        plan = replace(plan, notes=(*plan.notes, *environment.complete(os.environ, plan.ds_config)))  # before the import of torch
+        plan = replace(plan, notes=(*plan.notes, *environment.complete(os.environ, plan.ds_config, command.local_ranks or 1)))  # before the import of torch
         from .hosts.checks import check_start
 
         if problems := check_start(plan):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pool import environment
-from recipekit.runtime.environment import allocator_settings, complete, local_ranks
+from recipekit.runtime.environment import allocator_settings, complete
 
 SEGMENTS, ROUND, CACHE = "expandable_segments:True", "pinned_max_round_threshold_mb:16", "pinned_max_cached_size_mb:16"
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -64,22 +64,20 @@ def test_torch_has_read_what_was_set(tmp_path: Path, ds_config: str, before: str
     assert threads == str(max(1, cores // 2)) and (before or settings == f"backend:native,{pinned}{SEGMENTS}")
 
 
-def told(variables: dict[str, str], config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
+def told(variables: dict[str, str], ranks: int, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
     """(the threads, what is said of them) on a host of 64 cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    lines = complete(variables, config)
+    lines = complete(variables, config, ranks)
     return variables.get("OMP_NUM_THREADS"), [line for line in lines if line.startswith("threads")]
 
 
 def test_threads_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert told({"LOCAL_WORLD_SIZE": "8"}, {}, monkeypatch)[0] == "8"
-    assert told({"LOCAL_SIZE": "100"}, {}, monkeypatch)[0] == "1"
-    assert told({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "3"}, OFFLOAD, monkeypatch) == ("3", [])
-    by_torchrun = {"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
-    assert told(dict(by_torchrun), {}, monkeypatch) == ("1", [])
-    assert told(dict(by_torchrun), OFFLOAD, monkeypatch) == (
-        "1",
-        ["threads: 1 for each rank, which torchrun sets; the optimizer on the CPU could use 8: start with OMP_NUM_THREADS=8"],
-    )
-    assert local_ranks({}) == 1
+    assert told({}, 8, {}, monkeypatch)[0] == "8"
+    assert told({}, 100, {}, monkeypatch)[0] == "1"
+    assert told({}, 1, {}, monkeypatch) == (None, [])  # every core is torch's own choice
+    assert told({"OMP_NUM_THREADS": "3"}, 8, OFFLOAD, monkeypatch) == ("3", [])
+    by_torchrun = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+    assert told(dict(by_torchrun), 8, {}, monkeypatch) == ("1", [])
+    line = "threads: 1 for each rank, which torchrun sets; the optimizer on the CPU could use 8: start with OMP_NUM_THREADS=8"
+    assert told(dict(by_torchrun), 8, OFFLOAD, monkeypatch) == ("1", [line])

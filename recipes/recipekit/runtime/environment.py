@@ -16,11 +16,11 @@ NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 THREADS = "OMP_NUM_THREADS"
 
 
-def complete(variables: MutableMapping[str, str], ds_config: dict[str, Any]) -> list[str]:
-    """Sets what a run with this JSON needs and the user left open; returns a line about each thing that was decided."""
+def complete(variables: MutableMapping[str, str], ds_config: dict[str, Any], ranks: int) -> list[str]:
+    """Sets what a run with this JSON needs, on a host with so many ranks, and the user left open; returns a line about each thing that was decided."""
     name, variables[name] = allocator_settings(variables, pins(ds_config) and pins_exactly())  # torch 2.11 ends with an error at an unknown key
     lines = [f"allocator: {variables[name]} ({name})"] if installed() else []
-    cores, ranks = len(os.sched_getaffinity(0)), local_ranks(variables)
+    cores = len(os.sched_getaffinity(0))
     count = max(1, cores // ranks)
     if THREADS not in variables and ranks > 1:
         variables[THREADS] = str(count)
@@ -47,11 +47,6 @@ def allocator_settings(variables: Mapping[str, str], exact_pins: bool) -> tuple[
     if said.get("backend", "backend:native") == "backend:native":  # CUDA's own allocator has no segments
         ours |= {"expandable_segments": "expandable_segments:True"}
     return OLD if OLD in variables else NEW, ",".join([*said.values(), *(item for key, item in ours.items() if key not in said)])
-
-
-def local_ranks(variables: Mapping[str, str]) -> int:
-    """Returns the ranks of this host as the launcher tells them: torchrun and `python -m launch`, or deepspeed."""
-    return int(variables.get("LOCAL_WORLD_SIZE") or variables.get("LOCAL_SIZE") or 1)
 
 
 def on_host(ds_config: dict[str, Any]) -> bool:

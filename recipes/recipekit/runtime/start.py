@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import os
 import platform
 import warnings
 from dataclasses import replace
@@ -25,7 +24,6 @@ from ..refusal import Refusal
 from ..strategy.baseline import check_precision
 from ..strategy.check import check_device
 from .agree import shared_problems
-from .environment import local_ranks
 from .failure import Peers
 
 
@@ -78,7 +76,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
         return
     stage, rank = plan.mesh.coords(plan.command.rank)["pp"], plan.command.rank
     terms, problems = rank_plan(plan, stage), []
-    first, ranks = rank - plan.command.local_rank, local_ranks(os.environ)
+    first, ranks = rank - plan.command.local_rank, plan.command.local_ranks or 1
     alike = sum(plan.mesh.coords(other)["pp"] == stage for other in range(max(0, first), min(first + ranks, plan.mesh.world)))
     if device.type == "cuda":
         if plan.command.rank == 0 and (pinned := sum(term.pinned for term in terms if not term.bound)):
