@@ -10,13 +10,19 @@ losses are those of plain PyTorch on the CPU. What cannot be proved there, with 
 - `map_location`: what is saved here reads back as a tensor of the host, wherever it was.
 """
 
+import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from device_cases import QUICK, SLOW, check_adapter, check_training, copies_for_a_checkpoint, drawn_otherwise, rule_breakers, wrong_weight
+from device_cases import QUICK, RECIPE, SLOW, check_adapter, check_training, copies_for_a_checkpoint, drawn_otherwise, rule_breakers, wrong_weight
 from pool import Pool
+from recipekit.command import parse
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from test_parity import strategy
 from test_weights import save_tiny
 
 
@@ -95,3 +101,23 @@ def pipeline_inputs(device: str) -> tuple[set[str], list[str]]:
 def test_a_pipeline_is_given_what_lies_on_the_device(run: Callable[..., list[Any]]) -> None:
     """One micro-batch at a time: DeepSpeed has nothing to copy from the host, and the device holds none that waits."""
     assert run(pipeline_inputs, device="second") == [({"second"}, ["second"])] * 2
+
+
+def train_with_other_steps(recipe: Recipe, config: dict[str, Any], out: str) -> list[Any]:
+    """The exit codes of a run whose optimizer takes torch's plain step, then the fused one, and again the plain one, each from the checkpoint before."""
+    from recipekit.train import main
+
+    sys.argv, codes = ["device.py"], []
+    for number, fused in enumerate((False, True, False), 1):
+        config["optimizer"]["params"]["fused"] = fused
+        where = dataclasses.replace(recipe, ds_config=config, out=f"{out}{number}", steps=3)
+        before = ["--resume", f"{out}{number - 1}"] if number > 1 else []
+        codes.append(main(make_plan(parse(where, Path("device.py"), ["--stop_at", str(number), *before]))))
+    return codes
+
+
+def test_the_count_of_steps_is_where_the_optimizer_looks_for_it(run: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """A checkpoint that was written with the other step of the optimizer, fused or not, has it on the other side."""
+    save_tiny(tmp_path / "model", "llama")
+    recipe = dataclasses.replace(RECIPE, model=str(tmp_path / "model"), dataset="builtin", eval_every=0, save_in_background=False, export=False)
+    assert run(train_with_other_steps, recipe=recipe, config=strategy("zero1", bf16=True), out=str(tmp_path / "run")) == [[0, 0, 0]] * 2

@@ -102,12 +102,24 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
         # an engine may restore the saved numbers, though the user may have changed them (--resume PATH), and only those that the
         # optimizer of the other layout had
         group.update({key: value for key, value in own.items() if key not in ("params", "lr", "initial_lr", "step") or key not in group})
+    place_counts(getattr(engine.optimizer, "optimizer", engine.optimizer))
     if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
         restore_generator_states(read_pickle(generators))
     dist.barrier(waiting_group())
     if not same and dist.get_rank() == 0:
         shutil.rmtree(scratch)
     return state
+
+
+def place_counts(optimizer: Any) -> None:
+    """Puts each count of steps where the optimizer looks for it: beside the weights for a fused or capturable step, else on the host.
+
+    torch (2.13) puts them by what the file says of its own optimizer, and a fused step on a GPU ends with an error at a count on the host.
+    """
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for weight, state in optimizer.state.items():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].to(weight.device if on_device else "cpu")
 
 
 def restore_generator_states(generators: dict[str, Any]) -> None:
