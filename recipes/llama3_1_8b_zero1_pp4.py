@@ -4,7 +4,7 @@
 
 Each GPU holds a quarter of the layers; only hidden states travel between them, so slow links (PCIe, Ethernet between
 hosts) suffice. The price is the bubble: with 32 micro-batches a pipeline idles (4 - 1) / (32 + 4 - 1) = 9 % of a step.
-Needs: 8 x 80 GB GPUs (26.8 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
+Needs: 8 x 80 GB GPUs (22.9 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
 A smaller bubble: a larger --global_batch, or --pipeline_schedule dualpipev. Less memory: --activation_checkpointing.
 """
 

@@ -5,7 +5,7 @@
 Each layer is cut over four neighbouring GPUs, so weights are never gathered: what ZeRO-3 sends as weights, tensor
 parallelism sends as activations, which is less when rows are short and links are fast (NVLink). Cuts follow the model's
 own plan.
-Needs: 8 x 80 GB GPUs with NVLink (26.2 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
+Needs: 8 x 80 GB GPUs with NVLink (22.4 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
 Less memory: --activation_checkpointing.
 """
 

@@ -5,7 +5,7 @@
 Each stage holds eight layers with all their experts, and each expert is cut over two neighbouring GPUs by the model's
 own plan, so no token has to be sent to another GPU for its expert. `hosts` is a DeepSpeed hostfile, one line
 `NAME slots=8` for each host.
-Needs: 32 x 141 GB GPUs (60.1 GiB of states each). Measured: not measured.
+Needs: 32 x 141 GB GPUs (49.2 GiB of states each). Measured: not measured.
 Less memory: more hosts, which divide the optimizer states further.
 """
 

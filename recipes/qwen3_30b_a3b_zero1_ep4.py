@@ -4,7 +4,7 @@
 
 Each GPU holds a quarter of the experts of every layer (DeepSpeed's AutoEP), and tokens travel to the GPU that holds
 their expert; everything else is data parallel. `hosts` is a DeepSpeed hostfile, one line `NAME slots=8` for each host.
-Needs: 32 x 141 GB GPUs (76.1 GiB of states each). Measured: not measured.
+Needs: 32 x 141 GB GPUs (59.8 GiB of states each). Measured: not measured.
 Less memory: --ep 8.
 """
 

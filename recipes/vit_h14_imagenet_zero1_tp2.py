@@ -7,7 +7,7 @@ embeddings and the class token do not decay; `tp_plan`, `pp_plan` and `no_decay`
 files hold no classifier, so the weights are drawn. The numbers are those of training from scratch in the paper on
 masked autoencoders (He et al., 2022, table 11), 200 epochs, without its further augmentation, dropped paths and
 averages.
-Needs: 8 x 24 GB GPUs (3.3 GiB of states each; activations of 32 pictures add about 8). Gated data: see
+Needs: 8 x 24 GB GPUs (2.7 GiB of states each; activations of 32 pictures add about 8). Gated data: see
 recipes/README.md. Measured: not measured.
 More memory: --micro_batch 128 on 80 GB. Less memory: --activation_checkpointing.
 """

@@ -181,6 +181,9 @@ CASES = [  # JSON, bf16, flags, fields
     *((engine, bf16, [], {}) for engine in ("ddp", "fsdp2") for bf16 in (True, False)),
     ("fsdp2", True, ["--global_batch", "4"], {}),
     ("ddp", True, [], {"adapt": lora}),
+    *(("zero3_hosts", bf16, ["--global_batch", "16"], {}) for bf16 in (True, False)),
+    ("zero3_hosts", True, ["--global_batch", "16"], {"adapt": lora}),
+    *((f"{file} foreach", True, [], {}) for file in ("zero0", "zero1", "zero3")),  # what torch's optimizers take by themselves on a GPU
 ]
 QUICK = [("zero1", True, [], {}), ("fsdp2", True, [], {})]
 
@@ -196,17 +199,17 @@ def named(case: tuple[str, bool, list[str], dict[str, Any]]) -> str:
 def test_terms_are_the_live_storages(
     pools: Any, ops: Callable[[str], None], tmp_path: Path, file: str, bf16: bool, argv: list[str], fields: dict[str, Any]
 ) -> None:
-    of_torch = file in ("ddp", "fsdp2")
+    of_torch, (file, _, foreach) = file in ("ddp", "fsdp2"), file.partition(" ")
     config = {} if of_torch else strategy(file, bf16)
     if of_torch:
         fields = fields | {"engine": file, "precision": "bf16" if bf16 else "fp32"}
     elif file.endswith("_cpu"):
         ops("cpu_adam")
-    else:
-        config["optimizer"]["params"]["foreach"] = True  # what torch takes by itself on a GPU
+    elif foreach:
+        config["optimizer"]["params"] |= {"foreach": True, "fused": False}
     common: dict[str, Any] = dict(init="random", tokenizer="bytes", seq_len=16, micro_batch=2, global_batch=8, steps=2, wandb=False, export=False)
     recipe = Recipe(**({"model": odd_model(tmp_path / "model"), "ds_config": config} | common | fields))
-    ranks = pools.run(2, measured, recipe=recipe, argv=["--out", str(tmp_path / "run"), *argv])
+    ranks = pools.run(4 if file == "zero3_hosts" else 2, measured, recipe=recipe, argv=["--out", str(tmp_path / "run"), *argv])
     uneven = file.startswith("zero2") and not bf16  # each rank keeps whole the gradients that its partition touches, and the terms are the fullest rank's
     for rank, told in enumerate(ranks):
         found, terms = told["found"], told["terms"]
@@ -284,10 +287,10 @@ def test_a_start_refuses_what_certainly_exceeds_the_host(monkeypatch: pytest.Mon
     """
     from recipekit.runtime import start
 
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     plan = dry_plan("qwen3_0_6b_zero2", "--world", "2")
     terms = fullest(plan, *drawn_up(plan))
     needed = total([replace(term, place=HOST, pinned=0) for term in terms], HOST)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(start, "free_memory", lambda: 2 * needed)
     start.check_memory(plan, torch.device("cpu"))
     monkeypatch.setattr(start, "free_memory", lambda: 2 * needed - 1)

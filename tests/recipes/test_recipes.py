@@ -204,7 +204,7 @@ def test_dry_run_as_a_user_starts_it(tmp_path):
     argv = [sys.executable, ROOT / "recipes" / "llama3_1_8b_zero1_tp4.py", "--dry-run", "--world", "8"]
     done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "8 ranks: dp2_tp4" in done.stdout and "accelerator, each rank: 26.18 GiB always" in done.stdout
+    assert "8 ranks: dp2_tp4" in done.stdout and "accelerator, each rank: 22.44 GiB always" in done.stdout
     assert not list(tmp_path.iterdir())
 
 

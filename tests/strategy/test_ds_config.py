@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from enum import Enum
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recipekit.command import parse
 from recipekit.mesh import Mesh, make_mesh
+from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Problem, Refusal
 from recipekit.strategy import check, divisions, json_file, numbers, resolve, swap
@@ -204,6 +207,17 @@ BROKEN = {
         '"zero_optimization.reduce_scatter": false',
     ),
     "pre-scaled gradients": ("zero2", {"prescale_gradients": True}, {}, "prescale_gradients", "delete it"),
+    "hpZ on one host": ("zero3_hosts", {}, {"world": 8}, "zero_hpz_partition_size = 8", "use zero3.json"),
+    "hpZ that does not divide": ("zero3_hosts", {}, {"world": 12}, "zero_hpz_partition_size = 8", "GPUs of one host"),
+    "hpZ across hosts": ("zero3_hosts", {}, {"world": 16, "local": 4}, "zero_hpz_partition_size = 8", "GPUs of one host"),
+    "hpZ among tensor peers": ("zero3_hosts", {"tensor_parallel.autotp_size": 2}, {"world": 16}, "zero_hpz_partition_size = 8", "--tp 1"),
+    "hpZ with offload": (
+        "zero3_hosts",
+        {"zero_optimization.offload_param": {"device": "cpu"}},
+        {"world": 16},
+        "zero_hpz_partition_size = 8",
+        "blocks that offload",
+    ),
     "summed gradients at ZeRO-3": ("zero3", {"gradient_allreduce_op": "sum"}, {}, "gradient_allreduce_op", 'write "mean"'),
     "no norm to clip by": ("zero2", {"zero_optimization.compute_grad_norm": False}, {}, "zero_optimization.compute_grad_norm", "gradient_clipping"),
     "DeepCompile without ZeRO": ("zero0", {"compile.deepcompile": True}, {}, "compile.deepcompile", "set it to false"),
@@ -384,7 +398,8 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config, _ = json_file.load(str(file), ROOT)
-    assert check.check(config, world=4, recipe=RECIPE, model_config=LLAMA) == []
+    world, recipe = (16, dataclasses.replace(RECIPE, global_batch=96)) if "hosts" in file.stem else (4, RECIPE)
+    assert check.check(config, world=world, recipe=recipe, model_config=LLAMA) == []
     resolved, lines = resolve.resolve(config, RECIPE, Mesh(dp=4), LLAMA)
     rounded = ["gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16; zero1.json sums them in fp32"]
     assert "auto" not in json.dumps(resolved) and lines == (rounded if file.stem == "zero0" else [])
@@ -398,6 +413,23 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
     parsed = DeepSpeedConfig(resolve.resolve(config, RECIPE, Mesh(), LLAMA)[0])
     assert parsed.gradient_clipping == 0.7 and parsed.bfloat16_config.enabled and parsed.bfloat16_config.check_grad_overflow
     assert f"zero{int(parsed.zero_optimization_stage)}" == file.stem.split("_")[0]
+
+
+def test_hpz_fits_hosts_that_it_divides() -> None:
+    for size, world, local in ((8, 16, 8), (8, 16, 0), (4, 16, 8), (2, 4, 2), (8, None, 0)):
+        config = put(shipped("zero3_hosts"), "zero_optimization.zero_hpz_partition_size", size)
+        assert check.check(config, world=world, local=local) == []
+
+
+def test_a_plan_knows_the_ranks_of_its_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From what torchrun and `python -m launch` set, or deepspeed; a dry run is for other hosts."""
+    monkeypatch.setattr("os.environ", {**os.environ, "WORLD_SIZE": "16", "LOCAL_SIZE": "4"})
+    recipe = Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero3_hosts.json", out=str(tmp_path / "run"))
+    with pytest.raises(Refusal, match="does not divide the ranks of this host"):
+        make_plan(parse(recipe, tmp_path / "x.py", ["--tiny"]))
+    assert make_plan(parse(recipe, tmp_path / "x.py", ["--tiny", "--dry_run"])).mesh.dp == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert make_plan(parse(recipe, tmp_path / "x.py", ["--tiny"])).mesh.dp == 16
 
 
 def test_a_literal_beats_the_recipe_and_says_so() -> None:
@@ -436,7 +468,10 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
 
 def test_a_json_without_an_optimizer_gets_adamw() -> None:
     resolved, lines = resolve.resolve({}, RECIPE, Mesh(), LLAMA)
-    assert resolved["optimizer"] == {"type": "AdamW", "params": {"torch_adam": True, "lr": 7e-4, "weight_decay": 0.07, "betas": [0.8, 0.97], "eps": 3e-7}}
+    assert resolved["optimizer"] == {
+        "type": "AdamW",
+        "params": {"torch_adam": True, "fused": True, "lr": 7e-4, "weight_decay": 0.07, "betas": [0.8, 0.97], "eps": 3e-7},
+    }
     assert resolved["zero_optimization"] == {"stage": 0} and lines == ["optimizer: the JSON has none, so AdamW"]
 
 

@@ -9,8 +9,8 @@ NAMES = {"ddp": "torch's DDP", "fsdp2": "torch's FSDP2"}
 
 
 def own_config() -> dict[str, Any]:
-    """Makes the JSON of an engine of torch, with the words of DeepSpeed's: whole fp32 weights, as ZeRO-0 has them, and torch's AdamW."""
-    return {"zero_optimization": {"stage": 0}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    """Makes the JSON of an engine of torch, with the words of DeepSpeed's: whole fp32 weights, as ZeRO-0 has them, and torch's AdamW, fused."""
+    return {"zero_optimization": {"stage": 0}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}}
 
 
 def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:

@@ -35,7 +35,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
         lines.append(f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype}; zero1.json sums them in fp32")
     if "optimizer" not in resolved:
         offloaded = Facts(resolved).offload != "none"
-        resolved["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True}}
+        resolved["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True, "fused": True}}
         lines.append("optimizer: the JSON has none, so AdamW")
     params = resolved["optimizer"].setdefault("params", {})
     takes = optimizer_params(resolved, optimizer_name(resolved))

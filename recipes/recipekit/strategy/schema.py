@@ -60,7 +60,10 @@ def optimizer_params(config: dict[str, Any], name: str | None) -> dict[str, Node
     variants = schema()["optimizers"][name]
     offload = at(config, "zero_optimization.offload_optimizer")
     offloaded = isinstance(offload, dict) and offload.get("device", "cpu" if offload else "none") != "none"  # a block without a device is at fault
-    chosen = "torch" if at(config, "optimizer.params.torch_adam") is True else "cpu" if offloaded else "device"
+    params = at(config, "optimizer.params")
+    switched_on = [key for key, value in params.items() if value is True] if isinstance(params, dict) and "torch_adam" not in params else []
+    meant = resembled("torch_adam", switched_on)  # what hangs on a misspelt key is not told as well
+    chosen = "torch" if meant or at(config, "optimizer.params.torch_adam") is True else "cpu" if offloaded else "device"
     return variants.get(chosen) or variants.get("device", {})
 
 
