@@ -192,7 +192,7 @@ def _check_out(out: Path) -> list[Problem]:
 
 def _check_strategy(config: dict[str, Any], command: Command, model_config: dict[str, Any] | None, lay_out: Callable[[int], "LaidOut"]) -> list[Problem]:
     """Returns what of the JSON and the degrees does not fit the ranks, and names numbers of ranks that do."""
-    given: Any = {"model_config": model_config, "typed": command.typed}
+    given: Any = {"model_config": model_config, "typed": command.typed, "local": 0 if command.dry_run else command.local_ranks}
     here = lay_out(command.world)
 
     def check_on(world: int | None) -> list[Problem]:

@@ -200,6 +200,8 @@ CASES = [  # what is trained, in which layout, and the layouts it goes on in: (w
     pytest.param("bf16", {}, (2, "zero0", {}), [(2, "zero2_cpu", {}), (2, "zero1", DUALPIPEV)], id="zero0, CPU Adam, dualpipev", marks=slow),
     pytest.param("bf16", {}, (2, "zero3_nvme", {}), [(1, "zero3_nvme", {}), (2, "zero1", {}), (3, "zero3_nvme", {})], id="swap files", marks=slow),
     pytest.param("bf16", {}, (2, "zero1", {"tp": 2}), [(2, "zero3_nvme", {})], id="into swap files", marks=slow),
+    pytest.param("fp32", UNTIED, (4, "zero3_hosts", {}), [(2, "zero1", {}), (2, "zero3", {}), (4, "zero3_hosts", {})], id="several hosts", marks=slow),
+    pytest.param("fp32", UNTIED, (2, "zero1", {}), [(4, "zero3_hosts", {})], id="onto several hosts", marks=slow),
     pytest.param("lora", {}, (2, "zero1", {}), [(3, "zero3", {}), (2, "zero0", {})], id="lora zero1, zero3, zero0", marks=slow),
     pytest.param("lora", {}, (2, "zero3", {}), [(1, "zero2", {}), (3, "zero1", {})], id="lora zero3, zero2, zero1", marks=slow),
 ]

@@ -121,11 +121,21 @@ def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go: Callable[..., str], o
     """On NVMe the matrices lie in swap files and the vectors, smaller than DeepSpeed swaps, do not; stock 0.19.8 restores the files only."""
     for op in {"zero2_cpu.json": ["cpu_adam"], "zero3_nvme.json": ["cpu_adam", "async_io"]}.get(str(layout["ds_config"]), []):
         ops(op)
-    recipe = dataclasses.replace(BASE, **layout, export=True)
-    go(tmp_path / "unbroken", recipe=recipe)
-    go(tmp_path / "stopped", "--stop_at", 3, recipe=recipe)
+    check_resume(go, tmp_path, dataclasses.replace(BASE, **layout, export=True))
+
+
+@slow
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_run_on_several_hosts_is_resumed_bit_for_bit(go: Callable[..., str], tmp_path: Path, bf16: bool) -> None:
+    """What a host keeps besides of the weights (hpZ) is made anew from the checkpoint: four ranks, as two hosts."""
+    check_resume(go, tmp_path, dataclasses.replace(BASE, ds_config=strategy("zero3_hosts", bf16), export=True), world=4)
+
+
+def check_resume(go: Callable[..., str], tmp_path: Path, recipe: Recipe, world: int = 2) -> None:
+    go(tmp_path / "unbroken", recipe=recipe, world=world)
+    go(tmp_path / "stopped", "--stop_at", 3, recipe=recipe, world=world)
     assert [line["step"] for line in metrics(tmp_path / "stopped")] == [1, 2, 3]
-    printed = go(tmp_path / "stopped", recipe=recipe)
+    printed = go(tmp_path / "stopped", recipe=recipe, world=world)
     assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000003" in printed
     assert numbers(metrics(tmp_path / "stopped")) == numbers(metrics(tmp_path / "unbroken"))
     assert [line["step"] for line in metrics(tmp_path / "stopped") if "eval_loss" in line] == [2, 4, 6]

@@ -251,6 +251,7 @@ def _zero_3(groups: list[Group], frozen: list[int], persistent: list[int], ds_co
     live = min(sum(numels), int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
     frozen_parts = sum(-(-numel // ranks) for numel in frozen)
     return [
+        *_second_partition([numel for group in groups for numel in group.numels], frozen, ranks, ds_config, load),
         Term(ACCELERATOR, "small parameters, gathered", width * sum(persistent) if ranks > 1 else 0, (LOSS, BACKWARD, REDUCE)),
         Term(ACCELERATOR, f"reduce bucket, {_name(sent)}", sent * bucket if zero.get("contiguous_gradients", True) else 0),
         Term(ACCELERATOR, "the largest weight, gathered", width * largest if ranks > 1 or param_home != ACCELERATOR else 0, (BACKWARD,)),
@@ -260,6 +261,17 @@ def _zero_3(groups: list[Group], frozen: list[int], persistent: list[int], ds_co
         *_zero_3_parameters(groups, frozen_parts, max(map(sum, sub_groups), default=0), ds_config, load),
         *_zero_3_optimizer(sub_groups, ds_config, load),
     ]
+
+
+def _second_partition(trained: list[int], frozen: list[int], ranks: int, ds_config: dict[str, Any], load: Load) -> list[Term]:
+    """Counts what hpZ keeps besides: of each weight the part among the ranks of a host (partition_parameters.py,
+    _partition_param_sec), from its first gather in a step to the end of the step.
+    """
+    zero, width = ds_config["zero_optimization"], _width(ds_config)
+    if (among := min(int(zero.get("zero_hpz_partition_size", 1)), ranks)) < 2:
+        return []
+    parts = [sum(-(-numel // ranks) * ranks // among for numel in numels) for numels in (trained, frozen)]
+    return [Term(ACCELERATOR, "parts of the weights among the ranks of a host", (4 if load.adapted else width) * parts[0] + width * parts[1])]
 
 
 def _zero_3_parameters(groups: list[Group], frozen_parts: int, largest: int, ds_config: dict[str, Any], load: Load) -> list[Term]:

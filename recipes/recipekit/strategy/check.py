@@ -40,13 +40,14 @@ def check(
     json_only: bool = False,
     filled_by: str = "",
     layout: dict[str, int] | None = None,
+    local: int = 0,
 ) -> list[Problem]:
     """Finds every mistake that shows without hardware; returns [] if there is none.
 
     An argument that is left out is not checked. `typed` names the recipe's fields that came from the command line.
     `json_only` is for a JSON that another script hands to DeepSpeed: keys that only a recipe ignores are then allowed, and
     a problem whose outcome is APPLIES is only advice. `filled_by` names who turns "auto" into numbers in such a script
-    ("trainer", "accelerate", or nobody), `layout` the degrees of its mesh.
+    ("trainer", "accelerate", or nobody), `layout` the degrees of its mesh. `local` counts the ranks of this host, 0: not known.
     """
     found, clean = walk(config, FILLED_BY[filled_by] if json_only else AUTO)
     if not json_only:
@@ -68,7 +69,7 @@ def check(
     if recipe is not None:
         found += check_lacks(recipe.facts, degrees)
         degrees |= dict.fromkeys(recipe.facts.lacks.keys() & degrees.keys(), 1)  # what else is wrong with them is of no use
-    facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, stock=json_only)
+    facts = Facts(clean, optimizer_name(clean), degrees, mesh.world if mesh else world, local, stock=json_only)
     unknown = at(config, "zero_optimization.stage") == "auto" or any(_at_fault(pivot, config, clean) for pivot in PIVOTS)
     rules = () if unknown else RULES + (STOCK_RULES if json_only else RECIPE_RULES)
     for rule in rules:

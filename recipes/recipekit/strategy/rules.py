@@ -26,6 +26,7 @@ class Facts:
     optimizer: str | None = None  # the name as the schema spells it
     degrees: dict[str, int] | None = None  # tp, pp, sp, ep
     world: int | None = None
+    local: int = 0  # ranks of this host, 0 where that is not known
     stock: bool = False  # DeepSpeed alone reads the JSON: no recipe lays out the ranks
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -119,6 +120,11 @@ def _untested(facts: Facts) -> bool:
 def _refused(facts: Facts, name: str, where: str) -> bool:
     """Returns True if a recipe's optimizer is `name` and lies where optim/facts.py refuses it."""
     return facts.optimizer == name and (where == "anywhere" or facts.offload != "cpu" or facts.stage == 0)
+
+
+def _hpz(facts: Facts) -> int:
+    """Returns the ranks over which ZeRO-3 divides its second partition of the weights; 1: it has none."""
+    return facts.get(f"{ZERO}.zero_hpz_partition_size", 1) if facts.stage == 3 else 1
 
 
 def _flat_masters(facts: Facts) -> bool:
@@ -278,11 +284,37 @@ RULES: tuple[Rule, ...] = (
     *_stages({3}, "stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save save_muon_momentum_buffer_in_memory"),
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
-        lambda f: f.stage == 3 and f.world and f.world % (f.get(f"{ZERO}.zero_hpz_partition_size") or 1),
+        lambda f: _hpz(f) > 1 and f.world and f.world % min(_hpz(f), f.world),
         "does not divide the number of ranks",
         "write the number of GPUs of one host",
         FAILS,
-        "utils/groups.py",
+        "utils/groups.py:925",
+        "ZeRO-3 with hpZ + a number of ranks that its groups do not divide",
+    ),
+    Rule(
+        f"{ZERO}.zero_hpz_partition_size",
+        lambda f: _hpz(f) > 1 and f.world and _hpz(f) >= f.world,
+        "is for more ranks than one host has: each rank would keep its part of the weights twice",
+        "use zero3.json, or delete it",
+        APPLIES,
+        "utils/groups.py:925; run",
+    ),
+    Rule(
+        f"{ZERO}.zero_hpz_partition_size",
+        lambda f: _hpz(f) > 1 and f.local and f.local % _hpz(f) and f.world and f.world > f.local,
+        "does not divide the ranks of this host, so weights would be gathered from other hosts",
+        "write the number of GPUs of one host",
+        APPLIES,
+        "utils/groups.py:925",
+    ),
+    Rule(
+        f"{ZERO}.zero_hpz_partition_size",
+        lambda f: _hpz(f) > 1 and (f.degree("tp") > 1 or f.degree("ep") > 1),
+        "its groups are neighbouring ranks, which with tensor or expert parallelism hold other weights",
+        "delete it, or use --tp 1 and --ep 1",
+        FAILS,
+        "utils/groups.py:925, engine.py:2225",
+        "ZeRO-3 with hpZ + tensor or expert parallelism",
     ),
     Rule(
         f"{ZERO}.zero_quantized_gradients",
@@ -738,6 +770,14 @@ RECIPE_RULES: tuple[Rule, ...] = (
         lambda f: f.offload == "nvme" and f.optimizer is not None and (FACTS[f.optimizer].family not in SWAPPED or f.get("optimizer.params.amsgrad")),
         "only Adam's two moments are kept in swap files here",
         f'use AdamW, or "{OPTIMIZER}.device": "cpu"',
+        APPLIES,
+        "",
+    ),
+    Rule(
+        f"{ZERO}.zero_hpz_partition_size",
+        lambda f: _hpz(f) > 1 and (f.offload != "none" or f.param_offload != "none"),
+        "was never tried with offload here",
+        "delete it, or the blocks that offload",
         APPLIES,
         "",
     ),
