@@ -6,6 +6,7 @@ Rows of the 8,192 tokens that Llama 3 was trained on, a million tokens a step, a
 Needs: 8 x 80 GB GPUs (16.9 GiB of states each; activations and logits of one row add about 20). Gated model: see
 recipes/README.md. Measured: not measured.
 Less memory: --seq_len 4096 halves the activations and logits; llama3_1_8b_zero3_cpu.py needs two small GPUs.
+On several hosts of 8 GPUs: --deepspeed_config zero3_hosts.json.
 """
 
 from recipekit import Recipe, run
