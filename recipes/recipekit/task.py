@@ -21,6 +21,11 @@ def measure_nothing(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return output.new_zeros(0)
 
 
+def hand_nothing(batch: MicroBatch, last: bool) -> MicroBatch:
+    """Returns what a task hands over whose stages need nothing but the inputs."""
+    return {}
+
+
 def do_nothing(engine: Engine, *batches: Any) -> None:
     """Stands where a task does nothing before or after a step."""
 
@@ -60,6 +65,8 @@ class Task:
     samples: Samples | None = None  # None: rows are packed tokens
     measures: tuple[str, ...] = ()  # names of `measure`'s sums; an evaluation gives the mean of each as eval_NAME
     measure: Callable[[torch.Tensor, MicroBatch], torch.Tensor] = measure_nothing  # (output, batch) -> sums (measures,), without gradient
+    # (batch, whether it is for the last stage) -> further arguments of the model's forward, which a pipeline does not send from stage to stage
+    handed: Callable[[MicroBatch, bool], MicroBatch] = hand_nothing
     before: Callable[..., None] = do_nothing  # (engine, micro-batches of this rank): before the first forward pass of a step
     after: Callable[..., None] = do_nothing  # (engine): after the optimizer's step
 

@@ -14,7 +14,7 @@ from .data.sameness import StreamState, merge_states, roll
 from .engine import Engine
 from .mesh import Mesh
 from .optim.schedules import lr_at
-from .parallel import timeline
+from .parallel import pipeline, timeline
 from .parallel.sequence import own_part
 from .plan import Plan
 from .refusal import Say
@@ -73,6 +73,7 @@ def train_step(
     if mesh.pp > 1:
         counting.wait()
         weight = len(batches) * mesh.dp / (totals[0] // peers).clamp(min=1)  # undoes DeepSpeed's mean over micro-batches and ranks
+        pipeline.hand_over(engine.module, lambda last: [task.handed(batch, last) for batch in batches], engine.device)
         mean_loss = engine.train_batch(pipeline_batches(task, batches, weight, engine.device))  # forwards, backwards and the step, as the schedule orders them
     else:
         loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -147,6 +148,7 @@ def evaluate(engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh, 
         counted = totals[1].clamp(min=1) / (mesh.tp * mesh.pp)
         # not eval_batch's own num_micro_batches: with it DeepSpeed 0.19.8 mixes up DualPipeV's buffers and hangs (dualpipev.py, _phase1_buffer)
         of_a_step, engine.micro_batches = engine.micro_batches, len(batches)
+        pipeline.hand_over(engine.module, lambda last: [task.handed(batch, last) for batch in batches], engine.device)
         loss = engine.eval_batch(pipeline_batches(task, batches, len(batches) * mesh.dp / counted, engine.device))
         engine.micro_batches = of_a_step
         dist.all_reduce(measured)

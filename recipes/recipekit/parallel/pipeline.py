@@ -6,6 +6,7 @@ stage's first layer hands in what the stage before sent, the one after its last 
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,13 +122,14 @@ class _Left(Exception):
     """Carries the hidden states out of the model's forward."""
 
 
-def cut(model: PreTrainedModel, split: Split, stage: int, dtype: torch.dtype, facts: Facts) -> list[str]:
+def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) -> list[str]:
     """Makes `model` one stage, in place; returns the names of the modules it took out besides blocks.
 
     Its forward takes the inputs of the task on the first stage and (hidden_states, ..., integer inputs) on the others, and
     returns the latter, or logits on the last stage: ids int64 (B, T), hidden states (B, T, D) of `dtype`. Where a block
     returns more than hidden states, the rest travels between them: tensors, and which of its places are None. Floats
-    among the inputs stay on the first stage: DeepSpeed 0.19.8 wants a gradient for every float that it sends.
+    among the inputs stay on the first stage: DeepSpeed 0.19.8 wants a gradient for every float that it sends. Behind the
+    inputs come the tensors of `hand_over`, which do not travel.
     """
     first, last = stage == 0, stage == split.num_stages - 1
     start, stop = split.bounds[stage], split.bounds[stage + 1]
@@ -161,8 +163,8 @@ def cut(model: PreTrainedModel, split: Split, stage: int, dtype: torch.dtype, fa
     whole_forward = model.forward
     form: list[list[int]] = []  # of what is received, the same for every micro-batch
 
-    def forward(inputs: tuple[torch.Tensor, ...] | torch.Tensor) -> Any:
-        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs  # DeepSpeed 0.19.8 unpacks a tuple of one under tensor parallelism
+    def forward(inputs: tuple[torch.Tensor, ...]) -> Any:
+        inputs, handed = inputs[: len(inputs) - len(model.handed)], inputs[len(inputs) - len(model.handed) :]
         if first:
             given = dict(zip(facts.inputs, inputs, strict=True))
             given |= {name: given[name].to(dtype) for name in facts.floats}
@@ -174,12 +176,12 @@ def cut(model: PreTrainedModel, split: Split, stage: int, dtype: torch.dtype, fa
             received[:] = [_unpack(states, form[0]) if form else states[0]]
             given |= {name: states[0].new_zeros(len(states[0]), 1, 1, 1) for name in facts.floats}
         try:
-            output = whole_forward(**given, **facts.constants)
+            output = whole_forward(**given, **dict(zip(model.handed, handed, strict=True)), **facts.constants)
         except _Left as left:
             return *_pack(*left.args), *(given[name] for name in travel)
         return output.logits
 
-    model.forward = forward
+    model.forward, model.last_stage, model.handed = forward, last, ()
     return absent if last else [*absent, *split.last]
 
 
@@ -212,7 +214,30 @@ def assemble(models: Sequence[nn.Module], groups: Groups, loss_fn: Callable[...,
             partition_method="uniform",
         )
     net.named_parameters = lambda *args, **kwargs: _named_parameters(models, *args, **kwargs)
+    net.stages, net.waiting = list(models), [deque() for _ in models]
+    net.register_forward_pre_hook(_with_handed)
     return net
+
+
+def hand_over(net: Any, handed: Callable[[bool], list[dict[str, torch.Tensor]]], device: torch.device) -> None:
+    """Gives this rank's stages what does not travel between stages, for all micro-batches of the schedule that runs next.
+
+    `handed(last)` lists, for the last stage or for another one, the further arguments of the model's forward by name: one
+    dict a micro-batch, all with the same names. DeepSpeed 0.19.8 sends every stage's forwards through the micro-batches in
+    order (TrainSchedule, InferenceSchedule; each phase of DualPipeVSchedule), so each forward takes the next one.
+    """
+    for model, waiting in zip(net.stages, net.waiting, strict=True):
+        assert not waiting, "a stage has not taken what the schedule before was given"
+        batches = handed(model.last_stage)
+        model.handed = tuple(batches[0])
+        waiting.extend(tuple(tensor.to(device, non_blocking=True) for tensor in batch.values()) for batch in batches)
+
+
+def _with_handed(net: Any, args: tuple[Any]) -> tuple[tuple[torch.Tensor, ...]]:
+    """Puts the next micro-batch's handed tensors behind the inputs of a stage, where they are arguments: what is recomputed later has the same ones."""
+    (inputs,) = args
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs  # DeepSpeed 0.19.8 unpacks a tuple of one under tensor parallelism
+    return ((*inputs, *net.waiting[getattr(net, "active_phase", 0)].popleft()),)
 
 
 def _named_parameters(models: Sequence[nn.Module], prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
