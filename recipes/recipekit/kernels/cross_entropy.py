@@ -1,0 +1,153 @@
+"""Computes the cross-entropy of a head's logits, which are never there as a whole: made block by block, and again in the backward.
+
+A block holds some columns of all rows, so that the gradient of a block's weights is complete when the block is done, without a
+sum over blocks in another dtype, and so that tensor parallelism, which cuts the columns too, adds two all-reduces in all.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ..task import IGNORE
+from .blocks import BLOCK, CPU_BLOCK, columns_at_once
+
+
+@dataclass(frozen=True)
+class Part:
+    """Says which columns of the logits a tensor-parallel rank computes: as many as its weight has rows, from `start` on."""
+
+    start: int
+    group: dist.ProcessGroup
+
+
+Chain = Callable[[torch.Tensor], torch.Tensor]  # what a model does to each logit by itself
+
+
+def token_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    chain: Chain | None = None,
+    part: Part | None = None,
+    block: int | None = None,
+) -> torch.Tensor:
+    """Computes the loss of each token, of the shape of `labels` and in fp32 (fp64 for fp64), 0 where the label is IGNORE.
+
+    `hidden` (..., D), `weight` (V, D), `bias` (V,) as for `nn.functional.linear`; `labels` (...) int64. It is
+    cross_entropy(chain(linear(hidden, weight, bias)).float(), labels), and the chain acts on each logit by itself. Keeps for the
+    backward pass what it was given and a number for each token. Under autocast it computes in autocast's dtype. With `part`
+    (a collective) the weight and the bias are this rank's; `hidden` and the losses are those of all. A label that is no column gives an infinite loss.
+    `block`: how many logits are there at a time.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    block = block or (CPU_BLOCK if device == "cpu" else BLOCK)
+    losses: Any = _TokenLosses.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block)
+    return losses.view(labels.shape)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """(N, D), (V, D), (V,), (N,) -> (N,)"""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int) -> torch.Tensor:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        peak = hidden.new_full(labels.shape, -torch.inf, dtype=exact)  # (N,) the largest logit so far
+        target = peak.clone()  # (N,) the logit of the label
+        total = torch.zeros_like(peak)  # (N,) sum of exp(logit - peak)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for columns in _blocks(hidden, weight, block):
+                logits = _logits(hidden, weight, bias, columns)
+                logits = (chain(logits) if chain else logits).to(exact)  # (N, columns)
+                place, inside = _places(labels, columns, part)
+                target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
+                before, peak = peak, torch.maximum(peak, logits.amax(1))
+                total = total * (before - peak).exp() + (logits - peak.unsqueeze(1)).exp_().sum(1)
+                del logits  # before the next block's are made
+        if part:
+            peak, target, total = _over_ranks(peak, target, total, part.group)
+        norm = peak + total.log()  # (N,) log of the sum of exp
+        ctx.save_for_backward(hidden, weight, bias, labels, norm)
+        ctx.chain, ctx.part, ctx.block = chain, part, block
+        return (norm - target).masked_fill_(labels == IGNORE, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, bias, labels, norm = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        each = gradients[0].masked_fill(labels == IGNORE, 0.0).unsqueeze(1)  # (N, 1)
+        grad_hidden = torch.zeros_like(hidden, dtype=norm.dtype) if of_hidden else None
+        grad_weight = torch.empty_like(weight) if of_weight else None
+        grad_bias = torch.empty_like(bias) if of_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for columns in _blocks(hidden, weight, ctx.block):
+                gradient = _gradient(_logits(hidden, weight, bias, columns), norm, each, ctx.chain, *_places(labels, columns, ctx.part))
+                if grad_hidden is not None:
+                    _add_product(grad_hidden, gradient, weight[columns].to(hidden.dtype))
+                if grad_weight is not None:
+                    grad_weight[columns] = gradient.t() @ hidden
+                if grad_bias is not None:
+                    grad_bias[columns] = gradient.sum(0)
+                del gradient
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+            if ctx.part:
+                dist.all_reduce(grad_hidden, group=ctx.part.group)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _blocks(hidden: torch.Tensor, weight: torch.Tensor, block: int) -> Iterator[slice]:
+    at_once = columns_at_once(len(hidden), len(weight), block)
+    for start in range(0, len(weight), at_once):
+        yield slice(start, min(start + at_once, len(weight)))
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: slice) -> torch.Tensor:
+    """Computes some columns of the logits, (N, columns), in the dtype of `hidden`."""
+    rows = weight[columns].to(hidden.dtype).t()
+    return hidden @ rows if bias is None else torch.addmm(bias[columns].to(hidden.dtype), hidden, rows)
+
+
+def _places(labels: torch.Tensor, columns: slice, part: Part | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds the labels in a block: (column of the block, (N, 1) int64, 0 where it is in none; whether it is in the block, (N,) bool)."""
+    place = labels - (columns.start + (part.start if part else 0))
+    inside = (place >= 0) & (place < columns.stop - columns.start)
+    return place.where(inside, 0).unsqueeze(1), inside
+
+
+def _gradient(logits: torch.Tensor, norm: torch.Tensor, each: torch.Tensor, chain: Chain | None, place: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """Computes the gradient of a block's logits, of their dtype: (probability - 1 at the label) times the gradient of the token's loss, through the chain."""
+    if chain is None:
+        changed = logits
+    else:
+        with torch.enable_grad():
+            changed = chain(logits.requires_grad_())
+    gradient = (changed.detach() - norm.unsqueeze(1)).exp_()  # of the dtype of `norm`
+    # no scatter_add_: of a CUDA tensor of two dimensions torch 2.13 has no deterministic one
+    gradient.scatter_(1, place, gradient.gather(1, place) - inside.unsqueeze(1).to(gradient.dtype)).mul_(each)
+    gradient = gradient.to(changed.dtype)
+    return gradient if chain is None else torch.autograd.grad(changed, logits, gradient)[0]
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds left @ right to `total`, in its dtype."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _over_ranks(peak: torch.Tensor, target: torch.Tensor, total: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Combines the columns of the tensor-parallel ranks (two all-reduces of N numbers)."""
+    largest = torch.stack([peak, target])  # the label is a column of one rank, and -inf on the others
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    total = total * (peak - largest[0]).exp()
+    dist.all_reduce(total, group=group)
+    return largest[0], largest[1], total

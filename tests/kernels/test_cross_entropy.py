@@ -1,0 +1,187 @@
+"""The loss of each token, made of blocks of logits, is that of whole logits; no tensor of all logits is ever there."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from recipekit.kernels.blocks import BLOCK, CPU_BLOCK, NARROWEST, columns_at_once
+from recipekit.kernels.cross_entropy import token_losses
+from recipekit.task import IGNORE
+from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WIDTH, VOCABULARY = 24, 1009  # a prime: every block but the last is of another width than the last
+
+
+def cap(logits: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(logits * 0.5 / 3.0) * 3.0
+
+
+def example(tokens: int = 50, dtype: torch.dtype = torch.float32, bias: bool = False, vocabulary: int = VOCABULARY) -> dict[str, Any]:
+    """Draws what a head and a loss take; every third token has no label."""
+    draw = torch.Generator().manual_seed(tokens)
+    labels = torch.randint(vocabulary, (tokens,), generator=draw)
+    labels[1::3] = IGNORE
+    return {
+        "hidden": torch.randn(tokens, WIDTH, generator=draw).to(dtype).requires_grad_(),
+        "weight": (torch.randn(vocabulary, WIDTH, generator=draw) / 2).to(dtype).requires_grad_(),
+        "bias": torch.randn(vocabulary, generator=draw).to(dtype).requires_grad_() if bias else None,
+        "labels": labels,
+    }
+
+
+def whole(hidden: Any, weight: Any, bias: Any, labels: Any, chain: Any = None) -> torch.Tensor:
+    """Computes the same of whole logits, as a task does."""
+    logits = linear(hidden, weight, bias)
+    return cross_entropy((chain(logits) if chain else logits).float(), labels, ignore_index=IGNORE, reduction="none")
+
+
+def gradients(losses: torch.Tensor, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Computes the gradients of a sum in which every token has another weight, as rows of a mixture might."""
+    weights = torch.linspace(0.5, 2.0, losses.numel()).view_as(losses)
+    wanted = {name: value for name, value in given.items() if name != "labels" and value is not None and value.requires_grad}
+    return dict(zip(wanted, torch.autograd.grad((losses * weights).sum(), list(wanted.values())), strict=True))
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Measures the norm of the difference as a share of that of the expected numbers."""
+    return float((found.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())
+
+
+def furthest(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Measures the largest difference as a share of the largest expected number."""
+    return float((found.detach().double() - expected.detach().double()).abs().max() / expected.detach().double().abs().max())
+
+
+@pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("tokens", [1, 2, 50])
+def test_losses_and_gradients_are_those_of_whole_logits(tokens, bias, chain):
+    given = example(tokens, bias=bias)
+    losses, expected = token_losses(**given, chain=chain, block=NARROWEST * tokens), whole(**given, chain=chain)
+    assert losses.dtype == torch.float32 and losses.shape == (tokens,)
+    assert furthest(losses, expected) < 1e-6
+    theirs = gradients(expected, given)
+    for name, found in gradients(losses, given).items():
+        assert found.dtype == given[name].dtype and furthest(found, theirs[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_half_precision_the_losses_are_the_same_and_the_gradients_nearly_as_exact(dtype, chain):
+    """The logits are rounded as a linear layer rounds them. The input's gradient is a sum over blocks, each rounded once."""
+    given = example(dtype=dtype, bias=True)
+    losses, expected = token_losses(**given, chain=chain, block=NARROWEST * 50), whole(**given, chain=chain)
+    assert losses.dtype == torch.float32 and furthest(losses, expected) < 1e-6
+    exact = {name: value if name == "labels" else value.detach().float().requires_grad_() for name, value in given.items()}
+    truth = gradients(whole(**exact, chain=chain), exact)
+    theirs, ours = gradients(expected, given), gradients(losses, given)
+    for name, found in ours.items():
+        assert found.dtype == dtype
+        assert off(found, truth[name]) <= (1.25 if name == "hidden" else 1.01) * off(theirs[name], truth[name]), name
+
+
+def test_under_autocast_it_computes_in_its_dtype_and_the_gradients_have_that_of_the_weights():
+    given = example(bias=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses, expected = token_losses(**given, block=NARROWEST * 50), whole(**given)
+    assert furthest(losses, expected) < 1e-6
+    assert furthest(losses, whole(**given)) > 1e-4  # fp32 would be seen
+    theirs = gradients(expected, given)
+    for name, found in gradients(losses, given).items():
+        assert found.dtype == torch.float32 and furthest(found, theirs[name]) < 1e-2, name
+
+
+@pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
+def test_gradients_are_those_of_differences_in_fp64(chain):
+    given = example(4, torch.float64, bias=True, vocabulary=70)
+    labels = given.pop("labels")
+    assert torch.autograd.gradcheck(lambda *inputs: token_losses(*inputs, labels, chain=chain, block=NARROWEST * 4), tuple(given.values()))
+
+
+def test_tokens_without_a_label_have_no_loss_and_no_gradient():
+    given = example()
+    given["labels"][:] = IGNORE
+    losses = token_losses(**given)
+    assert not losses.any() and not any(gradient.any() for gradient in gradients(losses, given).values())
+
+
+def test_a_label_that_is_no_column_gives_an_infinite_loss():
+    given = example()
+    given["labels"][4] = VOCABULARY
+    losses = token_losses(**given)
+    assert losses.isinf().nonzero().tolist() == [[4]]
+
+
+def test_losses_have_the_shape_of_the_labels():
+    given = example(48)
+    rows = token_losses(given["hidden"].view(4, 12, WIDTH), given["weight"], None, given["labels"].view(4, 12))
+    assert torch.equal(rows, token_losses(**given).view(4, 12))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    given = example()
+    given[frozen] = given[frozen].detach()
+    theirs = gradients(whole(**given), given)
+    (name,) = theirs
+    assert frozen not in theirs and furthest(gradients(token_losses(**given), given)[name], theirs[name]) < 1e-6
+
+
+class Largest(TorchDispatchMode):
+    """Watches every operation of a forward and its backward; `numel` is that of the largest tensor that one returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(value.numel() for value in tree_leaves(result) if torch.is_tensor(value))])
+        return result
+
+
+@pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
+def test_no_tensor_of_all_logits_is_ever_there(chain):
+    tokens, vocabulary = 4096, 8192
+    given = example(tokens, vocabulary=vocabulary)
+    found = {}
+    for name, compute in (("blocks", token_losses), ("whole", whole)):
+        if name == "whole" and chain:
+            continue
+        with Largest() as largest:
+            gradients(compute(**given, chain=chain), given)
+        found[name] = largest.numel
+    assert found["blocks"] < tokens * vocabulary / 4 and found["blocks"] == max(CPU_BLOCK, vocabulary * WIDTH)
+    assert found.get("whole", tokens * vocabulary) == tokens * vocabulary  # the watch sees what is large
+
+
+@contextlib.contextmanager
+def saved_bytes(told: list[int]):
+    """Counts the bytes that autograd keeps for the backward pass, each memory once."""
+    kept: dict[int, int] = {}
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        yield
+    told.append(sum(kept.values()))
+
+
+def test_it_keeps_its_input_and_little_more():
+    given, told = example(4096, torch.bfloat16), []
+    with saved_bytes(told):
+        token_losses(**given)
+    weights = given["weight"].nbytes
+    assert told[0] - weights <= 1.2 * (given["hidden"].nbytes + given["labels"].nbytes) + 4 * CPU_BLOCK
+    assert told[0] - weights == given["hidden"].nbytes + given["labels"].nbytes + 4 * 4096  # and a number for each token
+
+
+def test_blocks_are_as_wide_as_their_bytes_allow():
+    assert columns_at_once(4096, 151_936) == BLOCK // 4096 == 4096
+    assert columns_at_once(1, 151_936) == 151_936 and columns_at_once(0, 10) == 10
+    assert columns_at_once(10**9, 151_936) == NARROWEST
