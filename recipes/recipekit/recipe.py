@@ -44,6 +44,11 @@ class Recipe:
     init: str = _say("pretrained: the model's published weights; random: drawn from (seed, parameter name)", "pretrained", choices=("pretrained", "random"))
     num_labels: int = _say("classes of the data; 0: as many as the model has labels; a head of another size, or that the files lack, is drawn anew", 0)
     attention: str = _say("attention implementation of transformers", "sdpa", choices=("sdpa", "eager", "flash_attention_2"))
+    loss: str = _say(
+        "cross-entropy in chunks, never all logits at a time, or of whole logits; auto: in chunks where that is exact",
+        "auto",
+        choices=("auto", "chunked", "whole"),
+    )
     activation_checkpointing: bool = _say("recompute activations in the backward pass instead of keeping them", False)
     checkpoint_every: int = _say("with activation_checkpointing: recompute every N-th layer", 1)
 

@@ -62,6 +62,7 @@ class Task:
     loss: Callable[[torch.Tensor, MicroBatch, bool], torch.Tensor]  # (output, batch, by row) -> fp32 sum, () or for each row (B,)
     count: Callable[[MicroBatch], torch.Tensor]  # (B,) int64: what each row's loss is summed over; 0 for a row that only fills up
     check: Callable[[dict[str, Any], str, str], str]  # (model_config, attention, name) -> "", or why it could not be looked at; raises Refusal
+    of_losses: Callable[["Task"], "Task"] | None = None  # makes it the task of a model that gives losses in place of logits (model/head.py)
     samples: Samples | None = None  # None: rows are packed tokens
     measures: tuple[str, ...] = ()  # names of `measure`'s sums; an evaluation gives the mean of each as eval_NAME
     measure: Callable[[torch.Tensor, MicroBatch], torch.Tensor] = measure_nothing  # (output, batch) -> sums (measures,), without gradient

@@ -84,12 +84,12 @@ MAY = {  # wing -> wings that it may import besides words and itself; recipekit/
     "kernels": set(),
     "parallel": set(),
     "data": {"architectures", "parallel"},
-    "model": {"architectures", "strategy", "parallel"},
+    "model": {"architectures", "strategy", "kernels", "parallel"},
     "tasks": {"data", "model"},
     "optim": {"parallel"},
     "checkpoints": {"architectures", "strategy", "parallel"},
     "plan": {"architectures", "strategy", "data", "kernels"},
-    "planner": {"strategy", "parallel", "model", "tasks", "plan"},
+    "planner": {"strategy", "kernels", "parallel", "model", "tasks", "plan"},
     "hosts": {"architectures", "strategy", "plan"},
     "runtime": {"strategy", "kernels", "tasks", "parallel", "data", "model", "optim", "checkpoints", "plan", "planner", "hosts"},
     "train": {"strategy", "kernels", "tasks", "parallel", "data", "model", "optim", "checkpoints", "plan", "planner", "runtime"},
@@ -107,7 +107,7 @@ LIGHT = (  # import neither torch nor transformers nor datasets
         "checkpoints.convert",
         "checkpoints.step_folder",
     ),
-    *("hosts.checks", "runtime.stopping", "runtime.failure", "kernels.deterministic", "planner.devices", "planner.memory"),
+    *("hosts.checks", "runtime.stopping", "runtime.failure", "kernels.deterministic", "kernels.blocks", "planner.devices", "planner.memory"),
     *(name for name in KIT_MODULES if name.startswith(("strategy.", "architectures.")) and name not in ("architectures.families",)),
 )
 FUNCTION_LINES, MODULE_LINES = 60, 400

@@ -329,7 +329,10 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     model_config = plan.model_config or fetch_config(recipe.model)
     groups = Groups(plan.mesh, device.type)
     loops = [loop for loop in LOOPS if loop in ("ours", *arguments.loops)]
-    models = {loop: build_model(recipe, model_config, groups, plan.ds_config, device).model for loop in loops}  # before Trainer sets its globals
+    built = {loop: build_model(recipe, model_config, groups, plan.ds_config, device) for loop in loops}  # before Trainer sets its globals
+    models, task = {loop: made.model for loop, made in built.items()}, task_called(recipe.task)
+    if built["ours"].why_logits is None and task.of_losses:
+        task = task.of_losses(task)
     tracker = open_tracker(
         name="bench_loop", run_dir=plan.out, config={}, is_main=rank0, start_step=0, last_step=plan.last_step, wandb=recipe.wandb, project=recipe.project
     )
@@ -340,7 +343,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     tracker.say(f"starting {len(loops)} loops; each takes its first step")
     stream = open_stream(request_of(recipe), tokenizer, dp=plan.mesh.dp, dp_rank=groups.coords["dp"])
     starts = {
-        "ours": lambda: our_loop(plan, models["ours"], stream, tracker),
+        "ours": lambda: our_loop(plan, models["ours"], task, stream, tracker),
         "bare": lambda: bare_loop(plan, models["bare"], prepared, device),
         "trainer": lambda: trainer_loop(plan, models["trainer"], prepared, json_file, device),
         "accelerate": lambda: accelerate_loop(plan, models["accelerate"], prepared, json_file),
@@ -528,12 +531,11 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 # The four loops: each returns a function that gives its engine once training has begun, and `train(pause)` -------------------------------------------------------
 
 
-def our_loop(plan: Plan, model: Any, stream: Any, tracker: Any) -> Start:
+def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
     """Runs the loop of every recipe, unchanged; it pauses after it has recorded a step."""
     from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
     from recipekit.runtime.prepare import Ready
     from recipekit.runtime.stopping import Stopper
-    from recipekit.tasks.find import task_called
     from recipekit.train import loop
 
     engine = initialize(plan, model)
@@ -550,7 +552,7 @@ def our_loop(plan: Plan, model: Any, stream: Any, tracker: Any) -> Start:
         return loop(
             Ready(
                 plan,
-                task_called(plan.recipe.task),
+                task,
                 engine,
                 stream,
                 [],

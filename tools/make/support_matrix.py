@@ -236,6 +236,8 @@ def train_cell(task: str, model_type: str, layout: str, folder: str, reference: 
     model_config = tiny_model_config(task, model_type)
     built = build_model(recipe, model_config, groups, config, torch.device("cpu"))
     model = built.model
+    if built.why_logits is None and of_task.of_losses:
+        of_task = of_task.of_losses(of_task)
     if mesh.pp > 1:
         assert built.split is not None
         model = pipeline.assemble(built.models, groups, partial(pipeline_loss, of_task, Sums()), "1f1b", built.split.num_stages)

@@ -25,6 +25,7 @@ from ..strategy.numbers import enabled
 from ..tasks.facts import TASKS, Plans
 from .describe import draft, with_files
 from .empty import empty_model, leaf_modules
+from .head import give_losses_where_exact
 from .initial import fill, replace_parameter
 from .small import summed_gradients
 from .weights import Weights, open_weights
@@ -36,7 +37,8 @@ class Built:
 
     `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what it wraps; `cuts` says
     which of them are tensor-parallel shards and how. `weights` are the files they were read from, None after a random init.
-    `architecture` is the name of the model's class in transformers.
+    `architecture` is the name of the model's class in transformers. `why_logits`: None where the model gives the losses of
+    tokens if it gets labels, else why not ("": as it was asked for).
     """
 
     architecture: str
@@ -47,6 +49,7 @@ class Built:
     split: pipeline.Split | None
     blueprint: Blueprint
     plans: Plans
+    why_logits: str | None = ""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -83,15 +86,16 @@ def build_model(
     if tp_mesh:
         tensor_parallel.check_plan(whole, plans.tp)
         summed = summed_gradients(model_config, facts, plans, recipe.model)
-    split, models, absent = None, [whole], [[]]
+    split, models, absent, weights, why_logits = None, [whole], [[]], None, ""
+    give = partial(give_losses_where_exact, recipe.loss, model_config=model_config, task=recipe.task, name=recipe.model, tp=(plans.tp, tp_mesh))
     if groups and groups.mesh.pp > 1:
         stages = stages_of(groups.coords["pp"], groups.mesh.pp, recipe.pipeline_schedule)
         split = pipeline.split(whole, blueprint, groups.mesh.pp * len(stages), plans.pp)
         models = [empty() for _ in stages]
+        why_logits = give(whole, [model for model, stage in zip(models, stages, strict=True) if stage == split.num_stages - 1])
         absent = [pipeline.cut(model, split, stage, dtype, facts) for model, stage in zip(models, stages, strict=True)]
     cuts: dict[str, Cut] = {}
     filled: dict[str, nn.Parameter] = {}
-    weights = None
     for model, names in zip(models, absent, strict=True):
         for name, parameter in model.named_parameters():
             if name in filled:  # on both stages of a rank
@@ -102,17 +106,16 @@ def build_model(
             cuts |= tensor_parallel.apply(model, tp_mesh, replace(plans, tp=here), summed)
         fill(model, recipe.seed, groups, ds_config, device, dtype, cuts, weights, divide)
         filled |= dict(model.named_parameters())
-    by_id = {id(parameter): name for name, parameter in filled.items()}
     if recipe.adapt is not None:
-        torch.manual_seed(recipe.seed)
-        models = [recipe.adapt(whole)]
-        refuse_adapter(models[0], groups)
+        models = [adapted(whole, recipe.adapt, recipe.seed, groups)]
+    if split is None:  # an adapter may have put another module in the head's place
+        why_logits = give(whole, [whole])
     make_trainable(models)
     if recipe.adapt is not None:
         blueprint = draft(models[0], replace(published_plans(models[0]), no_decay=plans.no_decay))
     elif weights is not None and not recipe.num_labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
-    return Built(architecture, models, cuts, by_id, weights, split, blueprint, plans)
+    return Built(architecture, models, cuts, {id(parameter): name for name, parameter in filled.items()}, weights, split, blueprint, plans, why_logits)
 
 
 def make_trainable(models: list[PreTrainedModel]) -> None:
@@ -121,6 +124,14 @@ def make_trainable(models: list[PreTrainedModel]) -> None:
         model.train()
         for module in leaf_modules(model):
             set_z3_leaf_module(module, True)
+
+
+def adapted(model: PreTrainedModel, adapt: Callable[[Any], Any], seed: int, groups: Groups | None) -> PreTrainedModel:
+    """Puts an adapter round a model, whose weights are drawn from the seed. Raises `Refusal` as `refuse_adapter` does."""
+    torch.manual_seed(seed)
+    made = adapt(model)
+    refuse_adapter(made, groups)
+    return made
 
 
 def refuse_adapter(model: nn.Module, groups: Groups | None) -> None:

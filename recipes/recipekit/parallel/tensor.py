@@ -118,6 +118,16 @@ def cut_rules(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, tupl
     return rules
 
 
+def columns_of(name: str, columns: int, plan: Mapping[str, str], tp_mesh: DeviceMesh | None) -> tuple[int, dist.ProcessGroup] | None:
+    """Returns (first column, group) of what this rank computes of a head's logits; None: all of them. Raises ValueError for a style that cuts them otherwise."""
+    style = styles._get_parameter_plan(name, dict(plan), is_weight=False) if tp_mesh else None
+    if tp_mesh is None or style is None:
+        return None
+    if style not in ("colwise_gather_output", "colwise_rep"):
+        raise ValueError(f"its plan cuts the head {style}")
+    return min(columns, tp_mesh.get_local_rank() * -(-columns // tp_mesh.size())), tp_mesh.get_group()  # as torch.chunk, and so DTensor, cuts
+
+
 def shard(whole: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of a whole tensor, a copy; no communication."""
     return distribute_tensor(whole, tp_mesh, list(cut.placements), src_data_rank=None).to_local().clone()

@@ -86,6 +86,11 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
         say(unknown)
     divide = torch_engine.divider(groups, recipe.precision, device.type) if recipe.engine == "fsdp2" else None
     built = build_model(recipe, model_config, groups, plan.ds_config, device, divide)
+    if built.why_logits is None:
+        assert task.of_losses is not None, "a task that reads `loss` has both ways"
+        task = task.of_losses(task)
+    elif built.why_logits:
+        say(f"loss: of whole logits, not in chunks: {built.why_logits}")
     domains = len(domains_of(recipe.dataset))
     sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if domains > 1 else None)
     engine = make_engine(plan, built, groups, device, partial(loss, sums), say)

@@ -56,7 +56,7 @@ TASKS = {
         inputs=("input_ids", "position_ids"),
         columns=("text_field",),
         constants={"use_cache": False},
-        reads=("seq_len", "tokenizer", "token_cache"),
+        reads=("seq_len", "tokenizer", "token_cache", "loss"),
     ),
     "sft": Facts(
         about="chats, loss on the answers only",
@@ -65,7 +65,7 @@ TASKS = {
         columns=("messages_field",),
         chats=True,
         constants={"use_cache": False},
-        reads=("seq_len", "tokenizer", "token_cache"),
+        reads=("seq_len", "tokenizer", "token_cache", "loss"),
     ),
     "image_classification": Facts(
         about="pictures, loss on their class",

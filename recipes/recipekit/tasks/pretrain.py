@@ -1,5 +1,7 @@
 """A causal language model learns the token that follows, at every position of the text."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +19,27 @@ def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=starts, **TASKS["pretrain"].constants).logits
 
 
-def loss(logits: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
-    """Sums the cross-entropy over the tokens that have a label, in fp32: () of the micro-batch, or (B,)."""
+def of_losses(task: Task) -> Task:
+    """Returns a task whose model gives the loss of each token, (B, T) fp32, in place of its logits (model/head.py): it takes the labels for that."""
+
+    def losses(model: Any, batch: MicroBatch) -> torch.Tensor:
+        return task.forward(partial(model, losses_of=batch["labels"]), batch)
+
+    def handed(batch: MicroBatch, last: bool) -> MicroBatch:
+        return task.handed(batch, last) | ({"losses_of": batch["labels"]} if last else {})
+
+    return replace(task, forward=losses, handed=handed)
+
+
+def loss(output: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
+    """Sums the cross-entropy over the tokens that have a label, in fp32: () of the micro-batch, or (B,).
+
+    The output is logits, (B, T, V), or already the loss of each token, (B, T).
+    """
     labels = batch["labels"]
-    logits = logits.float().flatten(0, 1)
+    if output.dim() == labels.dim():
+        return output.sum(1) if by_row else output.sum()
+    logits = output.float().flatten(0, 1)
     if not by_row:
         return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none").view_as(labels).sum(1)
@@ -31,4 +50,6 @@ def count(batch: MicroBatch) -> torch.Tensor:
     return (batch["labels"] != IGNORE).sum(1)
 
 
-TASK = Task(facts=TASKS["pretrain"], targets=("labels",), processor=fitting_tokenizer, forward=forward, loss=loss, count=count, check=check_causal)
+TASK = Task(
+    facts=TASKS["pretrain"], targets=("labels",), processor=fitting_tokenizer, forward=forward, of_losses=of_losses, loss=loss, count=count, check=check_causal
+)
