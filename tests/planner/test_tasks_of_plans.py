@@ -32,3 +32,10 @@ def test_their_bytes_are_a_term_of_the_last_stage(places: int, classes: int) -> 
     load = Load(micro_batch=4, seq_len=places, accumulation=2, vocabulary=classes)
     terms = rank_terms(blueprint, Layout(Mesh(), 0, "torch", "float32"), {"zero_optimization": {"stage": 0}}, load)
     assert [term.size for term in terms if term.what == "logits and their gradient"] == [4 * places * classes * LOGIT_BYTES]
+
+
+def test_a_loss_in_chunks_holds_a_block_of_logits() -> None:
+    blueprint = Blueprint((Tensor("a.weight", (8, 8), 0, None, "every"),), {}, 0, True)
+    load = Load(micro_batch=4, seq_len=2048, accumulation=2, vocabulary=128_256, chunked=True)
+    terms = rank_terms(blueprint, Layout(Mesh(), 0, "torch", "float32"), {"zero_optimization": {"stage": 0}}, load)
+    assert [term.size for term in terms if term.when == ("loss",)] == [8 * 2**24]  # 8192 x 2048 logits

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ..kernels.blocks import columns_at_once
 from ..optim.facts import facts_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, held, local_shape
 from .groups import Group, groups_of
@@ -18,6 +19,7 @@ from .pinned import ROUNDED_UP_TO, pinned_bytes
 from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term
 
 LOGIT_BYTES = 12  # fp32 log-softmax, its gradient and that of the logits, alive together when the loss's backward begins
+BLOCK_BYTES = 8  # of a logit of a block, where the loss is computed in chunks: fp32 logits, and their exponentials (kernels/cross_entropy.py)
 LAYER = re.compile(r"(?:[a-z_]\w*\.)*?\d+\.")  # the beginning of a parameter's name, up to the number of the outermost list's element
 REDUCE_AT_ONCE = 500_000_000  # elements that the engine sums in one go without ZeRO-2 or -3 (engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 
@@ -30,6 +32,7 @@ class Load:
     seq_len: int  # of one rank: of a row, its part; 1 where a row has logits in one place only
     accumulation: int
     vocabulary: int
+    chunked: bool = False  # the loss is computed in blocks of logits
     background: bool = False  # a save in the background keeps a copy of the states
     adapted: bool = False  # what is trained is an adapter, whose weights peft makes in fp32: ZeRO-3 leaves them so
     engine: str = "deepspeed"  # or one of torch's: ddp, fsdp2
@@ -73,7 +76,10 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
         size = sum(term.size for term in terms if term.what.startswith(copied) and term.place != NVME)
         terms.append(Term(HOST, "copy of the states for a save in the background", size))
     logits = load.micro_batch * load.seq_len * load.vocabulary if pp_rank == layout.mesh.pp - 1 or layout.schedule == "dualpipev" else 0
-    if logits:
+    if logits and load.chunked:
+        block = load.micro_batch * load.seq_len * columns_at_once(load.micro_batch * load.seq_len, load.vocabulary)
+        terms.append(Term(ACCELERATOR, "a block of logits", BLOCK_BYTES * block, (LOSS,)))
+    elif logits:
         terms.append(Term(ACCELERATOR, "logits and their gradient", LOGIT_BYTES * logits, (LOSS,)))
     return [term for term in terms if term.taken]
 

@@ -10,6 +10,7 @@ from ..command import Command
 from ..mesh import Mesh
 from ..model.describe import draft
 from ..model.empty import empty_model
+from ..model.head import give_losses_where_exact
 from ..parallel import expert, pipeline, tensor
 from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds
 from ..parallel.plans import plans_of, published_plans
@@ -117,6 +118,7 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
     """Describes the model (`made` by `empty_of`), its layout and its load, as `memory.rank_terms` takes them; needs no weights."""
     recipe, mesh = plan.recipe, plan.mesh
     model, plans = made or empty_of(plan)
+    whole = model
     if recipe.adapt is not None:
         model = recipe.adapt(model)
         plans = replace(published_plans(model), no_decay=plans.no_decay)
@@ -127,6 +129,8 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
         seq_len=places,
         accumulation=plan.accumulation,
         vocabulary=classes,
+        chunked=plan.model_config is not None
+        and give_losses_where_exact(recipe.loss, whole, [], plan.model_config, recipe.task, recipe.model, (plans.tp, None)) is None,
         background=recipe.save_in_background,
         adapted=recipe.adapt is not None,
         engine=recipe.engine,
