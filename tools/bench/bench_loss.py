@@ -1,0 +1,138 @@
+"""Measures the loss of a language model's head: of whole logits, in blocks as recipes compute it, and by torch's own function.
+
+    python tools/bench/bench_loss.py --page tools/bench/bench_loss.md
+    python tools/bench/bench_loss.py --tokens 256 --vocabulary 1000 --rounds 1        # a trial, of seconds
+
+Each row is a process of its own on one thread: head, loss and backward pass, in fp32, of drawn hidden states and weights, whose
+gradients are computed too. The time is the least of the rounds; the peak is what the process held at most beside what it held before.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = {"whole": "whole logits", "chunked": "**ours:** in blocks", "torch": "`F.linear_cross_entropy`"}
+
+
+def arguments_of(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="of a micro-batch (default: %(default)s)")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 151_936], help="(default: %(default)s)")
+    parser.add_argument("--width", type=int, default=64, help="of the hidden states (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="of a row, after a small one that is not counted (default: %(default)s)")
+    parser.add_argument("--page", type=Path, help="where to write the page; default: it is printed")
+    parser.add_argument("--row", help=argparse.SUPPRESS)  # WAY,TOKENS,VOCABULARY: measures it in this process
+    return parser.parse_args(argv)
+
+
+def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, float]:
+    """Computes a loss and its gradients; returns the seconds, the bytes that autograd keeps, and the most that was there of memory."""
+    import torch
+    from recipekit.kernels.cross_entropy import token_losses
+    from torch.nn import functional
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        if way == "torch":
+            return functional.linear_cross_entropy(hidden, weight, labels, reduction="sum")  # type: ignore[attr-defined]
+        if way == "chunked":
+            return token_losses(hidden, weight, None, labels).sum()
+        return functional.cross_entropy(functional.linear(hidden, weight).float(), labels, reduction="sum")
+
+    def given(tokens: int, vocabulary: int) -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width) / 8
+        return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocabulary, (tokens,))
+
+    loss(*given(8, 100)).backward()
+    hidden, weight, labels = given(tokens, vocabulary)
+    kept: dict[int, int] = {}
+
+    def pack(value: Any) -> Any:
+        kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    seconds, before, found = [], memory("VmRSS"), torch.zeros(())
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    for _ in range(rounds):
+        hidden.grad = weight.grad = None
+        begun = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            found = loss(hidden, weight, labels)
+        found.backward()
+        seconds.append(time.perf_counter() - begun)
+    own = weight.nbytes + hidden.nbytes + labels.nbytes
+    return {"seconds": min(seconds), "kept": sum(kept.values()) - own, "peak": memory("VmHWM") - before, "loss": found.item()}
+
+
+def memory(name: str) -> int:
+    """Reads a number of bytes that the kernel keeps of this process."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measures every row, each in a process of its own."""
+    rows = []
+    for vocabulary in arguments.vocabulary:
+        for tokens in arguments.tokens:
+            for way in WAYS:
+                row = f"{way},{tokens},{vocabulary}"
+                print(row, file=sys.stderr)
+                argv = [sys.executable, __file__, "--row", row, "--width", str(arguments.width), "--rounds", str(arguments.rounds)]
+                done = subprocess.run(argv, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                rows.append({"way": way, "tokens": tokens, "vocabulary": vocabulary} | json.loads(done.stdout.splitlines()[-1]))
+    return rows
+
+
+def page(rows: list[dict[str, Any]], command: str, width: int) -> str:
+    """Writes the page: a line for each row, with ratios to whole logits."""
+    whole = {(row["tokens"], row["vocabulary"]): row for row in rows if row["way"] == "whole"}
+    lines = [
+        "# The loss: whole logits, blocks of them, and torch's own",
+        "",
+        f"Written by `python tools/bench/bench_loss.py{command}`",
+        f"on {datetime.date.today()}: one thread of a CPU, no accelerator; on a GPU not measured.",
+        f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}.",
+        "",
+        f"fp32, hidden states of width {width}, so that the logits weigh more than in any real model; forward and backward.",
+        '"kept" is what autograd keeps between the two besides the inputs, "peak" the memory that comes on top of them.',
+        "",
+        "| tokens | vocabulary | loss | ms | of whole | kept, MB | peak, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = row["seconds"] / whole[row["tokens"], row["vocabulary"]]["seconds"]
+        cells = [f"{row['tokens']:,}", f"{row['vocabulary']:,}", WAYS[row["way"]], f"{1e3 * row['seconds']:,.0f}", f"{ratio:.2f}"]
+        cells += [f"{row['kept'] / 1e6:,.2f}", f"{row['peak'] / 1e6:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def main(argv: list[str]) -> int:
+    arguments = arguments_of(argv)
+    if arguments.row:
+        way, tokens, vocabulary = arguments.row.split(",")
+        print(json.dumps(measure(way, int(tokens), int(vocabulary), arguments.width, arguments.rounds)))
+        return 0
+    text = page(measured(arguments), "".join(f" {word}" for word in argv), arguments.width)
+    if arguments.page:
+        arguments.page.write_text(text)
+    else:
+        print(text)
+    return 0
+
+
+sys.path.insert(0, str(ROOT / "recipes"))
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
