@@ -161,7 +161,7 @@ RESUMED = [
 @pytest.mark.parametrize(("fields", "world"), RESUMED)
 def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go, tmp_path, fields, world):
     """Evaluated after steps 2, 4 and 6, stopped after step 4: FSDP2's root is gathered when an evaluation ends."""
-    recipe = dataclasses.replace(BASE, **{"global_batch": 8, "export": True} | fields)
+    recipe = dataclasses.replace(BASE, **{"ds_config": Recipe.ds_config, "global_batch": 8, "export": True} | fields)
     go(tmp_path / "unbroken", recipe=recipe, world=world)
     go(tmp_path / "stopped", "--stop_at", 4, recipe=recipe, world=world)
     assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000004" in go(tmp_path / "stopped", recipe=recipe, world=world)

@@ -21,7 +21,7 @@ def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
         fix = f"leave it out, or add --engine {' or '.join(NAMES)}"
         return [Problem(f"--precision {recipe.precision}", rule, fix)] if stated else []
     found, where = [], f"engine = {recipe.engine}"
-    if "ds_config" in typed or (recipe.ds_config != Recipe.ds_config and "engine" not in typed):
+    if "ds_config" in typed or (recipe.ds_config not in ({}, Recipe.ds_config) and "engine" not in typed):
         name = recipe.ds_config if isinstance(recipe.ds_config, str) else "of the recipe"
         rule = f"is read by DeepSpeed, and not by {NAMES[recipe.engine]}"
         found.append(Problem(f"--deepspeed_config {name}", rule, "leave it out (--precision sets the precision), or use --engine deepspeed"))
