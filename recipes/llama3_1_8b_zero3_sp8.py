@@ -4,10 +4,8 @@
 
 Each GPU holds an eighth of the tokens; inside attention it holds all tokens of an eighth of the heads instead. Documents
 packed in one row do not see each other.
-Refused until attention is mended: the dense mask of such a row takes 51.5 GB on every GPU, sequence parallel or not.
-`--seq_len 65536` is accepted (12.9 GB).
-Needs: 8 x 80 GB GPUs with NVLink (16.9 GiB of states each; activations and logits of 16,384 tokens add about 40, and the
-mask comes on top).
+Attention makes no mask (`varlen`); with `--attention sdpa` it would take 51.5 GB on every GPU, and is refused.
+Needs: 8 x 80 GB GPUs with NVLink (16.9 GiB of states each; activations and logits of 16,384 tokens add about 40).
 Gated model: see recipes/README.md. Measured: not measured.
 Shorter rows fit on fewer GPUs: --sp 2 --seq_len 32768.
 """

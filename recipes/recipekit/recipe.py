@@ -43,7 +43,11 @@ class Recipe:
     tokenizer: str = _say("hub id or folder of the tokenizer; bytes: the byte-level one made in code; empty: the model's own", "", group="model")
     init: str = _say("pretrained: the model's published weights; random: drawn from (seed, parameter name)", "pretrained", choices=("pretrained", "random"))
     num_labels: int = _say("classes of the data; 0: as many as the model has labels; a head of another size, or that the files lack, is drawn anew", 0)
-    attention: str = _say("attention implementation of transformers", "sdpa", choices=("sdpa", "eager", "flash_attention_2"))
+    attention: str = _say(
+        "varlen: packed documents without a mask; auto: varlen where it is right, else sdpa, and the run says why; the others are transformers' own",
+        "auto",
+        choices=("auto", "varlen", "sdpa", "eager", "flash_attention_2"),
+    )
     loss: str = _say(
         "cross-entropy in chunks, never all logits at a time, or of whole logits; auto: in chunks where that is exact",
         "auto",

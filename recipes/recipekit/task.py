@@ -10,7 +10,8 @@ import torch.distributed as dist
 from .engine import Engine
 from .tasks.facts import Facts
 
-MicroBatch = dict[str, torch.Tensor]  # dimension 0 of every tensor runs over the rows
+# Dimension 0 of every tensor runs over the rows, but of "documents" (kernels/documents.py), which describe all rows together
+MicroBatch = dict[str, torch.Tensor]
 Row = dict[str, Any]  # of a data set: column -> value
 
 IGNORE = -100  # a label that carries no loss

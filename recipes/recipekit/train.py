@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .data.sameness import StreamState, merge_states, roll
 from .engine import Engine
+from .kernels.documents import for_layers
 from .mesh import Mesh
 from .optim.schedules import lr_at
 from .parallel import pipeline, timeline
@@ -73,8 +74,7 @@ def train_step(
     if mesh.pp > 1:
         counting.wait()
         weight = len(batches) * mesh.dp / (totals[0] // peers).clamp(min=1)  # undoes DeepSpeed's mean over micro-batches and ranks
-        pipeline.hand_over(engine.module, lambda last: [task.handed(batch, last) for batch in batches], engine.device)
-        mean_loss = engine.train_batch(pipeline_batches(task, batches, weight, engine.device))  # forwards, backwards and the step, as the schedule orders them
+        mean_loss = engine.train_batch(for_stages(engine, task, batches, weight))  # forwards, backwards and the step, as the schedule orders them
     else:
         loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         for batch in batches:
@@ -122,6 +122,13 @@ def pipeline_loss(task: Task, sums: Sums, output: torch.Tensor, target: tuple[to
     return summed_loss(task, output, batch, sums) * weight
 
 
+def for_stages(engine: Engine, task: Task, batches: list[MicroBatch], weight: torch.Tensor) -> Iterator[Any]:
+    """Hands the stages what does not travel between them, and returns the micro-batches that the schedule asks for."""
+    more = [to_device({name: batch[name] for name in batch if name not in task.facts.inputs}, engine.device) for batch in batches]
+    pipeline.hand_over(engine.module, lambda last: [task.handed(batch, last) for batch in more], engine.device)
+    return pipeline_batches(task, batches, weight, engine.device)
+
+
 def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor, device: torch.device) -> Iterator[Any]:
     """Cuts each micro-batch into (what the first stage takes, what the loss takes), on the device.
 
@@ -148,8 +155,7 @@ def evaluate(engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh, 
         counted = totals[1].clamp(min=1) / (mesh.tp * mesh.pp)
         # not eval_batch's own num_micro_batches: with it DeepSpeed 0.19.8 mixes up DualPipeV's buffers and hangs (dualpipev.py, _phase1_buffer)
         of_a_step, engine.micro_batches = engine.micro_batches, len(batches)
-        pipeline.hand_over(engine.module, lambda last: [task.handed(batch, last) for batch in batches], engine.device)
-        loss = engine.eval_batch(pipeline_batches(task, batches, len(batches) * mesh.dp / counted, engine.device))
+        loss = engine.eval_batch(for_stages(engine, task, batches, len(batches) * mesh.dp / counted))
         engine.micro_batches = of_a_step
         dist.all_reduce(measured)
         measured /= counted * mesh.tp  # only the last stage has seen an output
@@ -274,4 +280,5 @@ def stop_early(ready: Ready, reason: str, broken: BaseException | None) -> int:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    return {name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in batch.items()}
+    moved = {name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in batch.items()}
+    return moved | ({"documents": for_layers(batch["documents"], device)} if "documents" in batch else {})

@@ -36,6 +36,7 @@ from job import NANO, metrics
 from pool import ROOT, environment, free_port
 from recipekit.command import parse
 from recipekit.recipe import Recipe
+from test_attention import computes_on_a_gpu
 from test_parity import recipe_for, strategy
 from test_weights import save_tiny
 
@@ -342,3 +343,7 @@ def test_two_ranks_of_which_each_sees_one_gpu(tmp_path: Path) -> None:
     said = ran.stdout + ran.stderr
     assert "Traceback" not in said and "invalid device ordinal" not in said and ran.returncode in (0, 1), said
     assert ran.returncode == 0 or "gpus-per-task" in said, said
+
+
+def test_attention_of_packed_documents_is_the_softmax_of_each():
+    run(computes_on_a_gpu)

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,6 @@ def accumulating(world: int, **layout: Any) -> dict[str, Any]:
 
 def train_in_layout(recipe: Recipe, config: dict[str, Any], out: str) -> int:
     """Runs on every rank of a pool: the real loop, as `run` starts it."""
-    from dataclasses import replace
-
     from recipekit.train import main
 
     recipe = replace(recipe, ds_config=config, out=out)
@@ -104,6 +102,8 @@ def pinned(recipe: Recipe) -> list[str]:
 @functools.cache
 def reference(model: str, micro_batch: int = 1, bf16: bool = False, **changes: Any) -> Trained:
     recipe = recipe_for(model, micro_batch=micro_batch, **changes)
+    if recipe.attention == "auto":
+        recipe = replace(recipe, attention="sdpa")  # transformers' own
     os.environ.pop("WORLD_SIZE", None)
     plan = make_plan(
         parse(Recipe(**(vars(recipe) | {"ds_config": strategy("zero0", bf16), "out": "/nonexistent"})), Path("parity.py"), ["--tiny", *pinned(recipe)])

@@ -71,9 +71,9 @@ def short_documents(tmp_path_factory) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2 tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["pp2 tp2", "pp2 checkpointing", pytest.param("pp2 dualpipev", marks=pytest.mark.slow)])
 def test_stages_keep_packed_documents_apart(pools, tmp_path, layout, short_documents):
-    """Later stages need the positions too: with positions 0 to 63 instead, the losses are others."""
+    """Later stages need the positions and the documents of their own micro-batch, in training, what is recomputed, and evaluation: with others the losses are others."""
     expected = reference("tied", dataset=short_documents)
     batch = next(iter(eval_rows(request_of(recipe_for("tied", dataset=short_documents)), byte_tokenizer(), dp=1, dp_rank=0)))
     assert ((batch["position_ids"] == 0).sum(1) > 1).all()

@@ -125,7 +125,7 @@ def part_of(kind: str, attention: str) -> list[tuple[torch.Tensor, dict[str, tor
         type(ALL_ATTENTION_FUNCTIONS).register("flash_attention_2", theirs)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager", "flash_attention_2"])  # auto: varlen, of gpt2 sdpa
 @pytest.mark.parametrize("kind", ["llama", "one key-value head", "windows", "gpt2"])
 def test_documents_of_a_packed_row_do_not_see_each_other(pools, kind, attention):
     """Logits and gradients of two ranks are those of the whole rows, and a document's logits do not change with another document."""

@@ -159,6 +159,7 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
 
     of_task = task_called(task)
     recipe, config = recipe_of(task, model_type), tiny_model_config(task, model_type)
+    recipe = replace(recipe, attention="sdpa") if recipe.attention == "auto" else recipe  # transformers' own, beside which each cell is held
     of_task.check(config, recipe.attention, recipe.model)
     built = build_model(recipe, config, None, {}, torch.device("cpu"))
     model = built.model
@@ -441,7 +442,8 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                 try:
                     plain = train_plain(task, model_type, folder / "weights")
                     torch.save(plain, reference)
-                    record(model_type, "reference", {"ok": True, "leak": plain["leak"], "experts": plain["experts"]})
+                    told = {"varlen": why_not_varlen(model_type)} if task == TEXT else {}
+                    record(model_type, "reference", {"ok": True, "leak": plain["leak"], "experts": plain["experts"]} | told)
                 except Exception as error:  # whatever error a family raises is the reason in its row
                     record(model_type, "reference", {"ok": False, "reason": reason_of(error)})
                     say(f"{index}/{len(types)} {model_type}: reference: {reason_of(error)}")
@@ -461,6 +463,17 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
             for group in groups.values():
                 group.close()
     return done
+
+
+def why_not_varlen(model_type: str) -> str:
+    """Says why the attention of a type's default config is not varlen, or "" if it is."""
+    from recipekit.architectures.families import default_config
+    from recipekit.model.attention import unfit
+
+    try:
+        return unfit(default_config(model_type).to_dict(), model_type)
+    except Exception as error:  # whatever error a family raises is the reason
+        return reason_of(error)
 
 
 # The page ----------------------------------------------------------------------------------------------------------
@@ -508,6 +521,7 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
             "- Packed rows: whether a document's logits depend on another document of its row in transformers itself; where they leak, give each row one "
             "document, or know that they do."
         ),
+        *paragraph("- varlen: whether `--attention auto` computes packed rows without a mask; else it says why, and makes one."),
         *paragraph("- no plan: the family publishes none for that degree; a recipe can give its own for pp (gpt2_xl_zero1_pp4.py)."),
         "- no preset: DeepSpeed's AutoEP has none for its experts. no experts: there is nothing to divide.",
         "",
@@ -527,12 +541,13 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
     for title, names in (("Types that publish a pipeline plan", planned), ("Other types", [name for name in ran if name not in planned])):
         if not names:
             continue
-        lines += ["", f"## {title}", "", "| type | " + " | ".join(LAYOUTS) + " | packed rows |", "|---|" + "---|" * (len(LAYOUTS) + 1)]
+        lines += ["", f"## {title}", "", "| type | " + " | ".join(LAYOUTS) + " | packed rows | varlen |", "|---|" + "---|" * (len(LAYOUTS) + 2)]
         for name in sorted(names):
             leak = done[name]["reference"].get("leak")
             isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"  # below 1e-6 is rounding
-            lines.append(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in LAYOUTS) + f" | {isolated} |")
-    return "\n".join([*lines, "", "## Why a cell fails", "", *reasons(done)]) + "\n"
+            lines.append(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in LAYOUTS) + f" | {isolated} | {_varlen(done[name])} |")
+    others = [line for name in sorted(ran) if (why := done[name]["reference"].get("varlen")) for line in paragraph(f"- {name}: {why}")]
+    return "\n".join([*lines, "", "## Why attention keeps a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)]) + "\n"
 
 
 def image_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
@@ -585,6 +600,11 @@ def paragraph(text: str) -> list[str]:
     return wrap(text, 120, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False, break_on_hyphens=False)
 
 
+def _varlen(row: dict[str, dict[str, Any]]) -> str:
+    reason = row["reference"].get("varlen")
+    return "not run" if reason is None else "✗" if reason else "✓"
+
+
 def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
     result = row.get(layout)
     if result is None:
@@ -605,6 +625,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", help="model types; left out: all")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--results", type=Path, help="a file of finished cells, which are not run again; new ones are added")
+    parser.add_argument("--varlen", action="store_true", help="only print whether the attention of each type is varlen, which takes a minute")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -615,6 +636,10 @@ def main() -> None:
     chosen = arguments.task or (TEXT if arguments.types else None)
     if unknown := sorted(set(arguments.types or ()) - set(model_types(chosen or TEXT))):
         parser.error(f"not known to transformers: {', '.join(unknown)}")
+    if arguments.varlen:
+        for name in arguments.types or model_types(TEXT):
+            print(f"{name}: {why_not_varlen(name) or 'varlen'}", flush=True)
+        return
     done: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for task in [chosen] if chosen else [TEXT, IMAGES]:
         types = sorted(arguments.types or model_types(task), key=lambda name: (not publishes_pipeline_plan(name), name))

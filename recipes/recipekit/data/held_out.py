@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.documents import with_documents
 from ..refusal import Say, refuse
 from ..task import IGNORE, MicroBatch, Samples
 from .blocks import packed
@@ -23,22 +24,25 @@ LOG = logging.getLogger(__name__)
 LONG_READ = 20_000  # rows that are read for an evaluation, from which on the run says what it does
 
 
-def eval_rows(request: Request, tokenizer: Any, *, dp: int, dp_rank: int, state: StreamState | None = None, say: Say = LOG.warning) -> list[MicroBatch]:
+def eval_rows(
+    request: Request, tokenizer: Any, *, dp: int, dp_rank: int, state: StreamState | None = None, documents: bool = False, say: Say = LOG.warning
+) -> list[MicroBatch]:
     """Makes the micro-batches that this rank evaluates: `request.eval_rows` rows of held-out documents, fewer if there are fewer.
 
     All ranks together hold the same rows on every layout; rows whose labels are all -100 fill up the ranks that have fewer. A
     mixture is evaluated in the shares that its training begins with. With the `state` of a stream a data set of the hub is read
-    at the same commit as by the stream. Raises `Refusal` if no document is held out.
+    at the same commit as by the stream. `documents` as of the stream. Raises `Refusal` if no document is held out.
     """
     corpus = open_corpus(request, tokenizer, say, state)
-    found = _of_domains(corpus, lambda reader, count: _held_out(reader, request.seq_len, count, pad_id(tokenizer)))
-    rows = np.concatenate(found, axis=1)[:, : request.eval_rows]
+    drawn = _of_domains(corpus, lambda reader, count: _held_out(reader, request.seq_len, count, pad_id(tokenizer)))
+    rows = np.concatenate(drawn, axis=1)[:, : request.eval_rows]
     count = rows.shape[1]
     mine = _rows_of_a_rank(request, count, "documents", dp, say if dp_rank == 0 else lambda _: None)
     empty = np.stack([np.full(request.seq_len, pad_id(tokenizer)), np.full(request.seq_len, IGNORE), np.arange(request.seq_len)])
     rows = np.concatenate([rows, np.repeat(empty[:, None], dp * mine - count, axis=1)], axis=1)[:, dp_rank * mine : (dp_rank + 1) * mine]
     parts = [np.ascontiguousarray(rows[:, first : first + request.micro_batch]) for first in range(0, mine, request.micro_batch)]
-    return [{name: torch.from_numpy(tensor) for name, tensor in zip(("input_ids", "labels", "position_ids"), part, strict=True)} for part in parts]
+    found = [{name: torch.from_numpy(tensor) for name, tensor in zip(("input_ids", "labels", "position_ids"), part, strict=True)} for part in parts]
+    return [with_documents(batch) for batch in found] if documents else found
 
 
 def eval_samples(

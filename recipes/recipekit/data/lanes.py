@@ -85,9 +85,16 @@ class Run(NamedTuple):
 
 
 def steps(
-    domains: Domains, build: Callable[[list[Run]], list[MicroBatch]], request: Request, identity: dict, owned: range
+    domains: Domains,
+    build: Callable[[list[Run]], list[MicroBatch]],
+    request: Request,
+    identity: dict,
+    owned: range,
+    add: Callable[[MicroBatch], MicroBatch] = dict,
 ) -> Iterator[tuple[list[MicroBatch], StreamState]]:
-    """Yields (micro-batches, state) of each step for the lanes `owned`; `build` makes the micro-batches of runs whose slots count from the first owned lane."""
+    """Yields (micro-batches, state) of each step for the lanes `owned`; `build` makes the micro-batches of runs whose slots count from the first owned
+    lane, `add` puts into each what is made of it.
+    """
     pinned = torch.cuda.is_available()
     while True:
         mine = []
@@ -100,6 +107,7 @@ def steps(
             of_rows = torch.tensor([run.domain for run in mine for _ in range(run.size)])
             for batch, part in zip(batches, of_rows.split(request.micro_batch), strict=True):
                 batch["domain"] = part
+        batches = [add(batch) for batch in batches]
         if pinned:
             batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
         yield batches, {"identity": identity, "step": domains.step, "domains": domains.state()}

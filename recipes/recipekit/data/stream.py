@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..kernels.documents import with_documents
 from ..refusal import Say, refuse
 from ..task import Samples
 from .blocks import Place, blocks, packed
@@ -90,13 +91,15 @@ def open_stream(
     dp_rank: int,
     state: StreamState | None = None,
     files: dict[str, dict[str, str]] | None = None,
+    documents: bool = False,
     say: Say = LOG.warning,
 ) -> Stream:
     """Opens the stream of one data-parallel rank, from the start or from a state of any rank of any layout.
 
     A micro-batch is {"input_ids", "labels", "position_ids"}, each (micro_batch, seq_len) int64; labels[b, t] is the target
     of position t or -100. These tensors may share their memory, and rows need not lie next to each other: copy a tensor before
-    writing to it. A mixture adds "domain", (micro_batch,) int64. Raises `Refusal` if the corpus cannot be opened, `OtherData`
+    writing to it. A mixture adds "domain", (micro_batch,) int64, and `documents` what attention reads
+    instead of a mask (kernels/documents.py). Raises `Refusal` if the corpus cannot be opened, `OtherData`
     if `state` is of another stream; with the `files` of that stream the message names those that have changed.
     """
     check_batch(request.global_batch, request.micro_batch, dp)
@@ -113,7 +116,9 @@ def open_stream(
     owned = lanes(request.global_batch, dp, dp_rank)
     domains = Domains(corpus.domains, open_blocks, request.seq_len, state)
     prefetch = max(PREFETCH, limit // request.seq_len // request.global_batch)  # steps to take while a block is made
-    made = steps(domains, packed_batches(len(owned), request.micro_batch, request.seq_len), request, corpus.identity, owned)
+    made = steps(
+        domains, packed_batches(len(owned), request.micro_batch, request.seq_len), request, corpus.identity, owned, with_documents if documents else dict
+    )
     return Stream(made, state, prefetch, corpus.patience.closed, corpus.files)
 
 

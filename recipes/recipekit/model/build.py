@@ -23,6 +23,7 @@ from ..recipe import Recipe
 from ..refusal import refuse
 from ..strategy.numbers import enabled
 from ..tasks.facts import TASKS, Plans
+from .attention import choose_attention
 from .describe import draft, with_files
 from .empty import empty_model, leaf_modules
 from .head import give_losses_where_exact
@@ -37,11 +38,14 @@ class Built:
 
     `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what it wraps; `cuts` says
     which of them are tensor-parallel shards and how. `weights` are the files they were read from, None after a random init.
-    `architecture` is the name of the model's class in transformers. `why_logits`: None where the model gives the losses of
-    tokens if it gets labels, else why not ("": as it was asked for).
+    `architecture` is the name of the model's class in transformers; `attention` is what it computes with, and `note` says why
+    that is not varlen, if it is not. `why_logits`: None where the model gives the losses of tokens if it gets labels, else
+    why not ("": as it was asked for).
     """
 
     architecture: str
+    attention: str
+    note: str
     models: list[PreTrainedModel]  # an adapter's wrapper, if the recipe has one
     cuts: dict[str, Cut]
     names: dict[int, str]
@@ -70,19 +74,19 @@ def build_model(
     whole part besides what it keeps; without `groups` all on one process. `divide` is called with each layer that is filled,
     and with the model at the end. A collective under ZeRO-3 and with `divide`. Raises `Refusal` if the files lack a parameter.
     """
-    dtype = torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
-    facts = TASKS[recipe.task]
-    empty = partial(empty_model, model_config, recipe.attention, recipe.model, recipe.recompute_every, facts.auto_class)
+    dtype, facts = dtype_of(ds_config), TASKS[recipe.task]
+    where = computed_in(recipe.engine, recipe.precision, dtype), device, (recipe.micro_batch, recipe.seq_len)
+    attention, note = choose_attention(recipe.attention, model_config, recipe.model, facts, *where)
+    empty = partial(empty_model, model_config, attention, recipe.model, recipe.recompute_every, facts.auto_class)
     whole = empty()
     architecture = type(whole).__name__  # `divide` may give the model another class
     if groups and groups.mesh.sp > 1:
-        sequence.apply(whole, recipe.attention, recipe.seq_len, groups)
+        sequence.apply(whole, attention, recipe.seq_len, groups)
     if groups and groups.mesh.ep > 1:
         expert.check(whole, groups.mesh.ep)
     plans = plans_of(whole, recipe.plans, facts.plans)
     blueprint = draft(whole, plans)
-    tp_mesh = groups.tp_mesh if groups else None
-    summed: frozenset[str] = frozenset()
+    tp_mesh, summed = groups.tp_mesh if groups else None, frozenset[str]()
     if tp_mesh:
         tensor_parallel.check_plan(whole, plans.tp)
         summed = summed_gradients(model_config, facts, plans, recipe.model)
@@ -94,8 +98,7 @@ def build_model(
         models = [empty() for _ in stages]
         why_logits = give(whole, [model for model, stage in zip(models, stages, strict=True) if stage == split.num_stages - 1])
         absent = [pipeline.cut(model, split, stage, dtype, facts) for model, stage in zip(models, stages, strict=True)]
-    cuts: dict[str, Cut] = {}
-    filled: dict[str, nn.Parameter] = {}
+    cuts, filled = dict[str, Cut](), dict[str, nn.Parameter]()
     for model, names in zip(models, absent, strict=True):
         for name, parameter in model.named_parameters():
             if name in filled:  # on both stages of a rank
@@ -115,7 +118,18 @@ def build_model(
         blueprint = draft(models[0], replace(published_plans(models[0]), no_decay=plans.no_decay))
     elif weights is not None and not recipe.num_labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
-    return Built(architecture, models, cuts, {id(parameter): name for name, parameter in filled.items()}, weights, split, blueprint, plans, why_logits)
+    by_id = {id(parameter): name for name, parameter in filled.items()}
+    return Built(architecture, attention, note, models, cuts, by_id, weights, split, blueprint, plans, why_logits)
+
+
+def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
+    """Returns the dtype of the weights that an engine is given."""
+    return torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
+
+
+def computed_in(engine: str, precision: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns what the layers of an engine compute in, whose weights are of `dtype`: torch's have a `precision` of their own."""
+    return dtype if engine == "deepspeed" else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def make_trainable(models: list[PreTrainedModel]) -> None:

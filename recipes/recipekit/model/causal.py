@@ -21,7 +21,7 @@ def check_causal(model_config: dict[str, Any], attention: str = "sdpa", name: st
     """
     config = config_of(model_config, name)
     unknown = f"not known whether a {config.model_type} looks back only"
-    on_cpu = attention if attention in ("sdpa", "eager") else "eager"  # flash attention is for GPUs
+    on_cpu = "eager" if attention in ("eager", "flash_attention_2") else "sdpa"  # flash attention is for GPUs; varlen is compared with sdpa
     try:
         tiny = tiny_copy(config, CAUSAL_VOCABULARY)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # a Refusal of `shrink` is a ValueError

@@ -128,8 +128,7 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) 
     Its forward takes the inputs of the task on the first stage and (hidden_states, ..., integer inputs) on the others, and
     returns the latter, or logits on the last stage: ids int64 (B, T), hidden states (B, T, D) of `dtype`. Where a block
     returns more than hidden states, the rest travels between them: tensors, and which of its places are None. Floats
-    among the inputs stay on the first stage: DeepSpeed 0.19.8 wants a gradient for every float that it sends. Behind the
-    inputs come the tensors of `hand_over`, which do not travel.
+    among the inputs stay on the first stage: DeepSpeed 0.19.8 wants a gradient for every float that it sends. Those of `hand_over` come last.
     """
     first, last = stage == 0, stage == split.num_stages - 1
     start, stop = split.bounds[stage], split.bounds[stage + 1]
@@ -164,19 +163,19 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) 
     form: list[list[int]] = []  # of what is received, the same for every micro-batch
 
     def forward(inputs: tuple[torch.Tensor, ...]) -> Any:
-        inputs, handed = inputs[: len(inputs) - len(model.handed)], inputs[len(inputs) - len(model.handed) :]
+        inputs, handed = inputs[: len(inputs) - len(model.handed)], dict(zip(model.handed, inputs[len(inputs) - len(model.handed) :], strict=True))
         if first:
-            given = dict(zip(facts.inputs, inputs, strict=True))
+            given = dict(zip(facts.inputs, inputs, strict=True)) | handed
             given |= {name: given[name].to(dtype) for name in facts.floats}
         else:
             states = list(inputs[: len(inputs) - len(travel)])
-            given = dict(zip(travel, inputs[len(states) :], strict=True))
+            given = dict(zip(travel, inputs[len(states) :], strict=True)) | handed
             if len(states) > 1 and not form:
                 form.append(states[-1].tolist())
             received[:] = [_unpack(states, form[0]) if form else states[0]]
             given |= {name: states[0].new_zeros(len(states[0]), 1, 1, 1) for name in facts.floats}
         try:
-            output = whole_forward(**given, **dict(zip(model.handed, handed, strict=True)), **facts.constants)
+            output = whole_forward(**given, **facts.constants)
         except _Left as left:
             return *_pack(*left.args), *(given[name] for name in travel)
         return output.logits

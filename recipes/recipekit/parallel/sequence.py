@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels.attention import VARLEN
+from ..kernels.documents import document_starts, documents_from, for_layers
 from ..refusal import Refusal, refuse
 from .groups import Groups
 
@@ -24,21 +26,21 @@ MicroBatch = dict[str, torch.Tensor]
 
 
 def own_part(batch: MicroBatch, sp: int, sp_rank: int) -> MicroBatch:
-    """This rank's part of the rows, each (B, T / sp), and `document_starts` of the whole rows, (B, T) bool.
+    """This rank's part of the rows, each (B, T / sp), and what describes the whole rows: `documents`, or without them `document_starts`, (B, T) bool.
 
     Labels are the targets of their own position, so a part needs nothing of the next one. Without sequence parallelism
     the batch stays as it is.
     """
     if sp == 1:
         return batch
-    starts = torch.ones_like(batch["position_ids"], dtype=torch.bool)
-    starts[:, 1:] = batch["position_ids"].diff(dim=-1) != 1  # transformers' own rule (find_packed_sequence_indices)
-    rows = {name: tensor for name, tensor in batch.items() if tensor.dim() == 1}  # a number for each row
-    return {name: tensor.chunk(sp, dim=1)[sp_rank] for name, tensor in batch.items() if name not in rows} | rows | {"document_starts": starts}
+    whole = {name: tensor for name, tensor in batch.items() if tensor.dim() == 1}  # a number for each row, and the documents
+    if "documents" not in batch:
+        whole["document_starts"] = document_starts(batch["position_ids"])
+    return {name: tensor.chunk(sp, dim=1)[sp_rank] for name, tensor in batch.items() if name not in whole} | whole
 
 
 def apply(model: PreTrainedModel, attention: str, seq_len: int, groups: Groups) -> None:
-    """Makes the model's attention work on parts of rows, in place. It takes `document_starts` as its attention_mask.
+    """Makes the model's attention work on parts of rows, in place. It takes `document_starts` as its attention_mask, varlen `documents`, too.
 
     Raises `Refusal` for a model in which anything but attention carries information from token to token.
     """
@@ -126,6 +128,8 @@ def _mask(inner: str) -> Callable[..., torch.Tensor | None]:
         starts = attention_mask  # (B, T) bool
         if "flash" in inner:
             return starts  # it reads the documents from it
+        if inner == VARLEN:
+            return for_layers(documents_from(starts).cpu(), starts.device)
         if starts[:, 1:].any():
             mask_function = and_masks(mask_function, packed_sequence_mask_function(starts.cumsum(-1)))
             kwargs["allow_is_causal_skip"] = False

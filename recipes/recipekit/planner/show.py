@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..command import Command
 from ..mesh import Mesh
+from ..model.attention import choose_attention
 from ..model.describe import draft
 from ..model.empty import empty_model
 from ..model.head import give_losses_where_exact
@@ -28,14 +29,15 @@ WHEN = {LOSS: "while the loss is computed", BACKWARD: "while gradients arrive", 
 def show(plan: Plan) -> None:
     """Prints the plan; needs no accelerator, no process group and no weights."""
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
-    unknown, drawn, terms = "", None, []
+    unknown, other, drawn, terms = "", "", None, []
     if plan.model_config is not None:  # first, so that a refusal stands alone
         made = empty_of(plan)
         refuse_degrees(plan, *made)
+        other = attention_of(plan)[1]
         unknown = task_called(recipe.task).check(plan.model_config, recipe.attention, recipe.model)
         drawn = drawn_up(plan, made)
         terms = fullest(plan, *drawn)
-    for note in (*plan.notes, *filter(None, [unknown])):
+    for note in (*plan.notes, *filter(None, [other, unknown])):
         print(note)
     print(f"layout   {mesh.world} rank{'s' if mesh.world > 1 else ''}: {mesh}")
     step, whole = arithmetic(recipe.facts, recipe.global_batch, recipe.seq_len, recipe.steps)
@@ -106,11 +108,19 @@ def refuse_degrees(plan: Plan, model: PreTrainedModel, plans: Plans) -> None:
         expert.check(model, mesh.ep)
 
 
+def attention_of(plan: Plan) -> tuple[str, str]:
+    """The attention of a plan on the device that it is shown for, and why it is not varlen, as `choose_attention` returns them."""
+    recipe, precisions = plan.recipe, {"bf16": torch.bfloat16, "fp16": torch.float16}
+    assert plan.model_config is not None
+    dtype, device = precisions.get(plan.precision, torch.float32), torch.device("cpu" if seen_device(plan.command) is None else "cuda")
+    return choose_attention(recipe.attention, plan.model_config, recipe.model, recipe.facts, dtype, device, (recipe.micro_batch, recipe.seq_len))
+
+
 def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
     """The model of a plan without weights, before it is adapted, and the plans that it is cut by."""
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
     assert plan.model_config is not None
-    model = empty_model(plan.model_config, recipe.attention, recipe.model, recipe.recompute_every, facts.auto_class)
+    model = empty_model(plan.model_config, attention_of(plan)[0], recipe.model, recipe.recompute_every, facts.auto_class)
     return model, plans_of(model, recipe.plans, facts.plans)
 
 

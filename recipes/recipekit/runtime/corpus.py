@@ -34,10 +34,13 @@ def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
         raise Refusal(problems)
 
 
-def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: StreamState | None, say: Say) -> Stream:
-    """Opens the training data at `state`; at its beginning if the data is another than the checkpoint's, which `--resume PATH` accepts."""
+def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: StreamState | None, say: Say, documents: bool = False) -> Stream:
+    """Opens the training data at `state`; at its beginning if the data is another than the checkpoint's, which `--resume PATH` accepts.
+
+    `documents`: the attention of the run reads these.
+    """
     request = request_of(plan.recipe)
-    opened = partial(open_samples, request, processor, task.samples) if task.samples else partial(open_stream, request, processor)
+    opened = partial(open_samples, request, processor, task.samples) if task.samples else partial(open_stream, request, processor, documents=documents)
     opened = partial(opened, dp=plan.mesh.dp, dp_rank=dp_rank, say=say)
     try:
         return opened(state=state, files=files_of_run(plan.resume_from))
@@ -49,13 +52,13 @@ def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: Strea
         return stream
 
 
-def open_held_out(plan: Plan, task: Task, processor: Any, coords: dict[str, int], state: StreamState, say: Say) -> list[MicroBatch]:
+def open_held_out(plan: Plan, task: Task, processor: Any, coords: dict[str, int], state: StreamState, say: Say, documents: bool = False) -> list[MicroBatch]:
     """Returns this rank's micro-batches of an evaluation, none without evaluations; `state` is that of the open stream."""
     recipe, mesh = plan.recipe, plan.mesh
     if not recipe.eval_every:
         return []
     request = request_of(recipe)
-    found = partial(eval_samples, request, processor, task.samples) if task.samples else partial(eval_rows, request, processor)
+    found = partial(eval_samples, request, processor, task.samples) if task.samples else partial(eval_rows, request, processor, documents=documents)
     held_out = [own_part(batch, mesh.sp, coords["sp"]) for batch in found(dp=mesh.dp, dp_rank=coords["dp"], state=state, say=say)]
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage
         if task.samples:

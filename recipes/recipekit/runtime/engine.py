@@ -86,6 +86,8 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
         say(unknown)
     divide = torch_engine.divider(groups, recipe.precision, device.type) if recipe.engine == "fsdp2" else None
     built = build_model(recipe, model_config, groups, plan.ds_config, device, divide)
+    if built.note:
+        say(built.note)
     if built.why_logits is None:
         assert task.of_losses is not None, "a task that reads `loss` has both ways"
         task = task.of_losses(task)

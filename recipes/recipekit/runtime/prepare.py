@@ -13,6 +13,7 @@ from ..checkpoints.state import State
 from ..data.prefetch import Stream
 from ..data.sameness import StreamState
 from ..engine import Engine
+from ..kernels.attention import VARLEN
 from ..kernels.deterministic import check_in_force
 from ..plan import Plan
 from ..planner.devices import DEVICES
@@ -83,12 +84,12 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
     """Opens the data and the run folder of a loaded model (a collective). Raises `Refusal`, on all ranks, if one of them cannot."""
     plan, state = loaded.plan, loaded.state
     recipe, rank0 = plan.recipe, plan.command.rank == 0
-    coords = loaded.groups.coords
-    stream = open_data(plan, loaded.task, loaded.processor, coords["dp"], cast("StreamState | None", state["data"]), say)
+    coords, documents = loaded.groups.coords, loaded.built.attention == VARLEN
+    stream = open_data(plan, loaded.task, loaded.processor, coords["dp"], cast("StreamState | None", state["data"]), say, documents)
     check_same_data(stream)
     if problems := shared_problems(stream.error_ahead()):
         raise Refusal(problems)
-    held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say)
+    held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say, documents)
     facts = run_facts(plan, loaded.model_config)
     saver = open_saver(loaded)
     if rank0:
@@ -127,7 +128,7 @@ def speed_limits(loaded: Loaded, device: str, say: Say) -> tuple[Flops | None, f
     peak = DEVICES[device].flops if device in DEVICES else None
     if peak is None and loaded.engine.device.type != "cpu":
         say(f"peak unknown: {device} is not in recipekit/planner/devices.py, so metrics.jsonl has no mfu")
-    flops = step_flops(loaded.model_config, recipe.attention, recipe.model, loaded.task.facts, recipe.adapt) if peak else None
+    flops = step_flops(loaded.model_config, loaded.built.attention, recipe.model, loaded.task.facts, recipe.adapt) if peak else None
     if peak and flops is None:
         say("mfu unknown: a layer of this model mixes tokens in a way that recipekit/planner/flops.py does not count")
     return flops, peak

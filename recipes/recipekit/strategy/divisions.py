@@ -105,6 +105,6 @@ def check_dense_mask(attention: str, seq_len: int, rows: int, width: int) -> lis
     fits = max((1 << power for power in range(seq_len.bit_length()) if mask_bytes(attention, rows, 1 << power, width) <= MOST_MASK_BYTES), default=1)
     most = f"more than {MOST_MASK_BYTES / 1e9:.0f} GB are refused"
     rule = f"the dense mask that keeps packed documents apart takes {size / 1e9:.1f} GB on every rank, and {most}"
-    fix = f"use --seq_len {fits}, or --attention flash_attention_2, which makes no mask"
+    fix = f"use --seq_len {fits}, or --attention varlen, which makes no mask"
     where = f"seq_len = {seq_len} with micro_batch = {rows} and attention = {attention}"
     return [Problem(where, rule, fix)]

@@ -40,9 +40,10 @@ def mask_bytes(attention: str, rows: int, seq_len: int, width: int) -> int:
 
     `width`: bytes of a number of the model. For packed documents transformers 5.22.2 builds a mask of bools
     (masking_utils.sdpa_mask), whatever sp is. torch's sdpa and eager attention add numbers to the scores, so each layer
-    also has a bias in the model's dtype. FlashAttention needs neither.
+    also has a bias in the model's dtype. FlashAttention needs neither, and varlen is that; where `auto` becomes sdpa, it is
+    asked again (model/attention.py).
     """
-    return 0 if attention == "flash_attention_2" else rows * seq_len**2 * (1 + width)
+    return 0 if attention in ("auto", "varlen", "flash_attention_2") else rows * seq_len**2 * (1 + width)
 
 
 def count_layers(model_config: dict[str, Any] | None) -> int:

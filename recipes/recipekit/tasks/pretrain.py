@@ -15,8 +15,14 @@ from .facts import TASKS
 
 def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Computes the logits, (B, T, V)."""
-    starts = batch.get("document_starts")  # of the whole rows, under sequence parallelism only
-    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=starts, **TASKS["pretrain"].constants).logits
+    inputs = {name: batch[name] for name in TASKS["pretrain"].inputs}
+    return model(**inputs, **handed(batch, True), **TASKS["pretrain"].constants).logits
+
+
+def handed(batch: MicroBatch, last: bool) -> MicroBatch:
+    """Names the documents for the layers, if the run's attention reads them; under sequence parallelism with another one their starts in the whole rows."""
+    documents = batch.get("documents", batch.get("document_starts"))
+    return {} if documents is None else {"attention_mask": documents}
 
 
 def of_losses(task: Task) -> Task:
@@ -51,5 +57,13 @@ def count(batch: MicroBatch) -> torch.Tensor:
 
 
 TASK = Task(
-    facts=TASKS["pretrain"], targets=("labels",), processor=fitting_tokenizer, forward=forward, of_losses=of_losses, loss=loss, count=count, check=check_causal
+    facts=TASKS["pretrain"],
+    targets=("labels",),
+    processor=fitting_tokenizer,
+    forward=forward,
+    of_losses=of_losses,
+    loss=loss,
+    count=count,
+    check=check_causal,
+    handed=handed,
 )

@@ -1,0 +1,80 @@
+"""The attention `varlen` of transformers' AttentionInterface: packed documents without a mask.
+
+The layers of a model get as their attention_mask what `documents.for_layers` makes; where they get nothing, the documents are
+found by the rule by which transformers would have made the mask.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .documents import documents_from, for_layers
+from .varlen import varlen
+
+VARLEN = "varlen"
+MOST_HEAD_DIM = 256  # of FlashAttention 2
+HARMLESS = ("position_ids", "cache_position")  # tensors that layers hand on and that attention does not read
+
+
+class Unfit(RuntimeError):
+    """Says what an attention wants that `varlen` does not compute; `model.attention` finds it out before a run."""
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Computes the attention of a layer, (B, heads, T, d) -> (B, T, heads, d of a value). Raises `Unfit` for what it cannot compute."""
+    if dropout:
+        raise Unfit(f"attention dropout of {dropout}")
+    if wanted := _wanted(module, more):
+        raise Unfit(wanted)
+    if attention_mask is None or attention_mask.dim() != 4 or attention_mask.dtype != torch.int32:
+        raise Unfit("a mask of its own")
+    rows, _, length, d = query.shape
+    if key.shape[2] != length or value.shape[2] != length:
+        raise Unfit("keys of other tokens than the queries'")
+    scale = d**-0.5 if scaling is None else float(scaling)
+    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does by itself
+        query, key, value = (heads.to(torch.get_autocast_dtype(query.device.type)) for heads in (query, key, value))
+    width = value.shape[-1]
+    size = -(-max(d, width) // 8) * 8  # FlashAttention wants heads of one size, a multiple of 8; zeros add nothing to a score
+    query, key, value = (pad(heads, (0, size - heads.shape[-1])) if heads.shape[-1] < size else heads for heads in (query, key, value))
+    query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))  # (B * T, heads, d)
+    output = varlen(query, key, value, attention_mask[0, 0, 0], attention_mask.shape[2], scale, sliding_window or 0)
+    return output[..., :width].unflatten(0, (rows, length)), None
+
+
+def _wanted(module: Any, more: dict[str, Any]) -> str:
+    """Names what a layer asks for besides, or ""."""
+    if more.get("softcap") is not None:
+        return "a soft cap"
+    if more.get("is_causal") is False or (more.get("is_causal") is None and not getattr(module, "is_causal", True)):
+        return "tokens that see later ones"
+    return next((f"{name} of its own" for name, value in more.items() if torch.is_tensor(value) and name not in HARMLESS), "")
+
+
+def find_documents(*, batch_size: int, q_length: int, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **more: Any) -> Tensor:
+    """Makes the attention_mask of `attend` where a mask would be made: a document begins at a token that does not see the one before it."""
+    if attention_mask is not None:
+        raise Unfit("a mask of its own")
+    device = more.get("device", "cpu")
+    later, row = torch.arange(1, q_length, device=device), torch.arange(batch_size, device=device).unsqueeze(1)
+    starts = torch.ones(batch_size, q_length, dtype=torch.bool, device=device)
+    starts[:, 1:] = ~mask_function(row, 0, later, later - 1)
+    return for_layers(documents_from(starts).cpu(), starts.device)
+
+
+AttentionInterface.register(VARLEN, attend)
+AttentionMaskInterface.register(VARLEN, find_documents)

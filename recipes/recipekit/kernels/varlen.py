@@ -1,0 +1,173 @@
+"""Causal attention of documents that lie one after another, without a mask and without a square of their length.
+
+On CUDA it is torch's own (torch.nn.attention.varlen, FlashAttention 2). On a CPU it is made here of torch's flash attention
+for CPUs, called for each document: FlashAttention's memory, so that what a GPU would hold can be counted without one.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+BLOCK = 256  # queries that a window takes at a time on a CPU
+# Documents of up to LEAST tokens, or of 65 to 128 and so on up to TOGETHER, are padded to a common length on a CPU, so that one
+# call computes them: a call costs as much as some thousand scores.
+LEAST, TOGETHER = 64, 256
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int, scale: float, window: int) -> Tensor:
+    """Computes causal attention within documents: (tokens, heads, d) of queries and (tokens, key-value heads, d) of keys and values -> (tokens, heads, d).
+
+    `documents`: (documents + 1,) int32, the tokens before each and all of them; `longest`: tokens of the longest. A token
+    sees the `window` last tokens of its document, itself included; 0: all of them.
+    """
+    window = 0 if window >= longest else window
+    if query.is_cuda:
+        gqa = query.shape[1] != key.shape[1]
+        found: Any = varlen_attn(query, key, value, documents, documents, longest, longest, scale=scale, window_size=(window - 1, 0), enable_gqa=gqa)
+        return found
+    return by_document(query, key, value, documents, scale, window)[0]
+
+
+class Batch(NamedTuple):
+    """Names documents that one call computes: so many, of up to `length` tokens, in the order of their first tokens."""
+
+    first: int  # of the only one
+    documents: int
+    length: int
+    tokens: Tensor | None  # (tokens of all,) int64, their places among all tokens; None of a single document
+    padded: Tensor | None  # (tokens of all,) int64, their places in (documents, length); None if no document is shorter than `length`
+
+
+@lru_cache(maxsize=256)
+def _batches(bounds: tuple[int, ...], window: int) -> list[Batch]:
+    """Sorts documents into batches: those of one length, short ones with others of up to twice their length. A document longer than the window is alone."""
+    spans = [(start, stop - start) for start, stop in pairwise(bounds) if stop > start]
+    sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for start, length in spans:
+        alone = start if window and length > window else -1
+        sizes.setdefault((max(LEAST, 1 << (length - 1).bit_length()) if length <= TOGETHER else length, alone), []).append((start, length))
+    found = []
+    for held in sizes.values():
+        length = max(own for _, own in held)
+        if len(held) == 1:
+            found.append(Batch(held[0][0], 1, length, None, None))
+            continue
+        tokens = torch.cat([torch.arange(start, start + own) for start, own in held])
+        padded = torch.cat([torch.arange(number * length, number * length + own) for number, (_, own) in enumerate(held)])
+        found.append(Batch(held[0][0], len(held), length, tokens, None if len(tokens) == len(held) * length else padded))
+    return found
+
+
+def _take(tensor: Tensor, batch: Batch) -> Tensor:
+    """(tokens, ...) -> (documents, length, ...); a document's place behind its tokens is zero, which no token of it sees."""
+    if batch.tokens is None:
+        return tensor[batch.first : batch.first + batch.length].unsqueeze(0)
+    taken = tensor.index_select(0, batch.tokens)
+    if batch.padded is not None:
+        taken = tensor.new_zeros(batch.documents * batch.length, *tensor.shape[1:]).index_copy_(0, batch.padded, taken)
+    return taken.unflatten(0, (batch.documents, batch.length))
+
+
+def _put(into: Tensor, tensor: Tensor, batch: Batch) -> None:
+    """The way back of `_take`, into (tokens, ...)."""
+    if batch.tokens is None:
+        into[batch.first : batch.first + batch.length] = tensor[0]
+        return
+    tensor = tensor.flatten(0, 1)
+    into.index_copy_(0, batch.tokens, tensor if batch.padded is None else tensor.index_select(0, batch.padded))
+
+
+class Span(NamedTuple):
+    """Names a block of queries of one document, the keys that it sees through the window, and the bias that hides the others."""
+
+    queries: slice
+    keys: slice
+    bias: Tensor  # (queries, keys)
+
+
+def _spans(length: int, window: int, like: Tensor) -> Iterator[Span]:
+    """Cuts a document into blocks of `BLOCK` queries. All blocks share one bias, (BLOCK, BLOCK + window - 1), or a part of it."""
+    place = torch.arange(BLOCK + window - 1) - torch.arange(BLOCK).unsqueeze(1)  # of a key behind the first that the query sees
+    bias = like.new_zeros(place.shape).masked_fill_((place < 0) | (place >= window), -torch.inf)
+    for first in range(0, length, BLOCK):
+        stop, begin = min(first + BLOCK, length), first - window + 1
+        yield Span(slice(first, stop), slice(max(begin, 0), stop), bias[: stop - first, max(-begin, 0) : stop - begin])
+
+
+@torch.library.custom_op("recipekit::attention_by_document", mutates_args=())
+def by_document(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """Computes `varlen` on a CPU; returns (its result, the logsumexp of each query's scores, (tokens, heads))."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    sums = torch.empty(query.shape[:2], dtype=_exact(query))
+    for batch in _batches(tuple(documents.tolist()), window):
+        q, k, v = (_take(tensor, batch).transpose(1, 2) for tensor in (query, key, value))  # (documents, heads, length, d)
+        if not window or batch.length <= window:
+            o, s = FLASH(q, k, v, 0.0, True, scale=scale)
+            _put(out, o.transpose(1, 2), batch)
+            _put(sums, s.transpose(1, 2), batch)
+            continue
+        for span in _spans(batch.length, window, query):
+            o, s = FLASH(q[:, :, span.queries], k[:, :, span.keys], v[:, :, span.keys], 0.0, False, attn_mask=span.bias, scale=scale)
+            out[batch.first :][span.queries] = o[0].transpose(0, 1)
+            sums[batch.first :][span.queries] = s[0].transpose(0, 1)
+    return out, sums
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("recipekit::attention_by_document_backward", mutates_args=())
+def _by_document_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, documents: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_query, of_key, of_value = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
+    for batch in _batches(tuple(documents.tolist()), window):
+        g, q, k, v, o, s = (_take(tensor, batch).transpose(1, 2) for tensor in (grad, query, key, value, out, sums))
+        if not window or batch.length <= window:
+            if batch.length <= TOGETHER:  # of a short document torch 2.13's backward takes 2 to 10 times as long in bf16
+                g, q, k, v, o = (tensor.to(s.dtype) for tensor in (g, q, k, v, o))
+            for into, found in zip((of_query, of_key, of_value), FLASH_BACKWARD(g, q, k, v, o, s, 0.0, True, scale=scale), strict=True):
+                _put(into, found.transpose(1, 2).to(into.dtype), batch)
+            continue
+        summed = [torch.zeros_like(tensor, dtype=_exact(tensor)) for tensor in (k, v)]  # several blocks add to each
+        for span in _spans(batch.length, window, query):
+            mine = (tensor[:, :, span.queries] for tensor in (g, q))
+            seen = (tensor[:, :, span.keys] for tensor in (k, v))
+            made = (tensor[:, :, span.queries] for tensor in (o, s))
+            dq, dk, dv = FLASH_BACKWARD(*mine, *seen, *made, 0.0, False, attn_mask=span.bias, scale=scale)
+            of_query[batch.first :][span.queries] = dq[0].transpose(0, 1)
+            summed[0][:, :, span.keys] += dk
+            summed[1][:, :, span.keys] += dv
+        for into, found in zip((of_key, of_value), summed, strict=True):
+            _put(into, found.transpose(1, 2).to(into.dtype), batch)
+    return of_query, of_key, of_value
+
+
+@by_document.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(query.shape[:2], dtype=_exact(query))
+
+
+@_by_document_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, documents, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, *output, documents)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_by_document_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+
+
+by_document.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,125 @@
+"""Which attention a run computes with, found by running a tiny copy of its model."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..architectures.families import tiny_copy
+from ..kernels.attention import MOST_HEAD_DIM, VARLEN, Unfit
+from ..kernels.documents import documents_of, for_layers
+from ..refusal import Refusal, refuse
+from ..strategy.divisions import check_dense_mask
+from ..tasks.facts import PACKED, Facts
+from .empty import config_of, construct
+
+VOCABULARY = 264  # of the tiny copy
+LENGTHS = (45, 1, 19, 63)  # of its documents, in one row; a tiny window is 32
+SHORTER = "use a smaller --seq_len or --micro_batch, or another model"
+EQUAL = 1e-4  # a difference of logits, as a share of the largest one
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    NotImplementedError,
+)  # of a model that is given what it does not take
+
+
+def choose_attention(
+    wanted: str, model_config: dict[str, Any], name: str, facts: Facts, dtype: torch.dtype, device: torch.device, rows: tuple[int, int] = (1, 1)
+) -> tuple[str, str]:
+    """Resolves the field `attention` of a recipe: (a name that transformers knows, a line that says why `auto` is not varlen, or "").
+
+    `dtype` is what the layers compute in, `rows` (B, T) of a micro-batch. No collective, and the same on every rank. Raises
+    `Refusal` for `varlen` where it is not right, and for `auto` where sdpa's mask would leave no room.
+    """
+    if wanted not in ("auto", VARLEN):
+        return wanted, ""
+    if facts.rows != PACKED:
+        if wanted == VARLEN:
+            raise refuse("attention = varlen", "is for rows of packed documents, and this task has none", "leave it out")
+        return "sdpa", ""
+    reason = unfit_here(model_config, dtype, device) or unfit(model_config, name)
+    if not reason:
+        return VARLEN, ""
+    if wanted == VARLEN:
+        raise refuse("attention = varlen", f"is not right for this {model_config['model_type']}: {reason}", "leave it out, or use --attention sdpa")
+    if problems := check_dense_mask("sdpa", rows[1], rows[0], dtype.itemsize):
+        raise Refusal([replace(problem, rule=f"{problem.rule}; it is not varlen, which makes none: {reason}", fix=SHORTER) for problem in problems])
+    return "sdpa", f"attention sdpa with a mask of packed documents, not varlen: {reason}"
+
+
+def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> str:
+    """Says why varlen does not run on this device, or "": a CPU takes all."""
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda":
+        return f"not made for a device of type {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.is_available() and (torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0)):
+        return "FlashAttention 2 is for NVIDIA's cards of compute capability 8.0 and above"
+    if (size := largest_head(model_config)) > MOST_HEAD_DIM:
+        return f"heads of {size} numbers, and FlashAttention takes {MOST_HEAD_DIM}"
+    return ""
+
+
+def largest_head(model_config: dict[str, Any]) -> int:
+    """Finds the most numbers that a head of the model has, under whatever name its config.json has them."""
+    config: Any = config_of(model_config)
+    text: dict[str, Any] = config.get_text_config(decoder=True).to_dict()
+    named = [value for key, value in text.items() if key.endswith("head_dim") and isinstance(value, int)]
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    derived = hidden // heads if not named and isinstance(hidden, int) and isinstance(heads, int) and heads else 0
+    return max([derived, (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0), *named])
+
+
+def unfit(model_config: dict[str, Any], name: str = "") -> str:
+    """Says why a model's attention is not varlen, or "" if it is: its logits of packed documents are those of the documents alone, or sdpa's.
+
+    A tiny copy with random weights reads them, in fp32 on the CPU. sdpa's own may differ from those of the documents alone, where
+    something else than attention carries information from one to the next; that is then the same with both. What attention
+    drops in training is taken from the config as it is.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            tiny = tiny_copy(config_of(model_config, name), VOCABULARY)
+            if tiny.get("initializer_range"):
+                tiny = tiny | {"initializer_range": 0.1}  # what is read must be seen, however small the weights of its real width begin
+            model = _drawn(tiny, VARLEN, name)
+            ids = torch.randint(3, VOCABULARY - 1, (1, sum(LENGTHS)))
+            positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+            logits = _read(model, ids, positions, for_layers(documents_of(positions), ids.device))
+            model.train()
+            _read(model, ids, positions, for_layers(documents_of(positions), ids.device))  # raises `Unfit` if it drops
+            one = _read(model.eval(), ids, positions, for_layers(torch.tensor([0, ids.numel()], dtype=torch.int32), ids.device))
+            if not logits.isfinite().all() or _equal(logits, one):
+                return "the logits of a tiny copy do not tell what its attention reads"
+            plain = _drawn(tiny, "sdpa", name)
+            alone = torch.cat([_read(plain, *part) for part in zip(ids.split(LENGTHS, 1), positions.split(LENGTHS, 1), strict=True)], dim=1)
+            if _equal(logits, alone) or _equal(logits, _read(plain, ids, positions)):
+                return ""
+    except Unfit as found:
+        return f"it has {found}"
+    except FAILURES as error:
+        said = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"a tiny copy of it does not run with it ({said})"
+    return "a tiny copy of it computes something else with it"
+
+
+def _drawn(tiny: dict[str, Any], attention: str, name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return construct(config_of(tiny, name), attention, name).eval()
+
+
+def _read(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+    torch.manual_seed(0)  # Reformer draws its hashes anew in every forward
+    return model(input_ids=ids, position_ids=positions, attention_mask=documents, use_cache=False).logits.float()
+
+
+def _equal(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((logits - expected).abs().max() <= EQUAL * expected.abs().max())

@@ -1,0 +1,298 @@
+"""Attention of packed documents without a mask: it equals softmax by its definition, keeps documents apart, and makes no square."""
+
+import itertools
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from recipekit.architectures.families import default_config
+from recipekit.architectures.lookup import SHIPPED
+from recipekit.architectures.shrink import shrink
+from recipekit.kernels.attention import VARLEN, Unfit, attend
+from recipekit.kernels.documents import document_starts, documents_of, for_layers, with_documents
+from recipekit.kernels.varlen import BLOCK, LEAST, TOGETHER, by_document, varlen
+from recipekit.model.attention import choose_attention, unfit, unfit_here
+from recipekit.model.build import build_model
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.tasks import pretrain
+from recipekit.tasks.facts import TASKS
+from recipekit.train import to_device
+from torch.profiler import ProfilerActivity, profile
+
+CPU = torch.device("cpu")
+VOCABULARY = 96
+# Documents of one token, of one length, padded together, alone, longer than a block of queries, and a row's padding at the end.
+LENGTHS = [5, 1, 7, 7, LEAST, LEAST + 1, TOGETHER + 1, BLOCK + 44, 9]
+
+
+def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float, window: int) -> torch.Tensor:
+    """Softmax of the whole scores of each document, (tokens, heads, d) in fp64."""
+    outputs = []
+    groups = query.shape[1] // key.shape[1]
+    for q, k, v in zip(*(tensor.double().split(lengths) for tensor in (query, key, value)), strict=True):
+        k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
+        place = torch.arange(len(q))
+        distance = place[:, None] - place[None, :]
+        hidden = (distance < 0) | (distance >= (window or math.inf))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def drawn(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, d: int = 16, device: str = "cpu") -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(query, key, value), which want gradients, and the documents."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(sum(lengths), count, d, generator=generator).to(device, dtype).requires_grad_() for count in (heads[0], heads[1], heads[1])]
+    return tensors, torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("window", [0, 8, BLOCK, BLOCK + 20], ids=lambda window: f"window {window}")
+@pytest.mark.parametrize(("heads", "dtype", "most"), [((4, 4), torch.float32, 1e-5), ((4, 2), torch.float32, 1e-5), ((4, 1), torch.bfloat16, 0.05)])
+def test_it_is_the_softmax_of_each_document(heads, dtype, most, window):
+    """Outputs and gradients, as a share of the largest."""
+    inputs, documents = drawn(LENGTHS, heads, dtype)
+    output = varlen(*inputs, documents, max(LENGTHS), 0.3, window)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = by_definition(*exact, LENGTHS, 0.3, window)
+    towards = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    output.backward(towards)
+    expected.backward(towards.double())
+    assert output.dtype == dtype
+    for found, wanted in [(output, expected), *((tensor.grad, other.grad) for tensor, other in zip(inputs, exact, strict=True))]:
+        assert (found.double() - wanted).abs().max() <= most * wanted.abs().max()
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_its_gradient_is_the_derivative(window):
+    inputs, documents = drawn([4, 1, 6, 4], (2, 1), torch.float64, d=4)
+    assert torch.autograd.gradcheck(lambda *three: by_document(*three, documents, 0.5, window)[0], inputs)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_compiler_may_look_at_it_as_one_operation(window):
+    inputs, documents = drawn([5, 9, 2], (2, 2), torch.float32, d=8)
+    torch.library.opcheck(by_document, (*inputs, documents, 0.5, window), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_not_a_bit_of_a_document_reaches_another(window):
+    """Not even what is no number: the third document is filled with NaN."""
+    found = []
+    touched = slice(sum(LENGTHS[:2]), sum(LENGTHS[:3]))
+    for spoilt in (False, True):
+        inputs, documents = drawn(LENGTHS, (4, 2), torch.float32)
+        for tensor in inputs if spoilt else []:
+            tensor.data[touched] = math.nan
+        output = varlen(*inputs, documents, max(LENGTHS), 0.3, window)
+        output.sum().backward()
+        found.append([output.detach(), *(tensor.grad for tensor in inputs)])
+    for clean, spoilt in zip(*found, strict=True):
+        assert spoilt[touched].isnan().any() and not torch.equal(clean[touched], spoilt[touched])
+        for rest in (slice(0, touched.start), slice(touched.stop, None)):
+            assert torch.equal(clean[rest], spoilt[rest])
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return shrink(json.loads((SHIPPED / "meta-llama--Llama-3.1-8B.json").read_text()), VOCABULARY) | changes
+
+
+def built(attention: str, config: dict[str, Any], **changes: Any) -> Any:
+    return build_model(Recipe(model="tiny", init="random", attention=attention, **changes), config, None, {}, CPU).model
+
+
+def packed(*rows: list[int]) -> dict[str, torch.Tensor]:
+    """A micro-batch of rows of documents of these lengths."""
+    generator = torch.Generator().manual_seed(3)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    ids, labels = (torch.randint(0, VOCABULARY, positions.shape, generator=generator) for _ in range(2))
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def test_documents_begin_with_rows_and_where_positions_begin_anew():
+    batch = packed([3, 2, 1], [6])
+    assert documents_of(batch["position_ids"]).tolist() == [0, 3, 5, 6, 12]
+    assert document_starts(batch["position_ids"]).nonzero().tolist() == [[0, 0], [0, 3], [0, 5], [1, 0]]
+    handed = to_device(with_documents(batch), CPU)["documents"]
+    assert handed.shape == (1, 1, 6, 5) and handed.dtype == torch.int32
+    assert handed.untyped_storage().nbytes() == 5 * 4, "the longest document is in the shape, not in memory"
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_a_model_learns_the_same_as_with_a_mask(recomputed):
+    """Documents given, found by the model from the positions, and with sdpa: the loss and every gradient."""
+    batch = packed([40, 24], [64], [1, 63])
+    found = []
+    for attention, given in (("sdpa", batch), ("auto", to_device(with_documents(batch), CPU)), ("varlen", batch)):
+        model = built(attention, llama(), activation_checkpointing=recomputed)
+        loss = pretrain.loss(pretrain.forward(model, given), given, False)
+        loss.backward()
+        found.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
+    for loss, gradients in found[1:]:
+        torch.testing.assert_close(loss, found[0][0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradients, found[0][1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[1][0], found[2][0]) and all(map(torch.equal, found[1][1], found[2][1]))
+
+
+def test_a_document_changes_no_logit_and_no_gradient_of_another():
+    model, found = built("auto", llama()), []
+    for changed in (False, True):
+        batch = to_device(with_documents(packed([20, 30, 14], [64])), CPU)
+        batch["input_ids"][0, 20:50] = 7 if changed else 5
+        batch["labels"][0, 20:50] = -100
+        logits = pretrain.forward(model, batch)
+        model.zero_grad()
+        pretrain.loss(logits, batch, False).backward()
+        gradients = [parameter.grad.clone() for name, parameter in model.named_parameters() if "embed" not in name]
+        found.append((logits.detach(), gradients))
+    (before, gradients), (after, others) = found
+    moved = (before != after).any(-1)  # (B, T)
+    assert moved[0, 20:50].all() and moved.sum() == 30
+    assert all(map(torch.equal, gradients, others)), "the changed document has no labels"
+
+
+def memory_of(length: int, attention: str = "auto") -> tuple[int, int]:
+    """(the most bytes that one allocation of a forward and backward pass takes, the bytes that autograd saves) of a row of `length` tokens."""
+    model = built(attention, llama(num_hidden_layers=2, layer_types=None))
+    batch = packed([length // 2, length // 4, *[length // 32] * 8])
+    batch = to_device(with_documents(batch), CPU) if attention == "auto" else batch
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = pretrain.loss(pretrain.forward(model, batch), batch, False)
+        loss.backward()
+    assert watched.profiler is not None
+    allocated = [event.nbytes() for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(allocated), sum(saved.values())
+
+
+def test_nothing_grows_with_the_square_of_a_row():
+    """Every allocation is seen, those inside of torch's operations too; sdpa's mask shows that it would be."""
+    assert memory_of(2048, "sdpa")[0] >= 2048**2
+    largest, saved = {}, {}
+    for length in (2048, 4096, 8192):
+        largest[length], saved[length] = memory_of(length)
+        assert largest[length] < length**2, "the bytes of a mask of bools"
+    assert largest[8192] == 2 * largest[4096] == 4 * largest[2048]
+    assert saved[8192] - saved[4096] == pytest.approx(2 * (saved[4096] - saved[2048]), rel=0.01)
+
+
+FITTING = ["llama", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next"]  # whole, windows, both, experts, narrow values, a hybrid
+OTHERS = {
+    "gemma2": "a soft cap",
+    "gpt_oss": "s_aux of its own",
+    "gpt2": "attention dropout of 0.1",
+    "llama4_text": "computes something else",  # chunks
+    "bloom": "does not run",  # ALiBi
+    "gptj": "does not run",  # attention that is not in the interface
+    "mamba": "does not run",
+}
+
+
+@pytest.mark.parametrize("family", FITTING)
+def test_a_family_that_fits_is_found_by_running_it(family):
+    assert unfit(default_config(family).to_dict()) == ""
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_that_does_not_fit_keeps_sdpa_and_the_run_says_why(family):
+    config = default_config(family).to_dict()
+    name, note = choose_attention("auto", config, "m", TASKS["pretrain"], torch.float32, CPU)
+    assert name == "sdpa" and OTHERS[family] in note and "not varlen" in note
+    with pytest.raises(Refusal, match=OTHERS[family]):
+        choose_attention("varlen", config, "m", TASKS["pretrain"], torch.float32, CPU)
+
+
+def test_a_window_that_a_layer_does_not_hand_over_is_found(monkeypatch):
+    """What would be wrong in silence: Mistral whose window is only in the mask."""
+    attention = transformers.models.mistral.modeling_mistral.MistralAttention
+    whole = attention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        theirs, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return whole(self, *args, **kwargs)
+        finally:
+            self.config.sliding_window = theirs
+
+    monkeypatch.setattr(attention, "forward", forward)
+    assert "computes something else" in unfit(default_config("mistral").to_dict())
+
+
+def test_dropout_is_taken_from_the_config_as_it_is():
+    config = default_config("gpt2").to_dict()
+    assert unfit(config | {"attn_pdrop": 0.0}) == ""
+    assert "attention dropout of 0.25" in unfit(default_config("llama").to_dict() | {"attention_dropout": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "says"),
+    [
+        ({}, torch.bfloat16, ""),
+        ({}, torch.float32, "not in float32"),
+        ({"head_dim": 512}, torch.float16, "heads of 512 numbers"),
+    ],
+)
+def test_a_gpu_takes_half_precision_and_heads_up_to_256(changes, dtype, says):
+    reason = unfit_here(llama() | changes, dtype, torch.device("cuda"))
+    assert says in reason if says else reason == ""
+
+
+def test_a_task_without_packed_rows_keeps_sdpa():
+    facts = TASKS["image_classification"]
+    assert choose_attention("auto", {}, "m", facts, torch.float32, CPU) == ("sdpa", "")
+    with pytest.raises(Refusal, match="rows of packed documents"):
+        choose_attention("varlen", {}, "m", facts, torch.float32, CPU)
+
+
+def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
+    config = default_config("gpt2").to_dict()
+    with pytest.raises(Refusal, match=r"dense mask .* takes 51\.5 GB .* it is not varlen, which makes none: it has attention dropout of 0\.1"):
+        choose_attention("auto", config, "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072))
+    assert choose_attention("auto", llama(), "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072)) == (VARLEN, "")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dropout": 0.1},
+        {"softcap": 50.0},
+        {"s_aux": torch.zeros(4)},
+        {"is_causal": False},
+        {"attention_mask": torch.ones(1, 1, 8, 8)},
+        {"attention_mask": None},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_it_does_not_compute_it_refuses(given):
+    heads = torch.randn(1, 4, 8, 16)
+    documents = for_layers(torch.tensor([0, 8], dtype=torch.int32), CPU)
+    attend(torch.nn.Module(), heads, heads, heads, documents)
+    with pytest.raises(Unfit):
+        attend(torch.nn.Module(), heads, heads, heads, **{"attention_mask": documents} | given)
+
+
+def computes_on_a_gpu() -> None:
+    """Runs where there is a GPU (tests/loop/test_gpu.py): bf16 on CUDA beside fp64, and the same bits twice with deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    for window, (heads, d) in itertools.product((0, 8, 100), (((4, 4), 64), ((8, 2), 128))):
+        found = []
+        for _ in range(2):
+            inputs, documents = drawn(LENGTHS, heads, torch.bfloat16, d, "cuda")
+            output = varlen(*inputs, documents, max(LENGTHS), d**-0.5, window)
+            output.float().square().sum().backward()
+            found.append([output.detach(), *(tensor.grad for tensor in inputs)])
+        assert all(map(torch.equal, *found))
+        exact = [tensor.detach().double().requires_grad_() for tensor in drawn(LENGTHS, heads, torch.bfloat16, d)[0]]
+        expected = by_definition(*exact, LENGTHS, d**-0.5, window)
+        expected.square().sum().backward()
+        for got, wanted in zip(found[0], [expected.detach(), *(tensor.grad for tensor in exact)], strict=True):
+            assert (got.cpu().double() - wanted).abs().max() <= 0.05 * wanted.abs().max()
