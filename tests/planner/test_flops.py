@@ -207,7 +207,7 @@ def test_a_device_is_found_by_what_people_call_it() -> None:
 
 def train_on_known(recipe: Recipe, argv: list[str], peak: float) -> tuple[int | str, str]:
     """Runs on every rank of a pool as if the peak of its device were known."""
-    with mock.patch.dict(DEVICES, {platform.machine(): Device(peak, 2**40)}):
+    with mock.patch.dict(DEVICES, {platform.machine(): Device(peak, 2**40, 1e12)}):
         return train(recipe, argv)
 
 

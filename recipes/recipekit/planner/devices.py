@@ -1,8 +1,9 @@
-"""Lists the accelerators that people rent, by the name that torch reports: peak of dense bf16 matrix products, and memory.
+"""Lists the accelerators that people rent, by the name that torch reports: peak of dense bf16 matrix products, memory,
+and its bandwidth.
 
 From the vendors' data sheets (NVIDIA: A10, A10G on AWS, A100, GH200, H20, H100, H200, HGX B200, L4, L40S, Ada
-whitepaper; AMD: MI300X), without sparsity, which doubles the figure that most data sheets print first. The memory is
-the nominal one in GiB; a program gets up to 7 % less (ECC, the driver), so what exceeds the nominal memory certainly does
+whitepaper; AMD: MI300X), without sparsity, which doubles the figure that most data sheets print first. The bandwidth is
+the sheets' peak. The memory is the nominal one in GiB; a program gets up to 7 % less (ECC, the driver), so what exceeds the nominal memory certainly does
 not fit.
 """
 
@@ -15,38 +16,39 @@ from ..refusal import refuse
 @dataclass(frozen=True)
 class Device:
     """Describes a device. `flops`: dense bf16 operations a second at the peak, a multiply-add counted as two. `memory` in
-    bytes. `also`: other words that people use for the device.
+    bytes, `bandwidth` of it in bytes a second. `also`: other words that people use for the device.
     """
 
     flops: float
     memory: int
+    bandwidth: float
     also: str = ""
 
 
-def _device(teraflops: float, gib: int, also: str = "") -> Device:
-    return Device(teraflops * 1e12, gib * 2**30, f"{gib}gb {also}")
+def _device(teraflops: float, gib: int, terabytes: float, also: str = "") -> Device:
+    return Device(teraflops * 1e12, gib * 2**30, terabytes * 1e12, f"{gib}gb {also}")
 
 
 DEVICES = {
-    "NVIDIA B200": _device(2250, 180),
-    "NVIDIA GH200 480GB": _device(989, 96),
-    "NVIDIA GH200 144G HBM3e": _device(989, 141),
-    "NVIDIA H200": _device(989, 141, "sxm sxm5"),
-    "NVIDIA H200 NVL": _device(835, 141),
-    "NVIDIA H100 80GB HBM3": _device(989, 80, "sxm sxm5"),
-    "NVIDIA H100 NVL": _device(835, 94),
-    "NVIDIA H100 PCIe": _device(756, 80),
-    "NVIDIA H20": _device(148, 96),
-    "NVIDIA A100-SXM4-80GB": _device(312, 80),
-    "NVIDIA A100-SXM4-40GB": _device(312, 40),
-    "NVIDIA A100 80GB PCIe": _device(312, 80),
-    "NVIDIA A100-PCIE-40GB": _device(312, 40),
-    "NVIDIA A10": _device(125, 24),
-    "NVIDIA A10G": _device(70, 24),
-    "NVIDIA L4": _device(121, 24),
-    "NVIDIA L40S": _device(362, 48),
-    "NVIDIA GeForce RTX 4090": _device(165, 24),
-    "AMD Instinct MI300X": _device(1307, 192),
+    "NVIDIA B200": _device(2250, 180, 8.0),
+    "NVIDIA GH200 480GB": _device(989, 96, 4.0),
+    "NVIDIA GH200 144G HBM3e": _device(989, 141, 4.9),
+    "NVIDIA H200": _device(989, 141, 4.8, "sxm sxm5"),
+    "NVIDIA H200 NVL": _device(835, 141, 4.8),
+    "NVIDIA H100 80GB HBM3": _device(989, 80, 3.35, "sxm sxm5"),
+    "NVIDIA H100 NVL": _device(835, 94, 3.9),
+    "NVIDIA H100 PCIe": _device(756, 80, 2.0),
+    "NVIDIA H20": _device(148, 96, 4.0),
+    "NVIDIA A100-SXM4-80GB": _device(312, 80, 2.039),
+    "NVIDIA A100-SXM4-40GB": _device(312, 40, 1.555),
+    "NVIDIA A100 80GB PCIe": _device(312, 80, 1.935),
+    "NVIDIA A100-PCIE-40GB": _device(312, 40, 1.555),
+    "NVIDIA A10": _device(125, 24, 0.6),
+    "NVIDIA A10G": _device(70, 24, 0.6),
+    "NVIDIA L4": _device(121, 24, 0.3),
+    "NVIDIA L40S": _device(362, 48, 0.864),
+    "NVIDIA GeForce RTX 4090": _device(165, 24, 1.008),
+    "AMD Instinct MI300X": _device(1307, 192, 5.3),
 }
 
 

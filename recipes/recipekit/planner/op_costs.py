@@ -1,0 +1,145 @@
+"""Counts bytes and FLOPs of every operation that torch runs, on tensors that need no memory (FakeTensorMode).
+
+Eager PyTorch fuses nothing: an operation reads its inputs from the device's memory and writes its outputs there. So its bytes are those of all
+tensors that it reads and writes; a view moves none. FLOPs are torch's own formulas (torch.utils.flop_counter), a multiply-add as two; what has
+no formula counts as none, which is right for all but matrix products, attention and convolutions.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+FORWARD, RECOMPUTATION, BACKWARD, OPTIMIZER = "forward", "recomputation", "backward", "optimizer"
+ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+OVERWRITE = {"copy_", "fill_", "zero_"}  # do not read what they write to
+LOOK_UP = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}  # read of their first tensor only what they return or are asked for
+TOUCH = {"scatter_", "scatter_add_", "index_put_", "index_add_"}  # change of their first tensor only what their index names
+NOT_READ = {"nll_loss_backward": 1}  # place of a tensor that only gives its shape
+SCALAR_FREE = ("aten", "prim", "profiler")  # namespaces whose operations have a formula, or no FLOPs that count
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], float]  # (args, kwargs, result) -> FLOPs
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Describes one operation: `shapes` of the tensors that it takes, `bytes` that it reads and writes, `where`: names of files and functions that called it."""
+
+    name: str
+    stage: str
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
+    flops: float
+    where: frozenset[str]
+
+
+def _cpu_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+
+
+def _cpu_attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    return sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+
+
+CPU_FORMULAS: dict[str, Formula] = {  # torch 2.13's counter knows the CUDA kernels only
+    "aten._scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
+}
+
+
+class Costs(TorchDispatchMode):
+    """Lists the operations that run while it is on. `stage` is forward, backward or optimizer, as set from outside; a forward that a backward runs is recomputation.
+
+    `formulas` add FLOPs by the operation's name. Raises ValueError for an operation of another library that has none.
+    """
+
+    def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
+        super().__init__()
+        self.formulas, self.stage, self.found = {**CPU_FORMULAS, **(formulas or {})}, FORWARD, list[Operation]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        moved, flops = bytes_of(func, args, kwargs, result), self._flops(func, args, kwargs, result)
+        if moved or flops:
+            where = callers()
+            stage = RECOMPUTATION if self.stage == BACKWARD and "recompute_fn" in where else self.stage
+            shapes = tuple(tuple(value.shape) for value in tree_leaves((args, kwargs)) if torch.is_tensor(value))
+            self.found.append(Operation(name_of(func), stage, shapes, moved, flops, where))
+        return result
+
+    def _flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        if formula := self.formulas.get(name_of(func)):
+            return formula(args, kwargs, result)
+        if func._overloadpacket in flop_registry:
+            return flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        if func.namespace not in SCALAR_FREE:
+            raise ValueError(f"{name_of(func)} has no formula for its FLOPs")
+        return 0.0
+
+
+def name_of(func: Any) -> str:
+    return f"{func.namespace}.{func._schema.name.split('::')[1]}"
+
+
+def bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Counts the bytes that an operation reads and writes: of each tensor once, an expanded one as large as it is in memory."""
+    name = name_of(func).partition(".")[2]
+    given = _given(func, args, kwargs)
+    made = [value for value in tree_leaves(result) if torch.is_tensor(value)]
+    homes = {_storage(tensor): changed for tensor, changed in given}
+    views = bool(made) and all(_storage(tensor) in homes for tensor in made)
+    writes = any(changed for _, changed in given)
+    if name in ALLOCATE or (not writes and (views or not made)):  # a question, such as for the device, is neither
+        return 0
+    if name in TOUCH:
+        rest = [tensor for tensor, changed in given if not changed]
+        touched = max(tensor.numel() for tensor in rest) if rest else 0
+        target = given[0][0]
+        return 2 * touched * target.element_size() + sum(map(size_of, rest))
+    total = 0
+    for number, (tensor, changed) in enumerate(given):
+        size = size_of(tensor)
+        if name in LOOK_UP and number == 0:
+            asked = max([value.numel() for value in made] + [other.numel() for other, _ in given[1:2]])
+            size = min(size, asked * tensor.element_size())
+        if NOT_READ.get(name) == number:
+            size = 0
+        total += size * ((name not in OVERWRITE) + 1 if changed else 1)
+    return total + sum(size_of(tensor) for tensor in made if _storage(tensor) not in homes)
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Counts the bytes of the elements that lie in different places."""
+    return tensor.element_size() * prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
+
+
+def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+    """Lists the tensors that an operation takes, each once, and whether it writes to them."""
+    found: dict[int, tuple[torch.Tensor, bool]] = {}
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(value):
+            if torch.is_tensor(tensor):
+                found[id(tensor)] = (tensor, changed or found.get(id(tensor), (tensor, False))[1])
+    return list(found.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def callers() -> frozenset[str]:
+    """Names the files and functions on the stack, without folders."""
+    found, frame = set(), sys._getframe(2)
+    while frame is not None:
+        found |= {frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name}
+        frame = frame.f_back
+    return frozenset(found)
