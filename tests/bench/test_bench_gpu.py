@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import psutil
 import pytest
 from job import Job, command_line
 from pool import ROOT, environment
+from recipekit.command import parse
+from recipekit.plan import make_plan
 
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 
@@ -112,6 +115,24 @@ def test_the_last_line_of_a_log_tells_why(tmp_path: Path):
     assert "empty" in bench_gpu.last_line(log)
 
 
+@pytest.mark.parametrize("on", [(), *((name,) for name in bench_gpu.MEASURES), tuple(bench_gpu.MEASURES)], ids="_".join)
+def test_a_measure_is_on_by_itself(on: tuple[str, ...], tmp_path: Path):
+    """The command of its row resolves, as `--dry_run` does it, and differs in nothing else."""
+    recipe = runpy.run_path(str(ROOT / bench_gpu.QWEN), run_name="a test")["RECIPE"]
+    plan = make_plan(parse(recipe, ROOT / bench_gpu.QWEN, ["--tiny", "--dry_run", *bench_gpu.measure_flags(tmp_path, on)]))
+    assert plan.recipe.attention == ("varlen" if "attention" in on else "sdpa")
+    assert plan.recipe.loss == ("chunked" if "loss" in on else "whole")
+    assert plan.ds_config["timers"]["throughput"]["enabled"] == ("timer" not in on)
+    assert plan.ds_config["optimizer"]["params"]["fused"] == ("fused" in on)
+    assert plan.ds_config["zero_optimization"]["overlap_comm"] == ("overlap" in on)
+
+
+def test_every_measure_has_a_row_beside_none_and_all():
+    rows = [row for row in bench_gpu.ROWS if row.part == "E"]
+    assert [row.measure.keywords["on"] for row in rows] == [(), *((name,) for name in bench_gpu.MEASURES), tuple(bench_gpu.MEASURES)]  # type: ignore[attr-defined]
+    assert all(row.needs == ((bench_gpu.NONE_ON,) if row.measure.keywords["on"] else ()) for row in rows)  # type: ignore[attr-defined]
+
+
 # What is kept -----------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +211,7 @@ def test_the_page_tells_every_row():
     [
         (["--minutes", 0, "--page", "no/such/folder/x.md", "--no-run"], 1, ["--minutes 0: must be", "its folder does not exist"]),
         (["--rows", "cpu", "zero9"], 2, ["zero9"]),
-        (["--parts", "E"], 2, ["'E'"]),
+        (["--parts", "F"], 2, ["'F'"]),
         (["--rows", "1b"], 1, ["torch sees no GPU here; use --tiny"]),
     ],
 )

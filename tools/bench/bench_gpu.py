@@ -1,7 +1,7 @@
 """Measures what one GPU does with the recipes: losses beside a CPU's, memory beside the plan, speed, checkpoints.
 
     python tools/bench/bench_gpu.py --parts A --page bench_gpu.md        # A first: is it right? Then B, C, D: how fast is it?
-    python tools/bench/bench_gpu.py --page bench_gpu.md                  # all four parts; goes on where it was
+    python tools/bench/bench_gpu.py --page bench_gpu.md                  # all five parts; goes on where it was
     python tools/bench/bench_gpu.py --tiny                               # the same rows in tiny shapes, on a CPU too
 
 A row is one job of its own with a time limit, and one line when it is done. What a row measured is kept in OUT/rows.jsonl: the same command
@@ -49,6 +49,7 @@ PARTS = {
     "B": "1.3 billion parameters, bf16, packed documents of 2048 tokens a row",
     "C": "Larger models, rows of 4096 and 8192 tokens",
     "D": "What is not a matmul: checkpoints, the loop, the data",
+    "E": "What each measure is worth: 1.3 billion parameters as in B, ZeRO-2",
 }
 QWEN, LORA = "recipes/qwen3_0_6b_zero2.py", "recipes/qwen3_0_6b_lora_zero3.py"
 # What differs from Llama 3.1 8B, whose shape is shipped. With --tiny the last three are shrunk to a tiny Llama.
@@ -60,6 +61,14 @@ MODELS = {
     "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "tie_word_embeddings": True},
     "8b": {},
 }
+MEASURES = {
+    "attention": "attention by documents, `--attention varlen`, not a dense mask",
+    "loss": "the loss in chunks, `--loss chunked`, not of whole logits",
+    "timer": "no throughput timer of DeepSpeed, which waits for the device",
+    "fused": "AdamW as one operation",
+    "overlap": "gradients summed while others are computed (overlap_comm)",
+}
+NONE_ON = "measures_off"  # the row that the others of part E are compared with
 SAME_LOSS = 5e-3  # relative: bf16 on two devices
 MFU = {"1b": 0.38, "3b": 0.40}
 LORA_TOKENS = 13_000  # a second; AutoModel reaches 12,473 on an H100 with these settings
@@ -309,6 +318,28 @@ def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, b
     return bar, None if tiny else reached
 
 
+def one_measure(bench: Bench, row: Row, on: Sequence[str]) -> Found:
+    """Times the 1.3B model with some measures on and all others off, beside none of them."""
+    found = speed(bench, row, QWEN, "1b", (2048, 8, 64), measure_flags(bench.out, on), enough=6)
+    if not on:
+        return Found(found.measured, [], found.figures)
+    ratio = found.figures["tokens_per_s"] / bench.kept[NONE_ON]["figures"]["tokens_per_s"]
+    bars = [("faster than without", None if bench.tiny else ratio > 1)] if len(on) > 1 else []
+    return Found(f"{ratio:.3f} x the tokens/s without; {found.measured}", bars, found.figures | {"ratio": ratio})
+
+
+def measure_flags(folder: Path, on: Sequence[str]) -> list[str]:
+    """Returns the flags of a run with these of MEASURES on and the others off; writes its JSON, ds_configs/zero2.json with three settings, to `folder`."""
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    config.setdefault("timers", {})["throughput"] = {"enabled": "timer" not in on}
+    config["optimizer"]["params"]["fused"] = "fused" in on
+    config["zero_optimization"]["overlap_comm"] = "overlap" in on
+    path = folder / f"zero2_{'_'.join(on) or 'none'}.json"
+    path.write_text(json.dumps(config, indent=2))
+    ways = {"attention": "varlen" if "attention" in on else "sdpa", "loss": "chunked" if "loss" in on else "whole"}
+    return flags(ways | {"deepspeed_config": path})
+
+
 def read_plan(printed: str) -> dict[str, Any]:
     """Reads what `--dry_run` printed: {"bytes": the most at a time on the accelerator or None, "activations": whether they are counted}."""
     told = re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
@@ -409,6 +440,13 @@ def whole_3b(seq_len: int, rows: int) -> Row:
     return Row("C", f"3b_{seq_len}", 150, runs, FAST.format(MFU["3b"]), measure)
 
 
+def measure_row(name: str, *on: str) -> Row:
+    what = " and ".join(MEASURES[one] for one in on) if len(on) < 2 else "all of them"
+    measure = partial(one_measure, on=on)
+    bar = "faster than without" if len(on) > 1 else "none"
+    return Row("E", name, 150, what or "none of the measures", bar, measure, (NONE_ON,) if on else ())
+
+
 lora_8b = partial(speed, recipe=LORA, model="8b", shape=(4096, 2, 16), more=LORA_FLAGS, enough=5)
 ROWS = [
     Row("A", "cpu", 180, "ZeRO-2 on the CPU, which the others of this part are compared with", "the loss falls", on_the_cpu),
@@ -435,6 +473,9 @@ ROWS = [
     whole_3b(8192, rows=8),
     Row("D", "loop", 150, "our loop and a bare one, SmolLM2-135M, rows of 2048", "5 ms outside the engine; wait under 1 %", loop_costs),
     Row("D", "checkpoint", 260, "a save of Qwen3-0.6B under ZeRO-2", "under 1 s in the background", stall_of_a_save),
+    measure_row(NONE_ON),
+    *(measure_row(f"only_{name}", name) for name in MEASURES),
+    measure_row("measures_all", *MEASURES),
 ]
 BY_NAME = {row.name: row for row in ROWS}
 
@@ -512,7 +553,7 @@ def main(argv: list[str]) -> int:
     if arguments.prepare:
         return prepare(arguments.prepare, arguments.tiny)
     if arguments.list:
-        print("\n".join(f"{row.part} {row.name:11} at most {row.limit:3} s  {row.runs}: {row.bar}" for row in ROWS))
+        print("\n".join(f"{row.part} {row.name:14} at most {row.limit:3} s  {row.runs}: {row.bar}" for row in ROWS))
         return 0
     problems = []
     if arguments.minutes <= 0:
@@ -539,7 +580,7 @@ def main(argv: list[str]) -> int:
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="A", help="A, B, C, D (default: all)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="A", help="A, B, C, D, E (default: all)")
     parser.add_argument("--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="single rows instead (--list shows them)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_gpu"), help="where runs, logs and rows.jsonl lie (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a trial on any machine; bars of speed and memory do not apply")
@@ -571,7 +612,7 @@ def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[s
                 continue
             left = began + 60 * arguments.minutes - time.monotonic()
             if left < row.limit and time.monotonic() - began > 1:  # the first row of a part is always begun
-                print(f"{row.part} {row.name:11} waits for the next start: it may take {row.limit} s, and {left:.0f} of part {part} are left", flush=True)
+                print(f"{row.part} {row.name:14} waits for the next start: it may take {row.limit} s, and {left:.0f} of part {part} are left", flush=True)
                 continue
             record = run_row(bench, row)
             keep(file, record)
@@ -605,7 +646,7 @@ def run_row(bench: Bench, row: Row) -> dict[str, Any]:
 def show(record: dict[str, Any], kept: bool = False) -> None:
     bars = f" ({record['bars']})" if record["bars"] else ""
     took = "kept" if kept else f"{record['seconds']:.0f} s"
-    print(f"{record['part']} {record['row']:11} {record['status']:5} {took:>6}  {record['measured']}{bars}", flush=True)
+    print(f"{record['part']} {record['row']:14} {record['status']:5} {took:>6}  {record['measured']}{bars}", flush=True)
 
 
 def commit() -> str:
@@ -645,6 +686,9 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
 - D: [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU the
   device is waited for after each engine call of the pass that times them, so the milliseconds outside are those that
   nothing hides.
+- E: B's model and rows with one measure on and the others off, none of them and all of them; `--parts E` measures these
+  rows side by side. On one GPU nothing is summed over ranks, so overlap_comm can only cost there.
+- [roofline.md](roofline.md) says what an H100 could reach at most in the rows 1b, 3b_4096 and 8b_lora.
 """
 
 
