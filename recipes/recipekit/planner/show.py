@@ -18,6 +18,7 @@ from ..parallel.plans import plans_of, published_plans
 from ..plan import Plan
 from ..tasks.facts import PACKED, TASKS, Facts, Plans
 from ..tasks.find import task_called
+from .activations import activation_terms, shape_of
 from .devices import device_called
 from .memory import Load, rank_terms
 from .pinned import pins_exactly
@@ -56,6 +57,7 @@ def show(plan: Plan) -> None:
         print(f"stages   {describe(blueprint, layout.bounds)}")
     for place in dict.fromkeys(term.place for term in terms):
         show_place(terms, place)
+    show_activations(activations_of(plan), terms)
     if device is not None:
         show_verdict(terms, *device)
 
@@ -78,6 +80,29 @@ def show_place(terms: list[Term], place: str) -> None:
         rounding = f" for {gib(term.size)}" if term.pinned > 1.001 * term.size else ""
         notes = "; ".join(note for note in (when, f"page-locked{rounding}" if term.pinned else "", "at most" if term.bound else "") if note)
         print(f"        {gib(term.taken):>12}  {term.what}{f' ({notes})' if notes else ''}")
+
+
+def show_activations(activations: list[Term], terms: list[Term]) -> None:
+    """Prints what is predicted of activations; `terms` are those of the states, with which they are there. Nothing is refused for a prediction."""
+    if not activations:
+        return
+    both = total([*terms, *activations], ACCELERATOR, bounds=True)
+    print(f"memory   predicted besides, of a micro-batch: {gib(total(activations, ACCELERATOR))}, at most {gib(both)} with all of the above")
+    for term in activations:
+        when = WHEN[term.when[-1]] if term.when else ""
+        notes = "; ".join(filter(None, (when, "at most" if term.bound else "")))
+        print(f"        {gib(term.size):>12}  {term.what}{f' ({notes})' if notes else ''}")
+
+
+def activations_of(plan: Plan) -> list[Term]:
+    """Predicts the activations of a rank; [] where no formula is known: of another layer, an adapter, a pipeline, another engine, or a dense mask."""
+    recipe, mesh = plan.recipe, plan.mesh
+    shape = shape_of(plan.model_config or {}, mesh.tp, mesh.sp) if recipe.facts.rows == PACKED else None
+    if shape is None or recipe.adapt is not None or mesh.pp > 1 or recipe.engine != "deepspeed" or attention_of(plan)[0] not in ("varlen", "flash_attention_2"):
+        return []
+    assert plan.model_config is not None
+    tokens = recipe.micro_batch * recipe.seq_len // mesh.sp
+    return activation_terms(shape, tokens, 4 if plan.precision == "fp32" else 2, plan.model_config["num_hidden_layers"], recipe.recompute_every)
 
 
 def show_verdict(terms: list[Term], name: str, memory: int) -> None:

@@ -1,0 +1,180 @@
+"""What a dry run predicts of activations is what autograd saves, term by term."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from job import metrics
+from pool import ROOT, environment
+from recipekit.architectures.lookup import model_config
+from recipekit.planner.activations import activation_terms, layer_bytes, shape_of
+from recipekit.planner.terms import ACCELERATOR, BACKWARD, total
+from recipekit.recipe import Recipe
+from test_resume import BASE, train
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TOKENS, WITHIN = 192, 0.05
+SIZE: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 416,
+    "vocab_size": 64,
+    "head_dim": 16,
+    "use_cache": False,
+}
+
+
+def saved(kind: str, layers: int, dtype: torch.dtype, checkpointed: bool = False, every: int = 1) -> list[tuple[tuple[int, ...], int]]:
+    """Runs a real forward; (shape, bytes) of each storage that autograd keeps, but for weights, tokens and rotary angles."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type=kind, num_hidden_layers=layers, **SIZE)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for number, layer in enumerate(model.model.layers):
+            layer.gradient_checkpointing = number % every == 0
+    known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, tuple[tuple[int, ...], int]] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        turning = tensor.dim() >= 3 and not tensor.requires_grad and tensor.shape[-1] == SIZE["head_dim"]  # cos and sin, the same for all layers
+        if storage._cdata not in known and tensor.is_floating_point() and not turning:
+            kept[storage._cdata] = (tuple(tensor.shape), storage.nbytes())
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64)).logits.sum()
+    return list(kept.values())
+
+
+def bytes_of(found: list[tuple[tuple[int, ...], int]], last: int | None = None) -> int:
+    return sum(size for shape, size in found if last is None or shape[-1] == last)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "mistral"])
+def test_a_layer_keeps_what_is_predicted(kind: str, dtype: torch.dtype):
+    one, three = (saved(kind, layers, dtype) for layers in (1, 3))
+    shape = shape_of(SIZE | {"model_type": kind})
+    assert shape is not None
+    terms = layer_bytes(shape, dtype.itemsize)
+    a_layer = (bytes_of(three) - bytes_of(one)) / 2 / TOKENS
+    assert sum(terms.values()) == pytest.approx(a_layer, rel=WITHIN)
+    inner = (bytes_of(three, SIZE["intermediate_size"]) - bytes_of(one, SIZE["intermediate_size"])) / 2 / TOKENS
+    assert terms["MLP"] == pytest.approx(inner, rel=WITHIN)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_recomputed_layer_keeps_its_input(every: int):
+    shape = shape_of(SIZE | {"model_type": "llama"})
+    assert shape is not None
+    kept = bytes_of(saved("llama", 4, torch.bfloat16, checkpointed=True, every=every))
+    terms = activation_terms(shape, TOKENS, 2, 4, every)
+    predicted = sum(term.size for term in terms if not term.bound and not term.what.startswith("a recomputed"))
+    assert predicted == pytest.approx(kept, rel=WITHIN)
+
+
+def test_long_rows_of_the_recipe_by_hand():
+    """Llama 3.1 8B, 131,072 tokens on 8 ranks: each number as its docstring has it."""
+    config = model_config("meta-llama/Llama-3.1-8B")
+    assert config is not None
+    shape = shape_of(config, sp=8)
+    assert shape is not None
+    terms = {term.what: term.size for term in activation_terms(shape, 16384, 2, 32, 1)}
+    assert terms["inputs of 32 layers that are recomputed: layers x tokens x 4096 x 2 B"] == 32 * 16384 * 4096 * 2
+    assert terms["a recomputed layer's norms"] == 16384 * 2 * (4 + 2 + 2) * 4096
+    assert terms["a recomputed layer's attention"] == 16384 * (3 * 2 * 4096 + 2 * 2 * 1024 + 4 * 32)
+    assert terms["a recomputed layer's MLP"] == 16384 * 4 * 2 * 14336
+    assert total(activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR) == total(activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR, BACKWARD)
+
+
+@pytest.mark.parametrize(("heads", "sp", "held"), [(8, 8, 1), (8, 2, 4), (2, 4, 1), (6, 4, 3)])
+def test_key_value_heads_of_a_rank(heads: int, sp: int, held: int):
+    """parallel/sequence.py repeats heads until each rank has as many."""
+    config = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": heads, "head_dim": 4, "intermediate_size": 8}
+    shape = shape_of(config, sp=sp)
+    assert shape is not None and shape.keys / sp == held * 4
+
+
+def dry_run(recipe: str, *flags: str) -> str:
+    made = subprocess.run([sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "--dry_run", *flags], env=environment(), capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+def test_a_dry_run_tells_the_terms():
+    """2 + 0.25 + 0.5 + 0.157 + 0.875 GiB."""
+    told = dry_run("llama3_1_8b_zero3", "--world", "8", "--activation_checkpointing", "--seq_len", "8192", "--micro_batch", "1")
+    assert re.search(r"^memory   predicted besides, of a micro-batch: 3.78 GiB, at most \d+\.\d+ GiB with all of the above$", told, re.MULTILINE)
+    assert re.search(r"^ +2.00 GiB  inputs of 32 layers that are recomputed: layers x tokens x 4096 x 2 B$", told, re.MULTILINE)
+    assert re.search(r"^ +896.00 MiB  a recomputed layer's MLP \(while gradients arrive\)$", told, re.MULTILINE)
+
+
+def test_other_layers_are_not_predicted():
+    assert shape_of({"model_type": "gpt2"}) is None and shape_of({"model_type": "mixtral"}) is None
+
+
+# A run of long rows -------------------------------------------------------------------------------------------------
+
+
+def train_and_count(recipe: Recipe, argv: list[str]) -> tuple[Any, list[int], list[dict[str, Any]]]:
+    """Runs on every rank of a pool, the real loop: (how it ended, bytes that autograd saved in each step, the planner's terms)."""
+    from recipekit import train as loop
+    from recipekit.planner.show import activations_of
+
+    step, counts, predicted = loop.train_step, [], []
+
+    def counting(engine: Any, *arguments: Any, **more: Any) -> Any:
+        known = {parameter.untyped_storage()._cdata for parameter in engine.module.parameters()}
+        turning, kept, sizes = engine.module.config.head_dim, [], {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            angles = tensor.dim() >= 3 and not tensor.requires_grad and tensor.shape[-1] == turning
+            if storage._cdata not in known and tensor.is_floating_point() and not angles:
+                sizes[storage._cdata] = storage.nbytes()
+                kept.append(tensor)  # else its address may come again
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = step(engine, *arguments, **more)
+        counts.append(sum(sizes.values()))
+        return result
+
+    made = loop.prepare
+
+    def preparing(loaded: Any, *arguments: Any) -> Any:
+        predicted.extend({"what": term.what, "size": term.size, "bound": term.bound} for term in activations_of(loaded.plan))
+        return made(loaded, *arguments)
+
+    with mock.patch.object(loop, "train_step", counting), mock.patch.object(loop, "prepare", preparing):
+        return train(recipe, argv), counts, predicted
+
+
+@pytest.mark.slow
+def test_rows_of_65536_tokens_on_two_ranks_train_with_the_bytes_of_the_sum(pools: Any, tmp_path: Path):
+    """Two layers of width 64; a dense mask would take 4.3 GB and more, whole logits 69 MB each."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choice("abcdefgh ") for _ in range(length)) for length in [30_000, 70_000, 2_000, 500] * 20]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe = replace(BASE, model="meta-llama/Llama-3.1-8B", ds_config="zero3.json", sp=2, seq_len=65_536, global_batch=1, eval_every=0, warmup_steps=0)
+    recipe = replace(recipe, dataset=str(tmp_path / "rows.jsonl"))
+    ended = pools.run(2, train_and_count, timeout=600, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--steps", "2"])
+    for (code, printed), counts, predicted in ended:
+        assert code == 0, printed
+        told = sum(term["size"] for term in predicted if not term["bound"])
+        assert told and [count / told for count in counts] == [pytest.approx(1, rel=WITHIN)] * 2
+    losses = [line["loss"] for line in metrics(tmp_path / "run")]
+    assert len(losses) == 2 and losses[1] < losses[0]
