@@ -64,15 +64,9 @@ def needs(name: str) -> str:
     return " ".join(found[1].split())
 
 
-def refused_mask(name: str) -> str:
-    """The mask for whose bytes the docstring says that the recipe is refused at its full length; empty if it is not."""
-    found = re.search(r"Refused until attention is mended: the dense mask of such a row takes ([\d.]+ GB) on every GPU", " ".join(docstring(name).split()))
-    return found[1] if found else ""
-
-
 def full_size(name: str) -> list[str]:
-    """The recipe on the ranks of its command; with short rows where its own are refused."""
-    return ["--world", str(num_gpus(name)), *(["--seq_len", "4096"] if refused_mask(name) else [])]
+    """The recipe on the ranks of its command."""
+    return ["--world", str(num_gpus(name))]
 
 
 def catalogue_entry(name: str) -> str:
@@ -175,14 +169,8 @@ def test_docstring_tells_the_memory_of_the_states(name):
 
 
 @every_recipe
-def test_a_recipe_is_accepted_on_the_ranks_of_its_command_or_says_why_not(name):
-    if not (size := refused_mask(name)):
-        plan(name, "--world", str(num_gpus(name)))
-        return
-    with pytest.raises(Refusal) as refused:
-        plan(name, "--world", str(num_gpus(name)))
-    (problem,) = refused.value.problems
-    assert f"takes {size} on every rank" in problem.rule and "use --seq_len 65536, or --attention flash_attention_2" in problem.fix
+def test_a_recipe_is_accepted_on_the_ranks_of_its_command(name):
+    plan(name, *full_size(name))
 
 
 @every_recipe

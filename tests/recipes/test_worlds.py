@@ -12,7 +12,7 @@ from recipekit.command import parse
 from recipekit.plan import make_plan
 from recipekit.planner.show import show
 from recipekit.refusal import Refusal
-from test_recipes import FILES, full_size, load, plan
+from test_recipes import FILES, load, plan
 
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 sys.path.insert(0, str(ROOT / "tools"))
@@ -128,11 +128,9 @@ def test_what_is_refused_names_the_nearest_ranks_that_fit(name, argv, text):
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_ranks_that_a_refusal_names_are_the_nearest_that_are_accepted(name):
-    more = full_size(name)[2:]
-
     def refusal(world: int) -> str:
         try:
-            plan(name, *more, "--world", str(world))
+            plan(name, "--world", str(world))
         except Refusal as refused:
             return str(refused)
         return ""
