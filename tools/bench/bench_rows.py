@@ -1,0 +1,143 @@
+"""Measures what attention and loss keep of long rows: bytes that autograd saves, and the process's peak, before and after.
+
+    python tools/bench/bench_rows.py > tools/bench/bench_rows.md        # five minutes on two cores, and 10 GiB of memory
+
+"Before" is a dense mask and the loss of whole logits, as far as it fits --most GiB; "after" is attention by documents and the loss in chunks.
+A model of one narrow layer with a vocabulary of 151,936 goes forward and backward over one row of two documents, on the CPU.
+"""
+
+import argparse
+import datetime
+import os
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+import torch
+from recipekit.kernels import attention  # noqa: F401 (gives transformers the attention "varlen")
+from recipekit.model.head import give_losses
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY, WIDTH = 151_936, 64
+TOKENS = (2048, 4096, 8192, 16384, 32768)
+BEFORE, AFTER = ("sdpa", "whole"), ("varlen", "chunked")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Holds, in bytes, what autograd saved in a forward, weights left out, the largest tensor among it, and how much the process grew at most."""
+
+    saved: int
+    largest: int
+    peak: int
+    seconds: float
+
+
+def model_of(way: tuple[str, str], vocabulary: int) -> Any:
+    """Makes a model of one layer, fp32, with this attention and loss."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", vocab_size=vocabulary, max_position_embeddings=1 << 20, use_cache=False, **shape)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=way[0])
+    if way[1] == "chunked":
+        give_losses(model, ())
+    return model.train()
+
+
+def measure(way: tuple[str, str], tokens: int, vocabulary: int = VOCABULARY) -> Kept:
+    """Runs one row of two documents forward and backward."""
+    model = model_of(way, vocabulary)
+    ids = torch.randint(vocabulary, (1, tokens))
+    places = torch.cat([torch.arange(tokens // 2), torch.arange(tokens - tokens // 2)]).unsqueeze(0)
+    labels = ids.roll(-1, 1)
+    known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    start, begun = reset_peak(), time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        if way[1] == "chunked":
+            loss = model(input_ids=ids, position_ids=places, losses_of=labels).logits.sum()
+        else:
+            logits = model(input_ids=ids, position_ids=places).logits
+            loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+            del logits
+    loss.backward()
+    return Kept(sum(sizes.values()), max(sizes.values()), status("VmHWM") - start, time.perf_counter() - begun)
+
+
+def reset_peak() -> int:
+    """Sets the process's peak back to what it holds now (Linux); returns that."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def status(name: str) -> int:
+    """Reads bytes of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def fits(tokens: int, most: float) -> bool:
+    """Says whether a row fits so many GiB with a dense mask and whole logits: 13 bytes a logit and 9 a pair of tokens."""
+    return 13 * tokens * VOCABULARY + 9 * tokens**2 <= most * 2**30
+
+
+def page(found: list[tuple[int, Kept | None, Kept]], most: float) -> str:
+    mib = lambda size: f"{size / 2**20:,.0f}"  # noqa: E731
+    lines = [
+        f"| {tokens:,} | {f'{mib(before.saved)} | {mib(before.peak)}' if before else 'too much | too much'} | {mib(after.saved)} | {mib(after.peak)} "
+        f"| {after.saved / tokens:,.0f} |"
+        for tokens, before, after in found
+    ]
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
+    return f"""# What do attention and loss keep of long rows?
+
+Written by `python tools/bench/bench_rows.py` on {datetime.date.today().isoformat()}:
+{os.cpu_count()} CPU cores, {versions}.
+MiB; before: a dense mask and the loss of whole logits, as far as it fits {most:g} GiB; after: attention by documents and the
+loss in chunks.
+
+| tokens of a row | before: saved | peak | after: saved | peak | after: saved bytes a token |
+|---|---|---|---|---|---|
+{chr(10).join(lines)}
+
+{WORDS}"""
+
+
+WORDS = f"""- One layer of width {WIDTH}, a vocabulary of {VOCABULARY:,}, fp32, one row of two documents, forward and backward on the CPU.
+- Saved: what autograd keeps for the backward pass, each storage once, weights left out. Peak: how much the process grew
+  at most in forward and backward together; the gradients of embedding and head, {2 * 4 * VOCABULARY * WIDTH / 2**20:.0f} MiB, are in it.
+- What is saved after grows with the tokens: the same bytes a token for each length.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="lengths of the row (default: %(default)s)")
+    parser.add_argument("--most", type=float, default=10.0, help="GiB that the way before may take (default: %(default)g)")
+    arguments = parser.parse_args(argv)
+    found = []
+    for tokens in arguments.tokens:
+        before = measure(BEFORE, tokens) if fits(tokens, arguments.most) else None
+        after = measure(AFTER, tokens)
+        found.append((tokens, before, after))
+        print(f"{tokens}: {before} {after}", file=sys.stderr, flush=True)
+    print(page(found, arguments.most))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
