@@ -4,7 +4,7 @@
 
 A stage is one host: its eight GPUs are tensor peers, and only hidden states cross the network inside a pipeline. `hosts`
 is a DeepSpeed hostfile, one line `NAME slots=8` for each host. Each rank reads its own slices of the weights only.
-Needs: 256 x 80 GB GPUs (34.1 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
+Needs: 256 x 80 GB GPUs (35.6 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
 With 128 micro-batches a pipeline idles (16 - 1) / (128 + 16 - 1) = 10 % of a step.
 """
 

@@ -4,7 +4,7 @@
 
 Tensor peers are neighbours on one host, where links are fast; stages lie on different hosts and send little. `hosts` is
 a DeepSpeed hostfile, one line `NAME slots=8` for each host.
-Needs: 64 x 96 GB GPUs (36.3 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
+Needs: 64 x 96 GB GPUs (37.7 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
 Fewer hosts: any multiple of 16 GPUs; the optimizer states are divided by the data-parallel ranks that are left.
 """
 

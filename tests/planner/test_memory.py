@@ -281,19 +281,20 @@ def test_pinned_memory_is_told_with_its_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "verdict"),
+    ("device", "world", "verdict"),
     [
-        ("H100-SXM", "verdict  states fit, activations not counted: 24.34 GiB of the 80.00 GiB of NVIDIA H100 80GB HBM3"),
+        ("H100-SXM", 8, "verdict  states fit, activations not counted: 20.60 GiB of the 80.00 GiB of NVIDIA H100 80GB HBM3"),
         (
             "L4",
-            "verdict  does not fit: accelerator memory of NVIDIA L4 = 24.00 GiB: a rank needs at least 24.34 GiB of it, activations not counted (optimizer states",
+            4,
+            "verdict  does not fit: accelerator memory of NVIDIA L4 = 24.00 GiB: a rank needs at least 37.42 GiB of it, activations not counted (optimizer states",
         ),
     ],
 )
-def test_a_dry_run_tells_whether_a_device_suffices(device: str, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_tells_whether_a_device_suffices(device: str, world: int, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
     from recipekit.planner.show import show
 
-    show(dry_plan("llama3_1_8b_zero3", "--world", "8", "--device", device))
+    show(dry_plan("llama3_1_8b_zero3", "--world", str(world), "--device", device))
     assert verdict in capsys.readouterr().out
 
 
@@ -306,7 +307,7 @@ def test_a_start_refuses_what_certainly_exceeds_the_host(monkeypatch: pytest.Mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     plan = dry_plan("qwen3_0_6b_zero2", "--world", "2")
     terms = fullest(plan, *drawn_up(plan))
-    needed = total([replace(term, place=HOST, pinned=0) for term in terms], HOST)
+    needed = total([replace(term, place=HOST, pinned=0, bound=term.bound or "bucket" in term.what) for term in terms], HOST)
     monkeypatch.setattr(start, "free_memory", lambda: 2 * needed)
     start.check_memory(plan, torch.device("cpu"))
     monkeypatch.setattr(start, "free_memory", lambda: 2 * needed - 1)
@@ -321,8 +322,9 @@ def test_a_dry_run_of_a_small_model_counts_in_mib(capsys: pytest.CaptureFixture[
 
     show(dry_plan("llama_nano_zero2", "--tiny"))
     said = capsys.readouterr().out
-    [memory] = [line for line in said.splitlines() if line.startswith("memory")]
-    terms = said.partition(memory)[2].splitlines()[1:]
+    memory, besides = [line for line in said.splitlines() if line.startswith("memory")]
+    terms, activations = (part.splitlines()[1:] for part in said.partition(memory)[2].split(besides))
+    assert "GiB" not in besides + "".join(activations) and len(activations) == 3
     assert "GiB" not in memory + "".join(terms) and terms
     always = float(memory.partition("each rank: ")[2].partition(" MiB always")[0])
     kept = sum(float(term.split()[0]) for term in terms if "(" not in term)

@@ -1,6 +1,8 @@
 """Which attention a run computes with, found by running a tiny copy of its model."""
 
+import json
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,6 +73,12 @@ def largest_head(model_config: dict[str, Any]) -> int:
 
 
 def unfit(model_config: dict[str, Any], name: str = "") -> str:
+    """Says why a model's attention is not varlen, or "" if it is; see `_unfit`."""
+    return _unfit(json.dumps(model_config, sort_keys=True), name)
+
+
+@lru_cache(maxsize=8)  # a dry run asks more than once
+def _unfit(written: str, name: str) -> str:
     """Says why a model's attention is not varlen, or "" if it is: its logits of packed documents are those of the documents alone, or sdpa's.
 
     A tiny copy with random weights reads them, in fp32 on the CPU. sdpa's own may differ from those of the documents alone, where
@@ -79,7 +87,7 @@ def unfit(model_config: dict[str, Any], name: str = "") -> str:
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            tiny = tiny_copy(config_of(model_config, name), VOCABULARY)
+            tiny = tiny_copy(config_of(json.loads(written), name), VOCABULARY)
             if tiny.get("initializer_range"):
                 tiny = tiny | {"initializer_range": 0.1}  # what is read must be seen, however small the weights of its real width begin
             model = _drawn(tiny, VARLEN, name)

@@ -7,6 +7,7 @@ let pass the losses unchanged.
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,10 +204,15 @@ def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Op
 
     Raises ValueError where they are not, or cannot be. The same on every rank, and no collective.
     """
+    return _operations_of(json.dumps(model_config, sort_keys=True), task, name)
+
+
+@functools.lru_cache(maxsize=8)  # a dry run asks more than once
+def _operations_of(written: str, task: str, name: str) -> Operations:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
-            return _found_on(small_copy(model_config, TASKS[task], name), TASKS[task])
+            return _found_on(small_copy(json.loads(written), TASKS[task], name), TASKS[task])
         except (RuntimeError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError, Refusal) as error:
             told = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {str(error)[:200]}"
             raise ValueError(f"no small copy of it runs, which would show it ({told})") from error
