@@ -170,7 +170,9 @@ def give_losses(model: PreTrainedModel, operations: Operations, part: Part | Non
             return whole(*args, **kwargs)
 
         def losses(hidden: torch.Tensor) -> torch.Tensor:
-            return token_losses(hidden, head.weight, head.bias, losses_of, chain if operations else None, part, block).as_subclass(kind)
+            found = token_losses(hidden, head.weight, head.bias, losses_of, chain if operations else None, part, block)
+            # a tensor that is of a class already (of a fake device, say) cannot be of another one, and has nothing to let pass here
+            return found.as_subclass(kind) if operations or type(found) is torch.Tensor else found
 
         ahead[:] = operations
         with _instead(head, losses):
