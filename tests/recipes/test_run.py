@@ -65,18 +65,18 @@ def test_without_warm_up_the_first_step_has_already_come_down() -> None:
 
 
 def poison(model: Any) -> Any:
-    """On rank 1, in the third step (two micro-batches each), a gradient or the output of the model is no number."""
+    """On rank 1, in the third step (two micro-batches each), a gradient or what the head reads is no number."""
     kind, seen = os.environ["POISON"], 0
 
-    def hook(module: Any, inputs: Any, output: Any) -> Any:
+    def hook(module: Any, inputs: Any) -> Any:
         nonlocal seen
         seen += 1
         if seen == 5 and kind == "gradient":
-            output.register_hook(lambda gradient: gradient * math.nan)
-        return output * math.inf if seen == 5 and kind == "loss" else output
+            inputs[0].register_hook(lambda gradient: gradient * math.nan)
+        return (inputs[0] * math.inf,) if seen == 5 and kind == "loss" else inputs
 
     if os.environ["RANK"] == "1":
-        model.get_output_embeddings().register_forward_hook(hook)
+        model.get_output_embeddings().register_forward_pre_hook(hook)
     return model
 
 
