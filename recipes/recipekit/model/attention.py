@@ -1,8 +1,6 @@
 """Which attention a run computes with, found by running a tiny copy of its model."""
 
-import json
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from ..refusal import Refusal, refuse
 from ..strategy.divisions import check_dense_mask
 from ..tasks.facts import PACKED, Facts
 from .empty import config_of, construct
+from .small import once_a_config
 
 VOCABULARY = 264  # of the tiny copy
 LENGTHS = (45, 1, 19, 63)  # of its documents, in one row; a tiny window is 32
@@ -72,13 +71,8 @@ def largest_head(model_config: dict[str, Any]) -> int:
     return max([derived, (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0), *named])
 
 
+@once_a_config
 def unfit(model_config: dict[str, Any], name: str = "") -> str:
-    """Says why a model's attention is not varlen, or "" if it is; see `_unfit`."""
-    return _unfit(json.dumps(model_config, sort_keys=True), name)
-
-
-@lru_cache(maxsize=8)  # a dry run asks more than once
-def _unfit(written: str, name: str) -> str:
     """Says why a model's attention is not varlen, or "" if it is: its logits of packed documents are those of the documents alone, or sdpa's.
 
     A tiny copy with random weights reads them, in fp32 on the CPU. sdpa's own may differ from those of the documents alone, where
@@ -87,7 +81,7 @@ def _unfit(written: str, name: str) -> str:
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            tiny = tiny_copy(config_of(json.loads(written), name), VOCABULARY)
+            tiny = tiny_copy(config_of(model_config, name), VOCABULARY)
             if tiny.get("initializer_range"):
                 tiny = tiny | {"initializer_range": 0.1}  # what is read must be seen, however small the weights of its real width begin
             model = _drawn(tiny, VARLEN, name)

@@ -7,7 +7,6 @@ let pass the losses unchanged.
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from ..parallel.tensor import columns_of
 from ..refusal import Refusal, refuse
 from ..task import IGNORE
 from ..tasks.facts import TASKS, Facts
-from .small import EXAMPLES, ROWS, TOKENS, small_copy
+from .small import EXAMPLES, ROWS, TOKENS, once_a_config, small_copy
 
 FITS_WITHIN = 1e-5  # of the largest loss, and of the largest gradient
 SMALL_BLOCK = 64 * ROWS * TOKENS  # logits of a small copy at a time, so that its vocabulary takes several blocks
@@ -201,20 +200,16 @@ def _instead(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor])
             module.forward = own
 
 
+@once_a_config
 def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Operations:
     """Finds on a small copy what a model does to its logits after its head; the copy's losses in blocks must be those of whole logits.
 
     Raises ValueError where they are not, or cannot be. The same on every rank, and no collective.
     """
-    return _operations_of(json.dumps(model_config, sort_keys=True), task, name)
-
-
-@functools.lru_cache(maxsize=8)  # a dry run asks more than once
-def _operations_of(written: str, task: str, name: str) -> Operations:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
-            return _found_on(small_copy(json.loads(written), TASKS[task], name), TASKS[task])
+            return _found_on(small_copy(model_config, TASKS[task], name), TASKS[task])
         except (RuntimeError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError, Refusal) as error:
             told = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {str(error)[:200]}"
             raise ValueError(f"no small copy of it runs, which would show it ({told})") from error
