@@ -247,6 +247,11 @@ def test_a_gpu_takes_half_precision_and_heads_up_to_256(changes, dtype, says):
     assert says in reason if says else reason == ""
 
 
+def test_the_size_of_a_head_is_found_under_other_names():
+    config = default_config("gpt2").to_dict() | {"n_embd": 1024, "n_head": 2}
+    assert "heads of 512 numbers" in unfit_here(config, torch.bfloat16, torch.device("cuda"))
+
+
 def test_a_task_without_packed_rows_keeps_sdpa():
     facts = TASKS["image_classification"]
     assert choose_attention("auto", {}, "m", facts, torch.float32, CPU) == ("sdpa", "")

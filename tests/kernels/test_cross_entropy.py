@@ -108,6 +108,14 @@ def test_tokens_without_a_label_have_no_loss_and_no_gradient():
     assert not losses.any() and not any(gradient.any() for gradient in gradients(losses, given).values())
 
 
+def test_a_block_of_words_that_cannot_be_counts_nothing():
+    """A bias of -inf hides the words that fill up a vocabulary."""
+    hidden, weight, labels = torch.randn(6, 4), torch.randn(40, 4), torch.arange(6)
+    bias = torch.zeros(40).index_fill_(0, torch.arange(20, 40), -torch.inf).roll(20)  # the first blocks
+    losses = token_losses(hidden, weight, bias, labels + 20, block=6 * 8)
+    torch.testing.assert_close(losses, cross_entropy(hidden @ weight.t() + bias, labels + 20, reduction="none"))
+
+
 def test_a_label_that_is_no_column_gives_an_infinite_loss():
     given = example()
     given["labels"][4] = VOCABULARY

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from recipekit.architectures.families import tiny_config
+from recipekit.model.attention import unfit
 from recipekit.model.build import build_model
 from recipekit.model.head import HERE, Operation, give_losses, operations_of, recorded
 from recipekit.model.small import logits_of, small_copy
@@ -136,3 +137,26 @@ def test_a_forward_that_does_something_else_than_its_small_copy_is_refused():
         give_losses(model, operations)
         with pytest.raises(Refusal, match=told):
             OF_LOSSES.forward(model, batch())
+
+
+def test_looking_at_a_small_copy_seeds_no_other_device(monkeypatch):
+    """Else dropout on a GPU would no longer depend on the seed of a recipe."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    config = tiny_config("llama", 264) | {"rms_norm_eps": 1e-4}  # which nobody has asked about before
+    build_model(Recipe(model="none", init="random", seed=5), config, None, {"zero_optimization": {"stage": 0}}, CPU)
+    given = len(seeded)
+    operations_of(config | {"rms_norm_eps": 1e-3}, "pretrain")
+    unfit(config | {"rms_norm_eps": 1e-3})
+    assert given and len(seeded) == given and 0 not in seeded
+
+
+def test_an_adapter_that_puts_tokens_before_a_row_is_refused_where_attention_reads_documents():
+    def prefixed(model):
+        return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+    recipe = Recipe(model="none", init="random", adapt=prefixed)
+    config = tiny_config("llama", 264)
+    with pytest.raises(Refusal, match=r"puts tokens before each row.*use --attention sdpa"):
+        build_model(recipe, config, None, {"zero_optimization": {"stage": 0}}, CPU)
+    build_model(replace(recipe, attention="sdpa"), config, None, {"zero_optimization": {"stage": 0}}, CPU)

@@ -58,8 +58,8 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int) -> torch.Tensor:
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        peak = hidden.new_full(labels.shape, -torch.inf, dtype=exact)  # (N,) the largest logit so far
-        target = peak.clone()  # (N,) the logit of the label
+        peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)  # (N,) the largest logit so far; finite, as a block may hold -inf only
+        target = torch.full_like(peak, -torch.inf)  # (N,) the logit of the label
         total = torch.zeros_like(peak)  # (N,) sum of exp(logit - peak)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, block):

@@ -64,9 +64,10 @@ def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.d
 def largest_head(model_config: dict[str, Any]) -> int:
     """Finds the most numbers that a head of the model has, under whatever name its config.json has them."""
     config: Any = config_of(model_config)
-    text: dict[str, Any] = config.get_text_config(decoder=True).to_dict()
+    inner = config.get_text_config(decoder=True)
+    text: dict[str, Any] = inner.to_dict()
     named = [value for key, value in text.items() if key.endswith("head_dim") and isinstance(value, int)]
-    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    hidden, heads = getattr(inner, "hidden_size", None), getattr(inner, "num_attention_heads", None)  # gpt2 calls them n_embd and n_head
     derived = hidden // heads if not named and isinstance(hidden, int) and isinstance(heads, int) and heads else 0
     return max([derived, (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0), *named])
 
@@ -106,12 +107,12 @@ def unfit(model_config: dict[str, Any], name: str = "") -> str:
 
 
 def _drawn(tiny: dict[str, Any], attention: str, name: str) -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return construct(config_of(tiny, name), attention, name).eval()
 
 
 def _read(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-    torch.manual_seed(0)  # Reformer draws its hashes anew in every forward
+    torch.default_generator.manual_seed(0)  # Reformer draws its hashes anew in every forward
     return model(input_ids=ids, position_ids=positions, attention_mask=documents, use_cache=False).logits.float()
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..engine import Engine
+from ..kernels.attention import VARLEN
 from ..parallel import expert, pipeline, sequence
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, stages_of
@@ -141,9 +142,16 @@ def make_trainable(models: list[PreTrainedModel]) -> None:
 
 
 def adapted(model: PreTrainedModel, adapt: Callable[[Any], Any], seed: int, groups: Groups | None) -> PreTrainedModel:
-    """Puts an adapter round a model, whose weights are drawn from the seed. Raises `Refusal` as `refuse_adapter` does."""
+    """Puts an adapter round a model, whose weights are drawn from the seed. Raises `Refusal` as `refuse_adapter` does, and for
+    one that puts tokens before those of a row, while the model's attention reads documents.
+    """
     torch.manual_seed(seed)
+    attention = model.config._attn_implementation
     made = adapt(model)
+    prompts = any(getattr(config, "is_prompt_learning", False) for config in getattr(made, "peft_config", {}).values())
+    if VARLEN in (attention or "") and (prompts or model.config._attn_implementation != attention):
+        rule = "puts tokens before each row" if prompts else f"sets the attention to {model.config._attn_implementation}"
+        raise refuse("adapt with attention = varlen", f"{rule}, and varlen computes the documents of the rows as they are", "use --attention sdpa")
     refuse_adapter(made, groups)
     return made
 

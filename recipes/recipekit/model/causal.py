@@ -46,13 +46,13 @@ def _two_readings(tiny: dict[str, Any], attention: str, name: str) -> tuple[torc
     if tiny.get("initializer_range"):
         tiny = tiny | {"initializer_range": 0.1}  # what is read must be seen, however small the weights of its real width begin
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = construct(config_of(tiny, name), attention, name).eval()
         ids = torch.randint(3, CAUSAL_VOCABULARY - 1, (1, 32))  # (B, T)
         other = ids.clone()
         other[0, -1] += 1
         logits = []
         for row in (ids, other):
-            torch.manual_seed(0)  # Reformer draws its hashes anew in every forward
+            torch.default_generator.manual_seed(0)  # Reformer draws its hashes anew in every forward
             logits.append(model(input_ids=row, position_ids=torch.arange(32).unsqueeze(0), use_cache=False).logits[0].float())
     return logits[0], logits[1]

@@ -207,7 +207,7 @@ def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Op
     Raises ValueError where they are not, or cannot be. The same on every rank, and no collective.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         try:
             return _found_on(small_copy(model_config, TASKS[task], name), TASKS[task])
         except (RuntimeError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError, Refusal) as error:
@@ -224,7 +224,7 @@ def _found_on(model: PreTrainedModel, facts: Facts) -> Operations:
         head_of(model).weight.normal_()  # logits large enough for a soft cap to be seen
 
     def output(**more: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return model(**inputs, **facts.constants, **more).logits
 
     found = []

@@ -65,7 +65,7 @@ def logits_of(model: nn.Module, facts: Facts) -> torch.Tensor:
 def summed_gradients(model_config: dict[str, Any], facts: Facts, plans: Plans, name: str = "") -> frozenset[str]:
     """Names the whole parameters whose gradients tensor parallelism has to sum; see `parallel.partial`. Raises `Refusal` if that cannot be found out."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         try:
             return partial_gradients(small_copy(model_config, facts, name), plans.tp, lambda model: logits_of(model, facts))
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
