@@ -159,6 +159,7 @@ class AnonymousMemory(threading.Thread):
 
 def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
     """(growth of RssAnon, bytes this rank keeps) of building the model in a layout, ZeRO-3 where it is data parallel only."""
+    import ctypes
     import gc
 
     import torch.distributed as dist
@@ -168,6 +169,7 @@ def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
     config = json.loads((Path(folder) / "config.json").read_text())
     groups = Groups(make_mesh(dist.get_world_size(), tp=tp, pp=pp), "cpu")
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier cases of this worker have left free would be taken without growth
     memory = AnonymousMemory()
     memory.start()
     stage = 3 if tp * pp == 1 else 1
