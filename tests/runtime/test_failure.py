@@ -18,6 +18,7 @@ from pool import FOLDERS, FORKS, ROOT, environment, free_port
 from recipekit.checkpoints.manifest import faults
 from recipekit.refusal import refuse
 from recipekit.run_folder import way_on
+from recipekit.runtime import failure
 from recipekit.runtime.failure import GONE as LATEST
 from recipekit.runtime.failure import Peers, began
 from wandb_file import read_exit_codes
@@ -231,8 +232,8 @@ def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
 # Ranks that do nothing but watch each other ------------------------------------------------------------------------
 
 
-def watch(own: dict[str, str], log: str, body: Callable[[Peers], None]) -> None:
-    """One rank, forked: it meets the others, runs `body`, and leaves."""
+def watch(own: dict[str, str], log: str, body: Callable[[Peers], None], before: Callable[[], None] | None) -> None:
+    """One rank, forked: it meets the others, runs `body`, and leaves; `before` comes ahead of all."""
     os.environ.clear()
     os.environ.update(own)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -241,6 +242,8 @@ def watch(own: dict[str, str], log: str, body: Callable[[Peers], None]) -> None:
     import torch.distributed as dist
     from recipekit.parallel.groups import waiting_group
 
+    if before is not None:
+        before()
     dist.init_process_group("gloo")
     peers = Peers()
     peers.watch(waiting_group())
@@ -255,10 +258,14 @@ def watch(own: dict[str, str], log: str, body: Callable[[Peers], None]) -> None:
 def ranks(tmp_path: Path, pools: Any) -> Callable[..., list[tuple[int | None, str]]]:
     """(exit code, output) of each of three such ranks, of which `stuck` are not waited for."""
 
-    def ranks(body: Callable[[Peers], None], stuck: tuple[int, ...] = (), world: int = 3) -> list[tuple[int | None, str]]:
+    def ranks(
+        body: Callable[[Peers], None], stuck: tuple[int, ...] = (), world: int = 3, before: Callable[[], None] | None = None
+    ) -> list[tuple[int | None, str]]:
         place = environment() | {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         logs = [tmp_path / f"rank_{rank}" for rank in range(world)]
-        started = [FORKS.Process(target=watch, args=(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log), body)) for rank, log in enumerate(logs)]
+        started = [
+            FORKS.Process(target=watch, args=(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log), body, before)) for rank, log in enumerate(logs)
+        ]
         for process in started:
             process.start()
         try:
@@ -332,6 +339,24 @@ def test_every_host_is_told_of_a_killed_rank(ranks: Callable[..., Any]) -> None:
     assert (code, other_code) == (1, 1)
     assert said == "rank 0: ended, because rank 2 on two failed: it is gone without a word\n"
     assert told.startswith("rank 1: lost rank 2 on two (pid ") and told.count("\n") == 1
+
+
+def rank_1_looks_late() -> None:
+    """Rank 1 finds out which processes are on its host a while after the others have."""
+    if os.environ["RANK"] == "1":
+        own = os.getpid()
+
+        def late(pid: int) -> str:
+            if pid != own:
+                time.sleep(1)
+            return began(pid)
+
+        failure.began = late
+
+
+def test_a_rank_that_is_killed_before_another_has_looked_is_missed(ranks: Callable[..., Any]) -> None:
+    (code, said), (other_code, told), _ = ranks(rank_2_is_killed_on_another_host, before=rank_1_looks_late)
+    assert (code, other_code) == (1, 1), said + told
 
 
 def rank_1_is_killed_after_rank_0_has_done(peers: Peers) -> None:
