@@ -13,7 +13,7 @@ from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import shrink
 from recipekit.kernels.attention import VARLEN, Unfit, attend
 from recipekit.kernels.documents import document_starts, documents_of, for_layers, with_documents
-from recipekit.kernels.varlen import BLOCK, LEAST, TOGETHER, by_document, varlen
+from recipekit.kernels.varlen import BLOCK, PADDED, SHORT, by_document, varlen
 from recipekit.model.attention import choose_attention, unfit, unfit_here
 from recipekit.model.build import build_model
 from recipekit.recipe import Recipe
@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 CPU = torch.device("cpu")
 VOCABULARY = 96
-# Documents of one token, of one length, padded together, alone, longer than a block of queries, and a row's padding at the end.
-LENGTHS = [5, 1, 7, 7, LEAST, LEAST + 1, TOGETHER + 1, BLOCK + 44, 9]
+# Documents of one token, padded together, of one length side by side and apart, alone, longer than a block of queries, and a row's padding at the end.
+LENGTHS = [5, 1, 7, PADDED, PADDED + 1, PADDED + 8, PADDED + 8, PADDED + 1, SHORT + 1, BLOCK + 44, 9]
 
 
 def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float, window: int) -> torch.Tensor:

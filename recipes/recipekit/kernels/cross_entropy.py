@@ -40,9 +40,9 @@ def token_losses(
 
     `hidden` (..., D), `weight` (V, D), `bias` (V,) as for `nn.functional.linear`; `labels` (...) int64. It is
     cross_entropy(chain(linear(hidden, weight, bias)).float(), labels), and the chain acts on each logit by itself. Keeps for the
-    backward pass what it was given and a number for each token. Under autocast it computes in autocast's dtype. With `part`
-    (a collective) the weight and the bias are this rank's; `hidden` and the losses are those of all. A label that is no column gives an infinite loss.
-    `block`: how many logits are there at a time.
+    backward pass what it was given and a number for each token, and the logits if one block holds them all. Under autocast it
+    computes in autocast's dtype. With `part` (a collective) the weight and the bias are this rank's; `hidden` and the losses are
+    those of all. A label that is no column gives an infinite loss. `block`: how many logits are there at a time.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
@@ -58,12 +58,14 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int) -> torch.Tensor:
         exact = torch.promote_types(hidden.dtype, torch.float32)
+        only = None
         peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)  # (N,) the largest logit so far; finite, as a block may hold -inf only
         target = torch.full_like(peak, -torch.inf)  # (N,) the logit of the label
         total = torch.zeros_like(peak)  # (N,) sum of exp(logit - peak)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, block):
                 logits = _logits(hidden, weight, bias, columns)
+                only = logits if columns == slice(0, len(weight)) else None  # a block that is all there is may stay
                 logits = (chain(logits) if chain else logits).to(exact)  # (N, columns)
                 place, inside = _places(labels, columns, part)
                 target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
@@ -73,14 +75,14 @@ class _TokenLosses(torch.autograd.Function):
         if part:
             peak, target, total = _over_ranks(peak, target, total, part.group)
         norm = peak + total.log()  # (N,) log of the sum of exp
-        ctx.save_for_backward(hidden, weight, bias, labels, norm)
+        ctx.save_for_backward(hidden, weight, bias, labels, norm, only)
         ctx.chain, ctx.part, ctx.block = chain, part, block
         return (norm - target).masked_fill_(labels == IGNORE, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, labels, norm = ctx.saved_tensors
+        hidden, weight, bias, labels, norm, only = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         each = gradients[0].masked_fill(labels == IGNORE, 0.0).unsqueeze(1)  # (N, 1)
         grad_hidden = torch.zeros_like(hidden, dtype=norm.dtype) if of_hidden else None
@@ -88,14 +90,15 @@ class _TokenLosses(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if of_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, ctx.block):
-                gradient = _gradient(_logits(hidden, weight, bias, columns), norm, each, ctx.chain, *_places(labels, columns, ctx.part))
+                logits = _logits(hidden, weight, bias, columns) if only is None else only
+                gradient = _gradient(logits, norm, each, ctx.chain, *_places(labels, columns, ctx.part))
                 if grad_hidden is not None:
                     _add_product(grad_hidden, gradient, weight[columns].to(hidden.dtype))
                 if grad_weight is not None:
                     grad_weight[columns] = gradient.t() @ hidden
                 if grad_bias is not None:
                     grad_bias[columns] = gradient.sum(0)
-                del gradient
+                del logits, gradient
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
             if ctx.part:

@@ -16,9 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 BLOCK = 256  # queries that a window takes at a time on a CPU
-# Documents of up to LEAST tokens, or of 65 to 128 and so on up to TOGETHER, are padded to a common length on a CPU, so that one
-# call computes them: a call costs as much as some thousand scores.
-LEAST, TOGETHER = 64, 256
+PADDED = 64  # tokens: documents of up to so many are padded to a common length on a CPU, so that one call computes them
+SHORT = 256  # tokens: of a document of up to so many torch 2.13's backward pass takes 2 to 10 times as long in bf16 as in fp32
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int, scale: float, window: int) -> Tensor:
@@ -38,50 +37,53 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest
 class Batch(NamedTuple):
     """Names documents that one call computes: so many, of up to `length` tokens, in the order of their first tokens."""
 
-    first: int  # of the only one
+    first: int  # token of the first one
     documents: int
     length: int
-    tokens: Tensor | None  # (tokens of all,) int64, their places among all tokens; None of a single document
+    tokens: Tensor | None  # (tokens of all,) int64, their places among all tokens; None if all are of `length` and lie one behind another
     padded: Tensor | None  # (tokens of all,) int64, their places in (documents, length); None if no document is shorter than `length`
 
 
 @lru_cache(maxsize=256)
 def _batches(bounds: tuple[int, ...], window: int) -> list[Batch]:
-    """Sorts documents into batches: those of one length, short ones with others of up to twice their length. A document longer than the window is alone."""
+    """Sorts documents into batches: those of one length, and short ones together. A document longer than the window is alone."""
     spans = [(start, stop - start) for start, stop in pairwise(bounds) if stop > start]
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for start, length in spans:
         alone = start if window and length > window else -1
-        sizes.setdefault((max(LEAST, 1 << (length - 1).bit_length()) if length <= TOGETHER else length, alone), []).append((start, length))
+        sizes.setdefault((max(PADDED, length), alone), []).append((start, length))
     found = []
     for held in sizes.values():
-        length = max(own for _, own in held)
-        if len(held) == 1:
-            found.append(Batch(held[0][0], 1, length, None, None))
+        length, first = max(own for _, own in held), held[0][0]
+        if all(place == (first + number * length, length) for number, place in enumerate(held)):
+            found.append(Batch(first, len(held), length, None, None))
             continue
         tokens = torch.cat([torch.arange(start, start + own) for start, own in held])
         padded = torch.cat([torch.arange(number * length, number * length + own) for number, (_, own) in enumerate(held)])
-        found.append(Batch(held[0][0], len(held), length, tokens, None if len(tokens) == len(held) * length else padded))
+        found.append(Batch(first, len(held), length, tokens, None if len(tokens) == len(held) * length else padded))
     return found
 
 
 def _take(tensor: Tensor, batch: Batch) -> Tensor:
     """(tokens, ...) -> (documents, length, ...); a document's place behind its tokens is zero, which no token of it sees."""
     if batch.tokens is None:
-        return tensor[batch.first : batch.first + batch.length].unsqueeze(0)
+        return tensor[batch.first : batch.first + batch.documents * batch.length].unflatten(0, (batch.documents, batch.length))
     taken = tensor.index_select(0, batch.tokens)
     if batch.padded is not None:
         taken = tensor.new_zeros(batch.documents * batch.length, *tensor.shape[1:]).index_copy_(0, batch.padded, taken)
     return taken.unflatten(0, (batch.documents, batch.length))
 
 
-def _put(into: Tensor, tensor: Tensor, batch: Batch) -> None:
-    """The way back of `_take`, into (tokens, ...)."""
+def _put(into: Tensor, tensor: Tensor, batch: Batch) -> Tensor:
+    """The way back of `_take`, into (tokens, ...); returns that, or `tensor` itself where the batch is of all tokens."""
+    tensor = tensor.flatten(0, 1).to(into.dtype)
+    if batch.tokens is None and len(tensor) == len(into):
+        return tensor.contiguous()
     if batch.tokens is None:
-        into[batch.first : batch.first + batch.length] = tensor[0]
-        return
-    tensor = tensor.flatten(0, 1)
-    into.index_copy_(0, batch.tokens, tensor if batch.padded is None else tensor.index_select(0, batch.padded))
+        into[batch.first : batch.first + len(tensor)] = tensor
+    else:
+        into.index_copy_(0, batch.tokens, tensor if batch.padded is None else tensor.index_select(0, batch.padded))
+    return into
 
 
 class Span(NamedTuple):
@@ -110,8 +112,7 @@ def by_document(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, sc
         q, k, v = (_take(tensor, batch).transpose(1, 2) for tensor in (query, key, value))  # (documents, heads, length, d)
         if not window or batch.length <= window:
             o, s = FLASH(q, k, v, 0.0, True, scale=scale)
-            _put(out, o.transpose(1, 2), batch)
-            _put(sums, s.transpose(1, 2), batch)
+            out, sums = _put(out, o.transpose(1, 2), batch), _put(sums, s.transpose(1, 2), batch)
             continue
         for span in _spans(batch.length, window, query):
             o, s = FLASH(q[:, :, span.queries], k[:, :, span.keys], v[:, :, span.keys], 0.0, False, attn_mask=span.bias, scale=scale)
@@ -128,26 +129,26 @@ def _exact(tensor: Tensor) -> torch.dtype:
 def _by_document_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, documents: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_query, of_key, of_value = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
+    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     for batch in _batches(tuple(documents.tolist()), window):
         g, q, k, v, o, s = (_take(tensor, batch).transpose(1, 2) for tensor in (grad, query, key, value, out, sums))
         if not window or batch.length <= window:
-            if batch.length <= TOGETHER:  # of a short document torch 2.13's backward takes 2 to 10 times as long in bf16
+            if batch.length <= SHORT:
                 g, q, k, v, o = (tensor.to(s.dtype) for tensor in (g, q, k, v, o))
-            for into, found in zip((of_query, of_key, of_value), FLASH_BACKWARD(g, q, k, v, o, s, 0.0, True, scale=scale), strict=True):
-                _put(into, found.transpose(1, 2).to(into.dtype), batch)
+            made = FLASH_BACKWARD(g, q, k, v, o, s, 0.0, True, scale=scale)
+            found = [_put(into, tensor.transpose(1, 2), batch) for into, tensor in zip(found, made, strict=True)]
             continue
         summed = [torch.zeros_like(tensor, dtype=_exact(tensor)) for tensor in (k, v)]  # several blocks add to each
         for span in _spans(batch.length, window, query):
             mine = (tensor[:, :, span.queries] for tensor in (g, q))
             seen = (tensor[:, :, span.keys] for tensor in (k, v))
-            made = (tensor[:, :, span.queries] for tensor in (o, s))
-            dq, dk, dv = FLASH_BACKWARD(*mine, *seen, *made, 0.0, False, attn_mask=span.bias, scale=scale)
-            of_query[batch.first :][span.queries] = dq[0].transpose(0, 1)
+            given = (tensor[:, :, span.queries] for tensor in (o, s))
+            dq, dk, dv = FLASH_BACKWARD(*mine, *seen, *given, 0.0, False, attn_mask=span.bias, scale=scale)
+            found[0][batch.first :][span.queries] = dq[0].transpose(0, 1)
             summed[0][:, :, span.keys] += dk
             summed[1][:, :, span.keys] += dv
-        for into, found in zip((of_key, of_value), summed, strict=True):
-            _put(into, found.transpose(1, 2).to(into.dtype), batch)
+        found[1:] = (_put(into, tensor.transpose(1, 2), batch) for into, tensor in zip(found[1:], summed, strict=True))
+    of_query, of_key, of_value = found
     return of_query, of_key, of_value
 
 
