@@ -95,11 +95,11 @@ def measured(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
 
     tokens = plan.recipe.micro_batch * plan.recipe.seq_len
     assert plan.model_config is not None
-    activations = {2 * tokens * plan.model_config[width] for width in ("hidden_size", "vocab_size")} if plan.mesh.pp > 1 else set()
+    activations = {2 * tokens * plan.model_config["hidden_size"], 4 * tokens} if plan.mesh.pp > 1 else set()
 
     def kept(engine: Any) -> dict[int, tuple[int, torch.dtype, str]]:
         """What lives now and is neither tokens, the model's own buffers and the copies of `empty_model`, nor what a
-        pipeline keeps of its last micro-batch: bf16 hidden states and logits, whose sizes no parameter has.
+        pipeline keeps of its last micro-batch: bf16 hidden states and fp32 losses of tokens, whose sizes no parameter has.
         """
         models = [module for module in engine.module.modules() if hasattr(module, "made")]
         other = storages(list(engine.module.buffers()), [model.made for model in models])
