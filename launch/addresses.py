@@ -24,8 +24,9 @@ def own_address(towards: str) -> str:
 
 
 def interface_to(address: str) -> str:
-    """Finds the network interface (of IPv4) through which this host reaches `address`; "" if that cannot be found out."""
-    own = own_address(address)
+    """Finds the network interface (of IPv4) through which this host reaches another; "" for the host itself, or if that cannot be found out."""
+    if (own := own_address(address)).startswith("127."):  # as Debian's /etc/hosts has it of a host's own name: no other host comes that way
+        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):

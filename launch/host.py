@@ -114,7 +114,8 @@ class Agent:
             variables["LAUNCH_CORES"] = ";".join(",".join(map(str, own)) for own in dealt)
             threads = min(map(len, dealt))
         variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # else deepspeed's launcher leaves all cores to each rank, and torchrun one
-        if len(meeting.slots) > 1 and (name := interface_to(meeting.master_addr)):
+        ways = (interface_to(host) for host in (meeting.master_addr, *self.spec["others"]) if len(meeting.slots) > 1)
+        if name := next(filter(None, ways), ""):
             # otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1, which no other host reaches,
             # and NCCL may take a bridge of virtual machines or containers; for NCCL, = says that the name is whole
             variables.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -3,12 +3,14 @@
 import json
 import os
 import shlex
+import socket
 import string
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from hypothesis import example, given
@@ -180,24 +182,44 @@ VARIABLES = {
 }
 
 
-def environment_of_a_host(monkeypatch: pytest.MonkeyPatch, slots: tuple[int, ...], bind_cores: bool = False, **own: str) -> dict[str, str]:
-    """The variables that an agent starts the ranks of the first host with; `own`: what the user has set."""
+def environment_of_a_host(
+    monkeypatch: pytest.MonkeyPatch, slots: tuple[int, ...], bind_cores: bool = False, first: str = "127.0.0.1", others: Sequence[str] = (), **own: str
+) -> dict[str, str]:
+    """The variables that an agent starts the ranks of the first host with, `first` to itself; `own`: what the user has set."""
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     agent = Agent()
-    agent.spec = {"environment": own, "mark": "m", "logs": ".", "python": sys.executable, "spawn": "deepspeed", "bind_cores": bind_cores}
-    return agent.environment(spawn.Meeting(slots, 0, "127.0.0.1", 29500), "folder", [str(number) for number in range(slots[0])])
+    agent.spec = {"environment": own, "mark": "m", "logs": ".", "python": sys.executable, "spawn": "deepspeed", "bind_cores": bind_cores, "others": others}
+    return agent.environment(spawn.Meeting(slots, 0, first, 29500), "folder", [str(number) for number in range(slots[0])])
+
+
+def outward() -> tuple[str, str]:
+    """An interface of this host that other hosts may reach, and its address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return name, address.address
+    pytest.skip("this machine has no interface but loopback")
 
 
 def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    names, (name, address) = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), outward()
     for slots, own, expected in (
-        ((2, 2), {}, ["lo", "=lo"]),
-        ((2, 2), {"NCCL_SOCKET_IFNAME": "ib0"}, ["lo", "ib0"]),
-        ((2, 2), {"GLOO_SOCKET_IFNAME": "eth1"}, ["eth1", "=lo"]),
+        ((2, 2), {}, [name, f"={name}"]),
+        ((2, 2), {"NCCL_SOCKET_IFNAME": "ib0"}, [name, "ib0"]),
+        ((2, 2), {"GLOO_SOCKET_IFNAME": "eth1"}, ["eth1", f"={name}"]),
         ((2,), {}, [None, None]),
     ):
-        assert [environment_of_a_host(monkeypatch, slots, **own).get(name) for name in names] == expected
+        found = environment_of_a_host(monkeypatch, slots, first=address, **own)
+        assert [found.get(variable) for variable in names] == expected
+
+
+def test_loopback_is_never_named_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the name of the first host is 127.0.1.1 on itself, as Debian writes it into /etc/hosts, what leads to the other hosts is named."""
+    name, address = outward()
+    for others, expected in (((address,), [name, f"={name}"]), ((), [None, None])):
+        found = environment_of_a_host(monkeypatch, (2, 2), first="127.0.1.1", others=others)
+        assert [found.get(variable) for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == expected
 
 
 def test_threads_and_cores_are_dealt_to_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
