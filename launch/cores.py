@@ -6,13 +6,15 @@ from pathlib import Path
 SYSTEM = Path("/sys")
 
 
-def deal(visible: list[str], allowed: Iterable[int], system: Path = SYSTEM) -> list[list[int]]:
+def deal(visible: list[str], allowed: Iterable[int], gpus: int, system: Path = SYSTEM) -> list[list[int]]:
     """Deals `allowed` cores to the ranks of the GPUs `visible` (numbers in PCI order): each gets its part of those of the GPU's NUMA node.
 
-    Where a GPU or its node is not known (a CPU host, a UUID, one node for all), the rank shares all allowed cores. The two
-    threads of a core go to one rank where they can; with fewer cores than ranks, ranks share a core.
+    Where a GPU or its node is not known (a CPU host, a UUID, one node for all), the rank shares all allowed cores. So it does
+    where this process finds other than the host's number of `gpus`: a container that has a few of them numbers these anew. The
+    two threads of a core go to one rank where they can; with fewer cores than ranks, ranks share a core.
     """
     allowed, nodes = sorted(allowed), numa_nodes(system)
+    nodes = nodes if len(nodes) == gpus else []
     near = [frozenset(cores_of_node(nodes[int(name)], system) if name.isdigit() and int(name) < len(nodes) else ()) & set(allowed) for name in visible]
     near = [cores or frozenset(allowed) for cores in near]
     dealt: list[list[int]] = []

@@ -110,7 +110,7 @@ class Agent:
         threads = len(allowed) // slots
         if self.spec["bind_cores"]:
             variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which the GPUs are looked up; CUDA's own begins with the fastest
-            dealt = cores.deal(visible, allowed)
+            dealt = cores.deal(visible, allowed, devices({}))
             variables["LAUNCH_CORES"] = ";".join(",".join(map(str, own)) for own in dealt)
             threads = min(map(len, dealt))
         variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # else deepspeed's launcher leaves all cores to each rank, and torchrun one

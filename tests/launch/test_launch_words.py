@@ -269,7 +269,14 @@ ALL = range(16)
 )
 def test_each_rank_gets_cores_beside_its_gpu(tmp_path: Path, nodes: list[int], visible: list[str], allowed: range, expected: list[list[int]]) -> None:
     (tmp_path / "bus/pci/drivers/nvidia").mkdir(parents=True)
-    assert cores.deal(visible, allowed, two_nodes(tmp_path, nodes)) == expected
+    assert cores.deal(visible, allowed, len(nodes), two_nodes(tmp_path, nodes)) == expected
+
+
+def test_gpus_that_a_container_numbers_anew_are_not_looked_up(tmp_path: Path) -> None:
+    """It has the last two of four, which it calls 0 and 1; /sys shows all of the host."""
+    system = two_nodes(tmp_path, [0, 0, 1, 1])
+    assert cores.deal(["0", "1"], {4, 5, 6, 7}, 4, system) == [[4, 5], [6, 7]]  # no core of their node is allowed
+    assert cores.deal(["0", "1"], ALL, 2, system) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
 
 
 def test_what_travels_and_what_is_a_secret() -> None:

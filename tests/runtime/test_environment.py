@@ -55,18 +55,18 @@ def started(tmp_path: Path, ds_config: str, before: str = "", **variables: str) 
 
 @pytest.mark.parametrize(("ds_config", "before", "pinned"), [("zero3_cpu", "", f"{ROUND},{CACHE},"), ("zero2", "import torch", "")])
 def test_torch_has_read_what_was_set(tmp_path: Path, ds_config: str, before: str, pinned: str) -> None:
-    """The old name is read last. Ranks share the cores of their host, also where the file of a recipe has imported torch before."""
+    """The old name is read last. All holds where the file of a recipe has imported torch before, too: torch reads its allocators' settings when they are asked for."""
     place = {"LOCAL_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     said = started(tmp_path, ds_config, before, PYTORCH_CUDA_ALLOC_CONF="backend:native", **place).splitlines()
     cores = len(os.sched_getaffinity(0))
     assert f"threads: {max(1, cores // 2)} for each rank, {cores} cores for 2 ranks (OMP_NUM_THREADS)" in said
     settings, threads = said[-1].removeprefix("torch has ").split()
-    assert threads == str(max(1, cores // 2)) and (before or settings == f"backend:native,{pinned}{SEGMENTS}")
+    assert (settings, threads) == (f"backend:native,{pinned}{SEGMENTS}", str(max(1, cores // 2)))
 
 
-def told(variables: dict[str, str], ranks: int, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
-    """(the threads, what is said of them) on a host of 64 cores."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+def told(variables: dict[str, str], ranks: int, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, own: int = 64) -> tuple[str | None, list[str]]:
+    """(the threads, what is said of them) on a host of 64 cores, of which the rank may use its `own`."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(own if process == 0 else 64)))
     lines = complete(variables, config, ranks)
     return variables.get("OMP_NUM_THREADS"), [line for line in lines if line.startswith("threads")]
 
@@ -81,3 +81,11 @@ def test_threads_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert told(dict(by_torchrun), 8, {}, monkeypatch) == ("1", [])
     line = "threads: 1 for each rank, which torchrun sets; the optimizer on the CPU could use 8: start with OMP_NUM_THREADS=8"
     assert told(dict(by_torchrun), 8, OFFLOAD, monkeypatch) == ("1", [line])
+
+
+def test_cores_that_a_rank_is_bound_to_are_not_divided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun --cpus-per-task 8 binds them."""
+    assert told({}, 8, {}, monkeypatch, own=8) == (None, [])  # all of its cores are torch's own choice
+    by_torchrun = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+    line = "threads: 1 for each rank, which torchrun sets; the optimizer on the CPU could use 8: start with OMP_NUM_THREADS=8"
+    assert told(by_torchrun, 8, OFFLOAD, monkeypatch, own=8) == ("1", [line])
