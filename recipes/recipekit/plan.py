@@ -123,11 +123,16 @@ def collecting(problems: list[Problem]) -> Iterator[None]:
 
 
 def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
-    """Refuses flags that the task does not read."""
+    """Refuses flags that the task does not read, and a loss in chunks that the recipe's file demands of its own task; else a file may say more."""
+    demanded = {"loss"} if recipe.loss == "chunked" and not {"loss", "task"} & typed else frozenset[str]()
     return [
-        Problem(f"--{name} {getattr(recipe, name)}", f"is read by {', '.join(tasks)}; not by {recipe.task}", "leave it out")
+        Problem(
+            f"{f'--{name} ' if name in typed else f'{name} = '}{getattr(recipe, name)}",
+            f"is read by {', '.join(tasks)}; not by {recipe.task}",
+            "leave it out",
+        )
         for name, tasks in own_fields().items()
-        if name in typed and recipe.task not in tasks
+        if name in typed | demanded and recipe.task not in tasks
     ]
 
 

@@ -86,6 +86,8 @@ def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(re
         "--seq_len 256: is read by pretrain, sft; not by image_classification; leave it out",
     ]
     assert refused(recipe, "--loss", "chunked") == ["--loss chunked: is read by pretrain, sft; not by image_classification; leave it out"]
+    demand = "loss = chunked: is read by pretrain, sft; not by image_classification; leave it out"
+    assert refused(dataclasses.replace(recipe, loss="chunked")) == [demand], "a demand, which would come to nothing"
     text = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), init="random", tokenizer="bytes", ds_config="zero1.json")
     assert refused(text, "--augment", "none") == ["--augment none: is read by image_classification; not by pretrain; leave it out"]
     assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain; not by sft; leave it out"]
