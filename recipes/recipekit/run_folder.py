@@ -22,7 +22,6 @@ CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
 LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
 EXPORT = "hf"  # the trained model as Hugging Face files
 
-STATISTICS = "micro_batch"  # is part of a run whose model has BatchNorm: its rows are normalised together
 # What a run is made of: a run folder is continued only if these are the same.
 IDENTITY = (
     *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "image_field", "label_field", "augment"),
@@ -40,7 +39,6 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
         return _chosen(recipe.resume, out, now)
     if (before := _saved_identity(out)) is None:
         return None
-    now |= {STATISTICS: getattr(recipe, STATISTICS)} if STATISTICS in before else {}
     others = [name for name in now if before.get(name) != now[name]]
     others.sort(key=lambda name: name not in typed)  # the flags that the user typed come first
     if "steps" in others and "warmup_steps" not in typed:  # warmup_steps was lowered with steps, and will be again
@@ -52,14 +50,8 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
         where, rule, other = ("--tiny", "was begun without it", "leave it out") if tiny else ("no --tiny", "is a trial with --tiny", "add --tiny")
         raise refuse(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
-    flags = shlex.join(
-        word for name in others if name in (*IDENTITY, STATISTICS) and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name]))
-    )
-    why = {STATISTICS: ", which its BatchNorm took its statistics of"}
-    problems = [
-        Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}{why.get(name, '')}", "see the ways on above")
-        for name in others
-    ]
+    flags = shlex.join(word for name in others if name in IDENTITY and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name])))
+    problems = [Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}", "see the ways on above") for name in others]
     raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
 
 
@@ -119,12 +111,12 @@ def _saved(run: Path) -> dict[str, Any]:
         raise refuse(f"{run}/{FACTS}", "is damaged", "start a new run with --out NEW, or put this one aside with --resume never") from None
 
 
-def identity(recipe: Recipe, model_config: dict[str, Any] | None, has_norms: bool = False) -> dict[str, Any]:
-    """Lists what a run is made of, as run.json keeps it and a resume compares it; a model in a folder adds a hash of its `model_config`, one with BatchNorm its micro-batch.
+def identity(recipe: Recipe, model_config: dict[str, Any] | None) -> dict[str, Any]:
+    """Lists what a run is made of, as run.json keeps it and a resume compares it; a model in a folder adds a hash of its `model_config`.
 
     A hub id has no such hash: its config.json is the one we ship (or none) at the first start, and the hub's own once it is downloaded.
     """
-    found = {name: getattr(recipe, name) for name in (*IDENTITY, *([STATISTICS] if has_norms else []))}
+    found = {name: getattr(recipe, name) for name in IDENTITY}
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()[:16]
     return found

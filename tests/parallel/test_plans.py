@@ -3,22 +3,20 @@
 import pytest
 import torch
 from recipekit.architectures.families import tiny_config
-from recipekit.model.build import build_model
 from recipekit.model.describe import draft
-from recipekit.model.empty import empty_model, recompute
+from recipekit.model.empty import empty_model
 from recipekit.model.small import summed_gradients
 from recipekit.optim.groups import parameter_groups
 from recipekit.parallel import pipeline
 from recipekit.parallel import tensor as tensor_parallel
 from recipekit.parallel.partial import partial_gradients
 from recipekit.parallel.plans import plans_of, published_plans
-from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.tasks.facts import TASKS, Plans
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-FACTS, PICTURES = TASKS["pretrain"], TASKS["image_classification"]
+FACTS = TASKS["pretrain"]
 GPT2 = Plans(
     pp={"*.wte": "first", "*.wpe": "first", "*.h": "split", "*.h.*": "last", "*.ln_f": "last", "*.absent": "last"},
     tp={"*.h.*.attn.c_attn": "colwise", "*.absent": "rowwise"},
@@ -89,49 +87,6 @@ def test_the_blocks_of_several_lists_make_one_chain():
     model = Nested()
     plan = {"stages.0.layers": "split", "stages.1.layers": "split", "decoder": "split"}
     assert pipeline.chain(model, plan) == ("stages.0.layers.0", "stages.1.layers.0", "stages.1.layers.1", "decoder.0")
-
-
-def of_pictures(kind: str) -> PreTrainedModel:
-    return empty_model(tiny_config(kind, 0, "image_classification"), "eager", auto_class=PICTURES.auto_class)
-
-
-@pytest.mark.parametrize("kind", ["resnet", "regnet"])
-def test_stages_that_are_nothing_but_lists_make_one_chain(kind):
-    """By the plan of the task, or when a recipe names the list of stages or each list in it."""
-    model = of_pictures(kind)
-    inside = [f"{kind}.encoder.stages.{stage}.layers" for stage in range(4)]
-    expected = tuple(f"{name}.{block}" for name in inside for block in range(2))
-    plan = plans_of(model, Plans(), PICTURES.plans).pp
-    assert plan == {f"{kind}.embedder": "first", f"{kind}.encoder.stages": "split", "classifier": "last"}
-    assert pipeline.chain(model, plan) == expected == pipeline.chain(model, dict.fromkeys(inside, "split"))
-    places = {tensor.name: tensor.place for tensor in draft(model, plans_of(model, Plans(), PICTURES.plans)).tensors}
-    assert {places[f"{kind}.encoder.stages.2.layers.1.layer.0.normalization.{name}"] for name in ("weight", "running_mean", "num_batches_tracked")} == {"5"}
-    assert {place for name, place in places.items() if name.startswith(f"{kind}.embedder.")} == {"first"}
-
-
-@pytest.mark.parametrize("kind", ["convnext", "swin", "hgnet_v2", "segformer"])
-def test_stages_with_modules_between_their_blocks_make_no_chain(kind):
-    assert plans_of(of_pictures(kind), Plans(), PICTURES.plans).pp == {}
-
-
-def kept_by(**how: int) -> tuple[int, list[torch.Tensor | None]]:
-    """(bytes that a forward pass of ResNet keeps for its backward, gradients), in plain PyTorch."""
-    config = tiny_config("resnet", 0, "image_classification")
-    recipe = Recipe(model="none", init="random", task="image_classification", **how)
-    model = build_model(recipe, config, None, {}, torch.device("cpu")).model
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor):
-        loss = model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))).logits.sum()
-    loss.backward()
-    return sum(sizes), [parameter.grad for parameter in model.parameters()]
-
-
-def test_layers_are_recomputed_where_transformers_has_no_such_layers():
-    """Every third block keeps its input only; a model whose layers are in no list is refused."""
-    (whole, expected), (less, gradients) = kept_by(), kept_by(activation_checkpointing=True, checkpoint_every=3)
-    assert 0 < less < 0.8 * whole and all(map(torch.equal, gradients, expected))
-    with pytest.raises(Refusal, match=r"activation_checkpointing = True: transformers recomputes no layers of a .*, and it has no list of layers"):
-        recompute(Small(twice=False), 1)
 
 
 def test_a_hollow_module_has_no_parameters_and_no_saved_buffers():
