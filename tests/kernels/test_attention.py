@@ -53,17 +53,30 @@ def drawn(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, d: int
 @pytest.mark.parametrize("window", [0, 8, BLOCK, BLOCK + 20], ids=lambda window: f"window {window}")
 @pytest.mark.parametrize(("heads", "dtype", "most"), [((4, 4), torch.float32, 1e-5), ((4, 2), torch.float32, 1e-5), ((4, 1), torch.bfloat16, 0.05)])
 def test_it_is_the_softmax_of_each_document(heads, dtype, most, window):
-    """Outputs and gradients, as a share of the largest."""
-    inputs, documents = drawn(LENGTHS, heads, dtype)
-    output = varlen(*inputs, documents, max(LENGTHS), 0.3, window)
+    check(LENGTHS, heads, dtype, most, window)
+
+
+def check(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, most: float, window: int) -> None:
+    """Outputs and gradients are those of the definition to `most` as a share of the largest."""
+    inputs, documents = drawn(lengths, heads, dtype)
+    output = varlen(*inputs, documents, max(lengths), 0.3, window)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    expected = by_definition(*exact, LENGTHS, 0.3, window)
+    expected = by_definition(*exact, lengths, 0.3, window)
     towards = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     output.backward(towards)
     expected.backward(towards.double())
     assert output.dtype == dtype
     for found, wanted in [(output, expected), *((tensor.grad, other.grad) for tensor, other in zip(inputs, exact, strict=True))]:
         assert (found.double() - wanted).abs().max() <= most * wanted.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [[40], [33, 33, 33], [300, 300]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_documents_of_one_length_are_computed_where_they_lie(lengths, dtype):
+    """One batch of all tokens, which is neither gathered nor copied; the operation's results are its own memory all the same."""
+    check(lengths, (4, 2), dtype, 1e-5 if dtype == torch.float32 else 0.05, 0)
+    inputs, documents = drawn(lengths, (4, 2), torch.float32)
+    torch.library.opcheck(by_document, (*inputs, documents, 0.5, 0), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
 @pytest.mark.parametrize("window", [0, 3])

@@ -57,10 +57,11 @@ def furthest(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("tokens", [1, 2, 50])
-def test_losses_and_gradients_are_those_of_whole_logits(tokens, bias, chain):
+@pytest.mark.parametrize(("tokens", "block"), [(1, NARROWEST), (2, 2 * NARROWEST), (50, 50 * NARROWEST), (50, CPU_BLOCK)])
+def test_losses_and_gradients_are_those_of_whole_logits(tokens, block, bias, chain):
+    """In several blocks, and in one, whose logits are kept."""
     given = example(tokens, bias=bias)
-    losses, expected = token_losses(**given, chain=chain, block=NARROWEST * tokens), whole(**given, chain=chain)
+    losses, expected = token_losses(**given, chain=chain, block=block), whole(**given, chain=chain)
     assert losses.dtype == torch.float32 and losses.shape == (tokens,)
     assert furthest(losses, expected) < 1e-6
     theirs = gradients(expected, given)

@@ -89,3 +89,5 @@ def test_cores_that_a_rank_is_bound_to_are_not_divided_again(monkeypatch: pytest
     by_torchrun = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     line = "threads: 1 for each rank, which torchrun sets; the optimizer on the CPU could use 8: start with OMP_NUM_THREADS=8"
     assert told(by_torchrun, 8, OFFLOAD, monkeypatch, own=8) == ("1", [line])
+    shared = ["threads: 4 for each rank, 32 cores for 8 ranks (OMP_NUM_THREADS)"]  # those of a job, which its ranks have in common
+    assert told({}, 8, {}, monkeypatch, own=32) == ("4", shared)

@@ -21,7 +21,7 @@ def complete(variables: MutableMapping[str, str], ds_config: dict[str, Any], ran
     name, variables[name] = allocator_settings(variables, pins(ds_config) and pins_exactly())  # torch 2.11 ends with an error at an unknown key
     lines = [f"allocator: {variables[name]} ({name})"] if installed() else []
     cores = len(os.sched_getaffinity(0))
-    if cores < len(os.sched_getaffinity(os.getppid())):  # srun, or numactl, has bound the rank: its cores are its own
+    if cores * ranks <= len(os.sched_getaffinity(os.getppid())):  # srun, or numactl, has bound the rank: its cores are its own
         ranks = 1
     count = max(1, cores // ranks)
     if THREADS not in variables and ranks > 1:

@@ -69,7 +69,7 @@ class Peers:
         everyone: list[Any] = [None] * self._world
         dist.all_gather_object(everyone, (secrets.token_hex(8), os.getpid(), began(os.getpid())), group=group)
         self._here = {rank: (pid, at) for rank, (_, pid, at) in enumerate(everyone) if began(pid) == at}  # ranks whose processes this host sees
-        dist.barrier(group)  # a rank that is killed before the others have seen its process would be missed by none
+        dist.barrier(group)  # nobody would miss a rank that is killed before the others have looked for its process
         self._store = PrefixStore(f"failure/{everyone[0][0]}", own)  # the key is new at each start: an agent keeps its store, with old marks, over restarts
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # nothing is lost when this rank is ended
