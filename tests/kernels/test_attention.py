@@ -150,6 +150,14 @@ def test_a_model_learns_the_same_as_with_a_mask(recomputed):
     assert torch.equal(found[1][0], found[2][0]) and all(map(torch.equal, found[1][1], found[2][1]))
 
 
+def test_a_model_computes_its_own_loss_with_it():
+    """transformers hands what its loss is given to every layer: a loop of a user's own, Trainer and accelerate call models so."""
+    batch = packed([40, 24], [64])
+    labels = {"labels": batch["labels"], "shift_labels": batch["labels"], "num_items_in_batch": (batch["labels"] != -100).sum()}
+    losses = [built(attention, llama())(**batch | labels).loss for attention in ("sdpa", "varlen")]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+
+
 def test_a_document_changes_no_logit_and_no_gradient_of_another():
     model, found = built("auto", llama()), []
     for changed in (False, True):

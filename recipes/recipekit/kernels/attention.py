@@ -17,7 +17,8 @@ from .varlen import varlen
 
 VARLEN = "varlen"
 MOST_HEAD_DIM = 256  # of FlashAttention 2
-HARMLESS = ("position_ids", "cache_position")  # tensors that layers hand on and that attention does not read
+# Tensors that layers hand on and that attention does not read: places, and what a model's own loss is given.
+HARMLESS = ("position_ids", "cache_position", "shift_labels", "num_items_in_batch")
 
 
 class Unfit(RuntimeError):

@@ -1,0 +1,45 @@
+"""The bench of a step beside an earlier commit: its arithmetic, its documents, and a small run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from pool import ROOT, environment
+
+sys.path.insert(0, str(ROOT / "tools" / "bench"))
+
+import bench_step
+
+TOOL = ROOT / "tools" / "bench" / "bench_step.py"
+
+
+def test_the_page_has_the_ratio_of_each_round():
+    text = bench_step.page("abc", {256: [(2.0, 1.0), (1.0, 2.0), (3.0, 2.0)], 4096: [(0.3, 0.1)] * 3}, 15, ["--tp", "2"])
+    assert "| 256 | 2,000 | 2,000 | 1.500 | 0.500 to 2.000 |" in text
+    assert "| 4,096 | 300 | 100 | 3.000 | 3.000 to 3.000 |" in text
+    assert "bench_step.py abc --tp 2" in text and "3 rounds of 15 steps" in text
+
+
+def test_documents_are_short_and_the_same_on_every_call(tmp_path):
+    for name in ("one", "two"):
+        bench_step.write_documents(tmp_path / name)
+    assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text()
+    texts = [json.loads(line)["text"] for line in (tmp_path / "one").read_text().splitlines()]
+    assert len(texts) == bench_step.MOST_DOCUMENTS and max(map(len, texts)) <= 1000
+
+
+@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--steps", "3"]], ids=" ".join)
+def test_a_run_without_timed_steps_is_refused(flags):
+    done = subprocess.run([sys.executable, TOOL, "HEAD", *flags], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "more than 3 steps" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_small_run_compares_a_commit_with_the_tree(ops):
+    ops("cpu_adam")
+    command = [sys.executable, TOOL, "HEAD", "--seq_len", "128", "--rounds", "1", "--steps", "5"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| 128 |"))
+    assert all(float(cell.replace(",", "")) > 0 for cell in row.split("|")[2:5])
