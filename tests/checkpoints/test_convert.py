@@ -273,7 +273,7 @@ def stock(folder: str, tag: str, hf: str, stage: int) -> float:
     return engine(input_ids=ids, labels=ids).loss.item()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 1, pytest.param(2, marks=slow), 3])
 def test_stock_deepspeed_loads_a_converted_checkpoint(pools, tmp_path, stage):
     recipe = dataclasses.replace(BASE, ds_config=strategy("zero1"), eval_every=0, steps=3, export=True)
     pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / "run")])

@@ -125,7 +125,7 @@ def stopped_at(printed: str) -> int:
     return int(line.removeprefix("stopped by bad data after step ").partition(";")[0])
 
 
-@pytest.mark.parametrize("fault", ["row", "disk", "signal"])
+@pytest.mark.parametrize("fault", [pytest.param("row", marks=pytest.mark.slow), pytest.param("disk", marks=pytest.mark.slow), "signal"])
 def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(pools: Any, tmp_path: Path, fault: str) -> None:
     """A bad row that every rank meets; a disk that fails on the host of one rank only; the row, and one rank is told to stop meanwhile."""
     (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + ("nonsense\n" if fault != "disk" else "") + lines(texts(50, 2)))

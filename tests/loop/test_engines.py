@@ -206,7 +206,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, engine):
 
 
 WAYS = [
-    pytest.param(("zero3", 4), ("fsdp2", 2), ("ddp", 4), id="zero3 dp4, fsdp2 dp2, ddp dp4"),
+    pytest.param(("zero3", 4), ("fsdp2", 2), ("ddp", 4), id="zero3 dp4, fsdp2 dp2, ddp dp4", marks=slow),
     pytest.param(("ddp", 2), ("zero3", 2), ("fsdp2", 2), id="ddp, zero3, fsdp2", marks=slow),
     pytest.param(("fsdp2", 2), ("ddp", 2), ("zero3", 4), id="fsdp2, ddp, zero3 dp4", marks=slow),
     pytest.param(("fsdp2", 4), ("zero0", 2), ("ddp", 2), id="fsdp2 dp4, zero0, ddp", marks=slow),

@@ -107,7 +107,7 @@ CASES = [
     Case("vit zero2 dp2, checkpointing", 2, "zero2", {"activation_checkpointing": True}, model="vit"),
     Case("vit zero3 dp2", 2, "zero3", model="vit"),
     Case("vit zero1 tp2", 2, "zero1", TP2, model="vit"),
-    Case("vit zero1 pp3", 3, "zero1", {"pp": 3}, model="vit"),
+    Case("vit zero1 pp3", 3, "zero1", {"pp": 3}, model="vit", slow=True),
     Case("vit zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="vit"),
     Case("deit zero3 tp2", 2, "zero3", TP2, model="deit", slow=True),
     Case("deit zero0 pp2, dualpipev", 2, "zero0", PP2 | {"pipeline_schedule": "dualpipev", "micro_batch": 1}, model="deit", slow=True),
@@ -184,6 +184,7 @@ def test_a_stopped_run_goes_on_in_another_layout(pools, tmp_path, stopped):
     compare(tmp_path / "run", reference("vit"))
 
 
+@pytest.mark.slow
 def test_a_resume_is_bit_for_bit(pools, tmp_path):
     """Stopped after steps 3 and 7, with crops that are drawn anew each step."""
     for out, stops in (("whole", (0,)), ("parts", (3, 7, 0))):
@@ -202,6 +203,7 @@ def convert(*words: Any) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_checkpoints_are_converted_both_ways(tmp_path, stopped):
     """To Hugging Face files, from them into two stages of two tensor ranks, into other degrees, and back: bit for bit."""
     convert("to-hf", stopped, tmp_path / "hf", "--verify")

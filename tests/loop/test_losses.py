@@ -53,7 +53,7 @@ class Case:
 CASES = [
     Case("zero3, tied, soft cap", "zero3", model="gemma2"),
     Case("tp2", "zero1", TP2, rows=VOCABULARY // 2),
-    Case("pp2", "zero1", {"pp": 2}),
+    Case("pp2", "zero1", {"pp": 2}, slow=True),
     Case("lora", "zero3", {"adapt": add_lora}, slow=True),
     Case("tp2, tied", "zero1", TP2, model="tied", slow=True),
     Case("dualpipev", "zero1", {"pp": 2, "pipeline_schedule": "dualpipev"}, slow=True),

@@ -46,7 +46,14 @@ def train_with_hooks(recipe: Recipe, config: dict[str, Any], out: str) -> list[i
     return counts
 
 
-@pytest.mark.parametrize(("file", "layout"), [("zero1", {}), ("zero3", {}), ("zero1", {"pp": 2})], ids=["zero1 dp2", "zero3 dp2", "zero1 pp2"])
+@pytest.mark.parametrize(
+    ("file", "layout"),
+    [
+        pytest.param("zero1", {}, id="zero1 dp2"),
+        pytest.param("zero3", {}, id="zero3 dp2", marks=pytest.mark.slow),
+        pytest.param("zero1", {"pp": 2}, id="zero1 pp2", marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_task_keeps_in_buffers_is_saved_and_exported(pools, tmp_path, file, layout):
     """Stopped after step 4 and gone on with: the buffer has moved ten times in all."""
     recipe = recipe_for("deepseek_v3", **accumulating(2, **layout), stop_at=4)
@@ -92,14 +99,14 @@ def train_and_look(recipe: Recipe, config: dict[str, Any], out: str) -> list[lis
 
 
 LAYOUTS = [
-    Case("zero0 dp2", 2, "zero0"),
+    Case("zero0 dp2", 2, "zero0", slow=True),
     Case("zero1 dp2", 2, "zero1"),
-    Case("zero2 dp2", 2, "zero2"),
+    Case("zero2 dp2", 2, "zero2", slow=True),
     Case("zero3 dp2", 2, "zero3"),
     Case("zero1 pp2", 2, "zero1", {"pp": 2}),
-    Case("zero0 pp2", 2, "zero0", {"pp": 2}),
+    Case("zero0 pp2", 2, "zero0", {"pp": 2}, slow=True),
     Case("ddp dp2", 2, "", {"engine": "ddp", "precision": "fp32"}, slow=True),
-    Case("fsdp2 dp2", 2, "", {"engine": "fsdp2", "precision": "fp32"}),
+    Case("fsdp2 dp2", 2, "", {"engine": "fsdp2", "precision": "fp32"}, slow=True),
 ]
 
 

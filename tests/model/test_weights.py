@@ -68,7 +68,7 @@ def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]
     return weights
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_tied", "gpt2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama_tied", "mixtral"))])
 def test_the_engine_holds_the_files(pools, tmp_path, kind):
     """transformers saves the experts of a mixture one by one, and the model holds them in one tensor."""
     expected = dict(save_tiny(tmp_path, kind).named_parameters())

@@ -20,7 +20,7 @@ from test_model import tiny_config
 from test_parity import accumulating, compare, recipe_for, reference, strategy, train_in_layout
 
 CASES = [("ep2 zero0", 2, "zero0"), ("ep2 zero1", 2, "zero1"), ("ep2 zero3", 2, "zero3"), ("ep2 in dp4 zero2", 4, "zero2")]
-SLOW = ("ep2 zero0", "ep2 in dp4 zero2")
+SLOW = ("ep2 zero0", "ep2 zero3", "ep2 in dp4 zero2")
 
 
 @pytest.mark.parametrize(("world", "file"), [pytest.param(*case[1:], id=case[0], marks=pytest.mark.slow if case[0] in SLOW else ()) for case in CASES])

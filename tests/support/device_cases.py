@@ -41,11 +41,11 @@ RECIPE = Recipe(
     wandb=False,
 )
 QUICK: dict[str, tuple[str, str, dict[str, Any]]] = {  # the model that is trained from its files, the JSON, the layout
-    "zero1 tp2": ("llama", "zero1", {"tp": 2}),
     "zero1 pp2": ("llama", "zero1", {"pp": 2}),
 }
 SLOW: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"zero{stage}": ("llama", f"zero{stage}", {"micro_batch": 1, "save_in_background": stage % 2 == 0}) for stage in range(4)},
+    "zero1 tp2": ("llama", "zero1", {"tp": 2}),
     "zero1 gpt2": ("gpt2", "zero1", {}),
     "zero2 on the CPU": ("llama", "zero2_cpu", {}),
     "zero3 on the CPU": ("llama", "zero3_cpu", {}),
