@@ -15,7 +15,7 @@ TOOL = ROOT / "tools" / "bench" / "bench_step.py"
 
 
 def test_the_page_has_the_ratio_of_each_round():
-    text = bench_step.page("abc", {256: [(2.0, 1.0), (1.0, 2.0), (3.0, 2.0)], 4096: [(0.3, 0.1)] * 3}, 15, ["--tp", "2"])
+    text = bench_step.page("abc", {256: [(2.0, 1.0), (1.0, 2.0), (3.0, 2.0)], 4096: [(0.3, 0.1)] * 3}, 15, ["abc", "--tp", "2"])
     assert "| 256 | 2,000 | 2,000 | 1.500 | 0.500 to 2.000 |" in text
     assert "| 4,096 | 300 | 100 | 3.000 | 3.000 to 3.000 |" in text
     assert "bench_step.py abc --tp 2" in text and "3 rounds of 15 steps" in text

@@ -1,11 +1,12 @@
 """Proves that a change of the code changes no run: four tiny runs of a commit and of the working tree, compared bit for bit.
 
-    python tests/support/same_runs.py COMMIT [--folder FOLDER] [--rtol 1e-6]
+    python tests/support/same_runs.py COMMIT [--folder FOLDER] [--rtol 1e-6] [--now "--attention sdpa --loss whole"]
 
 Each run has 6 steps, an evaluation and a checkpoint every 3. Step, loss, grad_norm, lr, tokens and eval_loss of every step
 have to be equal, and the digests of every tensor of both checkpoints; then the working tree goes on from the commit's
 checkpoint of step 3, in the commit's own run folder, and has to come to the same end. `--folder` keeps the runs, and takes
 those of the commit from there the next time. `--rtol` compares numbers to a relative difference, and leaves the digests out.
+`--now` has flags that the commit does not know, for the runs of the working tree: what a new default was before.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,10 @@ def checked_out(commit: str, folder: Path) -> Path:
     return folder
 
 
-def train(tree: Path, case: str, out: Path) -> None:
-    """Runs a case with the code of `tree`, or goes on with the run in `out`."""
+def train(tree: Path, case: str, out: Path, more: Sequence[str] = ()) -> None:
+    """Runs a case with the code of `tree` and `more` flags, or goes on with the run in `out`."""
     ranks, (recipe, *flags) = CASES[case]
+    flags += more
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
     command = [*launcher, str(tree / "recipes" / recipe), *map(str, [*flags, *NUMBERS, "--out", out])]
     done = subprocess.run(command, cwd=out.parent, env=environment() | {"PYTHONPATH": ""}, capture_output=True, text=True, timeout=300, check=False)
@@ -94,6 +97,7 @@ def main() -> int:
     parser.add_argument("commit", help="what the working tree is compared with, for example HEAD~3")
     parser.add_argument("--folder", type=Path, help="keep the runs there (default: a temporary folder)")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative difference of the numbers that is let pass (default: none)")
+    parser.add_argument("--now", default="", help="flags of the working tree's runs alone, in one word")
     arguments = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", arguments.commit], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     found = []
@@ -109,9 +113,9 @@ def main() -> int:
                 shutil.rmtree(old, ignore_errors=True)
                 train(tree, case, old)
                 (old / "done").touch()
-            train(ROOT, case, after / case)
+            train(ROOT, case, after / case, arguments.now.split())
             resumed = without_the_end(old, after / f"{case}_resumed")
-            train(ROOT, case, resumed)
+            train(ROOT, case, resumed, arguments.now.split())
             for what, run in (("trained", after / case), ("resumed", resumed)):
                 unlike = differences(facts(old), facts(run), arguments.rtol)
                 print(f"{case}, {what}: {'differs' if unlike else 'the same'}", flush=True)

@@ -81,7 +81,7 @@ def seconds_of(tree: Path, out: Path, seq_len: int, steps: int, flags: list[str]
     return statistics.median(line["step_s"] for line in read_metrics(out)[WARM_UP:])
 
 
-def page(commit: str, rows: dict[int, list[tuple[float, float]]], steps: int, flags: list[str]) -> str:
+def page(commit: str, rows: dict[int, list[tuple[float, float]]], steps: int, words: list[str]) -> str:
     """Writes the result as Markdown: milliseconds of a step, and the ratio commit / this tree over the rounds."""
     lines = []
     for seq_len, pairs in rows.items():
@@ -91,7 +91,7 @@ def page(commit: str, rows: dict[int, list[tuple[float, float]]], steps: int, fl
     number = len(next(iter(rows.values())))
     return f"""# A step beside an earlier commit
 
-Written by `python tools/bench/bench_step.py {" ".join([commit, *flags])}` on {datetime.date.today().isoformat()}:
+Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.date.today().isoformat()}:
 {os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, torch {version("torch")}, deepspeed {version("deepspeed")}, transformers {version("transformers")}.
 
 `{RECIPE} --tiny` on {RANKS} ranks, rows packed of documents of 100 to 1,000 bytes, a token each; {number} rounds of {steps} steps.
@@ -116,7 +116,7 @@ def main() -> int:
                 took = {name: seconds_of(trees[name], folder / f"{name}_{seq_len}_{turn}", seq_len, arguments.steps, data) for name in order}
                 rows[seq_len].append((took["before"], took["now"]))
                 print(f"{seq_len} tokens, round {turn + 1} of {arguments.rounds}: {took['before']:.3f} and {took['now']:.3f} s a step", file=sys.stderr)
-    print(page(arguments.commit, rows, arguments.steps, flags), end="")
+    print(page(arguments.commit, rows, arguments.steps, sys.argv[1:]), end="")
     return 0
 
 
