@@ -20,6 +20,7 @@ from .parallel.sequence import own_part
 from .plan import Plan
 from .refusal import Say
 from .run_folder import EXPORT, way_on
+from .runtime import used
 from .runtime.agree import check_peers, shared_problems
 from .runtime.engine import load_model
 from .runtime.failure import Peers
@@ -209,9 +210,10 @@ def loop(ready: Ready) -> int:
     sp_rank = mesh.coords(plan.command.rank)["sp"]
     own_schedule = "scheduler" not in plan.ds_config
     drawn = min(state["step"] + 3, last)  # the step of a pipeline that OUT/schedule.png shows: the first ones warm up
+    first = state["step"] + 1
     seen = 0  # a hash of all tokens that this rank was given
 
-    for step in range(state["step"] + 1, last + 1):
+    for step in range(first, last + 1):
         begun = time.perf_counter()
         batches, data_state = next(stream)
         # found one step early, so that all ranks stop together; a rank that is told to stop waits for no more data, and saves after this step
@@ -221,7 +223,7 @@ def loop(ready: Ready) -> int:
         batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
         lr = lr_at(recipe, step) if own_schedule else None
         more = numbers_of_rank(ready, batches)
-        with timeline.record(engine, on=step == drawn) as spans:
+        with used.compared(engine, mesh, step, on=step == first), timeline.record(engine, on=step == drawn) as spans:
             result = train_step(engine, ready.task, batches, lr, "bad data" if broken else stopper.requested, mesh, ready.sums, more)
         seconds = time.perf_counter() - begun
 

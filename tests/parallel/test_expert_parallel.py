@@ -13,6 +13,7 @@ from recipekit.optim.groups import parameter_groups
 from recipekit.parallel.expert import check
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
+from recipekit.runtime.used import compared
 from recipekit.strategy import check as ds_config
 from recipekit.strategy import resolve
 from test_model import ds_config as ds
@@ -72,9 +73,10 @@ def train_starved(family: str, stage: int, ep: int) -> list[float]:
         router.register_forward_hook(send)
     ids = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(rank))
     losses = []
-    for _ in range(2):
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)
+    for step in (1, 2):
+        with compared(engine, groups.mesh, step, on=step == 1):
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     engine.destroy()
