@@ -1,5 +1,7 @@
 """Computes the cross-entropy of a head's logits, which are never there as a whole: made block by block, and again in the backward.
 
+Where one block would hold them all, they are made at once and kept, which takes fewer operations.
+
 A block holds some columns of all rows, so that the gradient of a block's weights is complete when the block is done, without a
 sum over blocks in another dtype, and so that tensor parallelism, which cuts the columns too, adds two all-reduces in all.
 """
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from ..task import IGNORE
 from .blocks import BLOCK, CPU_BLOCK, columns_at_once
@@ -40,7 +43,7 @@ def token_losses(
 
     `hidden` (..., D), `weight` (V, D), `bias` (V,) as for `nn.functional.linear`; `labels` (...) int64. It is
     cross_entropy(chain(linear(hidden, weight, bias)).float(), labels), and the chain acts on each logit by itself. Keeps for the
-    backward pass what it was given and a number for each token, and the logits if one block holds them all. Under autocast it
+    backward pass what it was given and a number for each token, or the logits if one block holds them all. Under autocast it
     computes in autocast's dtype. With `part` (a collective) the weight and the bias are this rank's; `hidden` and the losses are
     those of all. A label that is no column gives an infinite loss. `block`: how many logits are there at a time.
     """
@@ -48,8 +51,20 @@ def token_losses(
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     block = block or (CPU_BLOCK if device == "cpu" else BLOCK)
+    if part is None and columns_at_once(labels.numel(), len(weight), block) == len(weight):
+        return _of_whole_logits(hidden, weight, bias, labels, chain)
     losses: Any = _TokenLosses.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block)
     return losses.view(labels.shape)
+
+
+def _of_whole_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, chain: Chain | None) -> torch.Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        # functional.linear, since ZeRO-3 (DeepSpeed 0.19.8) puts one there that keeps no gathered weight
+        logits = functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)).flatten(0, -2)
+        logits = (chain(logits) if chain else logits).to(torch.promote_types(hidden.dtype, torch.float32))
+        words, inside = labels.flatten(), (labels >= 0).logical_and_(labels < len(weight)).flatten()
+        losses = functional.cross_entropy(logits, words.where(inside, IGNORE), ignore_index=IGNORE, reduction="none")
+        return losses.masked_fill(~inside & (words != IGNORE), torch.inf).view(labels.shape)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -58,14 +73,12 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int) -> torch.Tensor:
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        only = None
         peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)  # (N,) the largest logit so far; finite, as a block may hold -inf only
         target = torch.full_like(peak, -torch.inf)  # (N,) the logit of the label
         total = torch.zeros_like(peak)  # (N,) sum of exp(logit - peak)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, block):
                 logits = _logits(hidden, weight, bias, columns)
-                only = logits if columns == slice(0, len(weight)) else None  # a block that is all there is may stay
                 logits = (chain(logits) if chain else logits).to(exact)  # (N, columns)
                 place, inside = _places(labels, columns, part)
                 target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
@@ -75,14 +88,14 @@ class _TokenLosses(torch.autograd.Function):
         if part:
             peak, target, total = _over_ranks(peak, target, total, part.group)
         norm = peak + total.log()  # (N,) log of the sum of exp
-        ctx.save_for_backward(hidden, weight, bias, labels, norm, only)
+        ctx.save_for_backward(hidden, weight, bias, labels, norm)
         ctx.chain, ctx.part, ctx.block = chain, part, block
         return (norm - target).masked_fill_(labels == IGNORE, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, labels, norm, only = ctx.saved_tensors
+        hidden, weight, bias, labels, norm = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         each = gradients[0].masked_fill(labels == IGNORE, 0.0).unsqueeze(1)  # (N, 1)
         grad_hidden = torch.zeros_like(hidden, dtype=norm.dtype) if of_hidden else None
@@ -90,7 +103,7 @@ class _TokenLosses(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if of_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, ctx.block):
-                logits = _logits(hidden, weight, bias, columns) if only is None else only
+                logits = _logits(hidden, weight, bias, columns)
                 gradient = _gradient(logits, norm, each, ctx.chain, *_places(labels, columns, ctx.part))
                 if grad_hidden is not None:
                     _add_product(grad_hidden, gradient, weight[columns].to(hidden.dtype))
