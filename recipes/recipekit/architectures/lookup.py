@@ -131,6 +131,10 @@ def _unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
         if (kind not in types and masked) or (switch is not None and not config.get(switch)):
             fix = f'{others}; a {kind} that looks back only says "{switch}": true in its config.json' if switch else others
             return f"a {kind} reads the tokens that it should predict", fix
+    if TASKS[task].masked and config.get("is_encoder_decoder"):
+        return f"a {kind} is an encoder-decoder, and this task trains encoders alone", others
+    if TASKS[task].masked and kind in types and READS_AHEAD.get(kind) and config.get(READS_AHEAD[kind]):
+        return f'a {kind} whose config.json says "{READS_AHEAD[kind]}": true looks back only', f"{others}, or delete that line"
     if kind not in types:
         return f"a {kind} is no {noun} that transformers {version('transformers')} knows", others
     return None

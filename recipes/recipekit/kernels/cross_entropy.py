@@ -44,24 +44,45 @@ def token_losses(
     computes in autocast's dtype. With `part` (a collective) the weight and the bias are this rank's; `hidden` and the losses are
     those of all. A label that is no column gives an infinite loss. `block`: how many logits are there at a time.
     """
+    return _computed(hidden, weight, bias, labels, chain, part, block, False)[0]
+
+
+def losses_and_tokens(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    chain: Chain | None = None,
+    part: Part | None = None,
+    block: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `token_losses`, and for each token the column of the largest logit, int64: the first of equal ones, as torch's argmax."""
+    losses, tokens = _computed(hidden, weight, bias, labels, chain, part, block, True)
+    return losses, tokens
+
+
+def _computed(hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, chain: Any, part: Any, block: int | None, likeliest: bool) -> Any:
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     block = block or (CPU_BLOCK if device == "cpu" else BLOCK)
-    losses: Any = _TokenLosses.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block)
-    return losses.view(labels.shape)
+    losses, tokens = _TokenLosses.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block, likeliest)  # type: ignore[misc]
+    return losses.view(labels.shape), tokens.view(labels.shape) if likeliest else tokens
 
 
 class _TokenLosses(torch.autograd.Function):
-    """(N, D), (V, D), (V,), (N,) -> (N,)"""
+    """(N, D), (V, D), (V,), (N,) -> (N,), and (N,) of the likeliest columns, or (0,)"""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int, likeliest: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
         only = None
         peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)  # (N,) the largest logit so far; finite, as a block may hold -inf only
         target = torch.full_like(peak, -torch.inf)  # (N,) the logit of the label
         total = torch.zeros_like(peak)  # (N,) sum of exp(logit - peak)
+        chosen = torch.zeros_like(labels) if likeliest else labels.new_empty(0)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, block):
                 logits = _logits(hidden, weight, bias, columns)
@@ -69,15 +90,23 @@ class _TokenLosses(torch.autograd.Function):
                 logits = (chain(logits) if chain else logits).to(exact)  # (N, columns)
                 place, inside = _places(labels, columns, part)
                 target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
-                before, peak = peak, torch.maximum(peak, logits.amax(1))
+                if likeliest:
+                    largest, column = logits.max(1)
+                    chosen = torch.where(largest > peak, column + columns.start, chosen)
+                else:
+                    largest = logits.amax(1)
+                before, peak = peak, torch.maximum(peak, largest)
                 total = total * (before - peak).exp() + (logits - peak.unsqueeze(1)).exp_().sum(1)
                 del logits  # before the next block's are made
         if part:
-            peak, target, total = _over_ranks(peak, target, total, part.group)
+            own = peak
+            peak, target, total = _over_ranks(own, target, total, part.group)
+            chosen = _first_over_ranks(chosen + part.start, own == peak, part.group) if likeliest else chosen
         norm = peak + total.log()  # (N,) log of the sum of exp
         ctx.save_for_backward(hidden, weight, bias, labels, norm, only)
         ctx.chain, ctx.part, ctx.block = chain, part, block
-        return (norm - target).masked_fill_(labels == IGNORE, 0.0)
+        ctx.mark_non_differentiable(chosen)
+        return (norm - target).masked_fill_(labels == IGNORE, 0.0), chosen
 
     @staticmethod
     @once_differentiable
@@ -103,7 +132,7 @@ class _TokenLosses(torch.autograd.Function):
             grad_hidden = grad_hidden.to(hidden.dtype)
             if ctx.part:
                 dist.all_reduce(grad_hidden, group=ctx.part.group)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _blocks(hidden: torch.Tensor, weight: torch.Tensor, block: int) -> Iterator[slice]:
@@ -154,3 +183,10 @@ def _over_ranks(peak: torch.Tensor, target: torch.Tensor, total: torch.Tensor, g
     total = total * (peak - largest[0]).exp()
     dist.all_reduce(total, group=group)
     return largest[0], largest[1], total
+
+
+def _first_over_ranks(columns: torch.Tensor, largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Finds the lowest of the ranks' columns that hold the largest logit (an all-reduce of N numbers)."""
+    columns = columns.masked_fill(~largest, torch.iinfo(columns.dtype).max)
+    dist.all_reduce(columns, dist.ReduceOp.MIN, group=group)
+    return columns
