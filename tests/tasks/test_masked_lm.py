@@ -16,8 +16,11 @@ from recipekit.data.held_out import eval_rows
 from recipekit.data.masks import RANDOM, REPLACED, Masks, borders_of_words, masks_of
 from recipekit.data.processors import byte_tokenizer, check_tokenizer
 from recipekit.data.request import Request
+from recipekit.data.sameness import OtherData
 from recipekit.data.stream import open_stream
+from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
+from recipekit.run_folder import IDENTITY, identity
 from recipekit.task import IGNORE
 from recipekit.tasks.masked_lm import TASK
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -233,7 +236,7 @@ def test_what_a_tokenizer_must_have():
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
             "masked_lm",
-            "a llama is no masked lm model that transformers .* knows; use --task pretrain",
+            "a llama is no masked language model that transformers .* knows; use --task pretrain",
         ),
         ({"model_type": "bert", "is_decoder": True}, "masked_lm", 'a bert whose config.json says "is_decoder": true looks back only; use --task pretrain'),
         ({"model_type": "bart", "is_encoder_decoder": True}, "masked_lm", "a bart is an encoder-decoder, and this task trains encoders alone"),
@@ -266,3 +269,15 @@ def test_a_step_without_a_hidden_token_has_no_loss_and_is_a_number():
 def test_places_tell_epochs_apart():
     """A block's key begins with its place, and that with the epoch."""
     assert next(iter(vars(Place()))) == "epoch"
+
+
+def test_what_is_hidden_belongs_to_runs_that_hide_and_to_no_other():
+    """A run of another task is made of what it was made of before, so that older ones go on."""
+    assert identity(Recipe(model="a"), None).keys() == set(IDENTITY)
+    mine = identity(Recipe(model="a", task="masked_lm", mask_rate=0.3), None)
+    assert mine.keys() == {*IDENTITY, "mask_rate", "whole_words"} and mine["mask_rate"] == 0.3
+    with contextlib.closing(open_stream(request(task="pretrain"), byte_tokenizer(), dp=1, dp_rank=0)) as stream:
+        assert stream.state["identity"].keys() == {"corpus", "task", "seed", "global_batch", "tokenizer", "seq_len", "blocks"}
+    _, state = rows_of(1)
+    with pytest.raises(OtherData, match=r"mask_rate = 0.3: the saved data stream has 0.15"):
+        open_stream(request(mask_rate=0.3), BYTES, dp=1, dp_rank=0, state=state)

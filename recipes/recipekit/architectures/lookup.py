@@ -144,7 +144,8 @@ def _noun(auto_class: str) -> str:
     """Names what an Auto class makes: AutoModelForImageClassification -> image classification model."""
     if auto_class == CAUSAL:
         return "causal language model"
-    return " ".join(word.lower() for word in re.findall(r"[A-Z][a-z]+|[A-Z]+", auto_class.removeprefix("AutoModelFor"))) + " model"
+    words = [word.lower() for word in re.findall(r"[A-Z][a-z]+|[A-Z]+", auto_class.removeprefix("AutoModelFor"))]
+    return " ".join("language" if word == "lm" else word for word in words) + " model"
 
 
 @functools.cache

@@ -25,6 +25,10 @@ def choose_both_ways(wanted: str, model_config: dict[str, Any], name: str, dtype
 
     Raises `Refusal` where none that is wanted keeps the documents of a row apart, or its mask would leave no room.
     """
+    if wanted not in ("auto", VARLEN, *MASKING):
+        raise refuse(
+            f"attention = {wanted}", "keeps no documents of a model apart that looks both ways", "use --attention varlen, which is FlashAttention, too"
+        )
     kind, tried = model_config["model_type"], (VARLEN, *MASKING) if wanted == "auto" else (wanted,)
     reasons: dict[str, str] = {}
     for attention in tried:
