@@ -14,7 +14,7 @@ from recipekit.data.blocks import Place
 from recipekit.data.encode import edges, encode_sequences
 from recipekit.data.held_out import eval_rows
 from recipekit.data.masks import RANDOM, REPLACED, Masks, borders_of_words, masks_of
-from recipekit.data.processors import byte_tokenizer, check_tokenizer
+from recipekit.data.processors import byte_tokenizer, check_edges, check_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.sameness import OtherData
 from recipekit.data.stream import open_stream
@@ -222,10 +222,11 @@ def test_words_are_hidden_as_a_whole_at_the_same_rate(rate):
 
 def test_what_a_tokenizer_must_have():
     with pytest.raises(Refusal, match="has no mask token"):
-        check_tokenizer(byte_tokenizer(), "masked_lm", 64)
+        check_tokenizer(byte_tokenizer(), "masked_lm")
     with pytest.raises(Refusal, match="puts 2 tokens round each text, which leave no room; use --seq_len 3 or more"):
-        check_tokenizer(BYTES, "masked_lm", 2)
-    check_tokenizer(BYTES, "masked_lm", 3)
+        check_edges(BYTES, 2)
+    check_edges(BYTES, 3)
+    check_tokenizer(BYTES, "masked_lm")
     assert BYTES("é")["input_ids"][1:-1] == byte_tokenizer()("é")["input_ids"] and BYTES.vocab_size == byte_tokenizer().vocab_size
     assert all(BYTES.convert_tokens_to_ids(token) == byte_tokenizer().convert_tokens_to_ids(token) for token in BYTES.all_special_tokens)
 

@@ -78,16 +78,18 @@ def pad_id(tokenizer: Any) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 
-def check_tokenizer(tokenizer: Any, task: str, seq_len: int) -> None:
-    """Raises `Refusal` if the tokenizer lacks what `task` needs, or if its edges leave no room in a row of `seq_len`."""
+def check_edges(tokenizer: Any, seq_len: int) -> None:
+    """Raises `Refusal` if the tokens that the tokenizer puts round a text leave no room in a row."""
+    if seq_len <= (around := sum(map(len, edges(tokenizer)))):
+        raise refuse(f"seq_len = {seq_len}", f"the tokenizer puts {around} tokens round each text, which leave no room", f"use --seq_len {around + 1} or more")
+
+
+def check_tokenizer(tokenizer: Any, task: str) -> None:
+    """Raises `Refusal` if the tokenizer lacks what `task` needs."""
     if TASKS[task].masked:
         if tokenizer.mask_token_id is None or pad_id(tokenizer) is None:
             missing = "mask token, which stands for what is hidden" if tokenizer.mask_token_id is None else "token that fills a row"
             raise refuse("--tokenizer", f"has no {missing}", "use the tokenizer of a masked language model, or bytes")
-        if seq_len <= (around := sum(map(len, edges(tokenizer)))):
-            raise refuse(
-                f"seq_len = {seq_len}", f"the tokenizer puts {around} tokens round each text, which leave no room", f"use --seq_len {around + 1} or more"
-            )
         return
     if tokenizer.eos_token_id is None:
         raise refuse("--tokenizer", "has no end-of-text token, which separates documents", "use the tokenizer of a causal language model")

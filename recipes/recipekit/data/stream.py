@@ -24,7 +24,7 @@ from .lanes import Domains, lanes, packed_batches, steps
 from .masks import masks_of
 from .mixture import Domain, domains_of
 from .prefetch import PREFETCH, Stream
-from .processors import check_tokenizer, pad_id
+from .processors import check_edges, check_tokenizer, pad_id
 from .remote import Patience
 from .request import Request
 from .sameness import DomainState, StreamState, changed_files, check_identity
@@ -64,7 +64,9 @@ def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state:
     With the `state` of a stream a data set of the hub is read as it was then, whatever has been committed since. Raises
     `Refusal` if a corpus does not exist or cannot be reached, or if the tokenizer does not fit.
     """
-    check_tokenizer(tokenizer, request.task, request.seq_len)
+    check_tokenizer(tokenizer, request.task)
+    if request.masked:
+        check_edges(tokenizer, request.seq_len)
     encoder, sizes = Encoder(tokenizer, request.task, request.seq_len), request.sizes
     own = {
         "tokenizer": encoder.identity,
