@@ -95,7 +95,10 @@ def logits_of(model: Any, batch: dict[str, torch.Tensor]) -> Any:
     """Yields (logits, labels) of each document's hidden tokens; transformers' own model reads it alone, and is told of no mask and no positions."""
     for ids, labels in documents(batch):
         if (hidden := labels >= 0).any():
-            yield model(input_ids=ids.unsqueeze(0)).logits[0, hidden].float(), labels[hidden]
+            told = {}
+            if model.config.pad_token_id in ids.tolist():  # a tiny RoBERTa's padding token is a byte, and RoBERTa gives no position of its own to it
+                told = {"position_ids": torch.arange(len(ids)).unsqueeze(0)}
+            yield model(input_ids=ids.unsqueeze(0), **told).logits[0, hidden].float(), labels[hidden]
 
 
 def summed_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

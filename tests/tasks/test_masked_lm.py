@@ -224,8 +224,8 @@ def test_what_a_tokenizer_must_have():
     with pytest.raises(Refusal, match="has no mask token"):
         check_tokenizer(byte_tokenizer(), "masked_lm")
     with pytest.raises(Refusal, match="puts 2 tokens round each text, which leave no room; use --seq_len 3 or more"):
-        check_edges(BYTES, 2)
-    check_edges(BYTES, 3)
+        check_edges(edges(BYTES), 2)
+    check_edges(edges(BYTES), 3)
     check_tokenizer(BYTES, "masked_lm")
     assert BYTES("é")["input_ids"][1:-1] == byte_tokenizer()("é")["input_ids"] and BYTES.vocab_size == byte_tokenizer().vocab_size
     assert all(BYTES.convert_tokens_to_ids(token) == byte_tokenizer().convert_tokens_to_ids(token) for token in BYTES.all_special_tokens)

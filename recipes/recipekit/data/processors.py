@@ -10,7 +10,6 @@ from ..architectures.shrink import BYTE_VOCAB
 from ..hub import hub_is_away, hub_refusal
 from ..refusal import refuse
 from ..tasks.facts import TASKS
-from .encode import edges
 from .request import Request
 
 _SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
@@ -78,9 +77,9 @@ def pad_id(tokenizer: Any) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 
-def check_edges(tokenizer: Any, seq_len: int) -> None:
+def check_edges(edges: tuple[list[int], list[int]], seq_len: int) -> None:
     """Raises `Refusal` if the tokens that the tokenizer puts round a text leave no room in a row."""
-    if seq_len <= (around := sum(map(len, edges(tokenizer)))):
+    if seq_len <= (around := sum(map(len, edges))):
         raise refuse(f"seq_len = {seq_len}", f"the tokenizer puts {around} tokens round each text, which leave no room", f"use --seq_len {around + 1} or more")
 
 

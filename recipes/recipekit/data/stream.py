@@ -18,7 +18,7 @@ from ..refusal import Say, refuse
 from ..task import Samples
 from .blocks import Place, blocks, packed
 from .chunks import Reader, open_cache
-from .encode import Encoder
+from .encode import Encoder, edges
 from .formats import PIECE, TOKEN_LENGTH
 from .lanes import Domains, lanes, packed_batches, steps
 from .masks import masks_of
@@ -66,7 +66,7 @@ def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state:
     """
     check_tokenizer(tokenizer, request.task)
     if request.masked:
-        check_edges(tokenizer, request.seq_len)
+        check_edges(edges(tokenizer), request.seq_len)
     encoder, sizes = Encoder(tokenizer, request.task, request.seq_len), request.sizes
     own = {
         "tokenizer": encoder.identity,

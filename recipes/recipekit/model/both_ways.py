@@ -56,8 +56,8 @@ def leaks(model_config: dict[str, Any], attention: str, name: str = "") -> str:
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            tiny = tiny_of(model_config, name)
-            model, plain = _drawn(tiny, both_ways(attention), name), _drawn(tiny, "eager", name)
+            tiny = _tiny_of(config_of(model_config, name))
+            model, plain = _drawn(tiny, both_ways(attention)), _drawn(tiny, "eager")
             ids = torch.randint(3, VOCABULARY - 1, (1, sum(LENGTHS)))
             positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
             mask = for_layers(documents_of(positions), ids.device) if attention == VARLEN else document_starts(positions)
@@ -85,7 +85,7 @@ def check_both_ways(model_config: dict[str, Any], attention: str = "auto", name:
     kind = model_config["model_type"]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            model = _drawn(tiny_of(model_config, name), "eager", name)
+            model = _drawn(_tiny_of(config_of(model_config, name)), "eager")
             ids = torch.randint(3, VOCABULARY - 1, (1, 32))
             other = ids.clone()
             other[0, -1] += 1
@@ -99,16 +99,16 @@ def check_both_ways(model_config: dict[str, Any], attention: str = "auto", name:
     return ""
 
 
-def tiny_of(model_config: dict[str, Any], name: str) -> dict[str, Any]:
-    tiny = tiny_copy(config_of(model_config, name), VOCABULARY)
+def _tiny_of(config: Any) -> dict[str, Any]:
+    tiny = tiny_copy(config, VOCABULARY)
     if tiny.get("initializer_range"):
         tiny = tiny | {"initializer_range": 0.1}  # what is read must be seen, however small the weights of its real width begin
     return tiny
 
 
-def _drawn(tiny: dict[str, Any], attention: str, name: str) -> Any:
+def _drawn(tiny: dict[str, Any], attention: str) -> Any:
     torch.default_generator.manual_seed(0)
-    return construct(config_of(tiny, name), attention, name, MASKED).eval()
+    return construct(config_of(tiny), attention, auto_class=MASKED).eval()
 
 
 def _equal(logits: torch.Tensor, expected: torch.Tensor) -> bool:
