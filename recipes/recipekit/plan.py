@@ -12,7 +12,7 @@ from typing import Any
 
 from .architectures import lookup
 from .architectures.safetensors_files import open_folder
-from .architectures.shrink import BYTE_VOCAB, shrink
+from .architectures.shrink import BYTE_VOCAB, ROBERTAS, shrink
 from .command import Command
 from .data.files import check_first_row, folder_classes, left_out, local_files
 from .data.mixture import Domain, domains_of
@@ -30,6 +30,7 @@ TINY_SEQ_LEN = 128
 POSITIONS = {  # by model_type: what bounds the length of its rows (transformers 5.22.2)
     **dict.fromkeys(("gpt2", "gpt_bigcode", "openai-gpt", "gptj", "codegen", "ctrl"), "n_positions"),
     **dict.fromkeys(("gpt_neo", "opt", "biogpt"), "max_position_embeddings"),
+    **dict.fromkeys(("albert", "bert", "distilbert", "electra", "ernie", "mpnet", *ROBERTAS), "max_position_embeddings"),
     "mpt": "max_seq_len",
 }
 
@@ -91,7 +92,7 @@ def make_plan(command: Command) -> Plan:
     laid = lay_out(command.world)
     recipe, mesh = laid.recipe, laid.mesh
     notes += laid.notes
-    problems += _check_positions(recipe.seq_len, model_config) if model_config and "seq_len" in recipe.facts.reads else []
+    problems += _check_positions(recipe.seq_len, model_config, recipe.facts.masked) if model_config and "seq_len" in recipe.facts.reads else []
     problems += _check_inputs(recipe, model_config is not None, notes)
     problems += _check_offline(recipe.model, recipe.init, model_config is not None, command)
     problems += _check_out(command.out)
@@ -211,10 +212,12 @@ def _check_strategy(config: dict[str, Any], command: Command, model_config: dict
     return divisions.name_worlds(problems, command.world, step, check_on)
 
 
-def _check_positions(seq_len: int, model_config: dict[str, Any]) -> list[Problem]:
+def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -> list[Problem]:
     """Refuses rows longer than a model without rotary positions has places for: its forward pass ends in an IndexError."""
     kind = model_config.get("model_type", "")
     limit = model_config.get(key := POSITIONS.get(kind, ""))
+    if masked and isinstance(limit, int) and kind in (*ROBERTAS, "mpnet"):  # whose first place is the one behind that of the padding token
+        limit -= (model_config.get("pad_token_id", 1) or 0) + 1
     if not isinstance(limit, int) or seq_len <= limit:
         return []
     return [Problem(f"seq_len = {seq_len}", f"a {kind} has positions for {limit} tokens ({key} in its config.json)", f"use --seq_len {limit} or less")]

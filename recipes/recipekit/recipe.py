@@ -37,6 +37,8 @@ class Recipe:
     messages_field: str = _say("column that holds a chat", "messages")
     image_field: str = _say("column that holds a picture: an encoded file (PNG, JPEG, ...) or rows of pixels", "image")
     label_field: str = _say("column that holds the number of a row's class", "label")
+    mask_rate: float = _say("share of the tokens that are hidden, drawn anew each epoch", 0.15)
+    whole_words: bool = _say("hide words as a whole: all tokens of one, or none", False)
     augment: str = _say("what is drawn for each picture: a crop of another size and place, mirrored every second time; none", "crop", choices=("crop", "none"))
     threads: int = _say("threads that decode and augment the pictures of a micro-batch; the rows are the same for any number", 2)
     task: str = _say("; ".join(f"{name}: {facts.about}" for name, facts in TASKS.items()), "pretrain", choices=tuple(TASKS))
@@ -140,6 +142,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     for name in ("beta1", "beta2"):
         if not 0 <= (value := getattr(recipe, name)) < 1:
             problems.append(Problem(f"{name} = {value}", "must lie in [0, 1)", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
+    if not 0 < recipe.mask_rate < 1:
+        problems.append(Problem(f"mask_rate = {recipe.mask_rate}", "must lie between 0 and 1", f"for example --mask_rate {Recipe.mask_rate}"))
     if recipe.warmup_steps >= recipe.steps > 0 and recipe.warmup_steps > 0:
         rule = f"the warm-up must be shorter than the schedule of {recipe.steps} steps"
         problems.append(Problem(f"warmup_steps = {recipe.warmup_steps}", rule, f"use --warmup_steps {recipe.steps // 10} or a larger --steps"))

@@ -22,6 +22,11 @@ def measure_nothing(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return output.new_zeros(0)
 
 
+def report_nothing(means: dict[str, float]) -> dict[str, float]:
+    """Returns what a task adds that tells nothing besides its means."""
+    return {}
+
+
 def hand_nothing(batch: MicroBatch, last: bool) -> MicroBatch:
     """Returns what a task hands over whose stages need nothing but the inputs."""
     return {}
@@ -67,6 +72,8 @@ class Task:
     samples: Samples | None = None  # None: rows are packed tokens
     measures: tuple[str, ...] = ()  # names of `measure`'s sums; an evaluation gives the mean of each as eval_NAME
     measure: Callable[[torch.Tensor, MicroBatch], torch.Tensor] = measure_nothing  # (output, batch) -> sums (measures,), without gradient
+    report: Callable[[dict[str, float]], dict[str, float]] = report_nothing  # (means: "loss" and the measures) -> what follows from them
+    each_step: bool = False  # steps tell the measures and the report, too, not evaluations alone
     # (batch, whether it is for the last stage) -> further arguments of the model's forward, which a pipeline does not send from stage to stage
     handed: Callable[[MicroBatch, bool], MicroBatch] = hand_nothing
     before: Callable[..., None] = do_nothing  # (engine, micro-batches of this rank): before the first forward pass of a step
@@ -78,7 +85,7 @@ class Sums:
     """Adds up what a step or an evaluation tells besides its loss; made before the engine, since a pipeline's loss adds to it."""
 
     by_domain: torch.Tensor | None = None  # (2, domains) fp64 for a mixture: loss sum and count of each corpus
-    measured: torch.Tensor | None = None  # (measures,) fp64 during an evaluation
+    measured: torch.Tensor | None = None  # (measures,) fp64 during an evaluation, and a step that tells them
 
     def clear(self) -> None:
         if self.by_domain is not None:

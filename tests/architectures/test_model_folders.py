@@ -194,9 +194,10 @@ def test_start_dry_run_and_from_hf_refuse_in_one_line(saved, tmp_path, capsys, n
         make_plan(parse(Recipe(), NANO, words(folder)))
     with pytest.raises(Refusal) as planned:
         dry_run(folder)
-    for told in (str(start.value), str(planned.value), *([from_hf(folder, capsys)] if name != "vit" else [])):
+    others = ("vit", "bert", "roberta", "modernbert")
+    for told in (str(start.value), str(planned.value), *([from_hf(folder, capsys)] if name not in others else [])):
         assert says in told and len(told.splitlines()) == 1, told
-    assert name != "vit" or from_hf(folder, capsys) == "", "the converter takes the model of any task"
+    assert name not in others or from_hf(folder, capsys) == "", "the converter takes the model of any task"
     assert not (tmp_path / "run").exists()
 
 
@@ -262,11 +263,12 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_vit.ViTForImageClassification"}}', "image_classification"): "",
     ("llama", "{}", "pretrain"): "",
     ("llama", "{}", "image_classification"): "a llama is no image classification model that transformers 5.22.2 knows; use --task pretrain or sft",
-    (
-        "bert",
-        "{}",
-        "image_classification",
-    ): "a bert is no image classification model that transformers 5.22.2 knows; use an image classification model of transformers",
+    ("bert", "{}", "image_classification"): "a bert is no image classification model that transformers 5.22.2 knows; use --task masked_lm",
+    ("bert", "{}", "pretrain"): "a bert reads the tokens that it should predict; use --task masked_lm",
+    ("bert", "{}", "masked_lm"): "",
+    ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true looks back only; use --task pretrain or sft',
+    ("llama", "{}", "masked_lm"): "a llama is no masked language model that transformers 5.22.2 knows; use --task pretrain or sft",
+    ("t5", "{}", "masked_lm"): "a t5 is an encoder-decoder, and this task trains encoders alone; use a masked language model of transformers",
 }
 
 

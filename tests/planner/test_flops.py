@@ -11,6 +11,7 @@ import pytest
 import torch
 from job import metrics
 from recipekit.architectures.lookup import SHIPPED
+from recipekit.kernels.documents import with_documents, with_starts
 from recipekit.model.empty import empty_model
 from recipekit.planner.devices import DEVICES, Device, device_called
 from recipekit.planner.flops import CONVENTION, WHOLE, keys_seen, model_flops
@@ -179,6 +180,17 @@ def test_keys_are_counted_as_the_mask_allows_them() -> None:
     assert keys_seen([{"position_ids": positions}], [WHOLE, 4]) == seen
     halves = [{"position_ids": half} for half in positions.split(12, dim=1)]  # under sequence parallelism a rank counts its own tokens
     assert keys_seen(halves, [WHOLE, 4]) == seen
+
+
+def test_keys_on_both_sides_are_counted_as_the_mask_allows_them() -> None:
+    """From the documents of a micro-batch, or from where they begin; a window of 3 lets a token see three to either side."""
+    batch = {"position_ids": torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ([9, 1, 14], [24])])}
+    place = torch.arange(24)
+    apart = (batch["position_ids"] == 0).cumsum(-1)
+    same = apart[:, :, None] == apart[:, None, :]  # (B, T, T)
+    seen = [int(same.sum()), int((same & ((place[:, None] - place[None, :]).abs() <= 3)).sum())]
+    for add in (with_documents, with_starts):
+        assert keys_seen([add(batch)], [WHOLE, 3], both_ways=True) == seen
 
 
 def test_windows_are_those_of_the_layers() -> None:

@@ -26,6 +26,11 @@ LLAMA = {
     "model_type": "llama",
     **dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152),
 }
+BERT = {
+    "architectures": ["BertForMaskedLM"],
+    "model_type": "bert",
+    **dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=30522, max_position_embeddings=2048),
+}
 TASK = "image_classification"
 
 
@@ -82,25 +87,27 @@ def test_tiny_sets_what_the_task_reads(recipe: Recipe, tmp_path: Path) -> None:
 
 def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(recipe: Recipe, tmp_path: Path) -> None:
     assert refused(recipe, "--seq_len", "256", "--text_field", "story") == [
-        "--text_field story: is read by pretrain; not by image_classification; leave it out",
-        "--seq_len 256: is read by pretrain, sft; not by image_classification; leave it out",
+        "--text_field story: is read by pretrain, masked_lm; not by image_classification; leave it out",
+        "--seq_len 256: is read by pretrain, sft, masked_lm; not by image_classification; leave it out",
     ]
-    assert refused(recipe, "--loss", "chunked") == ["--loss chunked: is read by pretrain, sft; not by image_classification; leave it out"]
-    demand = "loss = chunked: is read by pretrain, sft; not by image_classification; leave it out"
+    assert refused(recipe, "--loss", "chunked") == ["--loss chunked: is read by pretrain, sft, masked_lm; not by image_classification; leave it out"]
+    demand = "loss = chunked: is read by pretrain, sft, masked_lm; not by image_classification; leave it out"
     assert refused(dataclasses.replace(recipe, loss="chunked")) == [demand], "a demand, which would come to nothing"
     text = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), init="random", tokenizer="bytes", ds_config="zero1.json")
     assert refused(text, "--augment", "none") == ["--augment none: is read by image_classification; not by pretrain; leave it out"]
-    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain; not by sft; leave it out"]
+    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain, masked_lm; not by sft; leave it out"]
     plan(dataclasses.replace(text, text_field="story"), "--task", "sft")  # what the recipe's file says is for its own task
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_field_of_a_task_is_taken_by_it_and_refused_by_the_others(recipe: Recipe, tmp_path: Path, task: str) -> None:
-    model = recipe.model if task == TASK else folder_of(LLAMA, tmp_path / "llama")
+    configs = {TASK: VIT, "masked_lm": BERT}
+    model = folder_of(configs.get(task, LLAMA), tmp_path / "model")
     made = dataclasses.replace(recipe, model=model, task=task, tokenizer="bytes")
     for name, tasks in own_fields().items():
         value = str(getattr(made, name))
-        words = [f"--{name}", "off" if name == "token_cache" else value or "bytes"]
+        switch = isinstance(getattr(made, name), bool)
+        words = [f"--{name}"] if switch else [f"--{name}", "off" if name == "token_cache" else value or "bytes"]
         if task in tasks:
             plan(made, *words)
         else:
@@ -149,7 +156,7 @@ def test_help_says_which_tasks_read_a_flag(recipe: Recipe, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         parse(recipe, FILE, ["--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "tokens of a row; task pretrain, sft (here: 1024)" in told and "; task image_classification (here: crop)" in told
+    assert "tokens of a row; task pretrain, sft, masked_lm (here: 1024)" in told and "; task image_classification (here: crop)" in told
     assert "image_classification: pictures, loss on their class (here: image_classification)" in told
 
 

@@ -48,6 +48,8 @@ class Request:
     task: str = Recipe.task
     bad_rows: str = Recipe.bad_rows
     retry_s: float = Recipe.retry_s
+    mask_rate: float = Recipe.mask_rate
+    whole_words: bool = Recipe.whole_words
     token_cache: str = Recipe.token_cache
     seq_len: int = Recipe.seq_len
     micro_batch: int = Recipe.micro_batch
@@ -60,6 +62,11 @@ class Request:
     def chats(self) -> bool:
         """Says whether a document is a chat, not a text."""
         return TASKS[self.task].chats
+
+    @property
+    def masked(self) -> bool:
+        """Says whether some of the tokens are hidden, and the model learns these."""
+        return TASKS[self.task].masked
 
     @property
     def columns(self) -> tuple[str, ...]:

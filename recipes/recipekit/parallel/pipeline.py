@@ -104,12 +104,14 @@ class Away(nn.Module):
         return self._does(next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)))
 
 
-def hollow(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any]) -> None:
+def hollow(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], kept: nn.Module | None = None) -> None:
     """Takes the parameters out of a module, in place, and gives it another `forward`; models read attributes of what lies on another stage.
 
-    ViT asks for the dtype of a weight of its embeddings, for example: an empty tensor that is no parameter has it.
+    `kept`, if it lies in there, stays: BERT's embeddings hold the one that is its head. ViT asks for the dtype of a weight of its embeddings, for example: an empty tensor that is no parameter has it.
     """
     for inner in module.modules():
+        if inner is kept:
+            continue
         for key in [key for key, parameter in inner._parameters.items() if parameter is not None]:
             del inner._parameters[key]
             inner.register_buffer(key, torch.empty(0, dtype=dtype), persistent=False)  # goes to the device with the others
@@ -155,7 +157,7 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) 
     kept = ends_of(model)[0] if last and split.tied else None
     absent = [] if first else [name for name in split.first if modules[name] is not kept]
     for name in absent:
-        hollow(modules[name], dtype, as_received)
+        hollow(modules[name], dtype, as_received, kept)
     for name in () if last else split.last:
         model.set_submodule(name, nn.Identity())
 

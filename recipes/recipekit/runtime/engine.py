@@ -68,7 +68,7 @@ class Loaded:
 def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Loaded:
     """Builds the model of a plan and puts it into its engine, with the states of the step folder `source` if there is one (a collective).
 
-    `loss(sums, output, target)` is what the last stage of a pipeline computes.
+    `loss(task, sums, output, target)` is what the last stage of a pipeline computes.
     """
     recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     begun = time.perf_counter()
@@ -95,7 +95,7 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
         say(f"loss: of whole logits, not in chunks: {built.why_logits}")
     domains = len(domains_of(recipe.dataset))
     sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if domains > 1 else None)
-    engine = make_engine(plan, built, groups, device, partial(loss, sums), say)
+    engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
     set_time_limit(limit)
     compared = check_weights(engine, built, groups)
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())

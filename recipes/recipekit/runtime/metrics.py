@@ -21,7 +21,7 @@ def numbers_of_rank(ready: Ready, batches: list[MicroBatch]) -> list[int]:
     """
     peaks = [0] * ready.plan.mesh.world
     peaks[ready.plan.command.rank] = peak_memory(ready.engine.device)
-    return [*peaks, *(keys_seen(batches, ready.flops.per_key) if ready.flops and ready.peak else [])]
+    return [*peaks, *(keys_seen(batches, ready.flops.per_key, ready.flops.both_ways) if ready.flops and ready.peak else [])]
 
 
 def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: StreamState, seconds: float, data_wait: float) -> dict[str, Any]:
@@ -39,6 +39,7 @@ def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: S
         "data_wait_s": data_wait,
         "peak_mem_bytes": largest_peak(ready.engine.device, result["more"][: mesh.world], exact=last),
     }
+    metrics |= result["means"]
     samples = ready.task.facts.rows == SAMPLES
     if samples:
         metrics |= {"samples": ready.state["tokens"], "samples_per_s": result["tokens"] / seconds}

@@ -32,6 +32,7 @@ class Facts:
     floats: tuple[str, ...] = ()  # which of the inputs are no integers: these go to the first stage only
     rows: str = PACKED  # documents packed into rows of seq_len tokens, or SAMPLES: a row of the data set is a row of a micro-batch
     chats: bool = False  # the data set holds chats, not texts
+    masked: bool = False  # tokens of a row are hidden (data/masks.py), and the model sees both what is before and what is behind them
     constants: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every forward pass
     reads: tuple[str, ...] = ()  # further fields of `Recipe` that not every task reads; typing one that the task does not read is refused
     lacks: Mapping[str, str] = field(default_factory=dict)  # an axis (tp, pp, sp, ep), "adapt" or "mixture" -> why this task does not have it
@@ -66,6 +67,29 @@ TASKS = {
         chats=True,
         constants={"use_cache": False},
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
+    ),
+    "masked_lm": Facts(
+        about="loss on hidden tokens, told by what is before and behind them",
+        auto_class="AutoModelForMaskedLM",
+        inputs=("input_ids", "position_ids"),
+        columns=("text_field",),
+        masked=True,
+        reads=("seq_len", "tokenizer", "token_cache", "loss", "mask_rate", "whole_words"),
+        lacks={
+            "sp": "attention both ways is not made for parts of rows",
+            "ep": "none of the masked language models of transformers has experts",
+            "adapt": "adapters are made for causal language models alone",
+        },
+        plans=Plans(
+            pp={"*.embeddings": "first", "*.encoder.layer": "split", "*.transformer.layer": "split", "*.layers": "split", "*.final_norm": "last"}
+            | dict.fromkeys(("cls", "lm_head", "head", "decoder", "predictions", "generator_predictions", "generator_lm_head"), "last")
+            | dict.fromkeys(("vocab_transform", "vocab_layer_norm", "vocab_projector"), "last"),
+            tp=dict.fromkeys(("*.attention.self.query", "*.attention.self.key", "*.attention.self.value", "*.intermediate.dense"), "colwise")
+            | dict.fromkeys(("*.attention.output.dense", "*.layer.*.output.dense", "*.attn.Wo", "*.mlp.Wo"), "rowwise")
+            | {"*.attn.Wqkv": "packed_colwise_3", "*.mlp.Wi": "packed_colwise_2"}
+            | dict.fromkeys(("*.attention.q_lin", "*.attention.k_lin", "*.attention.v_lin", "*.ffn.lin1"), "colwise")
+            | dict.fromkeys(("*.attention.out_lin", "*.ffn.lin2"), "rowwise"),
+        ),
     ),
     "image_classification": Facts(
         about="pictures, loss on their class",
