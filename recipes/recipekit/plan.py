@@ -30,9 +30,10 @@ TINY_SEQ_LEN = 128
 POSITIONS = {  # by model_type: what bounds the length of its rows (transformers 5.22.2)
     **dict.fromkeys(("gpt2", "gpt_bigcode", "openai-gpt", "gptj", "codegen", "ctrl"), "n_positions"),
     **dict.fromkeys(("gpt_neo", "opt", "biogpt"), "max_position_embeddings"),
-    **dict.fromkeys(("albert", "bert", "distilbert", "electra", "ernie", "mpnet", *ROBERTAS), "max_position_embeddings"),
     "mpt": "max_seq_len",
 }
+BEHIND_PADDING = (*ROBERTAS, "mpnet")  # encoders whose first place is the one behind that of the padding token
+ENCODERS = ("albert", "bert", "distilbert", "electra", "ernie", *BEHIND_PADDING)  # the same of rows of masked_lm: max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,11 @@ def _check_strategy(config: dict[str, Any], command: Command, model_config: dict
 def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -> list[Problem]:
     """Refuses rows longer than a model without rotary positions has places for: its forward pass ends in an IndexError."""
     kind = model_config.get("model_type", "")
-    limit = model_config.get(key := POSITIONS.get(kind, ""))
-    if masked and isinstance(limit, int) and kind in (*ROBERTAS, "mpnet"):  # whose first place is the one behind that of the padding token
-        limit -= (model_config.get("pad_token_id", 1) or 0) + 1
+    key = "max_position_embeddings" if masked and kind in ENCODERS else POSITIONS.get(kind, "")
+    limit = model_config.get(key)
+    if masked and isinstance(limit, int) and kind in BEHIND_PADDING:
+        padding = model_config.get("pad_token_id")
+        limit -= (1 if padding is None else padding) + 1
     if not isinstance(limit, int) or seq_len <= limit:
         return []
     return [Problem(f"seq_len = {seq_len}", f"a {kind} has positions for {limit} tokens ({key} in its config.json)", f"use --seq_len {limit} or less")]

@@ -13,13 +13,14 @@ import pytest
 import torch
 import transformers
 from pool import ROOT, environment
-from recipekit.architectures.families import default_config
+from recipekit.architectures.families import default_config, tiny_config
 from recipekit.architectures.lookup import CAUSAL, READS_AHEAD, fitting_task, model_config, read_config, types_of
 from recipekit.architectures.safetensors_files import INDEX
 from recipekit.command import parse
 from recipekit.data.processors import byte_tokenizer
 from recipekit.model.causal import check_causal
-from recipekit.plan import POSITIONS, make_plan
+from recipekit.model.empty import config_of, construct
+from recipekit.plan import BEHIND_PADDING, ENCODERS, POSITIONS, make_plan
 from recipekit.planner.show import show
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
@@ -380,3 +381,29 @@ def test_a_row_longer_than_the_positions_of_a_model_is_refused(tmp_path: Path, k
     assert [str(problem) for problem in refusal.value.problems] == [
         f"seq_len = 33: a {kind} has positions for 32 tokens ({POSITIONS[kind]} in its config.json); use --seq_len 32 or less"
     ]
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_row_longer_than_the_positions_of_an_encoder_is_refused(tmp_path: Path, kind: str) -> None:
+    """Where its positions begin behind those of its padding token, fewer are left."""
+    before = 2 if kind in BEHIND_PADDING else 0
+    config = tiny_config(kind, 264, "masked_lm") | {"max_position_embeddings": 32 + before}
+    model = construct(config_of(config), "eager", "", "AutoModelForMaskedLM").eval()
+    row = torch.randint(3, 264, (1, 33))  # (B, T)
+    with torch.no_grad():
+        model(input_ids=row[:, :32], position_ids=torch.arange(32)[None])
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=row, position_ids=torch.arange(33)[None])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    recipe = Recipe(model=str(tmp_path / "model"), task="masked_lm", init="random", tokenizer="bytes", dataset="builtin", ds_config="zero1.json")
+
+    def plan(seq_len: int) -> None:
+        flags = ["--dry_run", "--seq_len", str(seq_len), "--global_batch", "4", "--micro_batch", "1", "--out", str(tmp_path / "run")]
+        make_plan(parse(recipe, ROOT / "recipes" / "x.py", flags))
+
+    plan(32)
+    with pytest.raises(
+        Refusal, match=f"seq_len = 33: a {kind} has positions for 32 tokens .max_position_embeddings in its config.json.; use --seq_len 32 or less"
+    ):
+        plan(33)
