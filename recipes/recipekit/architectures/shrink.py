@@ -60,6 +60,8 @@ NEEDS_ID = {
     "pad_token_id": (*ROBERTAS, "emu3_text_model", "esm", "ibert", "modernbert-decoder", "nomic_bert", "prophetnet", "reformer", "xlm"),
     "bos_token_id": ("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder"),
     "eos_token_id": ("emu3_text_model", "modernbert-decoder"),
+    "cls_token_id": ("modernbert-decoder",),
+    "sep_token_id": ("modernbert-decoder",),
 }
 
 
@@ -83,9 +85,9 @@ def shrink(config: dict[str, Any], vocab_size: int = 0, most: Mapping[str, int] 
     tiny |= {key: value for key, value in _derived(config, tiny).items() if key in config}
     if vocab_size:
         tiny["vocab_size"] = vocab_size
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            tiny[key] = 1 if config["model_type"] in NEEDS_ID[key] else None  # those of the real vocabulary
-        tiny |= {key: None for key in ("cls_token_id", "sep_token_id") if tiny.get(key)}
+        for key, types in NEEDS_ID.items():
+            if tiny.get(key) or key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                tiny[key] = 1 if config["model_type"] in types else None  # those of the real vocabulary
     return tiny
 
 
