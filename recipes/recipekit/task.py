@@ -27,6 +27,11 @@ def hand_nothing(batch: MicroBatch, last: bool) -> MicroBatch:
     return {}
 
 
+def leave_config(model_config: dict[str, Any], processor: Any) -> dict[str, Any]:
+    """Returns the config.json of a task whose models need not know of its processor."""
+    return model_config
+
+
 def do_nothing(engine: Engine, *batches: Any) -> None:
     """Stands where a task does nothing before or after a step."""
 
@@ -66,11 +71,23 @@ class Task:
     of_losses: Callable[["Task"], "Task"] | None = None  # makes it the task of a model that gives losses in place of logits (model/head.py)
     samples: Samples | None = None  # None: rows are packed tokens
     measures: tuple[str, ...] = ()  # names of `measure`'s sums; an evaluation gives the mean of each as eval_NAME
+    every_step: bool = False  # a step gives them too, as NAME
     measure: Callable[[torch.Tensor, MicroBatch], torch.Tensor] = measure_nothing  # (output, batch) -> sums (measures,), without gradient
     # (batch, whether it is for the last stage) -> further arguments of the model's forward, which a pipeline does not send from stage to stage
     handed: Callable[[MicroBatch, bool], MicroBatch] = hand_nothing
     before: Callable[..., None] = do_nothing  # (engine, micro-batches of this rank): before the first forward pass of a step
     after: Callable[..., None] = do_nothing  # (engine): after the optimizer's step
+    # (config.json, processor) -> that of the model that is trained: with what of the processor the model has to know
+    configured: Callable[[dict[str, Any], Any], dict[str, Any]] = leave_config
+    numbers: tuple[str, ...] = ()  # fields of `Recipe` that the loss takes
+    tuned: Callable[..., "Task"] | None = None  # makes the task with these, by name
+    score: Callable[[torch.Tensor, MicroBatch], torch.Tensor] | None = (
+        None  # (output, batch) -> (B, ...): what the start says of each row (runtime/references.py)
+    )
+
+    def inputs_of(self, batch: MicroBatch) -> MicroBatch:
+        """Takes the tensors that the model takes, in its rows: two for each pair."""
+        return {name: batch[name].flatten(0, 1) if self.facts.pairs else batch[name] for name in self.facts.inputs}
 
 
 @dataclass
@@ -78,13 +95,20 @@ class Sums:
     """Adds up what a step or an evaluation tells besides its loss; made before the engine, since a pipeline's loss adds to it."""
 
     by_domain: torch.Tensor | None = None  # (2, domains) fp64 for a mixture: loss sum and count of each corpus
-    measured: torch.Tensor | None = None  # (measures,) fp64 during an evaluation
+    measured: torch.Tensor | None = None  # (measures,) fp64 during an evaluation, and during a step of a task that measures every step
+    scores: list[torch.Tensor] | None = None  # of each micro-batch, where a rank has its output: while the start model reads the rows
 
-    def clear(self) -> None:
+    def clear(self, task: Task, device: torch.device) -> None:
+        self.measured = torch.zeros(len(task.measures), dtype=torch.float64, device=device) if task.every_step else None
         if self.by_domain is not None:
             self.by_domain.zero_()
 
     def reduce(self) -> None:
-        """Adds up the ranks' sums of a step (a collective); the tensor-parallel ranks count the same rows, so both numbers of a corpus are too large by tp."""
-        if self.by_domain is not None:
-            dist.all_reduce(self.by_domain)
+        """Adds up the ranks' sums of a step (a collective); the tensor-parallel ranks count the same rows, so all numbers are too large by tp."""
+        for kept in (self.by_domain, self.measured):
+            if kept is not None:
+                dist.all_reduce(kept)
+
+    def means(self, task: Task, counted: float) -> dict[str, float]:
+        """Divides the reduced measures by what the tensor-parallel ranks together have counted."""
+        return {} if self.measured is None else dict(zip(task.measures, (self.measured / max(counted, 1)).tolist(), strict=True))

@@ -20,6 +20,7 @@ from .parallel.sequence import own_part
 from .plan import Plan
 from .refusal import Say
 from .run_folder import EXPORT, way_on
+from .runtime import references
 from .runtime.agree import check_peers, shared_problems
 from .runtime.engine import load_model
 from .runtime.failure import Peers
@@ -27,7 +28,7 @@ from .runtime.metrics import metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
 from .runtime.stopping import REASONS
 from .task import MicroBatch, Sums, Task
-from .tasks.find import task_called
+from .tasks.find import task_called, with_numbers
 
 PEERS_EVERY = 10  # steps between two proofs that the peers of a data-parallel rank were given the same tokens
 
@@ -38,6 +39,7 @@ class StepResult(TypedDict):
     loss: float
     grad_norm: float
     tokens: int  # of the count that the loss is divided by
+    measured: dict[str, float]  # means of what a task measures in every step
     stop: str | None  # a reason that a rank passed
     more: list[int]  # the sums of what the ranks passed
 
@@ -59,8 +61,7 @@ def train_step(
     `sums` is filled with what the step adds up besides, of each corpus of a mixture. `more` are further numbers to add up
     over all ranks, in the all-reduce that counts the tokens.
     """
-    sums = sums or Sums()
-    sums.clear()
+    (sums := sums or Sums()).clear(task, engine.device)
     if lr is not None:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
@@ -99,6 +100,7 @@ def train_step(
         "loss": mean_loss.item(),
         "grad_norm": float(engine.get_global_grad_norm()),
         "tokens": counted // peers,
+        "measured": sums.means(task, counted / mesh.pp),
         "stop": next(iter(reasons), None),
         "more": told[len(REASONS) :],
     }
@@ -108,6 +110,8 @@ def summed_loss(task: Task, output: torch.Tensor, batch: MicroBatch, sums: Sums)
     """Computes the task's loss, (), summed over a micro-batch, and adds to `sums` what these keep."""
     if sums.measured is not None:
         sums.measured += task.measure(output, batch)
+    if sums.scores is not None and task.score is not None:
+        sums.scores.append(task.score(output, batch))
     if sums.by_domain is None or "domain" not in batch:
         return task.loss(output, batch, False)
     rows = task.loss(output, batch, True)  # (B,)
@@ -138,7 +142,7 @@ def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor
     for batch in batches:
         batch = to_device(batch, device)
         targets = [batch[name] for name in (*task.targets, "domain") if name in batch]
-        yield tuple(batch[name] for name in task.facts.inputs), (weight, *targets)
+        yield tuple(task.inputs_of(batch).values()), (weight, *targets)
 
 
 @torch.no_grad()
@@ -181,8 +185,10 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe = plan.recipe
     say: Say = print if plan.command.rank == 0 else lambda _: None
     device = join(plan, peers, say)
-    task = task_called(recipe.task)
-    loaded = load_model(plan, task, find_checkpoint(plan, say), device, partial(pipeline_loss, task), say)
+    task = with_numbers(task_called(recipe.task), recipe)
+    source = find_checkpoint(plan, say)
+    at_start = partial(references.fill, source=source, evaluate=evaluate, say=say) if task.score else None
+    loaded = load_model(plan, task, source, device, partial(pipeline_loss, task), say, at_start)
     exports = recipe.export and plan.last_step == recipe.steps
     if (step := loaded.state["step"]) >= plan.last_step:
         at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""
