@@ -304,6 +304,7 @@ def test_a_row_that_cannot_be_used_is_told_before_the_first_step(pools, tmp_path
 # What is exported -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_read_and_judged_by_plain_transformers(pools, tmp_path):
     """Its numbers, at the last token that is no padding, are those of the run."""
     start = replace(recipe_for("reward", steps=2, warmup_steps=0), eval_every=2)

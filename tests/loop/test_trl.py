@@ -102,6 +102,7 @@ def with_trl(rows: list[dict[str, Any]], folder: str, monkeypatch: pytest.Monkey
     return losses, [line["rewards/margins"] for line in trainer.state.log_history if "rewards/margins" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [0, 1], ids=["texts", "chats"])
 def test_dpo_has_the_losses_of_trl(pools, tmp_path, monkeypatch, form):
     """Under ZeRO-2 on two ranks of two micro-batches each; pairs of texts, and of lists of messages."""

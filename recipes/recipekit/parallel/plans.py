@@ -1,6 +1,7 @@
 """Which plan a model is cut by: the recipe's, the one that the model publishes, or the task's."""
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -72,9 +73,9 @@ def _published_pp(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict
     return plan | {name: "last" for name, module in modules.items() if plan and module is head}
 
 
-def _with_head(plan: dict[str, str], given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
+def _with_head(plan: Mapping[str, str], given: Mapping[str, str], modules: dict[str, nn.Module]) -> dict[str, str]:
     """Adds to a plan the task's head, where it does not name that: a model publishes the plan of its base."""
-    return plan | {name: place for name, place in given.items() if plan and place == "last" and name in modules and name not in plan}
+    return dict(plan) | {name: place for name, place in given.items() if plan and place == "last" and name in modules and name not in plan}
 
 
 def _outermost(given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:

@@ -103,7 +103,7 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
     kept = Kept(file_of(loaded) if plan.command.rank == 0 else None, pairs.references)
     kept.read()
     share(kept)
-    reader, first, last = Reader(loaded, kept, evaluate, say), state["step"], plan.recipe.steps
+    reader, steps = Reader(loaded, kept, evaluate, say), plan.recipe.steps - state["step"]
     stream = open_data(plan, task, pairs, loaded.groups.coords["dp"], cast("StreamState | None", state["data"]), say)
     with contextlib.closing(stream):
         check_same_data(stream)
@@ -111,12 +111,13 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
         identity = hashlib.blake2b(json.dumps(stated, sort_keys=True).encode(), digest_size=16).hexdigest()
         if held_out := open_held_out(plan, task, pairs, loaded.groups.coords, stream.state, say):
             reader.take(held_out)
-        if new := not kept.covers(identity, first, last):
-            for step in range(first + 1, last + 1):
+        first = stream.state["step"]  # 0 for other data than the checkpoint's
+        if new := not kept.covers(identity, first, first + steps):
+            for step in range(1, steps + 1):
                 reader.take(None if (error := stream.error_ahead()) else next(stream)[0], error)
                 if step % TOGETHER == 0:
-                    reader.together(f"{step - first} of {last - first} steps")
-            kept.cover(identity, first, last)
+                    reader.together(f"{step} of {steps} steps")
+            kept.cover(identity, first, first + steps)
     reader.together("all rows")
     if reader.asked or new:
         kept.write()
