@@ -86,8 +86,8 @@ def make_plan(command: Command) -> Plan:
     recipe, written = _merge_json(recipe, config, command.typed, notes)
     bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
     model_config = _config_of_model(recipe.model, recipe.task, command.tiny, bytes_only, notes, problems)
-    if model_config is not None and (not command.tiny or "num_labels" in command.typed):
-        model_config = lookup.with_labels(model_config, recipe.num_labels, folder_classes(recipe.dataset))
+    if model_config is not None and (not command.tiny or recipe.facts.labels or "num_labels" in command.typed):
+        model_config = lookup.with_labels(model_config, recipe.labels, folder_classes(recipe.dataset))
     limits = shapes.limiting(model_config, recipe.facts.rows)
     lay_out = partial(_lay_out, recipe, model_config=limits, fixed=command.typed | written, tiny=command.tiny)
     laid = lay_out(command.world)

@@ -11,6 +11,7 @@ from typing import Any
 
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
+from .tasks.facts import own_fields
 
 # Names in a run folder.
 FACTS = "run.json"  # everything that made the run (runtime/facts.py)
@@ -28,8 +29,7 @@ IDENTITY = (
     *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch"),
     *("steps", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
-
-OF_TASKS = ("mask_rate", "whole_words")  # and of these where its task reads them
+OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
 
 
 def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, tiny: bool, typed: frozenset[str] = frozenset()) -> Path | None:
@@ -120,7 +120,7 @@ def identity(recipe: Recipe, model_config: dict[str, Any] | None) -> dict[str, A
 
     A hub id has no such hash: its config.json is the one we ship (or none) at the first start, and the hub's own once it is downloaded.
     """
-    found = {name: getattr(recipe, name) for name in (*IDENTITY, *(name for name in OF_TASKS if name in recipe.facts.reads))}
+    found = {name: getattr(recipe, name) for name in (*IDENTITY, *(name for name in OF_TASKS if recipe.task in own_fields()[name]))}
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()[:16]
     return found

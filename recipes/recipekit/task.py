@@ -32,6 +32,11 @@ def hand_nothing(batch: MicroBatch, last: bool) -> MicroBatch:
     return {}
 
 
+def leave_config(model_config: dict[str, Any], processor: Any) -> dict[str, Any]:
+    """Returns the config.json of a task whose models need not know of its processor."""
+    return model_config
+
+
 def do_nothing(engine: Engine, *batches: Any) -> None:
     """Stands where a task does nothing before or after a step."""
 
@@ -78,6 +83,17 @@ class Task:
     handed: Callable[[MicroBatch, bool], MicroBatch] = hand_nothing
     before: Callable[..., None] = do_nothing  # (engine, micro-batches of this rank): before the first forward pass of a step
     after: Callable[..., None] = do_nothing  # (engine): after the optimizer's step
+    # (config.json, processor) -> that of the model that is trained: with what of the processor the model has to know
+    configured: Callable[[dict[str, Any], Any], dict[str, Any]] = leave_config
+    numbers: tuple[str, ...] = ()  # fields of `Recipe` that the loss takes
+    tuned: Callable[..., "Task"] | None = None  # makes the task with these, by name
+    score: Callable[[torch.Tensor, MicroBatch], torch.Tensor] | None = (
+        None  # (output, batch) -> (B, ...): what the start says of each row (runtime/references.py)
+    )
+
+    def inputs_of(self, batch: MicroBatch) -> MicroBatch:
+        """Takes the tensors that the model takes, in its rows: two for each pair."""
+        return {name: batch[name].flatten(0, 1) if self.facts.pairs else batch[name] for name in self.facts.inputs}
 
 
 @dataclass
@@ -86,6 +102,7 @@ class Sums:
 
     by_domain: torch.Tensor | None = None  # (2, domains) fp64 for a mixture: loss sum and count of each corpus
     measured: torch.Tensor | None = None  # (measures,) fp64 during an evaluation, and a step that tells them
+    scores: list[torch.Tensor] | None = None  # of each micro-batch, where a rank has its output: while the start model reads the rows
 
     def clear(self) -> None:
         if self.by_domain is not None:

@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -19,7 +20,7 @@ from .parallel.sequence import own_part
 from .plan import Plan
 from .refusal import Say
 from .run_folder import EXPORT, way_on
-from .runtime import used
+from .runtime import references, used
 from .runtime.agree import check_peers, shared_problems
 from .runtime.engine import load_model
 from .runtime.failure import Peers
@@ -27,7 +28,7 @@ from .runtime.metrics import metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
 from .runtime.stopping import REASONS
 from .task import MicroBatch, Sums, Task
-from .tasks.find import task_called
+from .tasks.find import task_called, with_numbers
 
 PEERS_EVERY = 10  # steps between two proofs that the peers of a data-parallel rank were given the same tokens
 
@@ -109,6 +110,8 @@ def summed_loss(task: Task, output: torch.Tensor, batch: MicroBatch, sums: Sums)
     """Computes the task's loss, (), summed over a micro-batch, and adds to `sums` what these keep."""
     if sums.measured is not None:
         sums.measured += task.measure(output, batch)
+    if sums.scores is not None and task.score is not None:
+        sums.scores.append(task.score(output, batch))
     if sums.by_domain is None or "domain" not in batch:
         return task.loss(output, batch, False)
     rows = task.loss(output, batch, True)  # (B,)
@@ -145,7 +148,7 @@ def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor
     for batch in batches:
         batch = to_device(batch, device)
         targets = [batch[name] for name in (*task.targets, "domain") if name in batch]
-        yield tuple(batch[name] for name in task.facts.inputs), (weight, *targets)
+        yield tuple(task.inputs_of(batch).values()), (weight, *targets)
 
 
 @torch.no_grad()
@@ -189,8 +192,10 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe = plan.recipe
     say: Say = print if plan.command.rank == 0 else lambda _: None
     device = join(plan, peers, say)
-    task = task_called(recipe.task)
-    loaded = load_model(plan, task, find_checkpoint(plan, say), device, pipeline_loss, say)
+    task = with_numbers(task_called(recipe.task), recipe)
+    source = find_checkpoint(plan, say)
+    at_start = partial(references.fill, source=source, evaluate=evaluate, say=say) if task.score else None
+    loaded = load_model(plan, task, source, device, pipeline_loss, say, at_start)
     exports = recipe.export and plan.last_step == recipe.steps
     if (step := loaded.state["step"]) >= plan.last_step:
         at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""

@@ -1,6 +1,5 @@
 """Folders as people have them: what recipes cannot train is refused by name in every command that takes a model, and what they can train is taken."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -24,7 +23,6 @@ from recipekit.plan import BEHIND_PADDING, ENCODERS, POSITIONS, make_plan
 from recipekit.planner.show import show
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS
 from safetensors.torch import load_file, save_file
 from test_resume import BASE, train
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
@@ -263,12 +261,23 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     "use an image classification model of transformers, whose class is in transformers itself",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_vit.ViTForImageClassification"}}', "image_classification"): "",
     ("llama", "{}", "pretrain"): "",
-    ("llama", "{}", "image_classification"): "a llama is no image classification model that transformers 5.22.2 knows; use --task pretrain or sft",
+    (
+        "llama",
+        "{}",
+        "image_classification",
+    ): "a llama is no image classification model that transformers 5.22.2 knows; use --task pretrain or sft or preference or reward",
+    ("llama", "{}", "preference"): "",
+    ("llama", "{}", "reward"): "",
+    ("llama", '{"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good", "1": "bad"}}', "reward"): "",
+    ("bert", "{}", "reward"): "a bert is no decoder: what it says of a row would change with the padding behind it; use --task masked_lm",
+    ("t5", "{}", "reward"): "a t5 is no decoder: what it says of a row would change with the padding behind it; "
+    "use a causal language model of recipes/SUPPORT.md",
+    ("vit", "{}", "reward"): "a vit is no sequence classification model that transformers 5.22.2 knows; use --task image_classification",
     ("bert", "{}", "image_classification"): "a bert is no image classification model that transformers 5.22.2 knows; use --task masked_lm",
     ("bert", "{}", "pretrain"): "a bert reads the tokens that it should predict; use --task masked_lm",
     ("bert", "{}", "masked_lm"): "",
-    ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true looks back only; use --task pretrain or sft',
-    ("llama", "{}", "masked_lm"): "a llama is no masked language model that transformers 5.22.2 knows; use --task pretrain or sft",
+    ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true looks back only; use --task pretrain or sft or preference or reward',
+    ("llama", "{}", "masked_lm"): "a llama is no masked language model that transformers 5.22.2 knows; use --task pretrain or sft or preference or reward",
     ("t5", "{}", "masked_lm"): "a t5 is an encoder-decoder, and this task trains encoders alone; use a masked language model of transformers",
 }
 
@@ -287,9 +296,7 @@ def test_a_model_of_another_task_is_refused_with_the_task_that_fits(saved, tmp_p
     assert str(problem).startswith(f"model = {folder}: ") and str(problem).endswith(told)
 
 
-def test_of_two_tasks_that_take_a_type_the_class_decides(monkeypatch):
-    more = dataclasses.replace(TASKS["pretrain"], auto_class="AutoModelForSequenceClassification")
-    monkeypatch.setitem(TASKS, "reward", more)
+def test_of_two_tasks_that_take_a_type_the_class_decides():
     assert fitting_task({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}) == "reward"
     assert fitting_task({"model_type": "llama", "architectures": ["LlamaModel"]}) == "pretrain"
 

@@ -44,6 +44,13 @@ def test_flops_of_a_published_model(model: str, met: int, per_key: int) -> None:
     assert flops is not None and flops.per_unit == 6 * met and flops.per_key == {WHOLE: per_key}
 
 
+def test_flops_of_a_decoder_with_another_head_than_its_embedding() -> None:
+    """The head of a reward model, a number for each token, is met by all of them, and its embedding is looked up."""
+    model = empty_model(published("Qwen/Qwen3-0.6B") | {"num_labels": 1}, auto_class=TASKS["reward"].auto_class)
+    flops = model_flops(model)
+    assert flops is not None and flops.per_unit == 6 * (596_049_920 - 151_936 * 1024 + 1024) and flops.per_key == {WHOLE: 12 * 28 * 16 * 128}
+
+
 def small(**shape: Any) -> Any:
     size: dict[str, Any] = {
         "hidden_size": 128,

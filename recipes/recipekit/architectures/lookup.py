@@ -117,6 +117,8 @@ def _unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
     """Says why a model is of no kind that a task trains, and what to use instead (rule, fix); None if it is of one."""
     kind, auto_class = config["model_type"], TASKS[task].auto_class
     types, causal, noun = types_of(auto_class), auto_class == CAUSAL, _noun(auto_class)
+    if TASKS[task].pairs and not causal and kind in types and (kind not in types_of(CAUSAL) or _unfit(config, "pretrain")):
+        return f"a {kind} is no decoder: what it says of a row would change with the padding behind it", OTHERS
     others = OTHERS if causal else f"use {'an' if noun[0] in 'aeiou' else 'a'} {noun} of transformers"
     auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
     own = str(auto_map.get(auto_class) or next(iter(auto_map.values()), ""))  # the class that replaces one of transformers

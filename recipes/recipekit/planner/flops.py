@@ -62,7 +62,7 @@ def _of_tokens(model: Any) -> Flops | None:
     held = _number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not all(widths) or windows is None or (expert_ids and not (chosen and held)):
         return None
-    looked_up = embedding is not model.get_output_embeddings().weight
+    looked_up = embedding is not getattr(model.get_output_embeddings(), "weight", None)
     per_unit = 0.0
     for parameter in model.parameters():
         if parameter is embedding and looked_up:

@@ -30,7 +30,10 @@ class Facts:
     inputs: tuple[str, ...]  # tensors of a micro-batch that the model takes, and that travel between the stages of a pipeline
     columns: tuple[str, ...]  # fields of `Recipe` that name the columns of the data set
     floats: tuple[str, ...] = ()  # which of the inputs are no integers: these go to the first stage only
+    optional: str = ""  # the first of the columns, if the data set may lack it: its field is then ""
     rows: str = PACKED  # documents packed into rows of seq_len tokens, or SAMPLES: a row of the data set is a row of a micro-batch
+    pairs: bool = False  # the inputs of a row are (2, ...): to the model a micro-batch of B rows is one of 2 * B
+    labels: int = 0  # outputs that the head of its models has, whatever the config.json says; 0: as that, or the recipe, says
     chats: bool = False  # the data set holds chats, not texts
     masked: bool = False  # tokens of a row are hidden (data/masks.py), and the model sees both what is before and what is behind them
     constants: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every forward pass
@@ -38,6 +41,16 @@ class Facts:
     lacks: Mapping[str, str] = field(default_factory=dict)  # an axis (tp, pp, sp, ep), "adapt" or "mixture" -> why this task does not have it
     tiny: Mapping[str, int] = field(default_factory=dict)  # keys of config.json -> the most that --tiny leaves; num_labels: exactly
     plans: Plans = field(default_factory=Plans)  # for models that publish none
+
+    @property
+    def rows_each(self) -> int:
+        """Counts the rows of the model that a row of a micro-batch is."""
+        return 2 if self.pairs else 1
+
+    @property
+    def of_tokens(self) -> bool:
+        """Says whether its models read tokens."""
+        return "input_ids" in self.inputs
 
     @property
     def unit(self) -> str:
@@ -67,6 +80,39 @@ TASKS = {
         chats=True,
         constants={"use_cache": False},
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
+    ),
+    "preference": Facts(
+        about="pairs of answers, the chosen one made likelier than the rejected one (DPO)",
+        auto_class="AutoModelForCausalLM",
+        inputs=("input_ids", "position_ids"),
+        columns=("prompt_field", "chosen_field", "rejected_field"),
+        optional="prompt_field",
+        rows=SAMPLES,
+        pairs=True,
+        constants={"use_cache": False},
+        reads=("seq_len", "tokenizer", "token_cache", "loss", "beta"),
+        lacks={
+            "sp": "the loss of a pair is a function of sums over its whole rows, of which a rank would hold a part",
+            "ep": "it has not been compared with plain PyTorch in this layout",
+        },
+    ),
+    "reward": Facts(
+        about="pairs of answers, a number for each that is larger for the chosen one (Bradley-Terry)",
+        auto_class="AutoModelForSequenceClassification",
+        inputs=("input_ids", "position_ids"),
+        columns=("prompt_field", "chosen_field", "rejected_field"),
+        optional="prompt_field",
+        rows=SAMPLES,
+        pairs=True,
+        labels=1,
+        constants={"use_cache": False},
+        reads=("seq_len", "tokenizer"),
+        lacks={
+            "sp": "the number of an answer comes from its last token, which one rank would hold",
+            "ep": "it has not been compared with plain PyTorch in this layout",
+            "adapt": "an adapter of a classifier trains its head too, which is not exported yet",
+        },
+        plans=Plans(pp={"score": "last"}),
     ),
     "masked_lm": Facts(
         about="loss on hidden tokens, told by what is before and behind them",
