@@ -29,9 +29,11 @@ from recipekit.kernels.documents import with_documents, with_starts
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
 from recipekit.model.initial import fill
+from recipekit.model.weights import open_weights
 from recipekit.parallel import pipeline
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
 from recipekit.run_folder import numbers
 from recipekit.tasks import masked_lm
 from recipekit.tasks.facts import TASKS
@@ -214,21 +216,33 @@ def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_pa
 
 
 @pytest.mark.parametrize("model_type", ["bert", "modernbert"])
-def test_a_head_that_is_the_embedding_is_drawn_once(model_type):
-    """Its part of the model has a bias of its own, yet what an earlier part drew stays, on each stage as in the whole: the embedding's own values."""
+def test_a_head_that_is_the_embedding_is_drawn_once(tmp_path, model_type):
+    """Its part of the model has a bias of its own, yet what an earlier part drew stays, on each stage as in the whole: the embedding's own values.
+
+    Each stage finds its parameters in the files of the whole.
+    """
     plan = plan_of(replace(recipe_for(model_type), ds_config=strategy("zero0"), out="/nonexistent"))
     built = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu"))
     whole, split = dict(built.model.named_parameters()), pipeline.split(built.model, built.blueprint, 2, built.plans.pp)
     assert split.tied
+    built.model.save_pretrained(tmp_path)
     for stage in (0, 1):
         model = empty_model(plan.model_config, built.attention, "", 0, "AutoModelForMaskedLM")
         pipeline.cut(model, split, stage, torch.float32, TASKS["masked_lm"])
+        assert open_weights(str(tmp_path), model).stored.keys() >= dict(model.named_parameters()).keys()
         fill(model, plan.recipe.seed, None, {}, torch.device("cpu"), torch.float32, {}, None)
         embeddings = [name for name, _ in model.named_parameters() if name.endswith(("word_embeddings.weight", "tok_embeddings.weight"))]
         assert len(embeddings) == 1 and all(torch.equal(value, whole[name]) for name, value in model.named_parameters())
         if stage == 1:
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
             assert head.weight is embedding.weight and sum(value.numel() for value in model.get_submodule(split.first[0]).parameters()) == head.weight.numel()
+
+
+def test_stages_that_would_name_one_weight_in_two_ways_are_refused():
+    plan = plan_of(replace(recipe_for("camembert"), ds_config=strategy("zero0"), out="/nonexistent"))
+    built = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu"))
+    with pytest.raises(Refusal, match=r"pp > 1 with CamembertForMaskedLM: its head is its embedding and stands before it .lm_head.decoder.weight."):
+        pipeline.split(built.model, built.blueprint, 2, built.plans.pp)
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
