@@ -268,8 +268,8 @@ RECIPE = """
 from recipekit import Recipe, run
 
 RECIPE = Recipe(
-    task="masked_lm", model={model!r}, init="random", tokenizer="bytes", dataset={dataset!r}, ds_config="zero1.json", seq_len=128, micro_batch=16,
-    global_batch=32, steps=700, lr=2e-3, warmup_steps=50, weight_decay=0.01, beta2=0.98, eval_every=700, eval_rows=128, wandb=False,
+    task="masked_lm", model={model!r}, init="random", tokenizer="bytes", dataset={dataset!r}, ds_config="zero1.json", seq_len=64, micro_batch=16,
+    global_batch=32, steps=500, lr=4e-3, warmup_steps=50, weight_decay=0.01, beta2=0.98, eval_every=500, eval_rows=128, wandb=False,
 )
 
 if __name__ == "__main__":
@@ -280,7 +280,10 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("letters", ["true", "shuffled"])
 def test_a_small_bert_learns_text(tmp_path, letters):
-    """Its accuracy is 10 points above the share of the commonest byte; with the bytes of each document shuffled it is not, so nothing of the answer leaks in."""
+    """Its accuracy is 10 points above the share of the commonest byte; with the bytes of each document shuffled it is not, so nothing of the answer leaks in.
+
+    Of the hidden tokens one in ten stays what it is, so whoever copies what is there is right 7 points more often than that share.
+    """
     texts = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
     texts = [text[start : start + 1000] for text in texts for start in range(0, len(text), 1000)]
     draw = random.Random(0)
@@ -290,9 +293,9 @@ def test_a_small_bert_learns_text(tmp_path, letters):
     unigram = counts.most_common(1)[0][1] / counts.total()
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "model").mkdir()
-    sizes = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256, "vocab_size": 264, "max_position_embeddings": 128}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "pad_token_id": None} | sizes | dropout
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 264, "local_attention": 32}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    config = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]} | sizes | ids
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     (tmp_path / "small_bert.py").write_text(RECIPE.format(model=str(tmp_path / "model"), dataset=str(tmp_path / "texts.jsonl")))
     job = Job(tmp_path, deepspeed(tmp_path / "small_bert.py", ranks=2))
@@ -303,4 +306,4 @@ def test_a_small_bert_learns_text(tmp_path, letters):
     lines = metrics(tmp_path / "runs" / "small_bert")
     found = lines[-1]["eval_accuracy"]
     print(f"{letters} letters: accuracy {found:.3f}, the commonest byte {unigram:.3f}, after {sum(line['step_s'] for line in lines):.0f} s of steps")
-    assert found > unigram + 0.1 if letters == "true" else found < unigram + 0.05
+    assert (found > unigram + 0.1) == (letters == "true")
