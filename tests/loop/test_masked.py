@@ -29,9 +29,11 @@ from recipekit.kernels.documents import with_documents, with_starts
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
 from recipekit.model.initial import fill
+from recipekit.model.weights import open_weights
 from recipekit.parallel import pipeline
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
 from recipekit.run_folder import numbers
 from recipekit.tasks import masked_lm
 from recipekit.tasks.facts import TASKS
@@ -214,21 +216,33 @@ def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_pa
 
 
 @pytest.mark.parametrize("model_type", ["bert", "modernbert"])
-def test_a_head_that_is_the_embedding_is_drawn_once(model_type):
-    """Its part of the model has a bias of its own, yet what an earlier part drew stays, on each stage as in the whole: the embedding's own values."""
+def test_a_head_that_is_the_embedding_is_drawn_once(tmp_path, model_type):
+    """Its part of the model has a bias of its own, yet what an earlier part drew stays, on each stage as in the whole: the embedding's own values.
+
+    Each stage finds its parameters in the files of the whole.
+    """
     plan = plan_of(replace(recipe_for(model_type), ds_config=strategy("zero0"), out="/nonexistent"))
     built = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu"))
     whole, split = dict(built.model.named_parameters()), pipeline.split(built.model, built.blueprint, 2, built.plans.pp)
     assert split.tied
+    built.model.save_pretrained(tmp_path)
     for stage in (0, 1):
         model = empty_model(plan.model_config, built.attention, "", 0, "AutoModelForMaskedLM")
         pipeline.cut(model, split, stage, torch.float32, TASKS["masked_lm"])
+        assert open_weights(str(tmp_path), model).stored.keys() >= dict(model.named_parameters()).keys()
         fill(model, plan.recipe.seed, None, {}, torch.device("cpu"), torch.float32, {}, None)
         embeddings = [name for name, _ in model.named_parameters() if name.endswith(("word_embeddings.weight", "tok_embeddings.weight"))]
         assert len(embeddings) == 1 and all(torch.equal(value, whole[name]) for name, value in model.named_parameters())
         if stage == 1:
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
             assert head.weight is embedding.weight and sum(value.numel() for value in model.get_submodule(split.first[0]).parameters()) == head.weight.numel()
+
+
+def test_stages_that_would_name_one_weight_in_two_ways_are_refused():
+    plan = plan_of(replace(recipe_for("camembert"), ds_config=strategy("zero0"), out="/nonexistent"))
+    built = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu"))
+    with pytest.raises(Refusal, match=r"pp > 1 with CamembertForMaskedLM: its head is its embedding and stands before it .lm_head.decoder.weight."):
+        pipeline.split(built.model, built.blueprint, 2, built.plans.pp)
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
@@ -254,8 +268,8 @@ RECIPE = """
 from recipekit import Recipe, run
 
 RECIPE = Recipe(
-    task="masked_lm", model={model!r}, init="random", tokenizer="bytes", dataset={dataset!r}, ds_config="zero1.json", seq_len=128, micro_batch=16,
-    global_batch=32, steps=700, lr=2e-3, warmup_steps=50, weight_decay=0.01, beta2=0.98, eval_every=700, eval_rows=128, wandb=False,
+    task="masked_lm", model={model!r}, init="random", tokenizer="bytes", dataset={dataset!r}, ds_config="zero1.json", seq_len=64, micro_batch=16,
+    global_batch=32, steps=500, lr=4e-3, warmup_steps=50, weight_decay=0.01, beta2=0.98, eval_every=500, eval_rows=128, wandb=False,
 )
 
 if __name__ == "__main__":
@@ -266,7 +280,10 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("letters", ["true", "shuffled"])
 def test_a_small_bert_learns_text(tmp_path, letters):
-    """Its accuracy is 10 points above the share of the commonest byte; with the bytes of each document shuffled it is not, so nothing of the answer leaks in."""
+    """Its accuracy is 10 points above the share of the commonest byte; with the bytes of each document shuffled it is not, so nothing of the answer leaks in.
+
+    Of the hidden tokens one in ten stays what it is, so whoever copies what is there is right 7 points more often than that share.
+    """
     texts = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
     texts = [text[start : start + 1000] for text in texts for start in range(0, len(text), 1000)]
     draw = random.Random(0)
@@ -276,9 +293,9 @@ def test_a_small_bert_learns_text(tmp_path, letters):
     unigram = counts.most_common(1)[0][1] / counts.total()
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "model").mkdir()
-    sizes = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256, "vocab_size": 264, "max_position_embeddings": 128}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "pad_token_id": None} | sizes | dropout
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 264, "local_attention": 32}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    config = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]} | sizes | ids
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     (tmp_path / "small_bert.py").write_text(RECIPE.format(model=str(tmp_path / "model"), dataset=str(tmp_path / "texts.jsonl")))
     job = Job(tmp_path, deepspeed(tmp_path / "small_bert.py", ranks=2))
@@ -289,4 +306,4 @@ def test_a_small_bert_learns_text(tmp_path, letters):
     lines = metrics(tmp_path / "runs" / "small_bert")
     found = lines[-1]["eval_accuracy"]
     print(f"{letters} letters: accuracy {found:.3f}, the commonest byte {unigram:.3f}, after {sum(line['step_s'] for line in lines):.0f} s of steps")
-    assert found > unigram + 0.1 if letters == "true" else found < unigram + 0.05
+    assert (found > unigram + 0.1) == (letters == "true")

@@ -38,7 +38,7 @@ def choose_both_ways(wanted: str, model_config: dict[str, Any], name: str, dtype
         reasons[attention] = reason
     else:
         others = "; ".join(f"{attention}: {reason}" for attention, reason in reasons.items())
-        fix = "use another masked language model of recipes/SUPPORT_MLM.md" if wanted == "auto" else "leave it out"
+        fix = "use another encoder, such as BERT, RoBERTa or ModernBERT" if wanted == "auto" else "leave it out"
         raise refuse(f"attention = {wanted}", f"does not keep the documents of a row apart in this {kind} ({others})", fix)
     why = reasons.get(VARLEN, "")
     if why and (problems := check_dense_mask(attention, rows[1], rows[0], dtype.itemsize)):

@@ -86,6 +86,12 @@ def split(model: PreTrainedModel, blueprint: Blueprint, num_stages: int, plan: M
     first, last = (tuple(name for name, where in plan.items() if where == place) for place in ("first", "last"))
     if num_stages > (count := blueprint.num_layers):
         raise refuse(f"{num_stages} pipeline stages", f"{type(model).__name__} has only {count} layers", f"use --pp {count} or less")
+    if tied(model):
+        weight = ends_of(model)[1].weight  # type: ignore[union-attr]
+        name = next(name for name, parameter in model.named_parameters() if parameter is weight)
+        if any(name.startswith(f"{module}.") for module in last):
+            rule = f"its head is its embedding and stands before it ({name}), so that the stages would call one weight by two names"
+            raise refuse(f"pp > 1 with {type(model).__name__}", rule, "use --pp 1")
     return Split(blocks, first, last, stage_bounds(blueprint, num_stages), tied(model))
 
 

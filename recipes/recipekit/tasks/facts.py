@@ -127,7 +127,14 @@ TASKS = {
             "adapt": "adapters are made for causal language models alone",
         },
         plans=Plans(
-            pp={"*.embeddings": "first", "*.encoder.layer": "split", "*.transformer.layer": "split", "*.layers": "split", "*.final_norm": "last"}
+            pp={
+                "*.embeddings": "first",
+                "*.embeddings_project": "first",
+                "*.encoder.layer": "split",
+                "*.transformer.layer": "split",
+                "*.layers": "split",
+                "*.final_norm": "last",
+            }
             | dict.fromkeys(("cls", "lm_head", "head", "decoder", "predictions", "generator_predictions", "generator_lm_head"), "last")
             | dict.fromkeys(("vocab_transform", "vocab_layer_norm", "vocab_projector"), "last"),
             tp=dict.fromkeys(("*.attention.self.query", "*.attention.self.key", "*.attention.self.value", "*.intermediate.dense"), "colwise")
