@@ -2,7 +2,7 @@ PYTHON := .venv/bin/python
 # what .venv is made with: make setup PYTHON3=python3.12
 PYTHON3 ?= python3
 # The tests that start no ranks. Those that do come after them: they wait for compiled ops.
-FAST := $(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and not processes"
+FAST := $(PYTHON) -m pytest -n 3 --dist loadfile -m "not slow and not gpu and not multi_gpu and not processes"
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # make setup TORCH=cu126: another build of torch than the one that pip takes by itself (tools/make/torch_build.py)
