@@ -239,15 +239,16 @@ def test_reward_models_train_like_plain_pytorch(pools, tmp_path, case):
 @pytest.mark.slow
 def test_an_adapter_is_trained_against_the_model_below_it(pools, tmp_path):
     """DPO with LoRA under ZeRO-2 on two ranks: losses, norms and rewards of plain PyTorch, whose reference has the adapter switched off."""
-    recipe = recipe_for("preference", lr=3e-3)
+    recipe = recipe_for("preference")
     assert pools.run(2, train_pairs, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / "run"), lora=True) == [0, 0]
-    expected = reference("preference", "qwen3", lora=True, lr=3e-3)
+    expected = reference("preference", "qwen3", lora=True)
     compare(tmp_path / "run", expected, check_weights=False)
     last = last_line(tmp_path / "run")
     assert [last[f"eval_{name}"] for name in MEASURES["preference"]] == pytest.approx(expected.right, rel=1e-4, abs=1e-6)
     assert abs(last["eval_rewards/chosen"]) > 1e-3, "the adapter has learned something"
     made = exported(tmp_path / "run" / "hf")
-    assert made and all((made[name.replace(".default.", ".")] - value).abs().max() <= 1e-5 for name, value in expected.weights.items())
+    worst = max((made[name.replace(".default.", ".")] - value).abs().max().item() for name, value in expected.weights.items())
+    assert worst <= 1e-5, f"a weight of the adapter differs by {worst}"
 
 
 # What is kept -----------------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def test_a_row_that_cannot_be_used_is_told_before_the_first_step(pools, tmp_path
     rows = [json.loads(line) for line in Path(pairs()).read_text().splitlines()[:100]]
     rows[50]["rejected"] = rows[50]["chosen"]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = recipe_for("preference", dataset=str(tmp_path / "pairs.jsonl"), eval_every=0, steps=13)
+    recipe = replace(recipe_for("preference", eval_every=0, steps=13), dataset=str(tmp_path / "pairs.jsonl"))
     with pytest.raises(CaseFailed, match=r"pairs.jsonl, row 51: cannot be used: its chosen and its rejected answer are equal"):
         pools.run(2, train_pairs, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / "refused"))
     assert not (tmp_path / "refused" / "metrics.jsonl").exists()
