@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recipekit.parallel.groups import WAITING
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -167,9 +168,11 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _without_host(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, which refuses tensors of the host as NCCL does. Those of objects are torch's own and do not come by here."""
+    """The collective, which refuses tensors of the host as NCCL does, but for the group that is gloo's everywhere. Those of objects do not come by here."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if getattr(kwargs.get("group"), "group_desc", "") == WAITING:
+            return collective(*args, **kwargs)
         operations = [value for value in tree_leaves((args, kwargs)) if isinstance(value, dist.P2POp)]
         for value in [*tree_leaves((args, kwargs)), *(operation.tensor for operation in operations)]:
             if torch.is_tensor(value) and not isinstance(value, OnSecond) and not getattr(_LOWERED, "now", False):
