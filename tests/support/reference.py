@@ -59,6 +59,7 @@ class Plain:
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
     decays: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim >= 2
     right: Callable[[Any, dict[str, torch.Tensor]], list[int]] = lambda model, batch: []
+    watch: Callable[[Any], Callable[[], None]] = lambda model: lambda: None  # (the model, before it trains) -> what is called after each step
 
 
 def tokenizer_of(recipe: Recipe) -> Any:
@@ -80,6 +81,7 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
     """
     torch.manual_seed(0)
     model = model_module.build_model(recipe, model_config, None, {"bf16": {"enabled": bf16}}, torch.device("cpu")).model
+    after_step = plain.watch(model)
     masters = dict(model.named_parameters())
     if bf16:
         drawn = model_module.build_model(recipe, model_config, None, {}, torch.device("cpu")).model if whole_masters else model
@@ -119,6 +121,7 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
                 with torch.no_grad():
                     for name, parameter in model.named_parameters():
                         parameter.copy_(masters[name])
+            after_step()
             trained.losses.append(total)
             trained.grad_norms.append(norm.item())
     if recipe.eval_every:

@@ -12,7 +12,7 @@ from ..kernels.documents import documents_of, for_layers
 from ..refusal import Refusal, refuse
 from ..strategy.divisions import check_dense_mask
 from ..tasks.facts import PACKED, Facts
-from .empty import config_of, construct
+from .empty import class_of, config_of, construct
 from .small import once_a_config
 
 VOCABULARY = 264  # of the tiny copy
@@ -35,7 +35,7 @@ def choose_attention(
     if facts.rows != PACKED:
         if wanted == VARLEN:
             raise refuse("attention = varlen", "is for rows of packed documents, and this task has none", "leave it out")
-        return "sdpa", ""
+        return ("sdpa" if class_of(config_of(model_config, name), facts.auto_class)._supports_sdpa else "eager"), ""
     reason = unfit_here(model_config, dtype, device) or unfit(model_config, name)
     if not reason:
         return VARLEN, ""

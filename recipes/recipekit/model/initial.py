@@ -128,6 +128,7 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
             if first is not None:
                 torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}:{first}".encode(), digest_size=8).digest(), "little") >> 1)
                 owner[id(module)]._init_weights(module)
+                _draw_the_rest(module)
     values, made = {}, cast(dict[str, torch.Tensor], model.made)
     for name, module in modules:
         for key in [key for holder, key in meta if holder is module]:
@@ -140,6 +141,16 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
             values[full] = drawn
             module._parameters[key] = meta[module, key]
     return values
+
+
+def _draw_the_rest(module: nn.Module) -> None:
+    """Draws what transformers' initialiser leaves of a module of torch's own as its constructor does: the biases of RegNet's convolutions."""
+    drawn = {key: parameter.clone() for key, parameter in module._parameters.items() if parameter is not None and not parameter.isnan().any()}
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None and type(module).__module__.startswith("torch.nn.") and len(drawn) < len(list(module.parameters(recurse=False))):
+        reset()
+        for key, value in drawn.items():
+            module._parameters[key].copy_(value)  # type: ignore[union-attr]
 
 
 def _init_owners(model: PreTrainedModel) -> Iterator[tuple[Any, nn.Module]]:
