@@ -163,4 +163,4 @@ def test_an_expert_without_tokens_is_named_where_deepspeed_needs_its_gradient(po
             names = f"block.experts.{expert}.bias, block.experts.{expert}.weight in micro-batch 1 of step 1"
             assert all(f"{names}: a gradient on rank {mine}, none on rank {other}" in text for text in results), results
     else:
-        assert all(stage == 3 or losses[1] < losses[0] for losses in results), results
+        assert all(isinstance(losses, list) and (stage == 3 or losses[1] < losses[0]) for losses in results), results
