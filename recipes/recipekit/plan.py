@@ -12,7 +12,7 @@ from typing import Any
 
 from .architectures import lookup
 from .architectures.safetensors_files import open_folder
-from .architectures.shrink import BYTE_VOCAB, shrink
+from .architectures.shrink import BYTE_VOCAB, ROBERTAS, shrink
 from .command import Command
 from .data.files import check_first_row, folder_classes, left_out, local_files
 from .data.mixture import Domain, domains_of
@@ -32,6 +32,8 @@ POSITIONS = {  # by model_type: what bounds the length of its rows (transformers
     **dict.fromkeys(("gpt_neo", "opt", "biogpt"), "max_position_embeddings"),
     "mpt": "max_seq_len",
 }
+BEHIND_PADDING = (*ROBERTAS, "mpnet")  # encoders whose first place is the one behind that of the padding token
+ENCODERS = ("albert", "bert", "distilbert", "electra", "ernie", *BEHIND_PADDING)  # the same of rows of masked_lm: max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ def make_plan(command: Command) -> Plan:
     recipe, written = _merge_json(recipe, config, command.typed, notes)
     bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
     model_config = _config_of_model(recipe.model, recipe.task, command.tiny, bytes_only, notes, problems)
-    if model_config is not None and (not command.tiny or "num_labels" in command.typed):
-        model_config = lookup.with_labels(model_config, recipe.num_labels, folder_classes(recipe.dataset))
+    if model_config is not None and (not command.tiny or recipe.facts.labels or "num_labels" in command.typed):
+        model_config = lookup.with_labels(model_config, recipe.labels, folder_classes(recipe.dataset))
     limits = shapes.limiting(model_config, recipe.facts.rows)
     lay_out = partial(_lay_out, recipe, model_config=limits, fixed=command.typed | written, tiny=command.tiny)
     laid = lay_out(command.world)
     recipe, mesh = laid.recipe, laid.mesh
     notes += laid.notes
-    problems += _check_positions(recipe.seq_len, model_config) if model_config and "seq_len" in recipe.facts.reads else []
+    problems += _check_positions(recipe.seq_len, model_config, recipe.facts.masked) if model_config and "seq_len" in recipe.facts.reads else []
     problems += _check_inputs(recipe, model_config is not None, notes)
     problems += _check_offline(recipe.model, recipe.init, model_config is not None, command)
     problems += _check_out(command.out)
@@ -211,10 +213,14 @@ def _check_strategy(config: dict[str, Any], command: Command, model_config: dict
     return divisions.name_worlds(problems, command.world, step, check_on)
 
 
-def _check_positions(seq_len: int, model_config: dict[str, Any]) -> list[Problem]:
+def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -> list[Problem]:
     """Refuses rows longer than a model without rotary positions has places for: its forward pass ends in an IndexError."""
     kind = model_config.get("model_type", "")
-    limit = model_config.get(key := POSITIONS.get(kind, ""))
+    key = "max_position_embeddings" if masked and kind in ENCODERS else POSITIONS.get(kind, "")
+    limit = model_config.get(key)
+    if masked and isinstance(limit, int) and kind in BEHIND_PADDING:
+        padding = model_config.get("pad_token_id")
+        limit -= (1 if padding is None else padding) + 1
     if not isinstance(limit, int) or seq_len <= limit:
         return []
     return [Problem(f"seq_len = {seq_len}", f"a {kind} has positions for {limit} tokens ({key} in its config.json)", f"use --seq_len {limit} or less")]

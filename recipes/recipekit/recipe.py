@@ -35,8 +35,13 @@ class Recipe:
     retry_s: float = _say("seconds for which a server that does not answer well is asked again for data", 600.0)
     token_cache: str = _say("folder that keeps tokens; auto: beside the cache of datasets, of local data only; off: none", "auto")
     messages_field: str = _say("column that holds a chat", "messages")
+    prompt_field: str = _say("column that holds the prompt of a pair, text or a chat; empty: both answers begin with it", "prompt")
+    chosen_field: str = _say("column that holds the better answer of a pair, text or a list of messages", "chosen")
+    rejected_field: str = _say("column that holds the other answer", "rejected")
     image_field: str = _say("column that holds a picture: an encoded file (PNG, JPEG, ...) or rows of pixels", "image")
     label_field: str = _say("column that holds the number of a row's class", "label")
+    mask_rate: float = _say("share of the tokens that are hidden, drawn anew each epoch", 0.15)
+    whole_words: bool = _say("hide words as a whole: all tokens of one, or none", False)
     augment: str = _say("what is drawn for each picture: a crop of another size and place, mirrored every second time; none", "crop", choices=("crop", "none"))
     threads: int = _say("threads that decode and augment the pictures of a micro-batch; the rows are the same for any number", 2)
     task: str = _say("; ".join(f"{name}: {facts.about}" for name, facts in TASKS.items()), "pretrain", choices=tuple(TASKS))
@@ -53,6 +58,7 @@ class Recipe:
         "auto",
         choices=("auto", "chunked", "whole"),
     )
+    beta: float = _say("of DPO: how much a change of a log-probability against the start counts", 0.1)
     activation_checkpointing: bool = _say("recompute activations in the backward pass instead of keeping them", False)
     checkpoint_every: int = _say("with activation_checkpointing: recompute every N-th layer", 1)
 
@@ -106,6 +112,11 @@ class Recipe:
     adapt: Callable[[Any], Any] | None = None  # model -> model, for example LoRA; called before DeepSpeed sees the model
 
     @property
+    def labels(self) -> int:
+        """How many outputs the head has; 0: as many as the model's config.json says."""
+        return self.facts.labels or self.num_labels
+
+    @property
     def recompute_every(self) -> int:
         """Every how manyth layer is recomputed in the backward pass; 0: none."""
         return self.checkpoint_every if self.activation_checkpointing else 0
@@ -134,12 +145,14 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     for name in ("warmup_steps", "eval_every", "save_every", "keep", "stop_at", "weight_decay", "gradient_clipping", "min_lr", "seed", "num_labels"):
         if (value := getattr(recipe, name)) < 0:
             problems.append(Problem(f"{name} = {value}", "must not be negative", f"use --{name} 0 or more"))
-    for name in ("lr", "eps", "grace", "retry_s"):
+    for name in ("lr", "eps", "grace", "retry_s", "beta"):
         if (value := getattr(recipe, name)) <= 0:
             problems.append(Problem(f"{name} = {value}", "must be a positive number", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
     for name in ("beta1", "beta2"):
         if not 0 <= (value := getattr(recipe, name)) < 1:
             problems.append(Problem(f"{name} = {value}", "must lie in [0, 1)", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
+    if not 0 < recipe.mask_rate < 1:
+        problems.append(Problem(f"mask_rate = {recipe.mask_rate}", "must lie between 0 and 1", f"for example --mask_rate {Recipe.mask_rate}"))
     if recipe.warmup_steps >= recipe.steps > 0 and recipe.warmup_steps > 0:
         rule = f"the warm-up must be shorter than the schedule of {recipe.steps} steps"
         problems.append(Problem(f"warmup_steps = {recipe.warmup_steps}", rule, f"use --warmup_steps {recipe.steps // 10} or a larger --steps"))

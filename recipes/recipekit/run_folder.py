@@ -11,6 +11,7 @@ from typing import Any
 
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
+from .tasks.facts import own_fields
 
 # Names in a run folder.
 FACTS = "run.json"  # everything that made the run (runtime/facts.py)
@@ -28,6 +29,7 @@ IDENTITY = (
     *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch"),
     *("steps", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
+OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
 
 
 def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, tiny: bool, typed: frozenset[str] = frozenset()) -> Path | None:
@@ -50,7 +52,9 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
         where, rule, other = ("--tiny", "was begun without it", "leave it out") if tiny else ("no --tiny", "is a trial with --tiny", "add --tiny")
         raise refuse(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
-    flags = shlex.join(word for name in others if name in IDENTITY and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name])))
+    flags = shlex.join(
+        word for name in others if name in (*IDENTITY, *OF_TASKS) and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name]))
+    )
     problems = [Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}", "see the ways on above") for name in others]
     raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
 
@@ -99,7 +103,7 @@ def _saved_identity(run: Path) -> dict[str, Any] | None:
 
     A field that is younger than the run had its default.
     """
-    defaults = {name: Recipe.__dataclass_fields__[name].default for name in IDENTITY}
+    defaults = {name: Recipe.__dataclass_fields__[name].default for name in (*IDENTITY, *OF_TASKS)}
     return defaults | _saved(run)["identity"] if (run / FACTS).exists() else None
 
 
@@ -116,7 +120,7 @@ def identity(recipe: Recipe, model_config: dict[str, Any] | None) -> dict[str, A
 
     A hub id has no such hash: its config.json is the one we ship (or none) at the first start, and the hub's own once it is downloaded.
     """
-    found = {name: getattr(recipe, name) for name in IDENTITY}
+    found = {name: getattr(recipe, name) for name in (*IDENTITY, *(name for name in OF_TASKS if recipe.task in own_fields()[name]))}
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()[:16]
     return found

@@ -22,9 +22,19 @@ def measure_nothing(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     return output.new_zeros(0)
 
 
+def report_nothing(means: dict[str, float]) -> dict[str, float]:
+    """Returns what a task adds that tells nothing besides its means."""
+    return {}
+
+
 def hand_nothing(batch: MicroBatch, last: bool) -> MicroBatch:
     """Returns what a task hands over whose stages need nothing but the inputs."""
     return {}
+
+
+def leave_config(model_config: dict[str, Any], processor: Any) -> dict[str, Any]:
+    """Returns the config.json of a task whose models need not know of its processor."""
+    return model_config
 
 
 def do_nothing(engine: Engine, *batches: Any) -> None:
@@ -67,10 +77,23 @@ class Task:
     samples: Samples | None = None  # None: rows are packed tokens
     measures: tuple[str, ...] = ()  # names of `measure`'s sums; an evaluation gives the mean of each as eval_NAME
     measure: Callable[[torch.Tensor, MicroBatch], torch.Tensor] = measure_nothing  # (output, batch) -> sums (measures,), without gradient
+    report: Callable[[dict[str, float]], dict[str, float]] = report_nothing  # (means: "loss" and the measures) -> what follows from them
+    each_step: bool = False  # steps tell the measures and the report, too, not evaluations alone
     # (batch, whether it is for the last stage) -> further arguments of the model's forward, which a pipeline does not send from stage to stage
     handed: Callable[[MicroBatch, bool], MicroBatch] = hand_nothing
     before: Callable[..., None] = do_nothing  # (engine, micro-batches of this rank): before the first forward pass of a step
     after: Callable[..., None] = do_nothing  # (engine): after the optimizer's step
+    # (config.json, processor) -> that of the model that is trained: with what of the processor the model has to know
+    configured: Callable[[dict[str, Any], Any], dict[str, Any]] = leave_config
+    numbers: tuple[str, ...] = ()  # fields of `Recipe` that the loss takes
+    tuned: Callable[..., "Task"] | None = None  # makes the task with these, by name
+    score: Callable[[torch.Tensor, MicroBatch], torch.Tensor] | None = (
+        None  # (output, batch) -> (B, ...): what the start says of each row (runtime/references.py)
+    )
+
+    def inputs_of(self, batch: MicroBatch) -> MicroBatch:
+        """Takes the tensors that the model takes, in its rows: two for each pair."""
+        return {name: batch[name].flatten(0, 1) if self.facts.pairs else batch[name] for name in self.facts.inputs}
 
 
 @dataclass
@@ -78,7 +101,8 @@ class Sums:
     """Adds up what a step or an evaluation tells besides its loss; made before the engine, since a pipeline's loss adds to it."""
 
     by_domain: torch.Tensor | None = None  # (2, domains) fp64 for a mixture: loss sum and count of each corpus
-    measured: torch.Tensor | None = None  # (measures,) fp64 during an evaluation
+    measured: torch.Tensor | None = None  # (measures,) fp64 during an evaluation, and a step that tells them
+    scores: list[torch.Tensor] | None = None  # of each micro-batch, where a rank has its output: while the start model reads the rows
 
     def clear(self) -> None:
         if self.by_domain is not None:

@@ -20,7 +20,7 @@ from .parallel.sequence import own_part
 from .plan import Plan
 from .refusal import Say
 from .run_folder import EXPORT, way_on
-from .runtime import used
+from .runtime import references, used
 from .runtime.agree import check_peers, shared_problems
 from .runtime.engine import load_model
 from .runtime.failure import Peers
@@ -28,7 +28,7 @@ from .runtime.metrics import metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
 from .runtime.stopping import REASONS
 from .task import MicroBatch, Sums, Task
-from .tasks.find import task_called
+from .tasks.find import task_called, with_numbers
 
 PEERS_EVERY = 10  # steps between two proofs that the peers of a data-parallel rank were given the same tokens
 
@@ -40,6 +40,7 @@ class StepResult(TypedDict):
     grad_norm: float
     tokens: int  # of the count that the loss is divided by
     stop: str | None  # a reason that a rank passed
+    means: dict[str, float]  # what the task tells of each step besides
     more: list[int]  # the sums of what the ranks passed
 
 
@@ -55,16 +56,14 @@ def train_step(
 ) -> StepResult:
     """Takes one optimizer step (a collective).
 
-    The loss is the mean over what the task counts in the global batch (tokens that have a label), so it does not depend on
-    how the rows are split into micro-batches and ranks. `lr` None leaves it to the JSON's scheduler. `stop` is a reason of stopping.REASONS.
-    `sums` is filled with what the step adds up besides, of each corpus of a mixture. `more` are further numbers to add up
-    over all ranks, in the all-reduce that counts the tokens.
+    The loss is the mean over what the task counts in the global batch (tokens that have a label), so it does not depend on how
+    rows are split into micro-batches and ranks. `lr` None leaves it to the JSON's scheduler; `stop` is a reason of stopping.REASONS; `sums`
+    is filled with what the step adds up besides; `more` are numbers to add up over all ranks, in the all-reduce that counts the tokens.
     """
     sums = sums or Sums()
     sums.clear()
-    if lr is not None:
-        for group in engine.optimizer.param_groups:
-            group["lr"] = lr
+    for group in engine.optimizer.param_groups if lr is not None else []:
+        group["lr"] = lr
     counted = sum(int(task.count(batch).sum()) for batch in batches)
     totals = torch.tensor([counted, *(reason == stop for reason in REASONS), *more], dtype=torch.int64, device=engine.device)
     counting: Any = dist.all_reduce(totals, async_op=True)  # during the first forward
@@ -72,35 +71,37 @@ def train_step(
     weight: torch.Tensor | None = None
     summing: Any = None
     task.before(engine, batches)
+    added = torch.zeros(1 + len(task.measures) * task.each_step, dtype=torch.float64, device=engine.device)  # of the losses, then of the measures
+    sums.measured = added[1:] if task.each_step else None
     if mesh.pp > 1:
         counting.wait()
         weight = len(batches) * mesh.dp / (totals[0] // peers).clamp(min=1)  # undoes DeepSpeed's mean over micro-batches and ranks
         mean_loss = engine.train_batch(for_stages(engine, task, batches, weight))  # forwards, backwards and the step, as the schedule orders them
+        if task.each_step:  # only the last stage has seen an output
+            dist.all_reduce(added.mul_(mesh.pp))
     else:
-        loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         for batch in batches:
             batch = to_device(batch, engine.device)
             loss = summed_loss(task, task.forward(engine, batch), batch, sums)
-            loss_sum += loss.detach()
+            added[0] += loss.detach()
             if weight is None:
                 counting.wait()
                 weight = len(batches) * mesh.dp * mesh.sp / (totals[0] // peers).clamp(min=1)
             if engine.is_gradient_accumulation_boundary():
-                summing = dist.all_reduce(loss_sum, async_op=True)  # during the last backward
+                summing = dist.all_reduce(added, async_op=True)  # during the last backward
             engine.backward(loss * weight)
             engine.step()
-        assert summing is not None, "an optimizer step has at least one micro-batch"
-        summing.wait()
-        mean_loss = loss_sum / totals[0].clamp(min=1)
+        summing.wait()  # an optimizer step has at least one micro-batch
+        mean_loss = added[0] / totals[0].clamp(min=1)
     task.after(engine)
     sums.reduce()
     counted, *told = totals.tolist()
-    reasons = [reason for reason, ranks in zip(REASONS, told, strict=False) if ranks]
     return {
         "loss": mean_loss.item(),
         "grad_norm": float(engine.get_global_grad_norm()),
         "tokens": counted // peers,
-        "stop": next(iter(reasons), None),
+        "stop": next((reason for reason, ranks in zip(REASONS, told, strict=False) if ranks), None),
+        "means": means_of(task, mean_loss.item(), (added[1:] / totals[0].clamp(min=1)).tolist()) if task.each_step else {},
         "more": told[len(REASONS) :],
     }
 
@@ -109,11 +110,19 @@ def summed_loss(task: Task, output: torch.Tensor, batch: MicroBatch, sums: Sums)
     """Computes the task's loss, (), summed over a micro-batch, and adds to `sums` what these keep."""
     if sums.measured is not None:
         sums.measured += task.measure(output, batch)
+    if sums.scores is not None and task.score is not None:
+        sums.scores.append(task.score(output, batch))
     if sums.by_domain is None or "domain" not in batch:
         return task.loss(output, batch, False)
     rows = task.loss(output, batch, True)  # (B,)
     sums.by_domain.index_add_(1, batch["domain"], torch.stack([rows.detach(), task.count(batch)]).double())
     return rows.sum()
+
+
+def means_of(task: Task, loss: float, measured: list[float]) -> dict[str, float]:
+    """Names what a task tells besides the mean loss: the means of its measures, and what follows from all of these."""
+    means = dict(zip(task.measures, measured, strict=True))
+    return means | task.report({"loss": loss} | means)
 
 
 def pipeline_loss(task: Task, sums: Sums, output: torch.Tensor, target: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -139,12 +148,12 @@ def pipeline_batches(task: Task, batches: list[MicroBatch], weight: torch.Tensor
     for batch in batches:
         batch = to_device(batch, device)
         targets = [batch[name] for name in (*task.targets, "domain") if name in batch]
-        yield tuple(batch[name] for name in task.facts.inputs), (weight, *targets)
+        yield tuple(task.inputs_of(batch).values()), (weight, *targets)
 
 
 @torch.no_grad()
 def evaluate(engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh, sums: Sums) -> dict[str, float]:
-    """Computes eval_loss, the mean loss of the held-out rows, and eval_NAME of each of the task's measures, the same on every rank and in every layout.
+    """Computes eval_loss, the mean loss of the held-out rows, and eval_NAME of what the task tells besides, the same on every rank and in every layout.
 
     A collective. Under a pipeline `sums` must be those that the loss of the last stage was made with.
     """
@@ -171,7 +180,8 @@ def evaluate(engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh, 
         loss = totals[0] / totals[1].clamp(min=1)
         measured /= totals[1].clamp(min=1)
     sums.measured = None
-    return {"eval_loss": loss.item()} | {f"eval_{name}": value for name, value in zip(task.measures, measured.tolist(), strict=True)}
+    means = {"loss": loss.item()} | means_of(task, loss.item(), measured.tolist())
+    return {f"eval_{name}": value for name, value in means.items()}
 
 
 def main(plan: Plan, peers: Peers | None = None) -> int:
@@ -182,8 +192,10 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe = plan.recipe
     say: Say = print if plan.command.rank == 0 else lambda _: None
     device = join(plan, peers, say)
-    task = task_called(recipe.task)
-    loaded = load_model(plan, task, find_checkpoint(plan, say), device, partial(pipeline_loss, task), say)
+    task = with_numbers(task_called(recipe.task), recipe)
+    source = find_checkpoint(plan, say)
+    at_start = partial(references.fill, source=source, evaluate=evaluate, say=say) if task.score else None
+    loaded = load_model(plan, task, source, device, pipeline_loss, say, at_start)
     exports = recipe.export and plan.last_step == recipe.steps
     if (step := loaded.state["step"]) >= plan.last_step:
         at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""

@@ -1,6 +1,5 @@
 """Folders as people have them: what recipes cannot train is refused by name in every command that takes a model, and what they can train is taken."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -13,17 +12,17 @@ import pytest
 import torch
 import transformers
 from pool import ROOT, environment
-from recipekit.architectures.families import default_config
+from recipekit.architectures.families import default_config, tiny_config
 from recipekit.architectures.lookup import CAUSAL, READS_AHEAD, fitting_task, model_config, read_config, types_of
 from recipekit.architectures.safetensors_files import INDEX
 from recipekit.command import parse
 from recipekit.data.processors import byte_tokenizer
 from recipekit.model.causal import check_causal
-from recipekit.plan import POSITIONS, make_plan
+from recipekit.model.empty import config_of, construct
+from recipekit.plan import BEHIND_PADDING, ENCODERS, POSITIONS, make_plan
 from recipekit.planner.show import show
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS
 from safetensors.torch import load_file, save_file
 from test_resume import BASE, train
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
@@ -194,9 +193,10 @@ def test_start_dry_run_and_from_hf_refuse_in_one_line(saved, tmp_path, capsys, n
         make_plan(parse(Recipe(), NANO, words(folder)))
     with pytest.raises(Refusal) as planned:
         dry_run(folder)
-    for told in (str(start.value), str(planned.value), *([from_hf(folder, capsys)] if name != "vit" else [])):
+    others = ("vit", "bert", "roberta", "modernbert")
+    for told in (str(start.value), str(planned.value), *([from_hf(folder, capsys)] if name not in others else [])):
         assert says in told and len(told.splitlines()) == 1, told
-    assert name != "vit" or from_hf(folder, capsys) == "", "the converter takes the model of any task"
+    assert name not in others or from_hf(folder, capsys) == "", "the converter takes the model of any task"
     assert not (tmp_path / "run").exists()
 
 
@@ -261,12 +261,24 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     "use an image classification model of transformers, whose class is in transformers itself",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_vit.ViTForImageClassification"}}', "image_classification"): "",
     ("llama", "{}", "pretrain"): "",
-    ("llama", "{}", "image_classification"): "a llama is no image classification model that transformers 5.22.2 knows; use --task pretrain or sft",
     (
-        "bert",
+        "llama",
         "{}",
         "image_classification",
-    ): "a bert is no image classification model that transformers 5.22.2 knows; use an image classification model of transformers",
+    ): "a llama is no image classification model that transformers 5.22.2 knows; use --task pretrain or sft or preference or reward",
+    ("llama", "{}", "preference"): "",
+    ("llama", "{}", "reward"): "",
+    ("llama", '{"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good", "1": "bad"}}', "reward"): "",
+    ("bert", "{}", "reward"): "a bert is no decoder: what it says of a row would change with the padding behind it; use --task masked_lm",
+    ("t5", "{}", "reward"): "a t5 is no decoder: what it says of a row would change with the padding behind it; "
+    "use a causal language model of recipes/SUPPORT.md",
+    ("vit", "{}", "reward"): "a vit is no sequence classification model that transformers 5.22.2 knows; use --task image_classification",
+    ("bert", "{}", "image_classification"): "a bert is no image classification model that transformers 5.22.2 knows; use --task masked_lm",
+    ("bert", "{}", "pretrain"): "a bert reads the tokens that it should predict; use --task masked_lm",
+    ("bert", "{}", "masked_lm"): "",
+    ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true looks back only; use --task pretrain or sft or preference or reward',
+    ("llama", "{}", "masked_lm"): "a llama is no masked language model that transformers 5.22.2 knows; use --task pretrain or sft or preference or reward",
+    ("t5", "{}", "masked_lm"): "a t5 is an encoder-decoder, and this task trains encoders alone; use a masked language model of transformers",
 }
 
 
@@ -284,9 +296,7 @@ def test_a_model_of_another_task_is_refused_with_the_task_that_fits(saved, tmp_p
     assert str(problem).startswith(f"model = {folder}: ") and str(problem).endswith(told)
 
 
-def test_of_two_tasks_that_take_a_type_the_class_decides(monkeypatch):
-    more = dataclasses.replace(TASKS["pretrain"], auto_class="AutoModelForSequenceClassification")
-    monkeypatch.setitem(TASKS, "reward", more)
+def test_of_two_tasks_that_take_a_type_the_class_decides():
     assert fitting_task({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}) == "reward"
     assert fitting_task({"model_type": "llama", "architectures": ["LlamaModel"]}) == "pretrain"
 
@@ -378,3 +388,29 @@ def test_a_row_longer_than_the_positions_of_a_model_is_refused(tmp_path: Path, k
     assert [str(problem) for problem in refusal.value.problems] == [
         f"seq_len = 33: a {kind} has positions for 32 tokens ({POSITIONS[kind]} in its config.json); use --seq_len 32 or less"
     ]
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_row_longer_than_the_positions_of_an_encoder_is_refused(tmp_path: Path, kind: str) -> None:
+    """Where its positions begin behind those of its padding token, fewer are left."""
+    before = 2 if kind in BEHIND_PADDING else 0
+    config = tiny_config(kind, 264, "masked_lm") | {"max_position_embeddings": 32 + before}
+    model = construct(config_of(config), "eager", "", "AutoModelForMaskedLM").eval()
+    row = torch.randint(3, 264, (1, 33))  # (B, T)
+    with torch.no_grad():
+        model(input_ids=row[:, :32], position_ids=torch.arange(32)[None])
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=row, position_ids=torch.arange(33)[None])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    recipe = Recipe(model=str(tmp_path / "model"), task="masked_lm", init="random", tokenizer="bytes", dataset="builtin", ds_config="zero1.json")
+
+    def plan(seq_len: int) -> None:
+        flags = ["--dry_run", "--seq_len", str(seq_len), "--global_batch", "4", "--micro_batch", "1", "--out", str(tmp_path / "run")]
+        make_plan(parse(recipe, ROOT / "recipes" / "x.py", flags))
+
+    plan(32)
+    with pytest.raises(
+        Refusal, match=f"seq_len = 33: a {kind} has positions for 32 tokens .max_position_embeddings in its config.json.; use --seq_len 32 or less"
+    ):
+        plan(33)

@@ -29,7 +29,9 @@ VOCABULARY = 96
 LENGTHS = [5, 1, 7, PADDED, PADDED + 1, PADDED + 8, PADDED + 8, PADDED + 1, SHORT + 1, BLOCK + 44, 9]
 
 
-def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float, window: int) -> torch.Tensor:
+def by_definition(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float, window: int, causal: bool = True
+) -> torch.Tensor:
     """Softmax of the whole scores of each document, (tokens, heads, d) in fp64."""
     outputs = []
     groups = query.shape[1] // key.shape[1]
@@ -37,6 +39,7 @@ def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, l
         k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
         place = torch.arange(len(q))
         distance = place[:, None] - place[None, :]
+        distance = distance if causal else distance.abs()
         hidden = (distance < 0) | (distance >= (window or math.inf))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v))
@@ -50,18 +53,19 @@ def drawn(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, d: int
     return tensors, torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("window", [0, 8, BLOCK, BLOCK + 20], ids=lambda window: f"window {window}")
 @pytest.mark.parametrize(("heads", "dtype", "most"), [((4, 4), torch.float32, 1e-5), ((4, 2), torch.float32, 1e-5), ((4, 1), torch.bfloat16, 0.05)])
-def test_it_is_the_softmax_of_each_document(heads, dtype, most, window):
-    check(LENGTHS, heads, dtype, most, window)
+def test_it_is_the_softmax_of_each_document(heads, dtype, most, window, causal):
+    check(LENGTHS, heads, dtype, most, window, causal)
 
 
-def check(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, most: float, window: int) -> None:
+def check(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, most: float, window: int, causal: bool = True) -> None:
     """Outputs and gradients are those of the definition to `most` as a share of the largest."""
     inputs, documents = drawn(lengths, heads, dtype)
-    output = varlen(*inputs, documents, max(lengths), 0.3, window)
+    output = varlen(*inputs, documents, max(lengths), 0.3, window, causal)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    expected = by_definition(*exact, lengths, 0.3, window)
+    expected = by_definition(*exact, lengths, 0.3, window, causal)
     towards = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     output.backward(towards)
     expected.backward(towards.double())
@@ -79,10 +83,11 @@ def test_documents_of_one_length_are_computed_where_they_lie(lengths, dtype):
     torch.library.opcheck(by_document, (*inputs, documents, 0.5, 0), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("window", [0, 3])
-def test_its_gradient_is_the_derivative(window):
+def test_its_gradient_is_the_derivative(window, causal):
     inputs, documents = drawn([4, 1, 6, 4], (2, 1), torch.float64, d=4)
-    assert torch.autograd.gradcheck(lambda *three: by_document(*three, documents, 0.5, window)[0], inputs)
+    assert torch.autograd.gradcheck(lambda *three: by_document(*three, documents, 0.5, window, causal)[0], inputs)
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -91,8 +96,9 @@ def test_a_compiler_may_look_at_it_as_one_operation(window):
     torch.library.opcheck(by_document, (*inputs, documents, 0.5, window), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("window", [0, 16])
-def test_not_a_bit_of_a_document_reaches_another(window):
+def test_not_a_bit_of_a_document_reaches_another(window, causal):
     """Not even what is no number: the third document is filled with NaN."""
     found = []
     touched = slice(sum(LENGTHS[:2]), sum(LENGTHS[:3]))
@@ -100,7 +106,7 @@ def test_not_a_bit_of_a_document_reaches_another(window):
         inputs, documents = drawn(LENGTHS, (4, 2), torch.float32)
         for tensor in inputs if spoilt else []:
             tensor.data[touched] = math.nan
-        output = varlen(*inputs, documents, max(LENGTHS), 0.3, window)
+        output = varlen(*inputs, documents, max(LENGTHS), 0.3, window, causal)
         output.sum().backward()
         found.append([output.detach(), *(tensor.grad for tensor in inputs)])
     for clean, spoilt in zip(*found, strict=True):

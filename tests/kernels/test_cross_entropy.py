@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from recipekit.kernels.blocks import BLOCK, CPU_BLOCK, NARROWEST, columns_at_once
-from recipekit.kernels.cross_entropy import token_losses
+from recipekit.kernels.cross_entropy import losses_and_tokens, token_losses
 from recipekit.task import IGNORE
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,6 +67,21 @@ def test_losses_and_gradients_are_those_of_whole_logits(tokens, block, bias, cha
     theirs = gradients(expected, given)
     for name, found in gradients(losses, given).items():
         assert found.dtype == given[name].dtype and furthest(found, theirs[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 50 * NARROWEST), (torch.bfloat16, 50 * NARROWEST), (torch.float32, CPU_BLOCK)], ids=str)
+def test_the_likeliest_tokens_are_those_of_argmax(dtype, block):
+    """The first of equal logits, which bf16 has, also across blocks; losses and gradients are not touched."""
+    given = example(dtype=dtype, bias=True)
+    given["weight"].data[NARROWEST + 3 :: NARROWEST] = given["weight"].data[3]  # a token that is as likely in each block, and often the likeliest
+    given["bias"].data[3::NARROWEST] = 8.0
+    losses, tokens = losses_and_tokens(**given, chain=cap, block=block)
+    logits = cap(torch.nn.functional.linear(given["hidden"], given["weight"], given["bias"]))
+    assert torch.equal(tokens, logits.argmax(-1)) and tokens.dtype == torch.int64 and (tokens == 3).any() and (tokens != 3).any()
+    plain = token_losses(**given, chain=cap, block=block)
+    assert torch.equal(losses, plain)
+    theirs = gradients(plain, given)
+    assert all(torch.equal(found, theirs[name]) for name, found in gradients(losses, given).items())
 
 
 @pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])

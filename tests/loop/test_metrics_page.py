@@ -13,7 +13,9 @@ from pool import ROOT
 
 PAGE = ROOT / "recipes" / "METRICS.md"
 ON_GPUS_ONLY = {"mfu"}
+OF_MASKS = {"accuracy", "perplexity", "eval_accuracy", "eval_perplexity"}  # test_masked.py has a run that writes them
 OF_PICTURES = {"samples", "samples_per_s", "eval_accuracy", "eval_top5_accuracy"}  # test_images.py has a run that writes them
+OF_PAIRS = {f"{before}{name}" for before in ("", "eval_") for name in ("accuracy", "margin", "rewards/chosen", "rewards/rejected")}  # test_preference.py
 
 
 def page() -> dict[str, tuple[str, str]]:
@@ -47,7 +49,8 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
     assert [code for code, _ in results] == [0, 0], results
     lines = metrics(tmp_path / "run")
     written = {re.sub("/.*", "/NAME", key) for line in lines for key in line}
-    assert written | ON_GPUS_ONLY | OF_PICTURES == page().keys() and not written & OF_PICTURES
+    others = OF_PICTURES | OF_MASKS | OF_PAIRS
+    assert written | ON_GPUS_ONLY | others == page().keys() and not written & others
 
     places = recipe.global_batch * recipe.seq_len
     before, read = 0, 0

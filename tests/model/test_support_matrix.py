@@ -97,3 +97,21 @@ def test_image_classifiers_have_a_page_of_their_own():
         ("cvt, reference", "refused: --tiny: cannot shrink a cvt"),
         ("vit, pp2", "differs: loss 1.0e-03"),
     ]
+
+
+def test_the_page_of_masked_language_models_says_what_was_run():
+    """Which tokens are hidden is drawn, the mask stands for them, and nothing else has a label; a cell's micro-batches say where documents begin."""
+    batches = support_matrix.batches_of("masked_lm", support_matrix.tiny_model_config("masked_lm", "bert"))
+    for batch in batches:
+        hidden = batch["labels"] != -100
+        assert 0.1 < hidden.float().mean() < 0.5 and (batch["input_ids"][hidden] == 1).all() and (batch["labels"][hidden] > 2).all()
+    assert all("document_starts" in batch for batch in support_matrix.told_of_documents(batches, "masked_lm", "both_ways_sdpa"))
+    assert all("documents" in batch for batch in support_matrix.told_of_documents(batches, "masked_lm", "both_ways_varlen"))
+    good = {"ok": True, "loss": 1e-7, "grad_norm": 2e-7, "weight": 3e-7}
+    done = {
+        "bert": {"reference": {"ok": True, "experts": False, "varlen": "it has attention dropout of 0.1"}, "zero3": good, "tp2": good},
+        "fnet": {"reference": {"ok": False, "reason": "refused: attention = auto: does not keep the documents of a row apart"}},
+    }
+    text = support_matrix.masked_page(done)
+    assert "| bert | ✓ 3e-07 | ✓ 3e-07 | not run | not run | ✗ |" in text and "- bert: it has attention dropout of 0.1" in text
+    assert "- fnet, reference: refused: attention = auto" in text and "| fnet |" not in text and "- zero3: 1 of all 2" in text

@@ -43,6 +43,18 @@ def test_a_tasks_patterns_name_what_the_model_has():
     assert pipeline.chain(model, plans.pp) == tuple(f"transformer.h.{number}" for number in range(4))
 
 
+def test_the_head_of_a_task_that_a_published_plan_does_not_name_is_on_the_last_stage():
+    """A decoder with another head publishes the plan of its base; other tasks change nothing of it."""
+    facts = TASKS["reward"]
+    model = empty_model(tiny_config("llama", 264, "reward") | {"num_labels": 1}, auto_class=facts.auto_class)
+    plans = plans_of(model, Plans(), facts.plans)
+    assert plans.pp == published_plans(model).pp | {"score": "last"} and plans.pp["model.layers"] == "split"
+    assert {tensor.name: tensor.place for tensor in draft(model, plans).tensors}["score.weight"] == "last"
+    assert plans_of(model, Plans(pp={"model.layers": "split"}), facts.plans).pp == {"model.layers": "split"}, "a recipe's own plan stays"
+    llama = empty_model(tiny_config("llama", 264))
+    assert all(plans_of(llama, Plans(), each.plans) == published_plans(llama) for task, each in TASKS.items() if task in ("pretrain", "sft", "preference"))
+
+
 def test_a_name_of_the_recipe_that_the_model_does_not_have_is_refused():
     model = empty_model(tiny_config("llama", 264))
     with pytest.raises(Refusal, match="must name modules of the model"):

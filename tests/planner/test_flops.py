@@ -11,6 +11,7 @@ import pytest
 import torch
 from job import metrics
 from recipekit.architectures.lookup import SHIPPED
+from recipekit.kernels.documents import with_documents, with_starts
 from recipekit.model.empty import empty_model
 from recipekit.planner.devices import DEVICES, Device, device_called
 from recipekit.planner.flops import CONVENTION, WHOLE, keys_seen, model_flops
@@ -41,6 +42,13 @@ def published(model: str) -> dict[str, Any]:
 def test_flops_of_a_published_model(model: str, met: int, per_key: int) -> None:
     flops = model_flops(empty_model(published(model)))
     assert flops is not None and flops.per_unit == 6 * met and flops.per_key == {WHOLE: per_key}
+
+
+def test_flops_of_a_decoder_with_another_head_than_its_embedding() -> None:
+    """The head of a reward model, a number for each token, is met by all of them, and its embedding is looked up."""
+    model = empty_model(published("Qwen/Qwen3-0.6B") | {"num_labels": 1}, auto_class=TASKS["reward"].auto_class)
+    flops = model_flops(model)
+    assert flops is not None and flops.per_unit == 6 * (596_049_920 - 151_936 * 1024 + 1024) and flops.per_key == {WHOLE: 12 * 28 * 16 * 128}
 
 
 def small(**shape: Any) -> Any:
@@ -179,6 +187,17 @@ def test_keys_are_counted_as_the_mask_allows_them() -> None:
     assert keys_seen([{"position_ids": positions}], [WHOLE, 4]) == seen
     halves = [{"position_ids": half} for half in positions.split(12, dim=1)]  # under sequence parallelism a rank counts its own tokens
     assert keys_seen(halves, [WHOLE, 4]) == seen
+
+
+def test_keys_on_both_sides_are_counted_as_the_mask_allows_them() -> None:
+    """From the documents of a micro-batch, or from where they begin; a window of 3 lets a token see three to either side."""
+    batch = {"position_ids": torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ([9, 1, 14], [24])])}
+    place = torch.arange(24)
+    apart = (batch["position_ids"] == 0).cumsum(-1)
+    same = apart[:, :, None] == apart[:, None, :]  # (B, T, T)
+    seen = [int(same.sum()), int((same & ((place[:, None] - place[None, :]).abs() <= 3)).sum())]
+    for add in (with_documents, with_starts):
+        assert keys_seen([add(batch)], [WHOLE, 3], both_ways=True) == seen
 
 
 def test_windows_are_those_of_the_layers() -> None:

@@ -26,6 +26,11 @@ LLAMA = {
     "model_type": "llama",
     **dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152),
 }
+BERT = {
+    "architectures": ["BertForMaskedLM"],
+    "model_type": "bert",
+    **dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=30522, max_position_embeddings=2048),
+}
 TASK = "image_classification"
 
 
@@ -82,25 +87,28 @@ def test_tiny_sets_what_the_task_reads(recipe: Recipe, tmp_path: Path) -> None:
 
 def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(recipe: Recipe, tmp_path: Path) -> None:
     assert refused(recipe, "--seq_len", "256", "--text_field", "story") == [
-        "--text_field story: is read by pretrain; not by image_classification; leave it out",
-        "--seq_len 256: is read by pretrain, sft; not by image_classification; leave it out",
+        "--text_field story: is read by pretrain, masked_lm; not by image_classification; leave it out",
+        "--seq_len 256: is read by pretrain, sft, preference, reward, masked_lm; not by image_classification; leave it out",
     ]
-    assert refused(recipe, "--loss", "chunked") == ["--loss chunked: is read by pretrain, sft; not by image_classification; leave it out"]
-    demand = "loss = chunked: is read by pretrain, sft; not by image_classification; leave it out"
+    rule = "is read by pretrain, sft, preference, masked_lm; not by image_classification; leave it out"
+    assert refused(recipe, "--loss", "chunked") == [f"--loss chunked: {rule}"]
+    demand = f"loss = chunked: {rule}"
     assert refused(dataclasses.replace(recipe, loss="chunked")) == [demand], "a demand, which would come to nothing"
     text = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), init="random", tokenizer="bytes", ds_config="zero1.json")
     assert refused(text, "--augment", "none") == ["--augment none: is read by image_classification; not by pretrain; leave it out"]
-    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain; not by sft; leave it out"]
+    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain, masked_lm; not by sft; leave it out"]
     plan(dataclasses.replace(text, text_field="story"), "--task", "sft")  # what the recipe's file says is for its own task
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_field_of_a_task_is_taken_by_it_and_refused_by_the_others(recipe: Recipe, tmp_path: Path, task: str) -> None:
-    model = recipe.model if task == TASK else folder_of(LLAMA, tmp_path / "llama")
+    configs = {TASK: VIT, "masked_lm": BERT}
+    model = folder_of(configs.get(task, LLAMA), tmp_path / "model")
     made = dataclasses.replace(recipe, model=model, task=task, tokenizer="bytes")
     for name, tasks in own_fields().items():
         value = str(getattr(made, name))
-        words = [f"--{name}", "off" if name == "token_cache" else value or "bytes"]
+        switch = isinstance(getattr(made, name), bool)
+        words = [f"--{name}"] if switch else [f"--{name}", "off" if name == "token_cache" else value or "bytes"]
         if task in tasks:
             plan(made, *words)
         else:
@@ -149,8 +157,44 @@ def test_help_says_which_tasks_read_a_flag(recipe: Recipe, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         parse(recipe, FILE, ["--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "tokens of a row; task pretrain, sft (here: 1024)" in told and "; task image_classification (here: crop)" in told
+    assert "tokens of a row; task pretrain, sft, preference, reward, masked_lm (here: 1024)" in told and "; task image_classification (here: crop)" in told
     assert "image_classification: pictures, loss on their class (here: image_classification)" in told
+
+
+PAIRS = ("prompt_field", "chosen_field", "rejected_field")
+
+
+@pytest.mark.parametrize("task", ["preference", "reward"])
+def test_a_run_of_pairs_is_made_of_its_columns_and_numbers_and_no_other_run_is(tmp_path: Path, task: str) -> None:
+    """So that runs that are older than these tasks go on."""
+    pairs = Recipe(model="Qwen/Qwen3-0.6B", out=str(tmp_path), task=task)
+    own = {*PAIRS, *(["beta"] if task == "preference" else [])}
+    assert identity(pairs, None).keys() == {*IDENTITY, *own}
+    assert all(identity(dataclasses.replace(pairs, task=other), None).keys() == set(IDENTITY) for other in ("pretrain", "sft", TASK))
+    (tmp_path / "run.json").write_text(json.dumps({"identity": identity(pairs, None), "recipe": {"tiny": False}}))
+    assert find_resume(pairs, tmp_path, None, False) == tmp_path
+    for name in own:
+        with pytest.raises(Refusal, match=f"{name} = .*: the run in .* has"):
+            find_resume(dataclasses.replace(pairs, **{name: 0.5 if name == "beta" else "other"}), tmp_path, None, False)
+
+
+def test_the_head_of_a_reward_model_has_one_output_whatever_the_config_says(tmp_path: Path) -> None:
+    made = Recipe(model=folder_of(LLAMA | VIT | LLAMA, tmp_path / "llama"), task="reward", init="random", tokenizer="bytes", ds_config="zero1.json")
+    for words in ((), ("--tiny",)):
+        config = plan(made, *words).model_config
+        assert config is not None and config["num_labels"] == 1 and "id2label" not in config
+
+
+@pytest.mark.parametrize("task", ["preference", "reward"])
+@pytest.mark.parametrize("axis", ["sp", "ep"])
+def test_a_degree_in_which_pairs_are_not_proved_is_refused(tmp_path: Path, task: str, axis: str) -> None:
+    made = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), task=task, init="random", tokenizer="bytes", ds_config="zero1.json")
+    assert refused(made, f"--{axis}", "2", world=2) == [f"{axis} = 2: {TASKS[task].lacks[axis]}; use --{axis} 1"]
+
+
+def test_beta_is_a_positive_number(tmp_path: Path) -> None:
+    made = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), task="preference", init="random", tokenizer="bytes", ds_config="zero1.json")
+    assert refused(made, "--beta", "0") == ["beta = 0.0: must be a positive number; for example --beta 0.1"]
 
 
 YOUNGER = ("image_field", "label_field", "augment", "num_labels")

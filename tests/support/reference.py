@@ -26,7 +26,8 @@ class Trained:
     tokens: list[int]  # that had a label, up to each step
     eval_loss: float | None
     weights: dict[str, torch.Tensor]
-    right: list[float]  # shares of the evaluated rows
+    right: list[float]  # means over the evaluated rows
+    right_of_steps: list[list[float]]  # of each step, where that is asked for
 
 
 def summed_cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -58,7 +59,9 @@ class Plain:
     held_out: Callable[[Recipe, dict[str, Any]], list[dict[str, torch.Tensor]]]
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
     decays: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim >= 2
-    right: Callable[[Any, dict[str, torch.Tensor]], list[int]] = lambda model, batch: []
+    right: Callable[[Any, dict[str, torch.Tensor]], list[float]] = lambda model, batch: []
+    every_step: bool = False  # `right` of each step's rows, too
+    count: Callable[[list[dict[str, torch.Tensor]]], int] = num_labels  # what the loss is a mean over
 
 
 def tokenizer_of(recipe: Recipe) -> Any:
@@ -80,7 +83,7 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
     """
     torch.manual_seed(0)
     model = model_module.build_model(recipe, model_config, None, {"bf16": {"enabled": bf16}}, torch.device("cpu")).model
-    masters = dict(model.named_parameters())
+    masters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if bf16:
         drawn = model_module.build_model(recipe, model_config, None, {}, torch.device("cpu")).model if whole_masters else model
         masters = {name: parameter.detach().float().clone().requires_grad_() for name, parameter in drawn.named_parameters()}
@@ -92,11 +95,11 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
         betas=(recipe.beta1, recipe.beta2),
         eps=recipe.eps,
     )
-    trained = Trained([], [], [], [], None, {}, [])
+    trained = Trained([], [], [], [], None, {}, [], [])
     with contextlib.closing(plain.stream(recipe, model_config)) as stream:
         for step in range(1, steps + 1):
             batches, _ = next(stream)
-            tokens = num_labels(batches)
+            tokens = plain.count(batches)
             trained.lrs.append(learning_rate(recipe, step))
             trained.tokens.append(tokens + sum(trained.tokens[-1:]))
             for group in optimizer.param_groups:
@@ -105,6 +108,9 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
             for value in masters.values():
                 value.grad = torch.zeros_like(value)
             total = 0.0
+            if plain.every_step:
+                with torch.no_grad():
+                    trained.right_of_steps.append([sum(sums) / tokens for sums in zip(*(plain.right(model, batch) for batch in batches), strict=True)])
             for batch in batches:
                 loss = plain.loss(model, batch) / tokens
                 loss.backward()
@@ -125,8 +131,8 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
         held_out = plain.held_out(recipe, model_config)
         model.eval()
         with torch.no_grad():
-            trained.eval_loss = sum(plain.loss(model, batch).item() for batch in held_out) / num_labels(held_out)
-            trained.right = [sum(counts) / num_labels(held_out) for counts in zip(*(plain.right(model, batch) for batch in held_out), strict=True)]
+            trained.eval_loss = sum(plain.loss(model, batch).item() for batch in held_out) / plain.count(held_out)
+            trained.right = [sum(counts) / plain.count(held_out) for counts in zip(*(plain.right(model, batch) for batch in held_out), strict=True)]
     saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     trained.weights = {name: value.detach().clone() for name, value in {**masters, **saved_buffers}.items()}
     return trained

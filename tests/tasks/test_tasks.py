@@ -36,16 +36,24 @@ def test_a_task_is_a_row_and_a_file():
 @pytest.mark.parametrize("name", TASKS)
 def test_a_micro_batch_holds_what_the_model_and_the_loss_take(name):
     task, batch = task_called(name), first_batch(name)
-    assert {*task.facts.inputs, *task.targets} == batch.keys()
+    told = {"document_starts"} if task.facts.masked else set()  # for a mask
+    assert {*task.facts.inputs, *task.targets, *told} == batch.keys()
     assert {tensor.shape[0] for tensor in batch.values()} == {2}
 
 
-@pytest.mark.parametrize("name", TASKS)
+def output_of(name: str, batch: MicroBatch) -> torch.Tensor:
+    """What a model of the task would say of the micro-batch, drawn."""
+    labels, facts = batch["labels"], TASKS[name]
+    places = (len(labels) * 2,) if facts.labels else labels.flatten(0, 1).shape if facts.pairs else labels.shape
+    return torch.randn(*places, facts.labels or 264, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if not TASKS[name].pairs])  # whose losses are in test_preference.py
 def test_the_loss_is_a_sum_over_what_is_counted(name):
     """Of each row and of all; a row without a label adds nothing to either."""
     task, batch = task_called(name), first_batch(name)
     batch["labels"][1] = IGNORE
-    logits = torch.randn(*batch["labels"].shape, 264, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    logits = output_of(name, batch).bfloat16()
     counts, rows, whole = task.count(batch), task.loss(logits, batch, True), task.loss(logits, batch, False)
     assert counts.tolist() == [int((batch["labels"][0] != IGNORE).sum()), 0] and counts[0] > 0
     probabilities = logits[0].double().log_softmax(-1)
@@ -59,7 +67,7 @@ def test_the_loss_is_a_sum_over_what_is_counted(name):
 @pytest.mark.parametrize("name", TASKS)
 def test_measures_have_a_sum_each_and_a_row_without_label_adds_none(name):
     task, batch = task_called(name), first_batch(name)
-    logits = torch.randn(*batch["labels"].shape, 264, generator=torch.Generator().manual_seed(0))
+    logits = output_of(name, batch)
     assert task.measure(logits, batch).shape == (len(task.measures),)
-    batch["labels"][:] = IGNORE
+    batch |= {"labels": torch.full_like(batch["labels"], IGNORE)} | ({"reference": torch.zeros(2, 2)} if "reference" in batch else {})
     assert not task.measure(logits.requires_grad_(), batch).any() and not task.measure(logits, batch).requires_grad

@@ -1,10 +1,10 @@
-"""Finds out which model families train in which layout, by running them; writes recipes/SUPPORT.md and recipes/SUPPORT_IMAGES.md.
+"""Finds out which model families train in which layout, by running them; writes recipes/SUPPORT.md, SUPPORT_MLM.md and SUPPORT_IMAGES.md.
 
     python tools/make/support_matrix.py                                       # all of the installed transformers (hours on 2 cores)
     python tools/make/support_matrix.py --types llama gemma2                  # these only; SUPPORT.md is not written, their marks are printed
     python tools/make/support_matrix.py --task image_classification --types vit swin
 
-Causal language models (task pretrain) and image classifiers have a table each. For every model type a tiny model is made
+Causal language models (task pretrain), masked ones and image classifiers have a table each. For every model type a tiny model is made
 from the type's own config class. In each layout real processes train it for 3 optimizer steps (fp32, AdamW, clipping;
 packed documents, or random pictures) and compare with plain PyTorch in one process: every loss and grad_norm within 1e-5
 relative, every updated weight within 1e-5 absolute. A cell that fails or outlives its time limit is marked with the
@@ -34,9 +34,9 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, ZeRO 
     "pp2 x tp2": (4, 1, {"pp": 2, "tp": 2}),
     "ep2": (2, 1, {"ep": 2}),  # of types with experts
 }
-TEXT, IMAGES = "pretrain", "image_classification"  # tasks: a table each
+TEXT, MASKED, IMAGES = "pretrain", "masked_lm", "image_classification"  # tasks: a table each
 STEPS, BATCHES, SEQ_LEN, VOCABULARY = 3, 4, 64, 264
-MICRO_BATCH = {TEXT: 1, IMAGES: 2}  # rows of each of the BATCHES; a batch normalisation needs two pictures
+MICRO_BATCH = {TEXT: 1, MASKED: 1, IMAGES: 2}  # rows of each of the BATCHES; a batch normalisation needs two pictures
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
 WHY = {  # (beginning of a type, part of a layout) -> found by hand
     ("gemma3n", "tp"): "Gemma3nTextMLP._gaussian_topk takes mean and deviation over the dimension that is cut",
@@ -82,7 +82,7 @@ def tiny_model_config(task: str, model_type: str) -> dict[str, Any]:
             for key, value in config.items()
         }
 
-    return without_dropout(tiny_config(model_type, VOCABULARY if task == TEXT else 0, task))
+    return without_dropout(tiny_config(model_type, 0 if task == IMAGES else VOCABULARY, task))
 
 
 def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
@@ -92,6 +92,8 @@ def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
 
     rows = MICRO_BATCH[task]
     recipe = Recipe(model=model_type, task=task, init="random", seed=3, micro_batch=rows, global_batch=BATCHES * rows, seq_len=SEQ_LEN, **degrees)
+    if task == MASKED:
+        return recipe  # its attention is chosen by what keeps documents apart
     try:
         empty_model(tiny_model_config(task, model_type), name=model_type, auto_class=recipe.facts.auto_class)
     except Refusal:  # its class has no sdpa
@@ -117,8 +119,18 @@ def batches_of(task: str, config: dict[str, Any]) -> list[dict[str, Any]]:
         positions = torch.cat([torch.arange(edge), torch.arange(SEQ_LEN - edge)]).unsqueeze(0)
         labels = ids.roll(-1, 1)
         labels[:, [edge - 1, -1]] = -100
+        if task == MASKED:
+            hidden = torch.rand(ids.shape, generator=generator) < 0.3
+            ids, labels = ids.masked_fill(hidden, 1), ids.masked_fill(~hidden, -100)
         batches.append({"input_ids": ids, "labels": labels, "position_ids": positions})
     return batches
+
+
+def told_of_documents(batches: list[dict[str, Any]], task: str, attention: str) -> list[dict[str, Any]]:
+    """Adds to micro-batches what an attention both ways reads of their documents."""
+    from recipekit.kernels.documents import with_documents, with_starts
+
+    return [(with_documents if "varlen" in attention else with_starts)(batch) for batch in batches] if task == MASKED else batches
 
 
 def spread(model: Any) -> None:
@@ -153,13 +165,15 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     depend on another document of its row.
     """
     import torch
+    from recipekit.model.both_ways import leaks
     from recipekit.model.build import build_model
     from recipekit.optim.groups import parameter_groups
     from recipekit.tasks.find import task_called
 
     of_task = task_called(task)
     recipe, config = recipe_of(task, model_type), tiny_model_config(task, model_type)
-    recipe = replace(recipe, attention="sdpa") if recipe.attention == "auto" else recipe  # transformers' own, beside which each cell is held
+    if recipe.attention == "auto":  # transformers' own, beside which each cell is held
+        recipe = replace(recipe, attention="eager" if task == MASKED and leaks(config, "sdpa", model_type) else "sdpa")
     of_task.check(config, recipe.attention, recipe.model)
     built = build_model(recipe, config, None, {}, torch.device("cpu"))
     model = built.model
@@ -168,7 +182,7 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     numbers = CONFIG["optimizer"]["params"]
     groups: Any = parameter_groups(model, built.plans.no_decay)
     optimizer = torch.optim.AdamW(groups, lr=numbers["lr"], betas=tuple(numbers["betas"]), eps=numbers["eps"], weight_decay=numbers["weight_decay"])
-    batches = batches_of(task, config)
+    batches = told_of_documents(batches_of(task, config), task, built.attention)
     counted = sum(int(of_task.count(batch).sum()) for batch in batches)
     leak = leak_of(model, batches[0]) if task == TEXT else None
     losses, norms = [], []
@@ -247,7 +261,7 @@ def train_cell(task: str, model_type: str, layout: str, folder: str, reference: 
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
     keep_grad_norm(engine)
     dp_rank = groups.coords["dp"]
-    mine = batches_of(task, model_config)[dp_rank * accumulation : (dp_rank + 1) * accumulation]
+    mine = told_of_documents(batches_of(task, model_config)[dp_rank * accumulation : (dp_rank + 1) * accumulation], task, built.attention)
     results = [train_step(engine, of_task, mine, None, None, mesh) for _ in range(STEPS)]
     worst_weight, where = 0.0, ""
     for name, value in whole_parameters(model, built, groups, torch.float32):
@@ -276,10 +290,11 @@ def gradients_in_fp64(config: dict[str, Any], recipe: Any, groups: Any) -> str:
     from recipekit.tasks.find import task_called
 
     of_task, cpu = task_called(recipe.task), torch.device("cpu")
+    recipe = replace(recipe, attention="sdpa") if recipe.task == MASKED else recipe
     plain = build_model(replace(recipe, tp=1), config, None, {}, cpu).model.double()
     built = build_model(recipe, config, groups, CONFIG | {"zero_optimization": {"stage": 0}}, cpu)
     for model in (plain, built.model.double()):
-        for batch in batches_of(recipe.task, config):
+        for batch in told_of_documents(batches_of(recipe.task, config), recipe.task, "sdpa"):
             of_task.loss(of_task.forward(model, batch), batch, False).backward()
     worst, where = 0.0, ""
     whole = {name: parameter.grad for name, parameter in plain.named_parameters()}
@@ -442,7 +457,7 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                 try:
                     plain = train_plain(task, model_type, folder / "weights")
                     torch.save(plain, reference)
-                    told = {"varlen": why_not_varlen(model_type)} if task == TEXT else {}
+                    told = {} if task == IMAGES else {"varlen": why_not_varlen(model_type, task)}
                     record(model_type, "reference", {"ok": True, "leak": plain["leak"], "experts": plain["experts"]} | told)
                 except Exception as error:  # whatever error a family raises is the reason in its row
                     record(model_type, "reference", {"ok": False, "reason": reason_of(error)})
@@ -465,13 +480,15 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
     return done
 
 
-def why_not_varlen(model_type: str) -> str:
+def why_not_varlen(model_type: str, task: str = TEXT) -> str:
     """Says why the attention of a type's default config is not varlen, or "" if it is."""
     from recipekit.architectures.families import default_config
     from recipekit.model.attention import unfit
+    from recipekit.model.both_ways import leaks
 
     try:
-        return unfit(default_config(model_type).to_dict(), model_type)
+        config = default_config(model_type, task).to_dict()
+        return leaks(config, "varlen", model_type) if task == MASKED else unfit(config, model_type)
     except Exception as error:  # whatever error a family raises is the reason
         return reason_of(error)
 
@@ -550,6 +567,38 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "\n".join([*lines, "", "## Why attention keeps a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)]) + "\n"
 
 
+def masked_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Writes recipes/SUPPORT_MLM.md, of masked language models."""
+    layouts, ran = layouts_of(MASKED), sorted(name for name in done if done[name]["reference"]["ok"])
+    others = [line for name in ran if (why := done[name]["reference"].get("varlen")) for line in paragraph(f"- {name}: {why}")]
+    lines = [
+        "# Which masked language models train in which layout",
+        "",
+        *paragraph(
+            f"Made by `python tools/make/support_matrix.py --task {MASKED}`, which runs every cell; do not edit. A tiny model of each type (its own config "
+            f"class, without dropout) trains {STEPS} steps on packed documents, 30 % of whose tokens are hidden, in real processes (CPU, fp32). A mark means: "
+            f"every loss and grad_norm within {LOSS:.0e} relative of plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. The number is "
+            "the largest of the deviations."
+        ),
+        "",
+        versions(),
+        "",
+        *paragraph(
+            "A type is here if an attention keeps its documents apart: a tiny copy's logits of packed documents are those of each alone, as transformers "
+            "computes them. varlen: without a mask, by the default config; else the reason is below, and there is a mask. no plan: it publishes none, and "
+            "that of the task (recipekit/tasks/facts.py) names other modules; a recipe can give its own (pp_plan, tp_plan)."
+        ),
+        "",
+        *(f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}" for layout in layouts),
+        "",
+        "| type | " + " | ".join(layouts) + " | varlen |",
+        "|---|" + "---|" * (len(layouts) + 1),
+        *(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in layouts) + f" | {_varlen(done[name])} |" for name in ran),
+        *["", "## Why attention makes a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)],
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def image_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Writes recipes/SUPPORT_IMAGES.md, of image classifiers."""
     layouts, ran = layouts_of(IMAGES), sorted(name for name in done if done[name]["reference"]["ok"])
@@ -621,7 +670,7 @@ def _absent(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=(TEXT, IMAGES), help="of these types only; left out: both, and with --types " + TEXT)
+    parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help="of these types only; left out: all, and with --types " + TEXT)
     parser.add_argument("--types", nargs="+", help="model types; left out: all")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--results", type=Path, help="a file of finished cells, which are not run again; new ones are added")
@@ -641,12 +690,12 @@ def main() -> None:
             print(f"{name}: {why_not_varlen(name) or 'varlen'}", flush=True)
         return
     done: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-    for task in [chosen] if chosen else [TEXT, IMAGES]:
+    for task in [chosen] if chosen else [TEXT, MASKED, IMAGES]:
         types = sorted(arguments.types or model_types(task), key=lambda name: (not publishes_pipeline_plan(name), name))
         layouts = [layout for layout in arguments.layouts if layout in layouts_of(task)]
         done[task] = run_matrix(types, layouts, arguments.results, task=task)
     if not arguments.types:
-        for task, (name, write) in {TEXT: ("SUPPORT.md", page), IMAGES: ("SUPPORT_IMAGES.md", image_page)}.items():
+        for task, (name, write) in {TEXT: ("SUPPORT.md", page), MASKED: ("SUPPORT_MLM.md", masked_page), IMAGES: ("SUPPORT_IMAGES.md", image_page)}.items():
             if task in done:
                 (ROOT / "recipes" / name).write_text(write(done[task]))
                 print(f"wrote recipes/{name}")

@@ -117,6 +117,8 @@ def _unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
     """Says why a model is of no kind that a task trains, and what to use instead (rule, fix); None if it is of one."""
     kind, auto_class = config["model_type"], TASKS[task].auto_class
     types, causal, noun = types_of(auto_class), auto_class == CAUSAL, _noun(auto_class)
+    if TASKS[task].pairs and not causal and kind in types and (kind not in types_of(CAUSAL) or _unfit(config, "pretrain")):
+        return f"a {kind} is no decoder: what it says of a row would change with the padding behind it", OTHERS
     others = OTHERS if causal else f"use {'an' if noun[0] in 'aeiou' else 'a'} {noun} of transformers"
     auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
     own = str(auto_map.get(auto_class) or next(iter(auto_map.values()), ""))  # the class that replaces one of transformers
@@ -131,6 +133,10 @@ def _unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
         if (kind not in types and masked) or (switch is not None and not config.get(switch)):
             fix = f'{others}; a {kind} that looks back only says "{switch}": true in its config.json' if switch else others
             return f"a {kind} reads the tokens that it should predict", fix
+    if TASKS[task].masked and config.get("is_encoder_decoder"):
+        return f"a {kind} is an encoder-decoder, and this task trains encoders alone", others
+    if TASKS[task].masked and kind in types and READS_AHEAD.get(kind) and config.get(READS_AHEAD[kind]):
+        return f'a {kind} whose config.json says "{READS_AHEAD[kind]}": true looks back only', f"{others}, or delete that line"
     if kind not in types:
         return f"a {kind} is no {noun} that transformers {version('transformers')} knows", others
     return None
@@ -140,7 +146,8 @@ def _noun(auto_class: str) -> str:
     """Names what an Auto class makes: AutoModelForImageClassification -> image classification model."""
     if auto_class == CAUSAL:
         return "causal language model"
-    return " ".join(word.lower() for word in re.findall(r"[A-Z][a-z]+|[A-Z]+", auto_class.removeprefix("AutoModelFor"))) + " model"
+    words = [word.lower() for word in re.findall(r"[A-Z][a-z]+|[A-Z]+", auto_class.removeprefix("AutoModelFor"))]
+    return " ".join("language" if word == "lm" else word for word in words) + " model"
 
 
 @functools.cache

@@ -11,7 +11,7 @@ BYTE_VOCAB = 264  # of the byte-level tokenizer (data/processors.py): 256 bytes 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "attention_heads")
 KEY_VALUES = ("num_key_value_heads", "num_kv_heads")
-HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim")
+HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim", "dim")
 HEAD_DIM = ("head_dim", "dim_head", "d_head", "kv_channels", "attention_head_size")
 STAGES, WIDTHS = "depths", ("hidden_sizes", "embed_dim")  # of a model of images whose stages get wider: layers of each, width of each or of the first
 # How the numbers of a tiny model fall: pattern of the key -> the largest value, or the sort that `_proportions` knows. First match wins.
@@ -51,15 +51,17 @@ RULES = {
     r"(.*_)?(num_.*key_value|kv|kv_n)_heads.*": "key-value heads",
     r"(.*_)?(n|num|attention)_heads.*|num_query_groups|n_head": "heads",
     r"(.*_)?head_dim|rotary_dim|dim_head|d_head|kv_channels|attention_head_size": "head_dim",
-    r"(.*_)?intermediate_size.*|(.*_)?ffn_(dim|hidden_size)|n_inner|d_inner|dff|dim_ff|feed_forward_size": "intermediate",
-    r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embe?d|d_model": "hidden",
+    r"(.*_)?intermediate_size.*|(.*_)?ffn_(dim|hidden_size)|n_inner|d_inner|dff|dim_ff|feed_forward_size|hidden_dim": "intermediate",
+    r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embe?d|d_model|dim": "hidden",
 }
 # Families to which a token id cannot be None: they count positions from it, or their config class is strict about it.
 ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
 NEEDS_ID = {
-    "pad_token_id": (*ROBERTAS, "emu3_text_model", "modernbert-decoder", "prophetnet", "reformer", "xlm"),
+    "pad_token_id": (*ROBERTAS, "emu3_text_model", "esm", "ibert", "modernbert-decoder", "nomic_bert", "prophetnet", "reformer", "xlm"),
     "bos_token_id": ("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder"),
     "eos_token_id": ("emu3_text_model", "modernbert-decoder"),
+    "cls_token_id": ("modernbert-decoder",),
+    "sep_token_id": ("modernbert-decoder",),
 }
 
 
@@ -83,8 +85,9 @@ def shrink(config: dict[str, Any], vocab_size: int = 0, most: Mapping[str, int] 
     tiny |= {key: value for key, value in _derived(config, tiny).items() if key in config}
     if vocab_size:
         tiny["vocab_size"] = vocab_size
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            tiny[key] = 1 if config["model_type"] in NEEDS_ID[key] else None  # those of the real vocabulary
+        for key, types in NEEDS_ID.items():
+            if tiny.get(key) or key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                tiny[key] = 1 if config["model_type"] in types else None  # those of the real vocabulary
     return tiny
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..refusal import Refusal, refuse
+from .masks import Masks
 from .packing import Block, make_block, permutation
 
 
@@ -92,8 +93,8 @@ def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
                 row, document, bad = chunk.row, 0, bad + chunk.bad
 
 
-def packed(seq_len: int, pad: int, held: Held, *key: object) -> Block:
-    """Packs documents of several chunks into rows of `seq_len` tokens."""
+def packed(seq_len: int, pad: int, held: Held, *key: object, masks: Masks | None = None) -> Block:
+    """Packs documents of several chunks into rows of `seq_len` tokens; `masks` hides some of these."""
     ids, labels, starts, lengths, base = [], [], [], [], 0
     for chunk, first, last in held:
         low, high = int(chunk.starts[first]), int(chunk.starts[last - 1] + chunk.lengths[last - 1])
@@ -103,4 +104,6 @@ def packed(seq_len: int, pad: int, held: Held, *key: object) -> Block:
         starts.append(chunk.starts[first:last] + (base - low))
         lengths.append(chunk.lengths[first:last])
         base += high - low
+    if masks:
+        ids, labels = ([tokens] for tokens in masks(np.concatenate(ids), *key))
     return make_block(ids, labels, np.concatenate(starts), np.concatenate(lengths), seq_len, pad, *key)

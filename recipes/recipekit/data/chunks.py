@@ -63,7 +63,7 @@ def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes)
     if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
     base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else Path(token_cache).expanduser()
-    limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.seq_len if encoder.chats else 0, source.piece, FORMAT)
+    limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.longest, source.piece, FORMAT)
     key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, source.times)).encode(), digest_size=12).hexdigest()
     folder = base / key
     try:

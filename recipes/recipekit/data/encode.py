@@ -28,11 +28,18 @@ class Encoder:
         contents, places = [content for content, _ in documents], [place for _, place in documents]
         if not documents:
             return []
+        if TASKS[self.task].masked:
+            return encode_sequences(self.tokenizer, contents, self.seq_len)
         return encode_chats(self.tokenizer, contents, places, self.seq_len) if self.chats else encode_texts(self.tokenizer, contents)
 
     @property
     def chats(self) -> bool:
         return TASKS[self.task].chats
+
+    @property
+    def longest(self) -> int:
+        """Returns the tokens at which documents end, since what is made of a text depends on that; 0 if they end nowhere."""
+        return self.seq_len if self.chats or TASKS[self.task].masked else 0
 
     @functools.cached_property
     def vocabulary(self) -> int:
@@ -43,7 +50,7 @@ class Encoder:
         """Hashes what the tokenizer makes of a text: another value for another tokenizer."""
         tokenizer = self.tokenizer
         own = tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
-        probe = [*own, tokenizer.chat_template if self.chats else None]
+        probe = [*own, tokenizer.chat_template if self.chats else None, *([edges(tokenizer)] if TASKS[self.task].masked else [])]
         return hashlib.blake2b(repr(probe).encode(), digest_size=8).hexdigest()
 
 
@@ -54,6 +61,23 @@ def encode_texts(tokenizer: Any, texts: list[str]) -> list[Encoded]:
     rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     documents = (np.array([*begin, *row, tokenizer.eos_token_id], dtype=np.int64) for row in rows)
     return [_document(ids, np.ones(len(ids), dtype=bool)) for ids in documents]
+
+
+def encode_sequences(tokenizer: Any, texts: list[str], seq_len: int) -> list[Encoded]:
+    """Encodes each text as documents of up to `seq_len` tokens, every one between the tokenizer's edges, such as [CLS] and [SEP]; each token is a target."""
+    begin, end = edges(tokenizer)
+    room = seq_len - len(begin) - len(end)
+    rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    parts = (row[start : start + room] for row in rows for start in range(0, max(len(row), 1), room))
+    documents = (np.array([*begin, *part, *end] if part else [], dtype=np.int64) for part in parts)
+    return [(ids, ids) for ids in documents]
+
+
+def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Finds the tokens that a tokenizer puts before and behind a text."""
+    bare, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    start = next(start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]
 
 
 def encode_chats(tokenizer: Any, chats: list[list[dict[str, Any]]], places: list[str], seq_len: int) -> list[Encoded]:

@@ -116,7 +116,7 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
 
     No row is looked at where bad rows are to be left out.
     """
-    files = (request.as_rows and local_files(dataset, pictures=True)) or files
+    files = ("image" in request.names and local_files(dataset, pictures=True)) or files
     kind = kind_of(files, dataset)
     check_kind(kind, files, dataset, request)
     if request.skip or not files:
@@ -289,9 +289,11 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
 
 def absent_column(task: str, columns: tuple[str, ...], names: Iterable[str]) -> tuple[str, str] | None:
     """Finds a column of the task that is not among `names`: rule and fix of a refusal; None if all are there."""
-    for flag, column in zip(TASKS[task].columns, columns, strict=True):
+    facts = TASKS[task]
+    for flag, column in zip(facts.columns[len(facts.columns) - len(columns) :], columns, strict=True):
         if column not in names:
-            fix = f"name the column with --{flag}; a single odd row: mend it, or {SKIP}"
+            without = f", or --{flag} '' where both answers begin with it" if flag == facts.optional else ""
+            fix = f"name the column with --{flag}{without}; a single odd row: mend it, or {SKIP}"
             return f"has no column {column!r}, only {', '.join(map(repr, names))}", fix
     return None
 

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.documents import with_documents
+from ..kernels.documents import with_documents, with_starts
 from ..refusal import Say, refuse
 from ..task import IGNORE, MicroBatch, Samples
 from .blocks import packed
 from .chunks import Chunk, Reader, SampleChunk
+from .masks import Masks, masks_of
 from .packing import fill_positions, fill_rows, permutation
 from .processors import pad_id
 from .request import Request
@@ -34,7 +35,8 @@ def eval_rows(
     at the same commit as by the stream. `documents` as of the stream. Raises `Refusal` if no document is held out.
     """
     corpus = open_corpus(request, tokenizer, say, state)
-    drawn = _of_domains(corpus, lambda reader, count: _held_out(reader, request.seq_len, count, pad_id(tokenizer)))
+    masks = masks_of(request, tokenizer)  # drawn by one key, the same in each evaluation
+    drawn = _of_domains(corpus, lambda reader, count: _held_out(reader, request.seq_len, count, pad_id(tokenizer), masks))
     rows = np.concatenate(drawn, axis=1)[:, : request.eval_rows]
     count = rows.shape[1]
     mine = _rows_of_a_rank(request, count, "documents", dp, say if dp_rank == 0 else lambda _: None)
@@ -42,7 +44,8 @@ def eval_rows(
     rows = np.concatenate([rows, np.repeat(empty[:, None], dp * mine - count, axis=1)], axis=1)[:, dp_rank * mine : (dp_rank + 1) * mine]
     parts = [np.ascontiguousarray(rows[:, first : first + request.micro_batch]) for first in range(0, mine, request.micro_batch)]
     found = [{name: torch.from_numpy(tensor) for name, tensor in zip(("input_ids", "labels", "position_ids"), part, strict=True)} for part in parts]
-    return [with_documents(batch) for batch in found] if documents else found
+    add = with_documents if documents else with_starts if request.masked else dict
+    return [add(batch) for batch in found]
 
 
 def eval_samples(
@@ -93,7 +96,7 @@ def _held_out_samples(reader: Reader, count: int) -> list[Document]:
     return found
 
 
-def _held_out(reader: Reader, seq_len: int, count: int, pad: int) -> np.ndarray:
+def _held_out(reader: Reader, seq_len: int, count: int, pad: int, masks: Masks | None) -> np.ndarray:
     """Packs held-out documents, in the order of the corpus: (3, up to `count`, seq_len) int64, ids, labels and positions."""
     held, tokens = [], 0
     for chunk in _all_chunks(reader):
@@ -105,7 +108,7 @@ def _held_out(reader: Reader, seq_len: int, count: int, pad: int) -> np.ndarray:
             tokens += int(chunk.lengths.sum())
     if not held or not count:
         return np.empty((3, 0, seq_len), dtype=np.int64)
-    block = packed(seq_len, pad, held, "held out")
+    block = packed(seq_len, pad, held, "held out", masks=masks)
     out = np.empty((3, min(count, len(block.fill)), seq_len), dtype=np.int64)
     fill_rows(out[0], out[1], block, 0)
     fill_positions(out[2], block, 0)

@@ -8,16 +8,21 @@ import numpy as np
 from ..task import IGNORE
 
 
-def permutation(count: int, *key: object) -> np.ndarray:
-    """Orders 0 .. count-1 in a way that depends on `key` only, in every version of everything.
+def hashes(numbers: np.ndarray, *key: object) -> np.ndarray:
+    """Draws a number below 2^64 for each of `numbers`, (n,) -> (n,) uint64, from (key, number) only, in every version of everything.
 
-    Each number is sorted by a hash of (key, number): splitmix64 (Steele, Lea and Flood, OOPSLA 2014), begun at a hash of the key.
+    It is splitmix64 (Steele, Lea and Flood, OOPSLA 2014), begun at a hash of the key; no two are equal, since each step has an inverse.
     """
     begin = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
-    mixed = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(begin)
+    mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(begin)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(mixed ^ (mixed >> np.uint64(31)))  # no two are equal: each step has an inverse
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def permutation(count: int, *key: object) -> np.ndarray:
+    """Orders 0 .. count-1 in a way that depends on `key` only: each number is sorted by its hash."""
+    return np.argsort(hashes(np.arange(count, dtype=np.uint64), *key))
 
 
 class Packing(NamedTuple):

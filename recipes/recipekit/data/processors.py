@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..architectures.lookup import local_tokenizer
@@ -14,18 +14,20 @@ from .request import Request
 
 _SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]
 
+_MASK = "<|reserved_0|>"
+
 _CHATML = """\
 {%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
 
 
-def load_tokenizer(model: str, tokenizer: str = "") -> Any:
+def load_tokenizer(model: str, tokenizer: str = "", masked: bool = False) -> Any:
     """Loads the tokenizer that `tokenizer` names: `bytes`, a hub id or a folder; the model's own if that is empty.
 
-    A folder without tokenizer files but with a .gguf file gives the tokenizer inside that file. Raises `Refusal` when there is none.
+    `masked`: `bytes` has a mask token, and puts tokens round each text. A folder without tokenizer files but with a .gguf file gives the tokenizer inside that file. Raises `Refusal` when there is none.
     """
     if tokenizer == "bytes":
-        return byte_tokenizer()
+        return byte_tokenizer(masked)
     flag, name = ("--tokenizer", tokenizer) if tokenizer else ("--model", model)
     options = {}
     if (found := local_tokenizer(model, tokenizer)) is not None:
@@ -40,15 +42,18 @@ def load_tokenizer(model: str, tokenizer: str = "") -> Any:
 
 def fitting_tokenizer(request: Request, model_config: dict[str, Any]) -> Any:
     """Loads the tokenizer of a run. Raises `Refusal` for one with more tokens than the model has embeddings."""
-    tokenizer = load_tokenizer(request.model, request.tokenizer)
+    tokenizer = load_tokenizer(request.model, request.tokenizer, request.masked)
     if len(tokenizer) > (vocabulary := model_config.get("vocab_size", len(tokenizer))):
         rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {request.model}"
         raise refuse(f"tokenizer = {request.tokenizer or request.model}", rule, "leave --tokenizer out to take the model's own")
     return tokenizer
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Makes a tokenizer of one token per UTF-8 byte and a few special tokens: `BYTE_VOCAB` in all, lossless for any text, made without a file."""
+def byte_tokenizer(masked: bool = False) -> PreTrainedTokenizerFast:
+    """Makes a tokenizer of one token per UTF-8 byte and a few special tokens: `BYTE_VOCAB` in all, lossless for any text, made without a file.
+
+    `masked`: one of them is the mask, and every text begins and ends with one, as for BERT. The numbers of all stay.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -57,7 +62,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=eos, bos_token=bos, pad_token=pad, extra_special_tokens=rest, clean_up_tokenization_spaces=False
     )
-    tokenizer.chat_template = _CHATML
+    if masked:
+        tokenizer.mask_token, tokenizer.cls_token, tokenizer.sep_token = _MASK, bos, eos
+        begin, end = ((token, tokenizer.convert_tokens_to_ids(token)) for token in (bos, eos))
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=[begin, end])
+    else:
+        tokenizer.chat_template = _CHATML
     assert len(tokenizer) == BYTE_VOCAB
     return tokenizer
 
@@ -67,8 +77,19 @@ def pad_id(tokenizer: Any) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 
+def check_edges(edges: tuple[list[int], list[int]], seq_len: int) -> None:
+    """Raises `Refusal` if the tokens that the tokenizer puts round a text leave no room in a row."""
+    if seq_len <= (around := sum(map(len, edges))):
+        raise refuse(f"seq_len = {seq_len}", f"the tokenizer puts {around} tokens round each text, which leave no room", f"use --seq_len {around + 1} or more")
+
+
 def check_tokenizer(tokenizer: Any, task: str) -> None:
     """Raises `Refusal` if the tokenizer lacks what `task` needs."""
+    if TASKS[task].masked:
+        if tokenizer.mask_token_id is None or pad_id(tokenizer) is None:
+            missing = "mask token, which stands for what is hidden" if tokenizer.mask_token_id is None else "token that fills a row"
+            raise refuse("--tokenizer", f"has no {missing}", "use the tokenizer of a masked language model, or bytes")
+        return
     if tokenizer.eos_token_id is None:
         raise refuse("--tokenizer", "has no end-of-text token, which separates documents", "use the tokenizer of a causal language model")
     if TASKS[task].chats and not tokenizer.chat_template:

@@ -41,6 +41,9 @@ class Request:
     split: str = Recipe.split
     text_field: str = Recipe.text_field
     messages_field: str = Recipe.messages_field
+    prompt_field: str = Recipe.prompt_field
+    chosen_field: str = Recipe.chosen_field
+    rejected_field: str = Recipe.rejected_field
     image_field: str = Recipe.image_field
     label_field: str = Recipe.label_field
     augment: str = Recipe.augment
@@ -48,8 +51,11 @@ class Request:
     task: str = Recipe.task
     bad_rows: str = Recipe.bad_rows
     retry_s: float = Recipe.retry_s
+    mask_rate: float = Recipe.mask_rate
+    whole_words: bool = Recipe.whole_words
     token_cache: str = Recipe.token_cache
     seq_len: int = Recipe.seq_len
+    pp: int = Recipe.pp
     micro_batch: int = Recipe.micro_batch
     global_batch: int = Recipe.global_batch
     eval_rows: int = Recipe.eval_rows
@@ -62,14 +68,25 @@ class Request:
         return TASKS[self.task].chats
 
     @property
+    def masked(self) -> bool:
+        """Says whether some of the tokens are hidden, and the model learns these."""
+        return TASKS[self.task].masked
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names the fields of the columns that are read: all of the task's, but for an optional one that is left empty."""
+        facts = TASKS[self.task]
+        return tuple(name for name in facts.columns if name != facts.optional or getattr(self, name))
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names the columns that are read of a row."""
-        return tuple(getattr(self, name) for name in TASKS[self.task].columns)
+        return tuple(getattr(self, name) for name in self.fields)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names the values of a sample, whatever their columns are called; none if a document is no sample."""
-        return tuple(name.removesuffix("_field") for name in TASKS[self.task].columns) if self.as_rows else ()
+        return tuple(name.removesuffix("_field") for name in self.fields) if self.as_rows else ()
 
     @property
     def as_rows(self) -> bool:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..refusal import Say, refuse
 from ..task import MicroBatch, Samples
+from ..tasks.facts import TASKS
 from .blocks import Held, Place, blocks
 from .chunks import tell
 from .files import SKIP
@@ -85,7 +86,8 @@ def collator(request: Request, processor: Any, samples: Samples, say: Say) -> Co
 def open_rows(request: Request, samples: Samples, say: Say = LOG.warning, state: StreamState | None = None) -> Corpus:
     """Opens the corpora whose rows are the samples of a run, as `open_corpus` does those of documents."""
     sizes = [request.sizes.block_samples, request.sizes.block_bytes, request.sizes.chunk_rows, PICTURES_OF_A_PART, DRAWN_PARTS]
-    return opened(request, None, samples, {"augment": request.augment, "blocks": sizes}, say, state)
+    own = {name: getattr(request, name) for name in ("augment", "seq_len", "tokenizer") if name in TASKS[request.task].reads}
+    return opened(request, None, samples, own | {"blocks": sizes}, say, state)
 
 
 def open_samples(

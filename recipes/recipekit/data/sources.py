@@ -48,7 +48,7 @@ def open_source(request: Request, domain: Domain, patience: Patience, before: st
         return _builtin_source(request.seq_len, sizes.part_bytes, request.chats)
     if domain.dataset.startswith(("http://", "https://")):
         return _address_source(domain.dataset, wanted, patience, sizes.part_bytes)
-    files = local_files(domain.dataset, pictures=request.as_rows)
+    files = local_files(domain.dataset, pictures="image" in request.names)
     if files is None:
         return _hub_source(domain, request.split, wanted, patience, before)
     kind = kind_of(files, domain.dataset)

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..kernels.documents import with_documents
+from ..kernels.documents import with_documents, with_starts
 from ..refusal import Say, refuse
 from ..task import Samples
 from .blocks import Place, blocks, packed
 from .chunks import Reader, open_cache
-from .encode import Encoder
+from .encode import Encoder, edges
 from .formats import PIECE, TOKEN_LENGTH
 from .lanes import Domains, lanes, packed_batches, steps
+from .masks import masks_of
 from .mixture import Domain, domains_of
 from .prefetch import PREFETCH, Stream
-from .processors import check_tokenizer, pad_id
+from .processors import check_edges, check_tokenizer, pad_id
 from .remote import Patience
 from .request import Request
 from .sameness import DomainState, StreamState, changed_files, check_identity
@@ -64,12 +65,15 @@ def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state:
     `Refusal` if a corpus does not exist or cannot be reached, or if the tokenizer does not fit.
     """
     check_tokenizer(tokenizer, request.task)
+    if request.masked:
+        check_edges(edges(tokenizer), request.seq_len)
     encoder, sizes = Encoder(tokenizer, request.task, request.seq_len), request.sizes
     own = {
         "tokenizer": encoder.identity,
         "seq_len": request.seq_len,
         "blocks": [sizes.tokens_of_block(request.seq_len), sizes.chunk_rows, sizes.chunk_characters, PIECE, sizes.part_bytes, TOKEN_LENGTH],
     }
+    own |= {"mask_rate": request.mask_rate, "whole_words": request.whole_words} if request.masked else {}
     return opened(request, encoder, None, own, say, state)
 
 
@@ -99,14 +103,14 @@ def open_stream(
     A micro-batch is {"input_ids", "labels", "position_ids"}, each (micro_batch, seq_len) int64; labels[b, t] is the target
     of position t or -100. These tensors may share their memory, and rows need not lie next to each other: copy a tensor before
     writing to it. A mixture adds "domain", (micro_batch,) int64, and `documents` what attention reads
-    instead of a mask (kernels/documents.py). Raises `Refusal` if the corpus cannot be opened, `OtherData`
+    instead of a mask (kernels/documents.py); without these rows of masked tokens add "document_starts", (micro_batch, seq_len) bool. Raises `Refusal` if the corpus cannot be opened, `OtherData`
     if `state` is of another stream; with the `files` of that stream the message names those that have changed.
     """
     check_batch(request.global_batch, request.micro_batch, dp)
     corpus = open_corpus(request, tokenizer, say, state)
     if state is not None:
         check_identity(state["identity"], corpus.identity, changed_files(files or {}, corpus.files))
-    readers, join = corpus.readers(), partial(packed, request.seq_len, pad_id(tokenizer))
+    readers, join = corpus.readers(), partial(packed, request.seq_len, pad_id(tokenizer), masks=masks_of(request, tokenizer))
     limit = request.sizes.tokens_of_block(request.seq_len)
 
     def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, Any]]:
@@ -116,9 +120,8 @@ def open_stream(
     owned = lanes(request.global_batch, dp, dp_rank)
     domains = Domains(corpus.domains, open_blocks, request.seq_len, state)
     prefetch = max(PREFETCH, limit // request.seq_len // request.global_batch)  # steps to take while a block is made
-    made = steps(
-        domains, packed_batches(len(owned), request.micro_batch, request.seq_len), request, corpus.identity, owned, with_documents if documents else dict
-    )
+    add = with_documents if documents else with_starts if request.masked else dict
+    made = steps(domains, packed_batches(len(owned), request.micro_batch, request.seq_len), request, corpus.identity, owned, add)
     return Stream(made, state, prefetch, corpus.patience.closed, corpus.files)
 
 

@@ -47,50 +47,80 @@ def token_losses(
     computes in autocast's dtype. With `part` (a collective) the weight and the bias are this rank's; `hidden` and the losses are
     those of all. A label that is no column gives an infinite loss. `block`: how many logits are there at a time.
     """
+    return _computed(hidden, weight, bias, labels, chain, part, block, False)[0]
+
+
+def losses_and_tokens(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    chain: Chain | None = None,
+    part: Part | None = None,
+    block: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `token_losses`, and for each token the column of the largest logit, int64: the first of equal ones, as torch's argmax."""
+    losses, tokens = _computed(hidden, weight, bias, labels, chain, part, block, True)
+    return losses, tokens
+
+
+def _computed(hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, chain: Any, part: Any, block: int | None, likeliest: bool) -> Any:
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     block = block or (CPU_BLOCK if device == "cpu" else BLOCK)
     if part is None and columns_at_once(labels.numel(), len(weight), block) == len(weight):
-        return _of_whole_logits(hidden, weight, bias, labels, chain)
-    losses: Any = _TokenLosses.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block)
-    return losses.view(labels.shape)
+        return _of_whole_logits(hidden, weight, bias, labels, chain, likeliest)
+    losses, tokens = _TokenLosses.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block, likeliest)  # type: ignore[misc]
+    return losses.view(labels.shape), tokens.view(labels.shape) if likeliest else tokens
 
 
-def _of_whole_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, chain: Chain | None) -> torch.Tensor:
+def _of_whole_logits(hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, chain: Chain | None, likeliest: bool) -> Any:
     with torch.autocast(hidden.device.type, enabled=False):
         # functional.linear, since ZeRO-3 (DeepSpeed 0.19.8) puts one there that keeps no gathered weight
         logits = functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)).flatten(0, -2)
         logits = (chain(logits) if chain else logits).to(torch.promote_types(hidden.dtype, torch.float32))
         words, inside = labels.flatten(), (labels >= 0).logical_and_(labels < len(weight)).flatten()
         losses = functional.cross_entropy(logits, words.where(inside, IGNORE), ignore_index=IGNORE, reduction="none")
-        return losses.masked_fill(~inside & (words != IGNORE), torch.inf).view(labels.shape)
+        tokens = logits.detach().argmax(1).view(labels.shape) if likeliest else labels.new_empty(0)
+        return losses.masked_fill(~inside & (words != IGNORE), torch.inf).view(labels.shape), tokens
 
 
 class _TokenLosses(torch.autograd.Function):
-    """(N, D), (V, D), (V,), (N,) -> (N,)"""
+    """(N, D), (V, D), (V,), (N,) -> (N,), and (N,) of the likeliest columns, or (0,)"""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int, likeliest: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
         peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)  # (N,) the largest logit so far; finite, as a block may hold -inf only
         target = torch.full_like(peak, -torch.inf)  # (N,) the logit of the label
         total = torch.zeros_like(peak)  # (N,) sum of exp(logit - peak)
+        chosen = torch.zeros_like(labels) if likeliest else labels.new_empty(0)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, block):
                 logits = _logits(hidden, weight, bias, columns)
                 logits = (chain(logits) if chain else logits).to(exact)  # (N, columns)
                 place, inside = _places(labels, columns, part)
                 target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
-                before, peak = peak, torch.maximum(peak, logits.amax(1))
+                if likeliest:
+                    largest, column = logits.max(1)
+                    chosen = torch.where(largest > peak, column + columns.start, chosen)
+                else:
+                    largest = logits.amax(1)
+                before, peak = peak, torch.maximum(peak, largest)
                 total = total * (before - peak).exp() + (logits - peak.unsqueeze(1)).exp_().sum(1)
                 del logits  # before the next block's are made
         if part:
-            peak, target, total = _over_ranks(peak, target, total, part.group)
+            own = peak
+            peak, target, total = _over_ranks(own, target, total, part.group)
+            chosen = _first_over_ranks(chosen + part.start, own == peak, part.group) if likeliest else chosen
         norm = peak + total.log()  # (N,) log of the sum of exp
         ctx.save_for_backward(hidden, weight, bias, labels, norm)
         ctx.chain, ctx.part, ctx.block = chain, part, block
-        return (norm - target).masked_fill_(labels == IGNORE, 0.0)
+        ctx.mark_non_differentiable(chosen)
+        return (norm - target).masked_fill_(labels == IGNORE, 0.0), chosen
 
     @staticmethod
     @once_differentiable
@@ -116,7 +146,7 @@ class _TokenLosses(torch.autograd.Function):
             grad_hidden = grad_hidden.to(hidden.dtype)
             if ctx.part:
                 dist.all_reduce(grad_hidden, group=ctx.part.group)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _blocks(hidden: torch.Tensor, weight: torch.Tensor, block: int) -> Iterator[slice]:
@@ -167,3 +197,10 @@ def _over_ranks(peak: torch.Tensor, target: torch.Tensor, total: torch.Tensor, g
     total = total * (peak - largest[0]).exp()
     dist.all_reduce(total, group=group)
     return largest[0], largest[1], total
+
+
+def _first_over_ranks(columns: torch.Tensor, largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Finds the lowest of the ranks' columns that hold the largest logit (an all-reduce of N numbers)."""
+    columns = columns.masked_fill(~largest, torch.iinfo(columns.dtype).max)
+    dist.all_reduce(columns, dist.ReduceOp.MIN, group=group)
+    return columns

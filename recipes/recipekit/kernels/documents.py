@@ -23,6 +23,11 @@ def with_documents(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return batch | {"documents": documents_of(batch["position_ids"])}
 
 
+def with_starts(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adds "document_starts" to a micro-batch of packed rows, from which a mask is made."""
+    return batch | {"document_starts": document_starts(batch["position_ids"])}
+
+
 def documents_from(starts: torch.Tensor) -> torch.Tensor:
     """Like `documents_of`, of `document_starts`."""
     begun = starts.flatten().nonzero().flatten()

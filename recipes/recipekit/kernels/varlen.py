@@ -1,4 +1,4 @@
-"""Causal attention of documents that lie one after another, without a mask and without a square of their length.
+"""Attention of documents that lie one after another, causal or both ways, without a mask and without a square of their length.
 
 On CUDA it is torch's own (torch.nn.attention.varlen, FlashAttention 2). On a CPU it is made here of torch's flash attention
 for CPUs, called for each document: FlashAttention's memory, so that what a GPU would hold can be counted without one.
@@ -20,18 +20,18 @@ PADDED = 64  # tokens: documents of up to so many are padded to a common length 
 SHORT = 256  # tokens: of a document of up to so many torch 2.13's backward pass takes 2 to 10 times as long in bf16 as in fp32
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int, scale: float, window: int) -> Tensor:
-    """Computes causal attention within documents: (tokens, heads, d) of queries and (tokens, key-value heads, d) of keys and values -> (tokens, heads, d).
+def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int, scale: float, window: int, causal: bool = True) -> Tensor:
+    """Computes attention within documents: (tokens, heads, d) of queries and (tokens, key-value heads, d) of keys and values -> (tokens, heads, d).
 
     `documents`: (documents + 1,) int32, the tokens before each and all of them; `longest`: tokens of the longest. A token
-    sees the `window` last tokens of its document, itself included; 0: all of them.
+    sees the `window` last tokens of its document, itself included; 0: all of them. Not `causal`: as many of those behind it, too.
     """
     window = 0 if window >= longest else window
     if query.is_cuda:
-        gqa = query.shape[1] != key.shape[1]
-        found: Any = varlen_attn(query, key, value, documents, documents, longest, longest, scale=scale, window_size=(window - 1, 0), enable_gqa=gqa)
+        gqa, sides = query.shape[1] != key.shape[1], (window - 1, 0 if causal else window - 1)
+        found: Any = varlen_attn(query, key, value, documents, documents, longest, longest, scale=scale, window_size=sides, enable_gqa=gqa)
         return found
-    return by_document(query, key, value, documents, scale, window)[0]
+    return by_document(query, key, value, documents, scale, window, causal)[0]
 
 
 class Batch(NamedTuple):
@@ -94,27 +94,37 @@ class Span(NamedTuple):
     bias: Tensor  # (queries, keys)
 
 
-def _spans(length: int, window: int, like: Tensor) -> Iterator[Span]:
-    """Cuts a document into blocks of `BLOCK` queries. All blocks share one bias, (BLOCK, BLOCK + window - 1), or a part of it."""
-    place = torch.arange(BLOCK + window - 1) - torch.arange(BLOCK).unsqueeze(1)  # of a key behind the first that the query sees
-    bias = like.new_zeros(place.shape).masked_fill_((place < 0) | (place >= window), -torch.inf)
+def _spans(length: int, window: int, like: Tensor, causal: bool) -> Iterator[Span]:
+    """Cuts a document into blocks of `BLOCK` queries. All blocks share one bias, of as many keys as one sees, or a part of it."""
+    behind = 0 if causal else window - 1  # keys that a query sees behind its own
+    place = torch.arange(BLOCK + window - 1 + behind) - torch.arange(BLOCK).unsqueeze(1)  # of a key behind the first that the query sees
+    bias = like.new_zeros(place.shape).masked_fill_((place < 0) | (place >= window + behind), -torch.inf)
     for first in range(0, length, BLOCK):
         stop, begin = min(first + BLOCK, length), first - window + 1
-        yield Span(slice(first, stop), slice(max(begin, 0), stop), bias[: stop - first, max(-begin, 0) : stop - begin])
+        end = min(stop + behind, length)
+        yield Span(slice(first, stop), slice(max(begin, 0), end), bias[: stop - first, max(-begin, 0) : end - begin])
+
+
+def _bias(batch: Batch, like: Tensor, causal: bool) -> dict[str, Tensor]:
+    """Hides from the queries that look both ways what is behind the tokens of their document, (documents, 1, length, length), as an argument of FLASH."""
+    if causal or batch.padded is None:
+        return {}
+    hidden = torch.ones(batch.documents * batch.length, dtype=torch.bool).index_fill_(0, batch.padded, False).view(batch.documents, 1, 1, batch.length)
+    return {"attn_mask": like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).expand(-1, -1, batch.length, -1)}
 
 
 @torch.library.custom_op("recipekit::attention_by_document", mutates_args=())
-def by_document(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def by_document(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int, causal: bool = True) -> tuple[Tensor, Tensor]:
     """Computes `varlen` on a CPU; returns (its result, the logsumexp of each query's scores, (tokens, heads))."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     sums = torch.empty(query.shape[:2], dtype=_exact(query))
     for batch in _batches(tuple(documents.tolist()), window):
         q, k, v = (_take(tensor, batch).transpose(1, 2) for tensor in (query, key, value))  # (documents, heads, length, d)
         if not window or batch.length <= window:
-            o, s = FLASH(q, k, v, 0.0, True, scale=scale)
+            o, s = FLASH(q, k, v, 0.0, causal, scale=scale, **_bias(batch, query, causal))
             out, sums = _put(out, o.transpose(1, 2), batch), _put(sums, s.transpose(1, 2), batch)
             continue
-        for span in _spans(batch.length, window, query):
+        for span in _spans(batch.length, window, query, causal):
             o, s = FLASH(q[:, :, span.queries], k[:, :, span.keys], v[:, :, span.keys], 0.0, False, attn_mask=span.bias, scale=scale)
             out[batch.first :][span.queries] = o[0].transpose(0, 1)
             sums[batch.first :][span.queries] = s[0].transpose(0, 1)
@@ -127,7 +137,7 @@ def _exact(tensor: Tensor) -> torch.dtype:
 
 @torch.library.custom_op("recipekit::attention_by_document_backward", mutates_args=())
 def _by_document_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, documents: Tensor, scale: float, window: int
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, documents: Tensor, scale: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     for batch in _batches(tuple(documents.tolist()), window):
@@ -135,11 +145,11 @@ def _by_document_backward(
         if not window or batch.length <= window:
             if batch.length <= SHORT:
                 g, q, k, v, o = (tensor.to(s.dtype) for tensor in (g, q, k, v, o))
-            made = FLASH_BACKWARD(g, q, k, v, o, s, 0.0, True, scale=scale)
+            made = FLASH_BACKWARD(g, q, k, v, o, s, 0.0, causal, scale=scale, **_bias(batch, q, causal))
             found = [_put(into, tensor.transpose(1, 2), batch) for into, tensor in zip(found, made, strict=True)]
             continue
         summed = [torch.zeros_like(tensor, dtype=_exact(tensor)) for tensor in (k, v)]  # several blocks add to each
-        for span in _spans(batch.length, window, query):
+        for span in _spans(batch.length, window, query, causal):
             mine = (tensor[:, :, span.queries] for tensor in (g, q))
             seen = (tensor[:, :, span.keys] for tensor in (k, v))
             given = (tensor[:, :, span.queries] for tensor in (o, s))
@@ -153,7 +163,7 @@ def _by_document_backward(
 
 
 @by_document.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int, causal: bool = True) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(query.shape[:2], dtype=_exact(query))
 
 
@@ -163,12 +173,12 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) ->
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, documents, ctx.scale, ctx.window = inputs
+    query, key, value, documents, ctx.scale, ctx.window, ctx.causal = inputs
     ctx.save_for_backward(query, key, value, *output, documents)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_by_document_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None
+    return *_by_document_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.causal), None, None, None, None
 
 
 by_document.register_autograd(_backward, setup_context=_keep)

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from ..architectures.families import tiny_copy
-from ..kernels.attention import MOST_HEAD_DIM, VARLEN, Unfit
+from ..kernels.attention import VARLEN, Unfit
 from ..kernels.documents import documents_of, for_layers
 from ..refusal import Refusal, refuse
 from ..strategy.divisions import check_dense_mask
 from ..tasks.facts import PACKED, Facts
+from .both_ways import choose_both_ways
+from .device import unfit_here
 from .empty import config_of, construct
 from .small import once_a_config
 
@@ -30,6 +32,8 @@ def choose_attention(
     `dtype` is what the layers compute in, `rows` (B, T) of a micro-batch. No collective, and the same on every rank. Raises
     `Refusal` for `varlen` where it is not right, and for `auto` where sdpa's mask would leave no room.
     """
+    if facts.masked:
+        return choose_both_ways(wanted, model_config, name, dtype, device, rows)
     if wanted not in ("auto", VARLEN):
         return wanted, ""
     if facts.rows != PACKED:
@@ -44,32 +48,6 @@ def choose_attention(
     if problems := check_dense_mask("sdpa", rows[1], rows[0], dtype.itemsize):
         raise Refusal([replace(problem, rule=f"{problem.rule}; it is not varlen, which makes none: {reason}", fix=SHORTER) for problem in problems])
     return "sdpa", f"attention sdpa with a mask of packed documents, not varlen: {reason}"
-
-
-def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> str:
-    """Says why varlen does not run on this device, or "": a CPU takes all."""
-    if device.type == "cpu":
-        return ""
-    if device.type != "cuda":
-        return f"not made for a device of type {device.type}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
-    if torch.cuda.is_available() and (torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0)):
-        return "FlashAttention 2 is for NVIDIA's cards of compute capability 8.0 and above"
-    if (size := largest_head(model_config)) > MOST_HEAD_DIM:
-        return f"heads of {size} numbers, and FlashAttention takes {MOST_HEAD_DIM}"
-    return ""
-
-
-def largest_head(model_config: dict[str, Any]) -> int:
-    """Finds the most numbers that a head of the model has, under whatever name its config.json has them."""
-    config: Any = config_of(model_config)
-    inner = config.get_text_config(decoder=True)
-    text: dict[str, Any] = inner.to_dict()
-    named = [value for key, value in text.items() if key.endswith("head_dim") and isinstance(value, int)]
-    hidden, heads = getattr(inner, "hidden_size", None), getattr(inner, "num_attention_heads", None)  # gpt2 calls them n_embd and n_head
-    derived = hidden // heads if not named and isinstance(hidden, int) and isinstance(heads, int) and heads else 0
-    return max([derived, (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0), *named])
 
 
 @once_a_config

@@ -104,7 +104,7 @@ def build_model(
         for name, parameter in model.named_parameters():
             if name in filled:  # on both stages of a rank
                 replace_parameter(model, parameter, filled[name])
-        weights = None if recipe.init == "random" else open_weights(recipe.model, model, weights, new_head=recipe.num_labels > 0)
+        weights = None if recipe.init == "random" else open_weights(recipe.model, model, weights, new_head=recipe.labels > 0)
         if tp_mesh:
             here = {pattern: style for pattern, style in plans.tp.items() if pattern not in names}
             cuts |= tensor_parallel.apply(model, tp_mesh, replace(plans, tp=here), summed)
@@ -117,7 +117,7 @@ def build_model(
     make_trainable(models)
     if recipe.adapt is not None:
         blueprint = draft(models[0], replace(published_plans(models[0]), no_decay=plans.no_decay))
-    elif weights is not None and not recipe.num_labels:  # files with another head do not say how this model is written
+    elif weights is not None and not recipe.labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
     by_id = {id(parameter): name for name, parameter in filled.items()}
     return Built(architecture, attention, note, models, cuts, by_id, weights, split, blueprint, plans, why_logits)

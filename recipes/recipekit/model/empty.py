@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 
-CAUSAL = TASKS["pretrain"].auto_class
+CAUSAL, MASKED = TASKS["pretrain"].auto_class, TASKS["masked_lm"].auto_class
 
 
 def leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -79,12 +79,28 @@ def construct(config: PreTrainedConfig, attention: str, name: str = "", auto_cla
     if auto_class == CAUSAL:
         config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
     try:
-        return getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
+        model = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     except (ValueError, ImportError) as error:  # of an attention that the class, or this machine, does not have
         if "attention" not in str(error).lower():
             raise
         fix = "use --attention eager" if attention != "eager" else "use another model"
         raise refuse(f"attention = {attention}", f"a {config.model_type} cannot use it here: {str(error).split('.')[0]}", fix) from None
+    if auto_class == MASKED:
+        count_behind_padding(model)
+    return model
+
+
+def count_behind_padding(model: nn.Module) -> None:
+    """Lets the embeddings of a model whose first position is the one behind the padding token's (RoBERTa, MPNet) take positions that begin at 0."""
+
+    def shifted(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = kwargs.get("position_ids")
+        return args, kwargs | ({} if given is None else {"position_ids": given + module.position_embeddings.padding_idx + 1})
+
+    for module in model.modules():
+        positions = getattr(module, "position_embeddings", None)
+        if isinstance(positions, nn.Embedding) and positions.padding_idx is not None:
+            module.register_forward_pre_hook(shifted, with_kwargs=True)
 
 
 @contextlib.contextmanager

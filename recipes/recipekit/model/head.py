@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from ..kernels.cross_entropy import Part, token_losses
+from ..kernels.cross_entropy import Part, losses_and_tokens, token_losses
 from ..parallel.tensor import columns_of
 from ..refusal import Refusal, refuse
 from ..task import IGNORE
@@ -129,18 +129,19 @@ def give_losses_where_exact(
             raise refuse("loss = chunked", f"is not exact for this {model_config['model_type']}: {error}", "use --loss auto or --loss whole") from error
         return str(error)
     for model in models:
-        give_losses(model, operations, Part(*cut) if cut else None)
+        give_losses(model, operations, Part(*cut) if cut else None, likeliest=TASKS[task].masked)
     return None
 
 
-def give_losses(model: PreTrainedModel, operations: Operations, part: Part | None = None, block: int | None = None) -> None:
+def give_losses(model: PreTrainedModel, operations: Operations, part: Part | None = None, block: int | None = None, likeliest: bool = False) -> None:
     """Lets the forward of `model` take labels as `losses_of`, (B, T) int64, and return the loss of each token, (B, T) fp32, where its logits were.
 
-    Without them it stays what it is. `operations` are what it does after its head; `part`: which columns this rank's head has.
+    With `likeliest` it returns (B, T, 2), the loss and the likeliest token, whose number fp32 holds. Without labels it stays what it is. `operations` are what it does after its head; `part`: which columns this rank's head has.
     Each forward checks that they are: it raises `Refusal` if the model does something else to its logits.
     """
     head, whole = head_of(model), model.forward
     ahead: list[Operation] = []  # what the model has yet to do, in a forward
+    chosen: list[torch.Tensor] = []  # the likeliest tokens of that forward
 
     def chain(logits: torch.Tensor) -> torch.Tensor:
         return functools.reduce(lambda value, operation: operation(value), operations, logits)
@@ -169,7 +170,12 @@ def give_losses(model: PreTrainedModel, operations: Operations, part: Part | Non
             return whole(*args, **kwargs)
 
         def losses(hidden: torch.Tensor) -> torch.Tensor:
-            found = token_losses(hidden, head.weight, head.bias, losses_of, chain if operations else None, part, block)
+            given = hidden, head.weight, head.bias, losses_of, chain if operations else None, part, block
+            if likeliest:
+                found, told = losses_and_tokens(*given)
+                chosen.append(told)
+            else:
+                found = token_losses(*given)
             # a tensor that is of a class already (of a fake device, say) cannot be of another one, and has nothing to let pass here
             return found.as_subclass(kind) if operations or type(found) is torch.Tensor else found
 
@@ -178,7 +184,9 @@ def give_losses(model: PreTrainedModel, operations: Operations, part: Part | Non
             output = whole(*args, **kwargs)
         if ahead:
             raise other(f"does not do {ahead[0]}")
-        output["logits"] = output.logits.as_subclass(torch.Tensor).clone()  # no view: of one torch 2.13's FSDP2 warns that its hooks may be lost
+        given = output.logits.as_subclass(torch.Tensor)
+        # no view: of one torch 2.13's FSDP2 warns that its hooks may be lost
+        output["logits"] = torch.stack([given, chosen.pop().to(given.dtype)], -1) if chosen else given.clone()
         return output
 
     model.forward = forward  # type: ignore[method-assign]

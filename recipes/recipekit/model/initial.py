@@ -114,13 +114,16 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
     else: not on the layout, the order of modules, or what was drawn before.
     """
     modules = [(".".join(filter(None, (prefix, name))), module) for name, module in part.named_modules()] if deep else [(prefix, part)]
-    meta = {}
+    meta, filled = dict[tuple[nn.Module, str], nn.Parameter](), dict[tuple[nn.Module, str], nn.Parameter]()
     for name, module in modules:  # whole fp32 tensors take the place of the (maybe cut) meta parameters meanwhile
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.device.type == "meta":
                 full = f"{name}.{key}" if name else key
                 meta[module, key] = parameter
                 module._parameters[key] = nn.Parameter(torch.full(cuts[full].shape if full in cuts else parameter.shape, math.nan))
+            elif parameter is not None:  # tied to one of an earlier part, as BERT's head is, which an initialiser would draw again
+                filled[module, key] = parameter
+                module._parameters[key] = nn.Parameter(torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta"))
     owner = {id(module): nearest for nearest, module in _init_owners(model)}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
         for name, module in reversed(modules):  # children before parents: a parent may draw a child's weight again (GPT-2's c_proj)
@@ -128,6 +131,8 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
             if first is not None:
                 torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}:{first}".encode(), digest_size=8).digest(), "little") >> 1)
                 owner[id(module)]._init_weights(module)
+    for (module, key), parameter in filled.items():
+        module._parameters[key] = parameter
     values, made = {}, cast(dict[str, torch.Tensor], model.made)
     for name, module in modules:
         for key in [key for holder, key in meta if holder is module]:

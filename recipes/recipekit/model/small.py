@@ -53,6 +53,8 @@ EXAMPLES: dict[str, Callable[[PreTrainedConfig], torch.Tensor]] = {  # tensor of
 def small_copy(model_config: dict[str, Any], facts: Facts, name: str = "") -> PreTrainedModel:
     """Makes a small model of the same parts, its weights drawn. Raises what transformers does, or `Refusal`, if there is none."""
     tiny = shrink(model_config, most=facts.tiny) if facts.tiny else tiny_copy(config_of(model_config, name), VOCABULARY)
+    if facts.labels:
+        tiny = tiny | {"num_labels": facts.labels, "pad_token_id": 0}  # which EXAMPLES do not hold
     return construct(config_of(tiny, name), "eager", name, facts.auto_class)
 
 

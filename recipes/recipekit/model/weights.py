@@ -3,6 +3,7 @@
 Slices are those of tensor and pipeline parallelism; ZeRO-3 divides what every rank has read whole.
 """
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from ..parallel.tensor import Cut
 from ..refusal import refuse
 
 HEAD = re.compile(r"(\w*classifier|score|head)\.")  # parameters of a head for classes, as transformers names them
+
+ENDS = 4096  # values of a tensor's first and last row that its mark covers
 
 
 class Weights:
@@ -51,6 +54,17 @@ class Weights:
     def whole(self, name: str) -> torch.Tensor:
         """The whole tensor in the files' dtype; a view of the mapped file where it is stored under one key."""
         return self._take(name, None, [])
+
+    def mark(self) -> str:
+        """Hashes the name, shape and dtype of each tensor, and the first and last values: other weights have another mark, in any number of files."""
+        digest = hashlib.blake2b(digest_size=16)
+        for key in sorted(self.where):
+            tensor = self._slice(key)
+            shape = tensor.get_shape()
+            digest.update(f"{key} {shape} {tensor.get_dtype()} ".encode())
+            for end in (slice(0, 1), slice(max(shape[0] - 1, 0), shape[0])) if shape else ():
+                digest.update(tensor[end].contiguous().flatten()[:ENDS].view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def contents(self) -> dict[str, dict[str, str]]:
         """Of each file its keys and their dtypes, as safetensors names them."""
@@ -109,7 +123,7 @@ def open_weights(name: str, model: PreTrainedModel, opened: Weights | None = Non
     missing = [key for key in new if key not in found]
     head = {key for key in (*wrong, *missing) if HEAD.match(key)}
     weights.drawn |= head if new_head else set()
-    labels = "; --num_labels N draws a new head for N classes" if head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None else ""
+    labels = "; --num_labels N draws a new head for N classes" if head and head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None else ""
     if missing := [key for key in missing if key not in weights.drawn]:
         rule = f"its files lack {len(missing)} of {len(new)} parameters, first {missing[0]}"
         raise refuse(f"model = {name}", rule, f"give the files that match this config.json and transformers version{labels}")

@@ -86,6 +86,12 @@ def split(model: PreTrainedModel, blueprint: Blueprint, num_stages: int, plan: M
     first, last = (tuple(name for name, where in plan.items() if where == place) for place in ("first", "last"))
     if num_stages > (count := blueprint.num_layers):
         raise refuse(f"{num_stages} pipeline stages", f"{type(model).__name__} has only {count} layers", f"use --pp {count} or less")
+    if tied(model):
+        weight = ends_of(model)[1].weight  # type: ignore[union-attr]
+        name = next(name for name, parameter in model.named_parameters() if parameter is weight)
+        if any(name.startswith(f"{module}.") for module in last):
+            rule = f"its head is its embedding and stands before it ({name}), so that the stages would call one weight by two names"
+            raise refuse(f"pp > 1 with {type(model).__name__}", rule, "use --pp 1")
     return Split(blocks, first, last, stage_bounds(blueprint, num_stages), tied(model))
 
 
@@ -104,12 +110,14 @@ class Away(nn.Module):
         return self._does(next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)))
 
 
-def hollow(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any]) -> None:
+def hollow(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], kept: nn.Module | None = None) -> None:
     """Takes the parameters out of a module, in place, and gives it another `forward`; models read attributes of what lies on another stage.
 
-    ViT asks for the dtype of a weight of its embeddings, for example: an empty tensor that is no parameter has it.
+    `kept`, if it lies in there, stays: BERT's embeddings hold the one that is its head. ViT asks for the dtype of a weight of its embeddings, for example: an empty tensor that is no parameter has it.
     """
     for inner in module.modules():
+        if inner is kept:
+            continue
         for key in [key for key, parameter in inner._parameters.items() if parameter is not None]:
             del inner._parameters[key]
             inner.register_buffer(key, torch.empty(0, dtype=dtype), persistent=False)  # goes to the device with the others
@@ -155,7 +163,7 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) 
     kept = ends_of(model)[0] if last and split.tied else None
     absent = [] if first else [name for name in split.first if modules[name] is not kept]
     for name in absent:
-        hollow(modules[name], dtype, as_received)
+        hollow(modules[name], dtype, as_received, kept)
     for name in () if last else split.last:
         model.set_submodule(name, nn.Identity())
 

@@ -1,6 +1,8 @@
 """Which plan a model is cut by: the recipe's, the one that the model publishes, or the task's."""
 
 import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,12 +21,13 @@ def plans_of(model: PreTrainedModel, own: Plans, task: Plans) -> Plans:
     modules: dict[str, nn.Module] = dict(model.named_modules())
     pp = {name: place for pattern, place in own.pp.items() for name in _matches(pattern, modules) or [pattern]}
     tp = dict(own.tp) or _published_tp(model) or {_generic(name): style for pattern, style in task.tp.items() for name in _matches(pattern, modules)}
-    return Plans(
+    plans = Plans(
         pp=pp or _published_pp(model, modules) or _outermost(task.pp, modules),
         tp=tp,
         tp_local=own.tp_local or task.tp_local,
         no_decay=(*own.no_decay, *task.no_decay),
     )
+    return plans if pp else replace(plans, pp=_with_head(plans.pp, task.pp, modules))
 
 
 def published_plans(model: PreTrainedModel) -> Plans:
@@ -68,6 +71,11 @@ def _published_pp(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict
         plan[name] = "split" if is_list else place
         place = "last" if is_list else place
     return plan | {name: "last" for name, module in modules.items() if plan and module is head}
+
+
+def _with_head(plan: Mapping[str, str], given: Mapping[str, str], modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Adds to a plan the task's head, where it does not name that: a model publishes the plan of its base."""
+    return dict(plan) | {name: place for name, place in given.items() if plan and place == "last" and name in modules and name not in plan}
 
 
 def _outermost(given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:

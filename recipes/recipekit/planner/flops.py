@@ -25,6 +25,7 @@ class Flops:
 
     per_unit: float
     per_key: dict[int, float]
+    both_ways: bool = False  # a window lies to either side of a token
 
     def of_step(self, units: int, keys: Iterable[int] = ()) -> float:
         """The FLOPs of `units` tokens, which look at so many keys under each window (in the order of `per_key`), or of
@@ -61,7 +62,7 @@ def _of_tokens(model: Any) -> Flops | None:
     held = _number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not all(widths) or windows is None or (expert_ids and not (chosen and held)):
         return None
-    looked_up = embedding is not model.get_output_embeddings().weight
+    looked_up = embedding is not getattr(model.get_output_embeddings(), "weight", None)
     per_unit = 0.0
     for parameter in model.parameters():
         if parameter is embedding and looked_up:
@@ -115,13 +116,31 @@ def _windows(config: Any, layers: int) -> list[int] | None:
     return None if None in found or len(found) != layers else found  # pyright: ignore[reportReturnType]
 
 
-def keys_seen(batches: Iterable[Any], windows: Iterable[int]) -> list[int]:
+def keys_seen(batches: Iterable[Any], windows: Iterable[int], both_ways: bool = False) -> list[int]:
     """For each window, how many (token, key) pairs the micro-batches allow: `position_ids` counts from 0 in each
     document of a row. Without windows, as samples have none, nothing is looked at.
+
+    `both_ways`: a token sees the whole document, or so many tokens to either side.
     """
     sums = dict.fromkeys(windows, 0)
     for batch in batches if sums else ():
-        seen = batch["position_ids"] + 1
+        before = batch["position_ids"].flatten()
+        behind = _tokens_behind(batch) if both_ways else None
         for window in sums:
-            sums[window] += int((seen.clamp(max=window) if window else seen).sum())
+            if behind is None:
+                seen = (before + 1).clamp(max=window) if window else before + 1
+            else:
+                seen = (before.clamp(max=window) + behind.clamp(max=window) if window else before + behind) + 1
+            sums[window] += int(seen.sum())
     return list(sums.values())
+
+
+def _tokens_behind(batch: Any) -> Any:
+    """Counts the tokens that follow each one in its document, (tokens,), from what the micro-batch says of its documents."""
+    before = batch["position_ids"].flatten()
+    if "documents" in batch:
+        lengths = batch["documents"].diff()
+    else:
+        begun = batch["document_starts"].flatten().nonzero().flatten()
+        lengths = begun.diff(append=begun.new_tensor([len(before)]))
+    return lengths.repeat_interleave(lengths) - 1 - before

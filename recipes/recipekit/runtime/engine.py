@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,21 +65,31 @@ class Loaded:
         export(self.engine, self.built, self.groups, self.processor, folder, self.dtype, self.plan.recipe.merge)
 
 
-def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Loaded:
+def load_model(
+    plan: Plan,
+    task: Task,
+    source: Path | None,
+    device: torch.device,
+    loss: Callable[..., torch.Tensor],
+    say: Say,
+    at_start: Callable[["Loaded"], None] | None = None,
+) -> Loaded:
     """Builds the model of a plan and puts it into its engine, with the states of the step folder `source` if there is one (a collective).
 
-    `loss(sums, output, target)` is what the last stage of a pipeline computes.
+    `loss(task, sums, output, target)` is what the last stage of a pipeline computes. `at_start` is called when the engine has the
+    weights that the run starts from, before the states of `source` are loaded.
     """
     recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     begun = time.perf_counter()
-    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.num_labels, folder_classes(recipe.dataset))
+    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, folder_classes(recipe.dataset))
     if recipe.init == "pretrained":
         weights_folder(recipe.model)
-        if "num_labels" in model_config and not recipe.num_labels:
+        if "num_labels" in model_config and not recipe.labels:
             model_config = published_names(model_config, recipe.model, recipe.task)
     dist.barrier(waiting_group())  # a host may have to download them
     groups = Groups(mesh, device.type, limit)
     processor = task.processor(request_of(recipe), model_config)
+    model_config = task.configured(model_config, processor)
     if source is None:
         check_data(recipe, task, processor, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
     if unknown := task.check(model_config, recipe.attention, recipe.model):
@@ -95,7 +105,7 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
         say(f"loss: of whole logits, not in chunks: {built.why_logits}")
     domains = len(domains_of(recipe.dataset))
     sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if domains > 1 else None)
-    engine = make_engine(plan, built, groups, device, partial(loss, sums), say)
+    engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
     set_time_limit(limit)
     compared = check_weights(engine, built, groups)
     size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
@@ -104,11 +114,14 @@ def load_model(plan: Plan, task: Task, source: Path | None, device: torch.device
     layout = layout_of(plan, engine, built)
     dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     state: State = {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
+    loaded = Loaded(plan, task, groups, model_config, processor, built, engine, layout, state, sums)
+    if at_start is not None:
+        at_start(loaded)
     if source is not None:
         state = load.load(engine, source, built.blueprint, layout, plan.out / CHECKPOINTS / ".converted", say)
         say(f"resumed from {source}")
     state["export_dtype"] = dtype
-    return Loaded(plan, task, groups, model_config, processor, built, engine, layout, state, sums)
+    return replace(loaded, state=state)
 
 
 def make_engine(plan: Plan, built: Built, groups: Groups, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Engine:

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..planner.devices import DEVICES
 from ..planner.flops import CONVENTION, Flops, model_flops
 from ..run_folder import DATA_FILES, FACTS, STRATEGY, identity
 from ..strategy.numbers import enabled
-from ..tasks.facts import Facts
+from ..tasks.facts import PACKED, Facts
 
 
 def peak_memory(device: torch.device) -> int:
@@ -60,7 +61,8 @@ def layout_of(plan: Plan, engine: Engine, built: Built) -> Layout:
 def step_flops(model_config: dict[str, Any], attention: str, name: str, task: Facts, adapt: Callable[[Any], Any] | None = None) -> Flops | None:
     """Counts the FLOPs of a step; None for a model with layers that cannot be counted."""
     model = empty_model(model_config, attention, name, auto_class=task.auto_class)
-    return model_flops(adapt(model) if adapt is not None else model, task.rows)
+    flops = model_flops(adapt(model) if adapt is not None else model, PACKED if task.of_tokens else task.rows)
+    return replace(flops, both_ways=task.masked) if flops else None
 
 
 def device_name() -> str:

@@ -21,7 +21,15 @@ def numbers_of_rank(ready: Ready, batches: list[MicroBatch]) -> list[int]:
     """
     peaks = [0] * ready.plan.mesh.world
     peaks[ready.plan.command.rank] = peak_memory(ready.engine.device)
-    return [*peaks, *(keys_seen(batches, ready.flops.per_key) if ready.flops and ready.peak else [])]
+    return [*peaks, *(_flops_of(ready, batches) if ready.flops and ready.peak else [])]
+
+
+def _flops_of(ready: Ready, batches: list[MicroBatch]) -> list[int]:
+    """What the FLOPs of a step depend on: its units, tokens or samples, those that only fill up included; then the keys that the queries see."""
+    assert ready.flops is not None
+    name = next(iter(ready.task.facts.inputs))
+    units = sum(batch[name].numel() if ready.task.facts.of_tokens else len(batch[name]) for batch in batches)
+    return [units, *keys_seen(batches, ready.flops.per_key, ready.flops.both_ways)]
 
 
 def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: StreamState, seconds: float, data_wait: float) -> dict[str, Any]:
@@ -39,6 +47,7 @@ def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: S
         "data_wait_s": data_wait,
         "peak_mem_bytes": largest_peak(ready.engine.device, result["more"][: mesh.world], exact=last),
     }
+    metrics |= result["means"]
     samples = ready.task.facts.rows == SAMPLES
     if samples:
         metrics |= {"samples": ready.state["tokens"], "samples_per_s": result["tokens"] / seconds}
@@ -49,8 +58,8 @@ def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: S
     if recipe.bad_rows == "skip":
         metrics["bad_rows"] = ready.state.get("unusable", 0) + sum(domain["bad"] for domain in data_state["domains"].values())
     if ready.flops and ready.peak:
-        keys = [number // (mesh.tp * mesh.pp) for number in result["more"][mesh.world :]]
-        metrics["mfu"] = ready.flops.of_step(recipe.global_batch * (1 if samples else recipe.seq_len), keys) / (ready.peak * mesh.world * seconds)
+        units, *keys = (number // (mesh.tp * mesh.pp) for number in result["more"][mesh.world :])
+        metrics["mfu"] = ready.flops.of_step(units, keys) / (ready.peak * mesh.world * seconds)
     return metrics
 
 

@@ -84,7 +84,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
     """Opens the data and the run folder of a loaded model (a collective). Raises `Refusal`, on all ranks, if one of them cannot."""
     plan, state = loaded.plan, loaded.state
     recipe, rank0 = plan.recipe, plan.command.rank == 0
-    coords, documents = loaded.groups.coords, loaded.built.attention == VARLEN
+    coords, documents = loaded.groups.coords, VARLEN in loaded.built.attention
     stream = open_data(plan, loaded.task, loaded.processor, coords["dp"], cast("StreamState | None", state["data"]), say, documents)
     check_same_data(stream)
     if problems := shared_problems(stream.error_ahead()):

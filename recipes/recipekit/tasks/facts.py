@@ -30,13 +30,27 @@ class Facts:
     inputs: tuple[str, ...]  # tensors of a micro-batch that the model takes, and that travel between the stages of a pipeline
     columns: tuple[str, ...]  # fields of `Recipe` that name the columns of the data set
     floats: tuple[str, ...] = ()  # which of the inputs are no integers: these go to the first stage only
+    optional: str = ""  # the first of the columns, if the data set may lack it: its field is then ""
     rows: str = PACKED  # documents packed into rows of seq_len tokens, or SAMPLES: a row of the data set is a row of a micro-batch
+    pairs: bool = False  # the inputs of a row are (2, ...): to the model a micro-batch of B rows is one of 2 * B
+    labels: int = 0  # outputs that the head of its models has, whatever the config.json says; 0: as that, or the recipe, says
     chats: bool = False  # the data set holds chats, not texts
+    masked: bool = False  # tokens of a row are hidden (data/masks.py), and the model sees both what is before and what is behind them
     constants: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every forward pass
     reads: tuple[str, ...] = ()  # further fields of `Recipe` that not every task reads; typing one that the task does not read is refused
     lacks: Mapping[str, str] = field(default_factory=dict)  # an axis (tp, pp, sp, ep), "adapt" or "mixture" -> why this task does not have it
     tiny: Mapping[str, int] = field(default_factory=dict)  # keys of config.json -> the most that --tiny leaves; num_labels: exactly
     plans: Plans = field(default_factory=Plans)  # for models that publish none
+
+    @property
+    def rows_each(self) -> int:
+        """Counts the rows of the model that a row of a micro-batch is."""
+        return 2 if self.pairs else 1
+
+    @property
+    def of_tokens(self) -> bool:
+        """Says whether its models read tokens."""
+        return "input_ids" in self.inputs
 
     @property
     def unit(self) -> str:
@@ -66,6 +80,69 @@ TASKS = {
         chats=True,
         constants={"use_cache": False},
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
+    ),
+    "preference": Facts(
+        about="pairs of answers, the chosen one made likelier than the rejected one (DPO)",
+        auto_class="AutoModelForCausalLM",
+        inputs=("input_ids", "position_ids"),
+        columns=("prompt_field", "chosen_field", "rejected_field"),
+        optional="prompt_field",
+        rows=SAMPLES,
+        pairs=True,
+        constants={"use_cache": False},
+        reads=("seq_len", "tokenizer", "token_cache", "loss", "beta"),
+        lacks={
+            "sp": "the loss of a pair is a function of sums over its whole rows, of which a rank would hold a part",
+            "ep": "it has not been compared with plain PyTorch in this layout",
+        },
+    ),
+    "reward": Facts(
+        about="pairs of answers, a number for each that is larger for the chosen one (Bradley-Terry)",
+        auto_class="AutoModelForSequenceClassification",
+        inputs=("input_ids", "position_ids"),
+        columns=("prompt_field", "chosen_field", "rejected_field"),
+        optional="prompt_field",
+        rows=SAMPLES,
+        pairs=True,
+        labels=1,
+        constants={"use_cache": False},
+        reads=("seq_len", "tokenizer"),
+        lacks={
+            "sp": "the number of an answer comes from its last token, which one rank would hold",
+            "ep": "it has not been compared with plain PyTorch in this layout",
+            "adapt": "an adapter of a classifier trains its head too, which is not exported yet",
+        },
+        plans=Plans(pp={"score": "last"}),
+    ),
+    "masked_lm": Facts(
+        about="loss on hidden tokens, told by what is before and behind them",
+        auto_class="AutoModelForMaskedLM",
+        inputs=("input_ids", "position_ids"),
+        columns=("text_field",),
+        masked=True,
+        reads=("seq_len", "tokenizer", "token_cache", "loss", "mask_rate", "whole_words"),
+        lacks={
+            "sp": "attention both ways is not made for parts of rows",
+            "ep": "none of the masked language models of transformers has experts",
+            "adapt": "adapters are made for causal language models alone",
+        },
+        plans=Plans(
+            pp={
+                "*.embeddings": "first",
+                "*.embeddings_project": "first",
+                "*.encoder.layer": "split",
+                "*.transformer.layer": "split",
+                "*.layers": "split",
+                "*.final_norm": "last",
+            }
+            | dict.fromkeys(("cls", "lm_head", "head", "decoder", "predictions", "generator_predictions", "generator_lm_head"), "last")
+            | dict.fromkeys(("vocab_transform", "vocab_layer_norm", "vocab_projector"), "last"),
+            tp=dict.fromkeys(("*.attention.self.query", "*.attention.self.key", "*.attention.self.value", "*.intermediate.dense"), "colwise")
+            | dict.fromkeys(("*.attention.output.dense", "*.layer.*.output.dense", "*.attn.Wo", "*.mlp.Wo"), "rowwise")
+            | {"*.attn.Wqkv": "packed_colwise_3", "*.mlp.Wi": "packed_colwise_2"}
+            | dict.fromkeys(("*.attention.q_lin", "*.attention.k_lin", "*.attention.v_lin", "*.ffn.lin1"), "colwise")
+            | dict.fromkeys(("*.attention.out_lin", "*.ffn.lin2"), "rowwise"),
+        ),
     ),
     "image_classification": Facts(
         about="pictures, loss on their class",

@@ -1,0 +1,194 @@
+"""Pairs of answers to one prompt, a chosen and a rejected one: read in the forms in which they are published, made into tokens, and drawn."""
+
+import hashlib
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+
+from ..task import IGNORE, MicroBatch, Row
+from .processors import fitting_tokenizer, pad_id
+from .request import Request
+
+ROUNDED_TO = 64  # tokens: the rows of a micro-batch are as long as its longest answer, in such steps
+NUM_DRAWN = 8000
+Messages = list[dict[str, Any]]
+
+
+class References:
+    """Holds what the start of a run says of pairs: for the key of each the log-probabilities of its two answers.
+
+    A micro-batch may ask for pairs that it does not hold until it is `complete`.
+    """
+
+    def __init__(self) -> None:
+        self.table, self.complete = (np.empty(0, np.uint64), np.empty((0, 2), np.float32)), False  # keys, sorted; values
+
+    def add(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Adds those of further pairs, (N,) uint64 and (N, 2) fp32; of a pair that it holds already the values stay."""
+        held, of_held = self.table
+        keys, first = np.unique(np.concatenate([held, keys]), return_index=True)
+        self.table = keys, np.concatenate([of_held, values])[first]  # at once: a thread looks up others
+
+    def __call__(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Looks up pairs: (their values, NaN where it holds none, (N, 2) fp32; whether it holds them, (N,) bool)."""
+        known, of_known = self.table
+        place = np.searchsorted(known, keys)
+        held, inside = np.zeros(len(keys), bool), place < len(known)
+        held[inside] = known[place[inside]] == keys[inside]
+        values = np.full((len(keys), 2), np.nan, np.float32)
+        values[held] = of_known[place[held]]
+        return values, held
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Makes pairs into tokens. `whole_rows`: every micro-batch has rows of `seq_len` tokens, as the stages of a pipeline want it."""
+
+    tokenizer: Any
+    seq_len: int
+    whole_rows: bool
+    references: References = field(default_factory=References)
+
+    @property
+    def pad(self) -> int:
+        return pad_id(self.tokenizer)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+
+def pairs_of(request: Request, model_config: dict[str, Any]) -> Pairs:
+    """Makes what reads the pairs of a run. Raises `Refusal` for a tokenizer that does not fit the model."""
+    return Pairs(fitting_tokenizer(request, model_config), request.seq_len, request.pp > 1)
+
+
+# From a row to tokens ---------------------------------------------------------------------------------------------
+
+
+def answers_of(row: Row) -> tuple[str | Messages, str | Messages, str | Messages]:
+    """Finds (prompt, chosen answer, rejected answer) of a row, all texts or all lists of messages.
+
+    Without a prompt, or where the answers are chats and the prompt is a text that they begin with, the prompt is what both begin
+    with; a text as prompt of chats that begin with the answer is a user's message. Raises ValueError.
+    """
+    chosen, rejected, prompt = _content("chosen", row["chosen"]), _content("rejected", row["rejected"]), row.get("prompt")
+    if type(chosen) is not type(rejected):
+        raise ValueError("of its two answers one is a text, and one a list of messages")
+    prompt = None if prompt is None else _content("prompt", prompt)
+    if chosen == rejected:
+        raise ValueError("its chosen and its rejected answer are equal")
+    if isinstance(chosen, str) and isinstance(prompt, list):
+        raise ValueError("its prompt is a list of messages, and its answers are texts")
+    if prompt is not None and type(prompt) is type(chosen):
+        return prompt, chosen, rejected
+    shared = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+    if isinstance(chosen, str) and chosen[:shared].endswith(" "):
+        shared -= 1  # tokens begin with their space
+    if isinstance(prompt, str) and not shared:
+        return [{"role": "user", "content": prompt}], chosen, rejected
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _content(name: str, value: Any) -> str | Messages:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"its {name} holds {type(value).__name__} {str(value)[:40]!r} where a text or a list of messages should be")
+    for message in value:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"a message of its {name} must hold the strings 'role' and 'content', this is {str(message)[:60]}")
+    return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+
+
+def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
+    """Encodes a row: (tokens of the prompt, ids of prompt and chosen answer, ids of prompt and rejected answer).
+
+    An answer begins where prompt and answer together have other tokens than the prompt alone; an answer that is a text ends with
+    the end token. Raises ValueError for a row that is too long, or that no answer can be told of.
+    """
+    tokenizer, (prompt, chosen, rejected) = pairs.tokenizer, answers_of(row)
+    if isinstance(prompt, str):
+        texts = [prompt, prompt + str(chosen), prompt + str(rejected)]
+        begin, *whole = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        end = tokenizer.eos_token_id
+        whole = [ids if ids and ids[-1] == end else [*ids, end] for ids in whole]
+    else:
+        if not prompt:
+            raise ValueError("its answers have no prompt: their first messages differ already")
+        begin, *whole = _rendered(tokenizer, [prompt, prompt + list(chosen), prompt + list(rejected)])
+    start = min(_common(begin, ids) for ids in whole)
+    if (longest := max(map(len, whole))) > pairs.seq_len:
+        raise ValueError(f"it takes {longest} tokens, more than seq_len = {pairs.seq_len}; --seq_len {longest} holds it")
+    if min(map(len, whole)) <= max(start, 1):
+        raise ValueError("one of its answers has no token that could be predicted")
+    if whole[0] == whole[1]:
+        raise ValueError("its chosen and its rejected answer have the same tokens")
+    return start, whole[0], whole[1]
+
+
+def _rendered(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
+    """Renders chats, the first of them up to where the answer begins, and encodes them."""
+    if not tokenizer.chat_template:
+        raise ValueError("it holds messages, and the tokenizer has no chat template")
+    try:
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=number == 0) for number, chat in enumerate(chats)]
+    except (TemplateError, TypeError, KeyError) as error:
+        raise ValueError(f"the chat template cannot render it: {error}") from error
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+
+
+# Micro-batches ----------------------------------------------------------------------------------------------------
+
+
+def collate_pairs(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) -> MicroBatch:
+    """Makes {"input_ids", "labels", "position_ids"}, each (B, 2, T) int64: of each pair the chosen and the rejected answer.
+
+    labels[b, a, t] is the token that follows if it belongs to the answer, or IGNORE. Nothing is drawn. Raises ValueError for a
+    row that cannot be used.
+    """
+    found = [None if row is None else encode_pair(pairs, row) for row in rows]
+    longest = max((len(ids) for pair in found if pair for ids in pair[1:]), default=1)
+    length = pairs.seq_len if pairs.whole_rows else min(pairs.seq_len, -(-longest // ROUNDED_TO) * ROUNDED_TO)
+    ids = np.full((len(rows), 2, length), pairs.pad, dtype=np.int64)
+    labels = np.full(ids.shape, IGNORE, dtype=np.int64)
+    for number, pair in enumerate(found):
+        for answer, tokens in enumerate(pair[1:] if pair else ()):
+            ids[number, answer, : len(tokens)] = tokens
+            start = max(pair[0], 1) if pair else 1
+            labels[number, answer, start - 1 : len(tokens) - 1] = tokens[start:]
+    positions = torch.arange(length).repeat(len(rows), 2, 1)
+    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "position_ids": positions}
+
+
+def keys_of(batch: MicroBatch) -> np.ndarray:
+    """Makes the key of each pair, (B,) uint64, from its tokens and where its answers begin: the same for any padding; 0 for a row that only fills up."""
+    ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+    found = []
+    for row, targets in zip(ids, labels, strict=True):
+        digest = hashlib.blake2b(digest_size=8)
+        for answer, wanted in zip(row, targets, strict=True):
+            places = np.flatnonzero(wanted != IGNORE)
+            if len(places):
+                digest.update(places[[0, -1]].tobytes() + answer[: places[-1] + 2].tobytes())
+        found.append(int.from_bytes(digest.digest(), "big") if (targets != IGNORE).any() else 0)
+    return np.array(found, dtype=np.uint64)
+
+
+# The built-in pairs -----------------------------------------------------------------------------------------------
+
+
+def drawn(number: int) -> Row:
+    """Draws a question which of two numbers is larger, with the right answer and the wrong one."""
+    one, other = np.random.default_rng(number).integers(10, 100, 2).tolist()
+    answers = "yes", "no"
+    chosen, rejected = answers if one > other else reversed(answers)
+    return {"prompt": f"{one} > {other}? ", "chosen": chosen, "rejected": rejected}
