@@ -10,7 +10,7 @@ with
 
     --model runs/bert_large_mlm_zero1/hf --init pretrained --seq_len 512 --micro_batch 16 --steps 12500 --out runs/bert_512
 
-Needs: 8 x 24 GB GPUs (2.3 GiB of states each; activations of 64 rows add about 12). Measured: not measured.
+Needs: 8 x 24 GB GPUs (2.3 GiB of states each; activations of 64 rows add 12.5). Measured: not measured.
 Less memory: --micro_batch 16, or --activation_checkpointing.
 """
 

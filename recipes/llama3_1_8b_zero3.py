@@ -3,9 +3,9 @@
     deepspeed --num_gpus 8 recipes/llama3_1_8b_zero3.py
 
 Rows of the 8,192 tokens that Llama 3 was trained on, a million tokens a step, activations recomputed in the backward pass.
-Needs: 8 x 80 GB GPUs (16.9 GiB of states each; activations and logits of one row add about 20). Gated model: see
+Needs: 8 x 80 GB GPUs (16.9 GiB of states each; activations of one row add 3.8, predicted). Gated model: see
 recipes/README.md. Measured: not measured.
-Less memory: --seq_len 4096 halves the activations and logits; llama3_1_8b_zero3_cpu.py needs two small GPUs.
+Less memory: --seq_len 4096 halves the activations; llama3_1_8b_zero3_cpu.py needs two small GPUs.
 On several hosts of 8 GPUs: --deepspeed_config zero3_hosts.json.
 """
 

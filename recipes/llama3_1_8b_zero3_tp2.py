@@ -5,7 +5,7 @@
 ZeRO-3 divides the shards of tensor parallelism once more. Half as many rows are in flight as with ZeRO-3 alone, so a
 smaller global batch keeps all GPUs busy. Activations are recomputed: otherwise the gathered weights of every layer would
 live until its backward pass.
-Needs: 8 x 80 GB GPUs (16.9 GiB of states each; activations and logits of one row add about 20). Gated model: see
+Needs: 8 x 80 GB GPUs (16.9 GiB of states each; activations of one row add 3.3, predicted). Gated model: see
 recipes/README.md. Measured: not measured.
 Less memory: --seq_len 4096.
 """

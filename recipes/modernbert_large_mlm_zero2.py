@@ -5,7 +5,7 @@
 Two of three layers see 64 tokens to either side, the others the whole document; neither makes a mask, however many
 documents a row holds (`varlen`). For your own text, to adapt the model to a field: --dataset my.jsonl. It hides 30 % of the
 tokens, as its authors did (Warner et al., 2024).
-Needs: 2 x 24 GB GPUs (3.7 GiB of states each; activations of 8 rows add about 12). Measured: not measured.
+Needs: 2 x 24 GB GPUs (3.7 GiB of states each; activations of 8 rows add 9). Measured: not measured.
 Less memory: --micro_batch 2, or --activation_checkpointing.
 """
 

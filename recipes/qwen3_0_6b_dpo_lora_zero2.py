@@ -4,7 +4,7 @@
 
 The adapter adds nothing before step 1, so what is computed then of each pair is what the model below it says. The run exports
 the adapter as peft writes it; with --merge the whole model with the adapter added to its weights.
-Needs: 2 x 16 GB GPUs (1.2 GiB of states each; checkpointed activations and logits of two pairs add about 8).
+Needs: 2 x 16 GB GPUs (1.2 GiB of states each; checkpointed activations of two pairs as in qwen3_0_6b_dpo_zero3.py, and its adapter's).
 Measured: not measured.
 All weights: qwen3_0_6b_dpo_zero3.py.
 """

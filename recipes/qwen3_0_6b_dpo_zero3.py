@@ -4,7 +4,7 @@
 
 A row is a pair: prompt, chosen and rejected answer. What the model says of each pair at the start is computed once, before
 step 1, on all GPUs, and kept beside the cached tokens (recipes/DATA.md). For your own pairs give --dataset pairs.jsonl.
-Needs: 2 x 24 GB GPUs (5.0 GiB of states each; checkpointed activations and logits of two pairs add about 8).
+Needs: 2 x 16 GB GPUs (5.0 GiB of states each; checkpointed activations of two pairs add 1.1, predicted).
 Measured: not measured.
 Less memory: qwen3_0_6b_dpo_lora_zero2.py trains an adapter instead.
 """

@@ -4,7 +4,7 @@
 
 A row is a pair: prompt, chosen and rejected answer. The head, one number at the last token of an answer, is new and drawn from the
 seed. The export is what transformers' AutoModelForSequenceClassification and trainers of GRPO or PPO load.
-Needs: 2 x 24 GB GPUs (5.6 GiB of states each; checkpointed activations of two pairs add about 4). Measured: not measured.
+Needs: 2 x 16 GB GPUs (5.6 GiB of states each; checkpointed activations of two pairs add 1.1, predicted). Measured: not measured.
 Your own pairs: --dataset pairs.jsonl, with columns prompt, chosen and rejected (recipes/DATA.md).
 """
 

@@ -272,6 +272,13 @@ def test_a_model_that_reads_padding_is_refused(monkeypatch):
         reward.check(config, "sdpa", "m")
 
 
+def test_a_decoder_that_is_read_at_its_first_token_is_refused():
+    """BERT as a decoder pools the first place, which sees itself alone: every answer would get one number."""
+    config = default_config("bert", "reward").to_dict() | {"model_type": "bert", "is_decoder": True}
+    with pytest.raises(Refusal, match="the number that a bert gives an answer does not depend on its last token"):
+        reward.check(config, "sdpa", "m")
+
+
 def test_the_padding_is_named_in_the_config_also_in_that_of_the_language_model():
     assert reward.configured({"a": 1, "text_config": {"b": 2}}, pairs()) == {
         "a": 1,

@@ -2,8 +2,8 @@
 
     python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 zero2 zero3 pp2_tp2 --seed 0
 
-A chain is one job of recipes/llama_nano_zero2.py --tiny, which saves at every step: it is killed and started again with the
-same command. Each life makes at least one step. SIGKILL goes to a random rank, now and then to `launch.py` or `deepspeed`; every
+A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), which saves at every step: it is killed and started
+again with the same command. Each life makes at least one step. SIGKILL goes to a random rank, now and then to `launch.py` or `deepspeed`; every
 second kill comes while a checkpoint is written; some lives save in the background. After every kill no process may be left,
 and `latest` must name a checkpoint whose files and tensors are what was saved. The last life runs to the end, where
 losses, weights and optimizer states must equal those of the unbroken run bit for bit.
@@ -42,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, flags
     "zero1": (2, ["--deepspeed_config", "zero1.json"]),
     "zero2": (2, ["--deepspeed_config", "zero2.json"]),
     "zero3": (2, ["--deepspeed_config", "zero3.json"]),
+    "pp2": (2, ["--deepspeed_config", "zero1.json", "--pp", "2", "--tp", "1"]),
     "pp2_tp2": (4, ["--deepspeed_config", "zero1.json", "--pp", "2", "--tp", "2"]),
 }
 MARK = "CHECKPOINT_DRILL"  # an environment variable that every process of a job inherits
@@ -64,6 +65,7 @@ class Chain:
     kills: int
     folder: Path
     random: random.Random
+    recipe: Path = RECIPE
     tally: Counter[str] = field(default_factory=Counter)
     slowest_end: float = 0.0  # seconds from a kill until no process was left
     longest_save: float = 0.2  # seconds
@@ -129,7 +131,7 @@ def parent(pid: int) -> int:
 def start(chain: Chain, run: str, *flags: str) -> Job:
     ranks, own = LAYOUTS[chain.layout]
     deepspeed = Path(sys.executable).parent / "deepspeed"
-    command = [str(deepspeed), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(RECIPE), "--tiny", *own]
+    command = [str(deepspeed), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(chain.recipe), "--tiny", *own]
     command += ["--steps", str(chain.steps), "--out", run, "--save_every", "1", "--eval_every", "0", "--keep", "3", "--no-wandb", *flags]
     mark = f"{chain.folder}:{time.monotonic_ns()}"
     log = chain.folder / f"{run}_{time.monotonic_ns()}.log"
@@ -272,19 +274,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=200, help="in all (default: %(default)s; 15 to 60 s each on two cores)")
     parser.add_argument("--chain", type=int, default=25, help="kills of one job, at most (default: %(default)s)")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="whose --tiny is run (default: recipes/llama_nano_zero2.py)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="taken in turn (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and targets (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the jobs run (default: a temporary folder, removed if all went well)")
     arguments = parser.parse_args(argv)
     if arguments.kills < 1 or arguments.chain < 1:
         parser.error("--kills and --chain are at least 1")
+    if not arguments.recipe.is_file():
+        parser.error(f"--recipe {arguments.recipe} is no file: name one of recipes/")
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="drill_checkpoint_"))
     chains: list[Chain] = []
     broken = 0
     for number, first in enumerate(range(0, arguments.kills, arguments.chain)):
         layout = arguments.layouts[number % len(arguments.layouts)]
         kills = min(arguments.chain, arguments.kills - first)
-        chains.append(Chain(layout, kills, folder / f"{number:03d}_{layout}", random.Random(f"{arguments.seed} {number}")))
+        chains.append(Chain(layout, kills, folder / f"{number:03d}_{layout}", random.Random(f"{arguments.seed} {number}"), arguments.recipe.resolve()))
         try:
             drill(chains[-1])
         except Broken as error:

@@ -57,9 +57,10 @@ def measure(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 def check(model_config: dict[str, Any], attention: str, name: str) -> str:
-    """Raises `Refusal` for a model whose number for a row changes with the padding behind it. Returns "", or why this could not be looked at.
+    """Raises `Refusal` for a model whose number for a row changes with the padding behind it, or does not with its last token.
 
-    Such are models that attend both ways, since no mask of padding is given, and those that read another place.
+    The former are models that attend both ways, since no mask of padding is given; the latter read the first place, from which a
+    causal one has seen nothing of the answer. Returns "", or why this could not be looked at.
     """
     kind, facts = model_config["model_type"], TASKS["reward"]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -68,16 +69,21 @@ def check(model_config: dict[str, Any], attention: str, name: str) -> str:
             model: Any = small_copy(model_config, facts, name).eval()
             ids = EXAMPLES["input_ids"](model.config)
             padded = torch.cat([ids, ids.new_full((len(ids), PADS), model.config.get_text_config().pad_token_id)], 1)
-            alone, behind = (
-                model(input_ids=rows, position_ids=torch.arange(rows.shape[1]).expand(len(rows), -1), **facts.constants).logits for rows in (ids, padded)
+            ending = torch.cat([ids[:, :-1], ids[:, -1:] + 1], 1)
+            alone, behind, other = (
+                model(input_ids=rows, position_ids=torch.arange(rows.shape[1]).expand(len(rows), -1), **facts.constants).logits
+                for rows in (ids, padded, ending)
             )
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
             told = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {str(error)[:200]}"
             return f"not known whether a {kind} ignores the padding of a row: {told}"
     if alone.shape != (len(ids), 1) or not (alone - behind).abs().max() <= READS_PADS_FROM * alone.abs().max():
         rule = f"the number that a {kind} gives an answer changes with the padding behind it"
-        raise refuse(f"model = {name}", rule, "use a decoder of recipes/SUPPORT.md")
-    return ""
+    elif torch.equal(alone, other):
+        rule = f"the number that a {kind} gives an answer does not depend on its last token"
+    else:
+        return ""
+    raise refuse(f"model = {name}", rule, "use a decoder of recipes/SUPPORT.md")
 
 
 TASK = Task(
