@@ -36,6 +36,8 @@ class Engine(Protocol):
     # Calls a function once a step, between the last backward pass and the optimizer: every gradient is there, summed over
     # the ranks and not yet clipped, and no weight has changed. What is added later acts earlier.
     before_step: Callable[[Callable[[], None]], None]
+    # Calls a function once a step, after the optimizer, with whether the weights have changed: no where a gradient overflowed.
+    after_step: Callable[[Callable[[bool], None]], None]
     # (step folder, blueprint, layout, whether a copy is to be written later) -> what this rank wrote, or is to write, and
     # where: (None, file) or (value, file). A collective; it raises what a disk raises only when it has taken part in all of it.
     save_states: Callable[[Path, Any, Any, bool], list[tuple[Any, Path]]]

@@ -23,6 +23,8 @@ CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
 LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
 EXPORT = "hf"  # the trained model as Hugging Face files
 
+OF_NORMS = ", which its BatchNorm took its statistics of"
+STATISTICS = "micro_batch"  # is part of a run whose model has BatchNorm: its rows are normalised together
 # What a run is made of: a run folder is continued only if these are the same.
 IDENTITY = (
     *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "image_field", "label_field", "augment"),
@@ -38,29 +40,42 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
         return None
     now = identity(recipe, model_config)
     if recipe.resume != "auto":
-        return _chosen(recipe.resume, out, now)
+        return _chosen(recipe.resume, recipe.micro_batch, out, now)
     if (before := _saved_identity(out)) is None:
         return None
+    now |= _statistics(recipe.micro_batch, before)
     others = [name for name in now if before.get(name) != now[name]]
     others.sort(key=lambda name: name not in typed)  # the flags that the user typed come first
     if "steps" in others and "warmup_steps" not in typed:  # warmup_steps was lowered with steps, and will be again
         others = [name for name in others if name != "warmup_steps"]
     if not others:
         return out
-    ways = f"start a new run with --out NEW, accept the differences with --resume {out}, or put the old run aside with --resume never"
+    accepts = "" if STATISTICS in others else f"accept the differences with --resume {out}, "
+    ways = f"start a new run with --out NEW, {accepts}or put the old run aside with --resume never"
     if tiny != _saved(out).get("recipe", {}).get("tiny", tiny):
         where, rule, other = ("--tiny", "was begun without it", "leave it out") if tiny else ("no --tiny", "is a trial with --tiny", "add --tiny")
         raise refuse(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
-    flags = shlex.join(
-        word for name in others if name in (*IDENTITY, *OF_TASKS) and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name]))
-    )
-    problems = [Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}", "see the ways on above") for name in others]
+    own = (*IDENTITY, *OF_TASKS, STATISTICS)
+    flags = shlex.join(word for name in others if name in own and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name])))
+    taken = {STATISTICS: OF_NORMS}
+    problems = [
+        Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}{taken.get(name, '')}", "see the ways on above")
+        for name in others
+    ]
     raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
 
 
-def _chosen(resume: str, out: Path, now: dict[str, Any]) -> Path:
-    """Returns the run or step folder that `--resume PATH` names. Raises `Refusal` if its model is another one, or if `out` holds another run."""
+def _statistics(micro_batch: int, before: dict[str, Any]) -> dict[str, int]:
+    """Returns what a run is made of besides, if the one before it was made of its micro-batch, too."""
+    return {STATISTICS: micro_batch} if STATISTICS in before else {}
+
+
+def _chosen(resume: str, micro_batch: int, out: Path, now: dict[str, Any]) -> Path:
+    """Returns the run or step folder that `--resume PATH` names.
+
+    Raises `Refusal` if its model or, with BatchNorm, its micro-batch is another one, or if `out` holds another run.
+    """
     chosen = Path(resume)
     is_run = (chosen / CHECKPOINTS).is_dir()
     if not is_run and not (chosen / "manifest.json").is_file():
@@ -74,6 +89,9 @@ def _chosen(resume: str, out: Path, now: dict[str, Any]) -> Path:
     if before and before.get(same) != now[same]:
         rule = f"the checkpoint in {chosen} is of another model, {before.get('model')}"
         raise refuse(f"model = {now['model']}", rule, f"use --model {before.get('model')}, or start anew with --out NEW")
+    if before and before.get(STATISTICS, micro_batch) != micro_batch:
+        rule = f"the checkpoint in {chosen} has {before[STATISTICS]}{OF_NORMS}"
+        raise refuse(f"{STATISTICS} = {micro_batch}", rule, f"go on with --{STATISTICS} {before[STATISTICS]}, or begin anew from its export with --out NEW")
     return chosen
 
 
@@ -115,12 +133,13 @@ def _saved(run: Path) -> dict[str, Any]:
         raise refuse(f"{run}/{FACTS}", "is damaged", "start a new run with --out NEW, or put this one aside with --resume never") from None
 
 
-def identity(recipe: Recipe, model_config: dict[str, Any] | None) -> dict[str, Any]:
-    """Lists what a run is made of, as run.json keeps it and a resume compares it; a model in a folder adds a hash of its `model_config`.
+def identity(recipe: Recipe, model_config: dict[str, Any] | None, has_norms: bool = False) -> dict[str, Any]:
+    """Lists what a run is made of, as run.json keeps it and a resume compares it; a model in a folder adds a hash of its `model_config`, one with BatchNorm its micro-batch.
 
     A hub id has no such hash: its config.json is the one we ship (or none) at the first start, and the hub's own once it is downloaded.
     """
-    found = {name: getattr(recipe, name) for name in (*IDENTITY, *(name for name in OF_TASKS if recipe.task in own_fields()[name]))}
+    of_task = (name for name in OF_TASKS if recipe.task in own_fields()[name])
+    found = {name: getattr(recipe, name) for name in (*IDENTITY, *of_task, *([STATISTICS] if has_norms else []))}
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()[:16]
     return found

@@ -281,9 +281,10 @@ def test_the_size_of_a_head_is_found_under_other_names():
 
 def test_a_task_without_packed_rows_keeps_sdpa():
     facts = TASKS["image_classification"]
-    assert choose_attention("auto", {}, "m", facts, torch.float32, CPU) == ("sdpa", "")
+    for kind, expected in (("vit", "sdpa"), ("deit", "sdpa"), ("resnet", "eager")):  # DeiT has two classes, ResNet no attention
+        assert choose_attention("auto", {"model_type": kind}, "m", facts, torch.float32, CPU) == (expected, "")
     with pytest.raises(Refusal, match="rows of packed documents"):
-        choose_attention("varlen", {}, "m", facts, torch.float32, CPU)
+        choose_attention("varlen", {"model_type": "vit"}, "m", facts, torch.float32, CPU)
 
 
 def test_a_row_is_refused_where_auto_needs_a_mask_after_all():

@@ -66,19 +66,30 @@ def test_an_unknown_type_is_refused():
 
 
 def test_the_batches_of_a_task_are_those_that_its_models_take():
-    """Two pictures of the model's size, so that a batch normalisation has something to normalise."""
+    """Pictures of the model's size; as many as make a batch normalisation of one pixel well conditioned."""
     import torch
 
-    texts = support_matrix.batches_of("pretrain", support_matrix.tiny_model_config("pretrain", "llama"))
+    texts = support_matrix.batches_of("pretrain", support_matrix.tiny_model_config("pretrain", "llama"), 1)
     assert len(texts) == support_matrix.BATCHES and {batch["input_ids"].shape for batch in texts} == {(1, support_matrix.SEQ_LEN)}
-    for model_type in ("vit", "clip", "resnet"):
+    for model_type, rows in (("vit", 2), ("clip", 2), ("resnet", 16)):
         config = support_matrix.tiny_model_config("image_classification", model_type)
-        batches = support_matrix.batches_of("image_classification", config)
-        again = support_matrix.batches_of("image_classification", config)
-        assert [{name: tensor.shape for name, tensor in batch.items()} for batch in batches] == [{"pixel_values": (2, 3, 32, 32), "labels": (2,)}] * 4
+        recipe = support_matrix.recipe_of("image_classification", model_type)
+        assert (recipe.micro_batch, recipe.global_batch) == (rows, 4 * rows)
+        batches = support_matrix.batches_of("image_classification", config, rows)
+        again = support_matrix.batches_of("image_classification", config, rows)
+        assert [{name: tensor.shape for name, tensor in batch.items()} for batch in batches] == [{"pixel_values": (rows, 3, 32, 32), "labels": (rows,)}] * 4
         assert all(torch.equal(batch[name], other[name]) for batch, other in zip(batches, again, strict=True) for name in batch)
         assert all(0 <= label < config["num_labels"] == 10 for batch in batches for label in batch["labels"])
     assert config.get("drop_path_rate", 0.0) == 0.0
+
+
+def test_only_models_with_a_batch_normalisation_are_made_smooth():
+    from torch import nn
+
+    for normed in (True, False):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2) if normed else nn.LayerNorm(2), nn.Sequential(nn.ReLU(), nn.GELU()))
+        support_matrix.smooth(model)
+        assert [type(module) for module in model[2]] == [nn.SiLU if normed else nn.ReLU, nn.GELU]
 
 
 def test_image_classifiers_have_a_page_of_their_own():
@@ -101,7 +112,7 @@ def test_image_classifiers_have_a_page_of_their_own():
 
 def test_the_page_of_masked_language_models_says_what_was_run():
     """Which tokens are hidden is drawn, the mask stands for them, and nothing else has a label; a cell's micro-batches say where documents begin."""
-    batches = support_matrix.batches_of("masked_lm", support_matrix.tiny_model_config("masked_lm", "bert"))
+    batches = support_matrix.batches_of("masked_lm", support_matrix.tiny_model_config("masked_lm", "bert"), 1)
     for batch in batches:
         hidden = batch["labels"] != -100
         assert 0.1 < hidden.float().mean() < 0.5 and (batch["input_ids"][hidden] == 1).all() and (batch["labels"][hidden] > 2).all()

@@ -1,22 +1,26 @@
 """Which plan cuts a model, which parameters decay, and which gradients have to be summed though no plan names them."""
 
+import copy
+
 import pytest
 import torch
 from recipekit.architectures.families import tiny_config
+from recipekit.model.build import build_model
 from recipekit.model.describe import draft
-from recipekit.model.empty import empty_model
+from recipekit.model.empty import empty_model, recompute
 from recipekit.model.small import summed_gradients
 from recipekit.optim.groups import parameter_groups
 from recipekit.parallel import pipeline
 from recipekit.parallel import tensor as tensor_parallel
 from recipekit.parallel.partial import partial_gradients
 from recipekit.parallel.plans import plans_of, published_plans
+from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.tasks.facts import TASKS, Plans
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-FACTS = TASKS["pretrain"]
+FACTS, PICTURES = TASKS["pretrain"], TASKS["image_classification"]
 GPT2 = Plans(
     pp={"*.wte": "first", "*.wpe": "first", "*.h": "split", "*.h.*": "last", "*.ln_f": "last", "*.absent": "last"},
     tp={"*.h.*.attn.c_attn": "colwise", "*.absent": "rowwise"},
@@ -101,11 +105,92 @@ def test_the_blocks_of_several_lists_make_one_chain():
     assert pipeline.chain(model, plan) == ("stages.0.layers.0", "stages.1.layers.0", "stages.1.layers.1", "decoder.0")
 
 
+def of_pictures(kind: str) -> PreTrainedModel:
+    return empty_model(tiny_config(kind, 0, "image_classification"), "eager", auto_class=PICTURES.auto_class)
+
+
+@pytest.mark.parametrize("kind", ["resnet", "regnet"])
+def test_stages_that_are_nothing_but_lists_make_one_chain(kind):
+    """By the plan of the task, or when a recipe names the list of stages or each list in it."""
+    model = of_pictures(kind)
+    inside = [f"{kind}.encoder.stages.{stage}.layers" for stage in range(4)]
+    expected = tuple(f"{name}.{block}" for name in inside for block in range(2))
+    plan = plans_of(model, Plans(), PICTURES.plans).pp
+    assert plan == {f"{kind}.embedder": "first", f"{kind}.encoder.stages": "split", "classifier": "last"}
+    assert pipeline.chain(model, plan) == expected == pipeline.chain(model, dict.fromkeys(inside, "split"))
+    places = {tensor.name: tensor.place for tensor in draft(model, plans_of(model, Plans(), PICTURES.plans)).tensors}
+    assert {places[f"{kind}.encoder.stages.2.layers.1.layer.0.normalization.{name}"] for name in ("weight", "running_mean", "num_batches_tracked")} == {"5"}
+    assert {place for name, place in places.items() if name.startswith(f"{kind}.embedder.")} == {"first"}
+
+
+@pytest.mark.parametrize("kind", ["resnet", "regnet"])
+def test_the_stages_of_a_chain_compute_what_the_whole_model_does(kind):
+    """Logits and the gradient of every parameter, cut before each block, in fp64: in fp32 a ReLU whose input is near zero rounds to either side."""
+    config, facts = tiny_config(kind, 0, "image_classification"), PICTURES
+    recipe = Recipe(model="none", init="random", task="image_classification")
+    made = [build_model(recipe, config, None, {}, torch.device("cpu")) for _ in range(3)]
+    plan, pictures = plans_of(made[0].model, Plans(), facts.plans).pp, torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    whole = made[0].model.double()
+    expected = whole(pictures).logits
+    expected.square().sum().backward()
+    for border in range(1, 8):
+        stages = [copy.deepcopy(one.model).double() for one in made[1:]]
+        split = pipeline.Split(pipeline.chain(whole, plan), tuple(name for name in plan if plan[name] == "first"), ("classifier",), (0, border, 8), False)
+        for stage, model in enumerate(stages):
+            pipeline.cut(model, split, stage, torch.float64, facts)
+        sent = stages[0]((pictures,))
+        received = tuple(value.detach().requires_grad_() for value in sent)
+        logits = stages[1](received)
+        logits.square().sum().backward()
+        torch.autograd.backward(sent, [value.grad for value in received])
+        assert torch.allclose(logits, expected, rtol=1e-12)
+        gradients = {name: value.grad for model in stages for name, value in model.named_parameters() if value.grad is not None}
+        assert gradients.keys() == {name for name, _ in whole.named_parameters()}
+        assert all((value.grad - gradients[name]).norm() <= 1e-11 * value.grad.norm() for name, value in whole.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["convnext", "swin", "hgnet_v2", "segformer", "hiera"])
+def test_stages_with_modules_between_their_blocks_make_no_chain(kind):
+    assert plans_of(of_pictures(kind), Plans(), PICTURES.plans).pp == {}
+
+
+def test_what_transformers_does_not_draw_is_drawn_as_torch_does_it():
+    """The biases of RegNet's convolutions have no initialiser in transformers 5.22; left as they are made they would be whatever the memory held."""
+    recipe = Recipe(model="none", init="random", task="image_classification")
+    config = tiny_config("regnet", 0, "image_classification")
+    one, other = (dict(build_model(recipe, config, None, {}, torch.device("cpu")).model.named_parameters()) for _ in range(2))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    biases = [name for name in one if name.endswith((".attention.0.bias", ".attention.2.bias"))]
+    bounds = [one[name.replace("bias", "weight")].shape[1] ** -0.5 for name in biases]
+    assert len(biases) == 16 and all(0 < one[name].abs().max() <= bound for name, bound in zip(biases, bounds, strict=True))
+
+
+def kept_by(**how: int) -> tuple[int, list[torch.Tensor | None]]:
+    """(bytes that a forward pass of ResNet keeps for its backward, gradients), in plain PyTorch."""
+    config = tiny_config("resnet", 0, "image_classification")
+    recipe = Recipe(model="none", init="random", task="image_classification", **how)
+    model = build_model(recipe, config, None, {}, torch.device("cpu")).model
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+        loss = model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))).logits.sum()
+    loss.backward()
+    return sum(sizes), [parameter.grad for parameter in model.parameters()]
+
+
+def test_layers_are_recomputed_where_transformers_has_no_such_layers():
+    """Every third block keeps its input only; a model whose layers are in no list is refused."""
+    (whole, expected), (less, gradients), (least, others) = kept_by(), *(kept_by(activation_checkpointing=True, checkpoint_every=every) for every in (3, 1))
+    assert 0 < least < 0.8 * less < 0.8 * 0.8 * whole and all(map(torch.equal, gradients, expected)) and all(map(torch.equal, others, expected))
+    with pytest.raises(Refusal, match=r"activation_checkpointing = True: transformers recomputes no layers of a .*, and it has no list of layers"):
+        recompute(Small(twice=False), 1)
+
+
 def test_a_hollow_module_has_no_parameters_and_no_saved_buffers():
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     pipeline.hollow(module, torch.bfloat16, lambda x: x)
     assert not list(module.parameters()) and not module.state_dict() and module("in") == "in"
     assert module[0].weight.dtype == torch.bfloat16 and module[1].running_mean.shape == (3,)
+    module.load_state_dict({})  # to which torch's BatchNorm adds what a hollow one does not have
 
 
 @pytest.mark.parametrize(

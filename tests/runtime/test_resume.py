@@ -437,6 +437,25 @@ def test_a_model_folder_that_holds_another_model_now_is_refused(tmp_path: Path, 
             make_plan(parse(recipe, Path("resume.py"), ["--resume", resume]))
 
 
+def test_with_batch_norm_the_micro_batch_is_part_of_the_run(tmp_path: Path) -> None:
+    """Its rows were normalised together; of another model it may change."""
+    out = tmp_path / "run"
+    recipe = dataclasses.replace(BASE, out=str(out), init="random", tokenizer="bytes", micro_batch=2, global_batch=8)
+    first = make_plan(parse(recipe, Path("resume.py"), []))
+    (out / "checkpoints").mkdir(parents=True)
+    for has_norms in (False, True):
+        (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config, has_norms)}))
+        assert make_plan(parse(recipe, Path("resume.py"), [])).resume_from == out
+        for resume in ("auto", str(out)):
+            again = parse(recipe, Path("resume.py"), ["--micro_batch", "4", "--resume", resume])
+            if has_norms:
+                said = r"micro_batch = 4: the (run|checkpoint) in .* has 2, which its BatchNorm took its statistics of; go on with --micro_batch 2"
+                with pytest.raises(Refusal, match=said):
+                    make_plan(again)
+            else:
+                assert make_plan(again).resume_from == out
+
+
 def test_a_path_that_is_no_run_is_refused(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refusal, match="neither a run folder nor a step folder"):
         planned(monkeypatch, tmp_path / "new", "--resume", tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
-ZERO = ["zero0", "zero1", "zero2", "zero3", "zero3_hosts"]
+ZERO = ["zero0", "zero1", "zero1_sgd", "zero2", "zero3", "zero3_hosts"]
 OFFLOAD = {"cpu": ["zero2_cpu", "zero3_cpu"], "nvme": ["zero3_nvme"]}
 LR, WEIGHT_DECAY, ROWS, ACCUMULATION = 7e-4, 0.07, 2, 2
 
@@ -47,7 +47,9 @@ def check(report: dict[str, dict[str, Any]], names: list[str], ranks: int) -> No
         assert seen["steps"] == 2 and all(0 < loss < 10 for loss in seen["losses"]), seen
         assert (seen["lr"], seen["weight_decay"], seen["dtype"]) == (LR, WEIGHT_DECAY, "torch.bfloat16"), seen
         assert (seen["train_batch_size"], seen["micro_batch"], seen["accumulation"]) == (ROWS * ACCUMULATION * ranks, ROWS, ACCUMULATION), seen
-        assert seen["gradient_clipping"] == 1.0 and seen["optimizer"] == ("AdamW" if name in ZERO else "DeepSpeedCPUAdam"), seen
+        assert seen["gradient_clipping"] == 1.0 and seen["optimizer"] == ("SGD" if name == "zero1_sgd" else "AdamW" if name in ZERO else "DeepSpeedCPUAdam"), (
+            seen
+        )
         assert '"auto"' not in seen["config"], seen["config"]
 
 

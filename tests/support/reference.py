@@ -62,6 +62,7 @@ class Plain:
     right: Callable[[Any, dict[str, torch.Tensor]], list[float]] = lambda model, batch: []
     every_step: bool = False  # `right` of each step's rows, too
     count: Callable[[list[dict[str, torch.Tensor]]], int] = num_labels  # what the loss is a mean over
+    watch: Callable[[Any], Callable[[], None]] = lambda model: lambda: None  # (the model, before it trains) -> what is called after each step
 
 
 def tokenizer_of(recipe: Recipe) -> Any:
@@ -83,6 +84,7 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
     """
     torch.manual_seed(0)
     model = model_module.build_model(recipe, model_config, None, {"bf16": {"enabled": bf16}}, torch.device("cpu")).model
+    after_step = plain.watch(model)
     masters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if bf16:
         drawn = model_module.build_model(recipe, model_config, None, {}, torch.device("cpu")).model if whole_masters else model
@@ -125,6 +127,7 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
                 with torch.no_grad():
                     for name, parameter in model.named_parameters():
                         parameter.copy_(masters[name])
+            after_step()
             trained.losses.append(total)
             trained.grad_norms.append(norm.item())
     if recipe.eval_every:

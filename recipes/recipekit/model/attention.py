@@ -14,7 +14,7 @@ from ..strategy.divisions import check_dense_mask
 from ..tasks.facts import PACKED, Facts
 from .both_ways import choose_both_ways
 from .device import unfit_here
-from .empty import config_of, construct
+from .empty import class_of, config_of, construct
 from .small import once_a_config
 
 VOCABULARY = 264  # of the tiny copy
@@ -39,7 +39,7 @@ def choose_attention(
     if facts.rows != PACKED:
         if wanted == VARLEN:
             raise refuse("attention = varlen", "is for rows of packed documents, and this task has none", "leave it out")
-        return "sdpa", ""
+        return ("sdpa" if class_of(config_of(model_config, name), facts.auto_class)._supports_sdpa else "eager"), ""
     reason = unfit_here(model_config, dtype, device) or unfit(model_config, name)
     if not reason:
         return VARLEN, ""

@@ -25,6 +25,7 @@ from ..refusal import refuse
 from ..strategy.numbers import enabled
 from ..tasks.facts import TASKS, Plans
 from .attention import choose_attention
+from .batch_norm import norms_of
 from .describe import draft, with_files
 from .empty import empty_model, leaf_modules
 from .head import give_losses_where_exact
@@ -41,7 +42,7 @@ class Built:
     which of them are tensor-parallel shards and how. `weights` are the files they were read from, None after a random init.
     `architecture` is the name of the model's class in transformers; `attention` is what it computes with, and `note` says why
     that is not varlen, if it is not. `why_logits`: None where the model gives the losses of tokens if it gets labels, else
-    why not ("": as it was asked for).
+    why not ("": as it was asked for). `has_norms`: the whole model has BatchNorm, which model/batch_norm.py computes.
     """
 
     architecture: str
@@ -55,6 +56,7 @@ class Built:
     blueprint: Blueprint
     plans: Plans
     why_logits: str | None = ""
+    has_norms: bool = False
 
     @property
     def model(self) -> PreTrainedModel:
@@ -72,13 +74,13 @@ def build_model(
     """Builds the model of a recipe: its weights drawn or read, cut to this rank's stages and tensor shard and, under ZeRO-3, partitioned.
 
     The weights are filled in one part (a layer, an embedding) after the other, so that no rank ever holds more than one
-    whole part besides what it keeps; without `groups` all on one process. `divide` is called with each layer that is filled,
+    whole part besides what it keeps; without `groups` all on one process, and transformers' model as it is. `divide` is called with each layer that is filled,
     and with the model at the end. A collective under ZeRO-3 and with `divide`. Raises `Refusal` if the files lack a parameter.
     """
     dtype, facts = dtype_of(ds_config), TASKS[recipe.task]
     where = computed_in(recipe.engine, recipe.precision, dtype), device, (recipe.micro_batch, recipe.seq_len)
     attention, note = choose_attention(recipe.attention, model_config, recipe.model, facts, *where)
-    empty = partial(empty_model, model_config, attention, recipe.model, recipe.recompute_every, facts.auto_class)
+    empty = partial(empty_model, model_config, attention, recipe.model, recipe.recompute_every, facts.auto_class, groups is not None)
     whole = empty()
     architecture = type(whole).__name__  # `divide` may give the model another class
     if groups and groups.mesh.sp > 1:
@@ -120,7 +122,7 @@ def build_model(
     elif weights is not None and not recipe.labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
     by_id = {id(parameter): name for name, parameter in filled.items()}
-    return Built(architecture, attention, note, models, cuts, by_id, weights, split, blueprint, plans, why_logits)
+    return Built(architecture, attention, note, models, cuts, by_id, weights, split, blueprint, plans, why_logits, bool(norms_of(whole)))
 
 
 def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:

@@ -2,18 +2,22 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..parallel.plans import unfolded
 from ..refusal import refuse
 from ..tasks.facts import TASKS
+from .batch_norm import replace_norms
 
 CAUSAL, MASKED = TASKS["pretrain"].auto_class, TASKS["masked_lm"].auto_class
 
@@ -35,13 +39,15 @@ def leaf_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def empty_model(model_config: dict[str, Any], attention: str = "sdpa", name: str = "", recompute_every: int = 0, auto_class: str = CAUSAL) -> PreTrainedModel:
+def empty_model(
+    model_config: dict[str, Any], attention: str = "sdpa", name: str = "", recompute_every: int = 0, auto_class: str = CAUSAL, own_norms: bool = False
+) -> PreTrainedModel:
     """Makes the model of a config.json with its parameters on the meta device, its buffers real, its embeddings tied.
 
     `name`, a hub id or folder, is what a refusal calls the model. Every `recompute_every`-th layer is recomputed in the
-    backward pass. The attribute `made` of the model holds the constructors' values of small parameters, by name: needed
-    for the few that no initialiser sets (Apertus' activation), the rest is uninitialised memory. Raises `Refusal` for an
-    attention implementation that the model does not have.
+    backward pass. `own_norms`: its BatchNorm is that of batch_norm.py. The attribute `made` of the model holds the
+    constructors' values of small parameters, by name: needed for the few that no initialiser sets (Apertus' activation),
+    the rest is uninitialised memory. Raises `Refusal` for an attention implementation that the model does not have.
     """
     with no_init_weights(), parameters_on_meta() as small:
         model = construct(config_of(model_config, name), attention, name, auto_class)
@@ -53,12 +59,37 @@ def empty_model(model_config: dict[str, Any], attention: str = "sdpa", name: str
     }
     model.made = made
     model.tie_weights()
+    if own_norms:
+        replace_norms(model)
     if recompute_every:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        checkpointed = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        for number, layer in enumerate(checkpointed):
-            layer.gradient_checkpointing = number % recompute_every == 0
+        recompute(model, recompute_every)
     return model
+
+
+def recompute(model: PreTrainedModel, every: int) -> None:
+    """Makes every so manyth layer of a model keep its input only, and compute the rest again in the backward pass.
+
+    Where transformers has no such layers (ResNet), they are the elements of the model's lists. Raises `Refusal` for a model without either.
+    """
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for number, layer in enumerate(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+            layer.gradient_checkpointing = number % every == 0
+        return
+    if not (blocks := blocks_of(model)):
+        rule = f"transformers recomputes no layers of a {model.config.model_type}, and it has no list of layers"
+        raise refuse("activation_checkpointing = True", rule, "leave it out")
+    for name in blocks[::every]:
+        block = model.get_submodule(name)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Names the layers of a model: the elements of each of its outermost lists, or of the lists that these hold and nothing else."""
+    modules = dict(model.named_modules())
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return [f"{inner}.{child}" for name in outermost for inner in unfolded(name, modules) for child, _ in modules[inner].named_children()]
 
 
 def config_of(model_config: dict[str, Any], name: str = "") -> PreTrainedConfig:
@@ -70,6 +101,13 @@ def config_of(model_config: dict[str, Any], name: str = "") -> PreTrainedConfig:
     except (ValueError, TypeError, StrictDataclassError) as error:
         rule = f"transformers {transformers.__version__} does not take its config.json: {' '.join(str(error).split())}"
         raise refuse(f"model = {name}", rule, "mend the value") from None
+
+
+def class_of(config: PreTrainedConfig, auto_class: str) -> Any:
+    """Finds the class of the model that an Auto class of transformers makes of a config: of several (DeiT) the first that config.json names, else the first."""
+    found: Any = getattr(transformers, auto_class)._model_mapping[type(config)]
+    kinds = found if isinstance(found, tuple) else (found,)
+    return next((kind for name in config.architectures or () for kind in kinds if kind.__name__ == name), kinds[0])
 
 
 def construct(config: PreTrainedConfig, attention: str, name: str = "", auto_class: str = CAUSAL) -> PreTrainedModel:

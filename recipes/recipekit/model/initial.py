@@ -131,6 +131,7 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
             if first is not None:
                 torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}:{first}".encode(), digest_size=8).digest(), "little") >> 1)
                 owner[id(module)]._init_weights(module)
+                _draw_the_rest(module)
     for (module, key), parameter in filled.items():
         module._parameters[key] = parameter
     values, made = {}, cast(dict[str, torch.Tensor], model.made)
@@ -145,6 +146,18 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
             values[full] = drawn
             module._parameters[key] = meta[module, key]
     return values
+
+
+def _draw_the_rest(module: nn.Module) -> None:
+    """Draws what transformers' initialiser leaves of a module of torch's own as its constructor does: the biases of RegNet's convolutions."""
+    own = dict(module.named_parameters(recurse=False))
+    left = [key for key, value in own.items() if not value.is_meta and value.isnan().any()]  # on the meta device: tied to an earlier part, and drawn
+    reset = getattr(module, "reset_parameters", None)
+    if left and reset is not None and type(module).__module__.startswith("torch.nn."):
+        drawn = {key: value.clone() for key, value in own.items() if key not in left}
+        reset()
+        for key, value in drawn.items():
+            own[key].copy_(value)
 
 
 def _init_owners(model: PreTrainedModel) -> Iterator[tuple[Any, nn.Module]]:

@@ -24,6 +24,7 @@ class DeepSpeedEngine(Protocol):
     clip_fp32_gradients: Callable[[], None]
 
     def gradient_clipping(self) -> float: ...
+    def was_step_applied(self) -> bool: ...
 
 
 def undo_hidden_step(engine: DeepSpeedEngine) -> None:
@@ -51,6 +52,17 @@ def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:
     def acting(*args: Any) -> None:
         act()
         take_step(*args)
+
+    engine._take_model_step = acting
+
+
+def after_step(engine: DeepSpeedEngine, act: Callable[[bool], None]) -> None:
+    """Calls `act` once a step, after the optimizer, with whether the weights have changed: DeepSpeed skips the step of a gradient that overflows."""
+    take_step = engine._take_model_step
+
+    def acting(*args: Any) -> None:
+        take_step(*args)
+        act(engine.was_step_applied())
 
     engine._take_model_step = acting
 

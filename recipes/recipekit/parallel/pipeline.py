@@ -17,13 +17,14 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from ..refusal import refuse
 from ..tasks.facts import Facts
 from .blueprint import Blueprint, stage_bounds, stages_of
 from .groups import Groups
-from .plans import ends_of, tied
+from .plans import ends_of, tied, unfolded
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Split:
 
 
 def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
-    """Names the blocks of a pipeline in the order of the forward pass: the children of each module list that a plan splits.
+    """Names the blocks of a pipeline in the order of the forward pass: the children of each module list that a plan splits,
+    or, where these are stages that hold a list each, the children of those.
 
     Raises `Refusal`, with the lines to write, for a model without a plan, and for a plan that does not fit the model.
     """
@@ -61,7 +63,7 @@ def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
     for name in lists:
         if not isinstance(modules[name], nn.ModuleList | nn.Sequential):
             raise refuse(f"pp_plan: {name}", f"is a {type(modules[name]).__name__}, which has no blocks to split", "name a list of layers")
-    return tuple(f"{name}.{child}" for name in lists for child, _ in modules[name].named_children())
+    return tuple(f"{inner}.{child}" for name in lists for inner in unfolded(name, modules) for child, _ in modules[inner].named_children())
 
 
 def _guess(model: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
@@ -123,6 +125,8 @@ def hollow(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], k
             inner.register_buffer(key, torch.empty(0, dtype=dtype), persistent=False)  # goes to the device with the others
         for key, buffer in inner.named_buffers(recurse=False):
             inner.register_buffer(key, buffer, persistent=False)  # a checkpoint has it from the stage that it belongs to
+        if isinstance(inner, _BatchNorm):
+            inner.track_running_stats = False  # else torch 2.13 puts num_batches_tracked into the state that it loads (_NormBase, of version 1)
     module.forward = forward  # type: ignore[method-assign]
 
 

@@ -81,8 +81,8 @@ def _with_head(plan: Mapping[str, str], given: Mapping[str, str], modules: dict[
 def _outermost(given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
     """Takes what a task's plan names in a model, but for modules inside others that it names.
 
-    {} unless there is exactly one list to split, in no other list, and without one in its elements: between the stages of
-    Swin or ConvNeXt pictures change their form, which a plan of a task says nothing of.
+    {} unless there is exactly one list to split, in no other list, and without one in its blocks: between the stages of
+    Swin or ConvNeXt lie modules that change the form of pictures, which a plan of a task says nothing of.
     """
     plan: dict[str, str] = {}
     for pattern, place in given.items():
@@ -95,9 +95,24 @@ def _outermost(given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
     return {name: place for name, place in plan.items() if name not in inside} if [*plan.values()].count("split") == 1 else {}
 
 
+def unfolded(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Names the lists that hold the blocks of a list: itself, or, if each of its elements is nothing but a sequence (the stages of ResNet), those.
+
+    What is in an `nn.Sequential` runs in order, each on what the one before it returns. A ModuleList is run as its holder
+    likes: Hiera's stages hand their blocks two things.
+    """
+    inner = []
+    for child, element in modules[name].named_children():
+        (first, listed), *others = [*element.named_children(), ("", None)]
+        if len(others) == 1 and type(listed) is nn.Sequential and not any(True for _ in element.parameters(recurse=False)):
+            inner.append(f"{name}.{child}.{first}")
+    return inner if len(inner) == len(list(modules[name].children())) else [name]
+
+
 def _is_plain_list(name: str, modules: dict[str, nn.Module]) -> bool:
     lists = [other for other, module in modules.items() if isinstance(module, nn.ModuleList)]
-    return name in lists and not any(name.startswith(f"{other}.") or other.startswith(f"{name}.") for other in lists)
+    inside = {other for other in lists if other.startswith(f"{name}.")}
+    return name in lists and not any(name.startswith(f"{other}.") for other in lists) and inside <= {*unfolded(name, modules)}
 
 
 def _published_tp(model: PreTrainedModel) -> dict[str, str]:

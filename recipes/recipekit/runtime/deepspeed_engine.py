@@ -11,7 +11,7 @@ from ..checkpoints.deepspeed_io import DeepSpeedStates
 from ..engine import Engine
 from ..model.build import Built
 from ..optim.groups import parameter_groups
-from ..optim.repairs import before_step, keep_grad_norm, undo_hidden_step
+from ..optim.repairs import after_step, before_step, keep_grad_norm, undo_hidden_step
 from ..parallel import pipeline
 from ..parallel.blueprint import describe
 from ..parallel.groups import Groups
@@ -35,5 +35,6 @@ def repaired(made: Any) -> Engine:
     undo_hidden_step(made)
     keep_grad_norm(made)
     states = DeepSpeedStates(made)
-    made.before_step, made.save_states, made.load_states = partial(before_step, made), states.save, states.load
+    made.before_step, made.after_step = partial(before_step, made), partial(after_step, made)
+    made.save_states, made.load_states = states.save, states.load
     return made

@@ -16,6 +16,7 @@ from ..data.files import folder_classes
 from ..data.mixture import domains_of
 from ..data.request import request_of
 from ..engine import Engine
+from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
 from ..model.export import export, save_small_files
 from ..model.weights import fetch_config, published_names, weights_folder
@@ -128,5 +129,9 @@ def make_engine(plan: Plan, built: Built, groups: Groups, device: torch.device, 
     """Makes the recipe's engine around the built model (a collective)."""
     recipe = plan.recipe
     if recipe.engine == "deepspeed":
-        return deepspeed_engine.make(built, groups, plan.ds_config, loss, recipe.pipeline_schedule, say)
-    return torch_engine.make(built, groups, recipe.engine, recipe.precision, plan.ds_config, device)
+        engine = deepspeed_engine.make(built, groups, plan.ds_config, loss, recipe.pipeline_schedule, say)
+    else:
+        engine = torch_engine.make(built, groups, recipe.engine, recipe.precision, plan.ds_config, device)
+    if norms := norms_of(engine.module):
+        engine.after_step(partial(move_statistics, norms, groups.dp_group))
+    return engine

@@ -76,13 +76,13 @@ def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
     return getattr(torch, model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
 
 
-def run_facts(plan: Plan, model_config: dict[str, Any]) -> dict[str, Any]:
-    """Collects everything that made this run, as run.json holds it."""
+def run_facts(plan: Plan, model_config: dict[str, Any], has_norms: bool) -> dict[str, Any]:
+    """Collects everything that made this run, as run.json holds it; `has_norms`: the model has BatchNorm."""
     recipe = {name: value for name, value in vars(plan.recipe).items() if isinstance(value, (str, int, float, bool))}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=plan.command.folder, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "recipe": recipe | {"name": plan.command.name, "tiny": plan.command.tiny},
-        "identity": identity(plan.recipe, plan.model_config),
+        "identity": identity(plan.recipe, plan.model_config, has_norms),
         "mesh": vars(plan.mesh) | {"world": plan.mesh.world, "name": str(plan.mesh)},
         "ds_config": plan.ds_config,
         "model_config": model_config,

@@ -52,6 +52,7 @@ class TorchEngine:
         self.taken = 0  # micro-batches of the step that runs
         self.grad_norm: torch.Tensor | None = None
         self.watchers: list[Callable[[], None]] = []
+        self.followers: list[Callable[[bool], None]] = []
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if isinstance(self.called, DistributedDataParallel):
@@ -90,10 +91,13 @@ class TorchEngine:
         self.scaler.update()
         # zeros, where DDP sums: its gradients are views of its buckets, and stay there
         self.optimizer.zero_grad(set_to_none=self.called is self.module)
+        skipped = self.scaler.get_scale() < scale
         if self.scaler.is_enabled():
-            self.counts |= {"loss_scale": self.scaler.state_dict(), "skipped_steps": self.counts["skipped_steps"] + (self.scaler.get_scale() < scale)}
+            self.counts |= {"loss_scale": self.scaler.state_dict(), "skipped_steps": self.counts["skipped_steps"] + skipped}
         self.counts["global_steps"] += 1
         self.counts["global_samples"] += self.counts["ds_config"]["train_batch_size"]
+        for follow in self.followers:
+            follow(not skipped)
 
     def _grad_norm(self) -> torch.Tensor:
         """Computes the norm of all gradients in fp64, () (a collective where they are divided)."""
@@ -116,6 +120,9 @@ class TorchEngine:
 
     def before_step(self, act: Callable[[], None]) -> None:
         self.watchers.append(act)
+
+    def after_step(self, act: Callable[[bool], None]) -> None:
+        self.followers.append(act)
 
     def train(self) -> None:
         """Makes the model train. FSDP2 leaves the root's weights gathered after a forward without a backward: they are divided again."""

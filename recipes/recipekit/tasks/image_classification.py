@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..data.files import folder_classes
 from ..data.mixture import domains_of
 from ..data.pictures import class_number, opened
 from ..data.request import Request
 from ..hub import in_hub_cache
+from ..model.batch_norm import check_norms
 from ..model.empty import empty_model
 from ..model.small import logits_of, small_copy
 from ..refusal import Refusal, refuse
@@ -277,15 +277,13 @@ def measure(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 def check(model_config: dict[str, Any], attention: str, name: str) -> str:
-    """Raises `Refusal` for a model whose pictures see each other (BatchNorm), and for one of which no small copy takes pictures alone.
+    """Raises `Refusal` for a model with a BatchNorm that model/batch_norm.py does not compute, and for one of which no small copy takes pictures alone.
 
     Returns "", or why this could not be looked at.
     """
     kind, facts = model_config["model_type"], TASKS["image_classification"]
     model = empty_model(model_config, "eager", name, auto_class=facts.auto_class)
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        rule = f"a {kind} has BatchNorm: its pictures see those of their micro-batch, and its statistics would be those of one rank"
-        raise refuse(f"model = {name}", rule, "use a model without, such as ViT, DeiT, Swin or ConvNeXt")
+    check_norms(model)
     try:
         logits_of(small_copy(model_config, facts, name), facts)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
