@@ -3,11 +3,12 @@
     deepspeed --num_gpus 4 recipes/resnet152_imagenet_zero1_pp4.py
 
 The model holds its blocks in four lists, of other widths and picture sizes each; the plan of its task makes one chain of
-them, cut anywhere by the parameters that each stage holds. Micro-batches of 32 are what its BatchNorm normalises, and
-what fills the pipeline: 32 of them a step. The numbers are those of resnet50_imagenet_zero1.
-Needs: 4 x 24 GB GPUs (0.2 GiB of states each; the first stage keeps activations of four micro-batches, about 14).
-Gated data: see recipes/README.md. Measured: not measured.
-More GPUs: 8 are two pipelines. Less memory: --activation_checkpointing.
+them, cut anywhere by the parameters that each stage holds: 23, 15, 10 and 2 blocks. Blocks of all widths compute about
+as much, so the first stage is the slowest. Micro-batches of 32 are what its BatchNorm normalises, and what fills the
+pipeline: 32 of them a step. The numbers are those of resnet50_imagenet_zero1.
+Needs: 4 x 24 GB GPUs (0.2 GiB of states each; the four micro-batches in the first stage keep 7.0 GiB for their backward
+passes, counted in bf16 on a CPU). Gated data: see recipes/README.md. Measured: not measured.
+More GPUs: 8 are two pipelines. Less memory: --activation_checkpointing, with which they keep 2.5 GiB.
 """
 
 from recipekit import Recipe, run
