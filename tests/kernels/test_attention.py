@@ -279,12 +279,21 @@ def test_the_size_of_a_head_is_found_under_other_names():
     assert "heads of 512 numbers" in unfit_here(config, torch.bfloat16, torch.device("cuda"))
 
 
-def test_a_task_without_packed_rows_keeps_sdpa():
-    facts = TASKS["image_classification"]
-    for kind, expected in (("vit", "sdpa"), ("deit", "sdpa"), ("resnet", "eager")):  # DeiT has two classes, ResNet no attention
-        assert choose_attention("auto", {"model_type": kind}, "m", facts, torch.float32, CPU) == (expected, "")
+@pytest.mark.parametrize(
+    ("task", "kind", "expected"),
+    [
+        ("image_classification", "vit", "sdpa"),
+        ("image_classification", "deit", "sdpa"),  # has two classes
+        ("image_classification", "resnet", "eager"),  # has no attention
+        ("preference", "llama", "sdpa"),
+        ("reward", "bloom", "eager"),  # whose class has no sdpa
+    ],
+)
+def test_a_task_without_packed_rows_keeps_sdpa_where_the_class_has_it(task, kind, expected):
+    config, facts = {"model_type": kind}, TASKS[task]
+    assert choose_attention("auto", config, "m", facts, torch.float32, CPU) == (expected, "")
     with pytest.raises(Refusal, match="rows of packed documents"):
-        choose_attention("varlen", {"model_type": "vit"}, "m", facts, torch.float32, CPU)
+        choose_attention("varlen", config, "m", facts, torch.float32, CPU)
 
 
 def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
