@@ -37,6 +37,7 @@ TINY = {
     "qwen3_30b_a3b_zero1_ep4": ("dp1 dp2_ep2 dp3 dp4_ep4 dp5 dp6_ep2 dp7 dp8_ep4 dp9", ""),
 }
 TINY["vit_h14_imagenet_zero1_tp2"] = TINY["llama3_1_8b_zero3_tp2"]
+TINY["resnet152_imagenet_zero1_pp4"] = TINY["llama3_1_8b_zero1_pp4"]
 ONLY_DP = (" ".join(f"dp{world}" for world in WORLDS), "")
 
 
