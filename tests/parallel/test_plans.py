@@ -111,13 +111,14 @@ def of_pictures(kind: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("kind", ["resnet", "regnet"])
 def test_stages_that_are_nothing_but_lists_make_one_chain(kind):
-    """By the plan of the task, or when a recipe names the list of stages or each list in it."""
+    """By the plan of the task, or when a recipe names each list. One that names the list of stages splits that: it is not looked into."""
     model = of_pictures(kind)
     inside = [f"{kind}.encoder.stages.{stage}.layers" for stage in range(4)]
     expected = tuple(f"{name}.{block}" for name in inside for block in range(2))
     plan = plans_of(model, Plans(), PICTURES.plans).pp
-    assert plan == {f"{kind}.embedder": "first", f"{kind}.encoder.stages": "split", "classifier": "last"}
+    assert plan == {f"{kind}.embedder": "first", "classifier": "last"} | dict.fromkeys(inside, "split")
     assert pipeline.chain(model, plan) == expected == pipeline.chain(model, dict.fromkeys(inside, "split"))
+    assert pipeline.chain(model, {f"{kind}.encoder.stages": "split"}) == tuple(f"{kind}.encoder.stages.{stage}" for stage in range(4))
     places = {tensor.name: tensor.place for tensor in draft(model, plans_of(model, Plans(), PICTURES.plans)).tensors}
     assert {places[f"{kind}.encoder.stages.2.layers.1.layer.0.normalization.{name}"] for name in ("weight", "running_mean", "num_batches_tracked")} == {"5"}
     assert {place for name, place in places.items() if name.startswith(f"{kind}.embedder.")} == {"first"}

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..parallel.plans import unfolded
+from ..parallel.plans import lists_of_stages
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .batch_norm import replace_norms
@@ -89,7 +89,7 @@ def blocks_of(model: nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return [f"{inner}.{child}" for name in outermost for inner in unfolded(name, modules) for child, _ in modules[inner].named_children()]
+    return [f"{inner}.{child}" for name in outermost for inner in lists_of_stages(name, modules) or [name] for child, _ in modules[inner].named_children()]
 
 
 def config_of(model_config: dict[str, Any], name: str = "") -> PreTrainedConfig:

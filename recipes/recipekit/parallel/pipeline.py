@@ -24,7 +24,7 @@ from ..refusal import refuse
 from ..tasks.facts import Facts
 from .blueprint import Blueprint, stage_bounds, stages_of
 from .groups import Groups
-from .plans import ends_of, tied, unfolded
+from .plans import ends_of, tied
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class Split:
 
 
 def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
-    """Names the blocks of a pipeline in the order of the forward pass: the children of each module list that a plan splits,
-    or, where these are stages that hold a list each, the children of those.
+    """Names the blocks of a pipeline in the order of the forward pass: the children of each module list that a plan splits.
 
     Raises `Refusal`, with the lines to write, for a model without a plan, and for a plan that does not fit the model.
     """
@@ -63,7 +62,7 @@ def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
     for name in lists:
         if not isinstance(modules[name], nn.ModuleList | nn.Sequential):
             raise refuse(f"pp_plan: {name}", f"is a {type(modules[name]).__name__}, which has no blocks to split", "name a list of layers")
-    return tuple(f"{inner}.{child}" for name in lists for inner in unfolded(name, modules) for child, _ in modules[inner].named_children())
+    return tuple(f"{name}.{child}" for name in lists for child, _ in modules[name].named_children())
 
 
 def _guess(model: Any, modules: dict[str, nn.Module]) -> dict[str, str]:

@@ -81,22 +81,23 @@ def _with_head(plan: Mapping[str, str], given: Mapping[str, str], modules: dict[
 def _outermost(given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
     """Takes what a task's plan names in a model, but for modules inside others that it names.
 
-    {} unless there is exactly one list to split, in no other list, and without one in its blocks: between the stages of
-    Swin or ConvNeXt lie modules that change the form of pictures, which a plan of a task says nothing of.
+    {} unless there is exactly one list to split, in no other list, and without one in its blocks; or one of "stages" that are nothing
+    but a list each, which are split. Between the stages of Swin or ConvNeXt lie modules that change the form of pictures.
     """
     plan: dict[str, str] = {}
+    lists = 0
     for pattern, place in given.items():
         for name in _matches(pattern, modules):
-            if place == "split" and not _is_plain_list(name, modules):
-                continue
-            if not any(name.startswith(f"{other}.") for other in plan):
-                plan[name] = place
+            found = lists_of_stages(name, modules) if place == "stages" else [name] if place != "split" or _is_plain_list(name, modules) else []
+            if found and not any(name.startswith(f"{other}.") for other in plan):
+                plan |= dict.fromkeys(found, "split" if place == "stages" else place)
+                lists += place in ("split", "stages")
     inside = {name for name in plan if any(name.startswith(f"{other}.") for other in plan)}
-    return {name: place for name, place in plan.items() if name not in inside} if [*plan.values()].count("split") == 1 else {}
+    return {name: place for name, place in plan.items() if name not in inside} if lists == 1 else {}
 
 
-def unfolded(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Names the lists that hold the blocks of a list: itself, or, if each of its elements is nothing but a sequence (the stages of ResNet), those.
+def lists_of_stages(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Names the lists that the elements of a list hold, if each of these holds an `nn.Sequential` and nothing else (the stages of ResNet); else [].
 
     What is in an `nn.Sequential` runs in order, each on what the one before it returns. A ModuleList is run as its holder
     likes: Hiera's stages hand their blocks two things.
@@ -106,13 +107,12 @@ def unfolded(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
         (first, listed), *others = [*element.named_children(), ("", None)]
         if len(others) == 1 and type(listed) is nn.Sequential and not any(True for _ in element.parameters(recurse=False)):
             inner.append(f"{name}.{child}.{first}")
-    return inner if len(inner) == len(list(modules[name].children())) else [name]
+    return inner if len(inner) == len(list(modules[name].children())) else []
 
 
 def _is_plain_list(name: str, modules: dict[str, nn.Module]) -> bool:
     lists = [other for other, module in modules.items() if isinstance(module, nn.ModuleList)]
-    inside = {other for other in lists if other.startswith(f"{name}.")}
-    return name in lists and not any(name.startswith(f"{other}.") for other in lists) and inside <= {*unfolded(name, modules)}
+    return name in lists and not any(name.startswith(f"{other}.") or other.startswith(f"{name}.") for other in lists)
 
 
 def _published_tp(model: PreTrainedModel) -> dict[str, str]:

@@ -15,7 +15,8 @@ class Plans:
     that the model publishes, which beats the task's; of the task's, names that a model does not have are left out.
     """
 
-    pp: Mapping[str, str] = field(default_factory=dict)  # module -> "first", "split" (its children are the blocks of the chain; of stages, theirs) or "last"
+    # module -> "first", "split" (its children are the blocks of the chain) or "last"; of a task also "stages" (their lists are split)
+    pp: Mapping[str, str] = field(default_factory=dict)
     tp: Mapping[str, str] = field(default_factory=dict)  # module -> a tensor-parallel style of transformers
     tp_local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # class of a module -> its attributes that count what is cut: divided by tp
     no_decay: tuple[str, ...] = ()  # parameters without weight decay, besides vectors
@@ -159,7 +160,7 @@ TASKS = {
         },
         tiny={"image_size": 32, "patch_size": 8, "num_labels": 10},
         plans=Plans(
-            pp={"*.embeddings": "first", "*.embedder": "first", "*.layers": "split", "*.encoder.layer": "split", "*.encoder.stages": "split"}
+            pp={"*.embeddings": "first", "*.embedder": "first", "*.layers": "split", "*.encoder.layer": "split", "*.encoder.stages": "stages"}
             | {"*.layernorm": "last", "classifier": "last"},
             tp={"*.attention.q_proj": "colwise", "*.attention.k_proj": "colwise", "*.attention.v_proj": "colwise"}
             | {"*.attention.o_proj": "rowwise", "*.mlp.fc1": "colwise", "*.mlp.fc2": "rowwise"},
