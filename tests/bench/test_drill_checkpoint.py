@@ -32,7 +32,7 @@ def test_a_chain_of_two_kills_ends_as_the_unbroken_run(ops: Callable[[str], None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bert_large_mlm_zero1", "qwen3_0_6b_dpo_zero3", "qwen3_0_6b_reward_zero2"])
+@pytest.mark.parametrize("recipe", ["bert_large_mlm_zero1", "qwen3_0_6b_dpo_zero3", "qwen3_0_6b_reward_zero2", "resnet50_imagenet_zero1"])
 def test_other_tasks_end_as_their_unbroken_runs(ops: Callable[[str], None], tmp_path: Path, recipe: str) -> None:
     """Two kills of each here; ten by `--kills 10`."""
     path = ROOT / "recipes" / f"{recipe}.py"

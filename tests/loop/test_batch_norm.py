@@ -20,7 +20,7 @@ from recipekit.architectures.families import default_config
 from recipekit.recipe import Recipe
 from recipekit.run_folder import numbers, read_metrics
 from reference import Trained, num_labels, train_plain
-from test_images import PICTURES, TASK, exported, plan_of, train_images
+from test_images import PICTURES, TASK, convert, exported, plan_of, train_images
 from test_parity import STEPS, Case, compare, each, strategy
 from torch import nn
 from torch.nn.functional import batch_norm
@@ -96,16 +96,22 @@ CASES = [
     Case("zero1 pp4", 4, "zero1", {"pp": 4}, slow=True),
     Case("zero0 pp2 dp2, checkpointing", 4, "zero0", PP2 | {"activation_checkpointing": True}, slow=True),
     Case("zero1 pp2, dualpipev", 2, "zero1", PP2 | {"pipeline_schedule": "dualpipev"}, slow=True),
+    Case("ddp dp2", 2, "", {"engine": "ddp", "precision": "fp32"}, slow=True),
+    Case("fsdp2 dp4", 4, "", {"engine": "fsdp2", "precision": "fp32", "micro_batch": 4}, slow=True),
 ]
 
 
 @each(CASES)
 def test_resnet_trains_like_plain_pytorch(pools, tmp_path, case):
     """Losses, norms, every weight, every running statistic, and the share of held-out pictures that are right."""
-    codes = pools.run(case.world, train_images, recipe=recipe_for(**case.layout, **case.numbers), config=strategy(case.file), out=str(tmp_path / "run"))
+    config = strategy(case.file) if case.file else {}
+    codes = pools.run(case.world, train_images, recipe=recipe_for(**case.layout, **case.numbers), config=config, out=str(tmp_path / "run"))
     assert codes == [0] * case.world
-    compare(tmp_path / "run", reference(**case.numbers))
+    expected = reference(**case.numbers)
+    compare(tmp_path / "run", expected)
     assert any(name.endswith("running_var") for name in exported(tmp_path / "run" / "hf"))
+    last = read_metrics(tmp_path / "run")[-1]
+    assert [last["eval_accuracy"], last["eval_top5_accuracy"]] == pytest.approx(expected.right)
 
 
 @pytest.mark.slow
@@ -153,6 +159,23 @@ def test_a_resume_is_bit_for_bit_and_the_export_is_judged_by_plain_transformers(
     last = read_metrics(tmp_path / "whole")[-1]
     assert last["eval_loss"] == pytest.approx(loss, rel=1e-6)
     assert [last["eval_accuracy"], last["eval_top5_accuracy"]] == pytest.approx(shares)
+
+
+@pytest.mark.slow
+def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, tmp_path):
+    """ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> pp 2 -> Hugging Face, statistics and their counts too; then the run goes on in two stages, like plain PyTorch."""
+    run = tmp_path / "run"
+    assert pools.run(2, train_images, recipe=recipe_for(stop_at=5), config=strategy("zero2"), out=str(run)) == [0, 0]
+    convert("to-hf", run, tmp_path / "first", "--verify")
+    convert("reshape", run, tmp_path / "four", "--tp", 1, "--pp", 1, "--dp", 4, "--zero", 3)
+    convert("to-hf", tmp_path / "four", tmp_path / "second")
+    convert("from-hf", tmp_path / "second", tmp_path / "cut", "--zero", 1, "--tp", 1, "--pp", 2, "--dp", 1)
+    convert("to-hf", tmp_path / "cut", tmp_path / "third")
+    first, second, third = (exported(tmp_path / name) for name in ("first", "second", "third"))
+    assert first.keys() == second.keys() == third.keys() and sum(name.endswith("num_batches_tracked") for name in first) == 14
+    assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], third[name]) for name in first)
+    assert pools.run(2, train_images, recipe=recipe_for(pp=2), config=strategy("zero1"), out=str(run)) == [0, 0]
+    compare(run, reference())
 
 
 def test_a_skipped_step_moves_no_statistics(pools, tmp_path):
