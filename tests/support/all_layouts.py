@@ -1,0 +1,143 @@
+"""Trains each task in every layout of up to four ranks beside plain PyTorch, and writes a page of it: the product of which the tests take pairs.
+
+    python tests/support/all_layouts.py --results layouts.jsonl --page recipes/LAYOUTS.md
+    python tests/support/all_layouts.py --results layouts.jsonl --models BERT --page /dev/null          # only one
+
+Every layout runs for ten steps in fp32 and is judged as in the tests of its task: losses, norms and learning rates of each step,
+all weights, the metrics of held-out rows. A line goes into the file of results as each ends; what has one is not run again, so a run
+that was broken off goes on. Measured: see the page. Exit code: 1 if one failed.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from pool import FOLDERS, Pools, environment
+
+os.environ.update(environment())
+sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
+
+import test_batch_norm  # noqa: E402
+import test_images  # noqa: E402
+import test_masked  # noqa: E402
+import test_preference  # noqa: E402
+from test_parity import Case  # noqa: E402
+
+Failed = pytest.fail.Exception  # no Exception
+
+
+class Model(NamedTuple):
+    """Names a model of a task, and what judges a layout of it; where micro_batch is of what it computes, the reference has it too."""
+
+    task: str
+    judge: Callable[[Pools, Path, Case], Any]
+    of_case: str = ""  # its name in the cases of its tests
+    tp: bool = True
+    numbers: tuple[str, ...] = ()
+    splits: tuple[int, ...] = (1, 2)
+
+
+def pairs(task: str) -> Callable[[Pools, Path, Case], Any]:
+    return lambda pools, folder, case: test_preference.check_case(pools, folder, task, case)
+
+
+MODELS = {
+    "BERT": Model("masked_lm", test_masked.test_masked_language_models_train_like_plain_pytorch, "bert"),
+    "ModernBERT": Model("masked_lm", test_masked.test_masked_language_models_train_like_plain_pytorch, "modernbert"),
+    "Qwen3 with DPO": Model("preference", pairs("preference"), "qwen3"),
+    "Qwen3 as a reward model": Model("reward", pairs("reward"), "qwen3"),
+    "ViT": Model("image_classification", test_images.test_image_classifiers_train_like_plain_pytorch, "vit"),
+    "ResNet": Model("image_classification", test_batch_norm.test_resnet_trains_like_plain_pytorch, tp=False, numbers=("micro_batch",), splits=(2, 4)),
+}
+DEGREES = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))  # dp, tp, pp
+STAGES = (0, 1, 2, 3)
+
+
+def cases(model: Model) -> Iterator[Case]:
+    for stage in STAGES:
+        for micro_batch in model.splits:
+            for dp, tp, pp in DEGREES:
+                if (pp > 1 and stage > 1) or (tp > 1 and not model.tp):
+                    continue
+                fields = {"micro_batch": micro_batch, "tp": tp, "pp": pp}
+                numbers = {name: fields.pop(name) for name in model.numbers}
+                yield Case(f"zero{stage} micro_batch {micro_batch} {column(dp, tp, pp)}", dp * tp * pp, f"zero{stage}", fields, numbers, model.of_case)
+
+
+def column(dp: int, tp: int, pp: int) -> str:
+    return "_".join(f"{name}{degree}" for name, degree in (("dp", dp), ("tp", tp), ("pp", pp)) if degree > 1 or name == "dp")
+
+
+def judged(model: Model, pools: Pools, case: Case) -> str:
+    """Returns "equal", or the last line of what is wrong."""
+    with tempfile.TemporaryDirectory(prefix="layout_") as folder:
+        try:
+            model.judge(pools, Path(folder), case)
+        except (Exception, Failed) as error:
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"[:300]
+    return "equal"
+
+
+def page(found: dict[str, dict[str, str]], words: list[str]) -> str:
+    columns = [column(*degrees) for degrees in DEGREES]
+    lines = []
+    for name, cells in found.items():
+        wrong = {case: cell for case, cell in cells.items() if cell != "equal"}
+        lines += [f"\n## {name} (`--task {MODELS[name].task}`): {len(cells) - len(wrong)} of {len(cells)} equal\n"]
+        lines += ["| ZeRO | micro_batch | " + " | ".join(columns) + " |", "|---" * (2 + len(columns)) + "|"]
+        for stage in STAGES:
+            for micro_batch in MODELS[name].splits:
+                row = [cells.get(f"zero{stage} micro_batch {micro_batch} {of}", "") for of in columns]
+                lines.append(f"| {stage} | {micro_batch} | " + " | ".join("=" if cell == "equal" else "**no**" if cell else "" for cell in row) + " |")
+        lines += [f"- {case}: {cell}" for case, cell in wrong.items()]
+    made = f"{os.cpu_count()} CPU cores, torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}"
+    return f"""# Every layout beside plain PyTorch
+
+Written by `python tests/support/all_layouts.py {" ".join(words)}`
+on {datetime.date.today().isoformat()}: {made}.
+
+A cell is a run of ten steps in fp32 of a tiny model that has the parts of the real one: `=` where the losses and norms
+of each step are within 1e-5 (relative) of those of plain PyTorch in one process, all weights within 1e-5, and the
+metrics of held-out rows the same. Empty: DeepSpeed has no pipeline under ZeRO-2 and -3, and no plan cuts the
+convolutions of a ResNet over ranks.
+{chr(10).join(lines)}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--results", type=Path, required=True, help="a file of JSON lines, which a later run goes on with")
+    parser.add_argument("--page", type=Path, required=True, help="where the page goes")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
+    arguments = parser.parse_args()
+    arguments.results.touch()
+    found: dict[str, dict[str, str]] = {name: {} for name in arguments.models}
+    for line in map(json.loads, arguments.results.read_text().splitlines()):
+        if line["model"] in found:
+            found[line["model"]][line["case"]] = line["found"]
+    pools = Pools()
+    for name in arguments.models:
+        left = [case for case in cases(MODELS[name]) if case.name not in found[name]]
+        for number, case in enumerate(left, 1):
+            begun = time.monotonic()
+            found[name][case.name] = judged(MODELS[name], pools, case)
+            with arguments.results.open("a") as results:
+                results.write(json.dumps({"model": name, "case": case.name, "found": found[name][case.name]}) + "\n")
+            print(f"{name}, {number} of {len(left)}: {case.name}: {found[name][case.name]} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
+    pools.close()
+    words = [str(word) for word in sys.argv[1:]]
+    arguments.page.write_text(page(found, words))
+    return int(any(cell != "equal" for cells in found.values() for cell in cells.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
