@@ -289,6 +289,24 @@ def test_another_layout_goes_on_with_the_kept_numbers(pools, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["preference", "reward"])
+def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, tmp_path, task):
+    """ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> tp 2 -> Hugging Face; then the run goes on on two tensor ranks, like plain PyTorch."""
+    run = tmp_path / "run"
+    assert pools.run(2, train_pairs, recipe=recipe_for(task, stop_at=5), config=strategy("zero2"), out=str(run)) == [0, 0]
+    convert("to-hf", run, tmp_path / "first", "--verify")
+    convert("reshape", run, tmp_path / "four", "--tp", 1, "--pp", 1, "--dp", 4, "--zero", 3)
+    convert("to-hf", tmp_path / "four", tmp_path / "second")
+    convert("from-hf", tmp_path / "second", tmp_path / "cut", "--zero", 1, "--tp", 2, "--pp", 1, "--dp", 1)
+    convert("to-hf", tmp_path / "cut", tmp_path / "third")
+    first, second, third = (exported(tmp_path / name) for name in ("first", "second", "third"))
+    assert first.keys() == second.keys() == third.keys() and ("score.weight" in first) == (task == "reward")
+    assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], third[name]) for name in first)
+    assert pools.run(2, train_pairs, recipe=recipe_for(task, tp=2, micro_batch=1), config=strategy("zero1"), out=str(run)) == [0, 0]
+    compare(run, reference(task, "qwen3"))
+
+
+@pytest.mark.slow
 def test_a_row_that_cannot_be_used_is_told_before_the_first_step(pools, tmp_path):
     """A pair of equal answers, which step 8 would meet; or it is left out and counted, the same in two stages."""
     rows = [json.loads(line) for line in Path(pairs()).read_text().splitlines()[:100]]

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from recipekit.architectures.families import tiny_config
+from recipekit.architectures.lookup import types_of
 from recipekit.model.build import build_model
 from recipekit.model.describe import draft
 from recipekit.model.empty import empty_model, recompute
@@ -107,6 +108,17 @@ def test_the_blocks_of_several_lists_make_one_chain():
 
 def of_pictures(kind: str) -> PreTrainedModel:
     return empty_model(tiny_config(kind, 0, "image_classification"), "eager", auto_class=PICTURES.auto_class)
+
+
+def test_a_type_that_the_plan_of_a_task_does_not_fit_has_none():
+    """The names of BERT's layers are RoFormer's, too, but it counts its heads in the forward pass. A recipe's plan is taken; BERT has both."""
+    masked = TASKS["masked_lm"]
+    roformer, bert = (empty_model(tiny_config(kind, 264, "masked_lm"), "eager", auto_class=masked.auto_class) for kind in ("roformer", "bert"))
+    own = Plans(pp={"roformer.encoder.layer": "split"}, tp={"*.intermediate.dense": "colwise"})
+    assert plans_of(roformer, Plans(), masked.plans).pp == {} == plans_of(roformer, Plans(), masked.plans).tp
+    assert plans_of(roformer, own, masked.plans).pp == own.pp and plans_of(roformer, own, masked.plans).tp == own.tp
+    assert plans_of(bert, Plans(), masked.plans).pp["bert.encoder.layer"] == "split" and len(plans_of(bert, Plans(), masked.plans).tp) == 6
+    assert set(masked.plans.unfit) <= set(types_of(masked.auto_class))
 
 
 @pytest.mark.parametrize("kind", ["resnet", "regnet"])

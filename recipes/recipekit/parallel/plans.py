@@ -19,10 +19,13 @@ def plans_of(model: PreTrainedModel, own: Plans, task: Plans) -> Plans:
     `own` is the recipe's: what it names is kept, though the model has no such module, to be refused where it is used.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
+    kind: Any = model.config.model_type
+    unfit = task.unfit.get(kind, ())
     pp = {name: place for pattern, place in own.pp.items() for name in _matches(pattern, modules) or [pattern]}
-    tp = dict(own.tp) or _published_tp(model) or {_generic(name): style for pattern, style in task.tp.items() for name in _matches(pattern, modules)}
+    styles = {} if "tp" in unfit else task.tp
+    tp = dict(own.tp) or _published_tp(model) or {_generic(name): style for pattern, style in styles.items() for name in _matches(pattern, modules)}
     plans = Plans(
-        pp=pp or _published_pp(model, modules) or _outermost(task.pp, modules),
+        pp=pp or _published_pp(model, modules) or _outermost({} if "pp" in unfit else task.pp, modules),
         tp=tp,
         tp_local=own.tp_local or task.tp_local,
         no_decay=(*own.no_decay, *task.no_decay),

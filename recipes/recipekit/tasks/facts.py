@@ -20,6 +20,7 @@ class Plans:
     tp: Mapping[str, str] = field(default_factory=dict)  # module -> a tensor-parallel style of transformers
     tp_local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # class of a module -> its attributes that count what is cut: divided by tp
     no_decay: tuple[str, ...] = ()  # parameters without weight decay, besides vectors
+    unfit: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # type of a model -> axes for which a task's names are there but do not fit it
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,9 @@ TASKS = {
             | {"*.attn.Wqkv": "packed_colwise_3", "*.mlp.Wi": "packed_colwise_2"}
             | dict.fromkeys(("*.attention.q_lin", "*.attention.k_lin", "*.attention.v_lin", "*.ffn.lin1"), "colwise")
             | dict.fromkeys(("*.attention.out_lin", "*.ffn.lin2"), "rowwise"),
+            # Heads that are counted in the forward pass; tables, a projection or another order between the ends and the layers.
+            unfit={"megatron-bert": ("tp", "pp"), "rembert": ("tp", "pp"), "roformer": ("tp", "pp"), "tapas": ("tp",)}
+            | {"squeezebert": ("pp",), "xmod": ("pp",)},
         ),
     ),
     "image_classification": Facts(
