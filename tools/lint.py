@@ -29,7 +29,7 @@ from recipekit.architectures.lookup import model_config
 from recipekit.command import recipe_of
 from recipekit.data.mixture import domains_of
 from recipekit.mesh import make_mesh
-from recipekit.optim.facts import ELEMENT, FACTS
+from recipekit.optim.facts import FACTS
 from recipekit.optim.facts import Facts as OptimizerFacts
 from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
@@ -185,23 +185,22 @@ def optimizer_table() -> str:
     """Writes the optimizers that a recipe's JSON may name, what each keeps, and why the others are refused, as a Markdown list."""
     lines = []
     for name, facts in FACTS.items():
-        why = facts.lacks.get("anywhere")
-        text = f"- `{name}`: refused: {why}" if why else f"- `{name}`: {_where(facts)}; keeps {_kept(facts)}"
+        text = f"- `{name}`: refused: {facts.lacks}" if facts.lacks else f"- `{name}`: {_where(facts)}; keeps {_kept(facts)}"
         lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
 def _where(facts: OptimizerFacts) -> str:
-    if "device" in facts.lacks:
-        return f"ZeRO-1, -2 and -3 with the optimizer offloaded to the CPU; elsewhere refused: {facts.lacks['device']}"
-    return "ZeRO-0, -1, -2 and -3" if facts.acts_on == ELEMENT else "ZeRO-0"
+    stages = "ZeRO-0, -1, -2 and -3"
+    return f"{stages}, and torch's DDP and FSDP2, computed by a class of recipekit/optim" if facts.ours else stages
 
 
 def _kept(facts: OptimizerFacts) -> str:
     """Names the states, for a weight of which each takes 4 bytes."""
-    own = (facts.host or facts) if "device" in facts.lacks else facts
     more = [f"with {option} also {' and '.join(map(_code, names))}" for option, names in facts.added.items()]
-    return ", ".join([" and ".join(map(_code, own.states)) or "nothing", *more])
+    if facts.host is not None and facts.host.states != facts.states:
+        more.append(f"offloaded, where DeepSpeed computes it, {' and '.join(map(_code, facts.host.states))}")
+    return ", ".join([" and ".join(map(_code, facts.states)) or "nothing", *more])
 
 
 def _code(name: str) -> str:

@@ -78,11 +78,14 @@ def make_plan(command: Command) -> Plan:
     problems += _check_read(recipe, command.typed)
     problems += check_environment(os.environ) if recipe.deterministic else []
     problems += baseline.check_engine(recipe, command.typed)
-    notes += baseline.say_engine(recipe.engine, recipe.precision, recipe.ds_config, command.typed)
-    config, path = ({}, None) if recipe.engine == "deepspeed" else (baseline.own_config(), None)
-    if not config:
+    config, path = dict[str, Any](), None
+    if recipe.engine == "deepspeed" or "engine" in command.typed:
         with collecting(problems):
             config, path = json_file.load(recipe.ds_config, command.folder)
+    of_json = baseline.own_optimizer(config)
+    notes += baseline.say_engine(recipe.engine, recipe.precision, recipe.ds_config, command.typed, of_json)
+    if recipe.engine != "deepspeed":
+        config, path = baseline.own_config(of_json), None
     recipe, written = _merge_json(recipe, config, command.typed, notes)
     bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
     model_config = _config_of_model(recipe.model, recipe.task, command.tiny, bytes_only, notes, problems)

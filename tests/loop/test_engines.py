@@ -20,7 +20,7 @@ from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.strategy.baseline import check_precision
-from reference import TEXT, Trained, summed_cross_entropy, train_plain
+from reference import TEXT, Trained, adamw, summed_cross_entropy, train_plain
 from safetensors.torch import load_file
 from test_parity import STEPS, Case, accumulating, compare, compare_bf16, each, pinned, recipe_for, reference, strategy, train_in_layout
 from test_resume import BASE, GPT2
@@ -77,15 +77,16 @@ def loss_under_autocast(model: Any, batch: dict[str, torch.Tensor]) -> torch.Ten
 
 
 @functools.cache
-def plain_in_bf16(engine: str, micro_batch: int) -> Trained:
+def plain_in_bf16(engine: str, micro_batch: int, optimizer: Callable[..., torch.optim.Optimizer] = adamw, **changes: Any) -> Trained:
     """Plain PyTorch on one process: for DDP fp32 weights whose forward pass runs under autocast, for FSDP2 a bf16 model with fp32 masters."""
     os.environ.pop("WORLD_SIZE", None)
-    recipe = dataclasses.replace(recipe_for("untied", micro_batch=micro_batch, eval_every=0), ds_config=strategy("zero0"), out="/nonexistent")
+    recipe = dataclasses.replace(recipe_for("untied", micro_batch=micro_batch, eval_every=0, **changes), ds_config=strategy("zero0"), out="/nonexistent")
     plan = make_plan(parse(recipe, Path("engines.py"), ["--tiny", *pinned(recipe)]))
     assert plan.model_config is not None
+    plain = dataclasses.replace(TEXT, optimizer=optimizer)
     if engine == "ddp":
-        return train_plain(plan.recipe, plan.model_config, STEPS, plain=dataclasses.replace(TEXT, loss=loss_under_autocast))
-    return train_plain(plan.recipe, plan.model_config, STEPS, bf16=True, whole_masters=True)
+        return train_plain(plan.recipe, plan.model_config, STEPS, plain=dataclasses.replace(plain, loss=loss_under_autocast))
+    return train_plain(plan.recipe, plan.model_config, STEPS, bf16=True, plain=plain, whole_masters=True)
 
 
 @slow

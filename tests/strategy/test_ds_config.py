@@ -191,7 +191,13 @@ BROKEN = {
         "zero_optimization.max_live_parameters",
         "stage3_max_live_parameters",
     ),
-    "LAMB under ZeRO": ("zero1", {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}, {}, "optimizer.type", "use AdamW"),
+    "LAMB under ZeRO": (
+        "zero1",
+        {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}},
+        {"json_only": True, "filled_by": "trainer"},
+        "optimizer.type",
+        "use AdamW",
+    ),
     "SGD under ZeRO": (
         "zero2",
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
@@ -572,8 +578,11 @@ def values(node: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def mutants(draw: st.DrawFn) -> tuple[dict[str, Any], str | None, Any]:
-    """A shipped file with one key changed, added, misspelt or deleted; the key and its value if it was added or changed."""
-    config = shipped(draw(st.sampled_from([file.stem for file in FILES])))
+    """A shipped file with one key changed, added, misspelt or deleted; the key and its value if it was added or changed.
+
+    Not of LAMB's, which is zero1.json with an optimizer that DeepSpeed does not read from it.
+    """
+    config = shipped(draw(st.sampled_from([file.stem for file in FILES if file.stem != "zero1_lamb"])))
     if draw(st.integers(0, 4)) == 0:
         config["scheduler"] = copy.deepcopy(draw(st.sampled_from(SCHEDULES)))
     there = [path for path in LEAVES if at(config, path, ...) is not ...]

@@ -92,10 +92,11 @@ def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
 
 
 def test_the_shipped_files_are_clean_for_whoever_fills_them() -> None:
+    """But for LAMB's, which is for recipes: DeepSpeed's own would be another algorithm under ZeRO."""
     for file in sorted((ROOT / "ds_configs").glob("*.json")):
         for library in ("trainer", "accelerate"):
             code, text = lint(str(file), "--filled-by", library)
-            assert code == 0, text
+            assert ("another algorithm" in text) == (file.stem == "zero1_lamb") == bool(code), text
         code, text = lint(str(file), "--json-only")
         assert code == 1 and "--filled-by trainer" in text and "train_batch_size" in text
 

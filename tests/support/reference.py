@@ -51,9 +51,15 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return recipe.lr * left + recipe.min_lr * (1.0 - left)
 
 
+def adamw(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
+
+
 @dataclass(frozen=True)
 class Plain:
-    """What is learned: how rows come, the sum of a micro-batch's losses, and what of an evaluation is right; `decays` says of a name and its values."""
+    """What is learned: how rows come, the sum of a micro-batch's losses, and what of an evaluation is right; `decays` says of a name
+    and its values. And by what: `optimizer` takes groups that have their weight_decay.
+    """
 
     stream: Callable[[Recipe, dict[str, Any]], Any]
     held_out: Callable[[Recipe, dict[str, Any]], list[dict[str, torch.Tensor]]]
@@ -63,6 +69,7 @@ class Plain:
     every_step: bool = False  # `right` of each step's rows, too
     count: Callable[[list[dict[str, torch.Tensor]]], int] = num_labels  # what the loss is a mean over
     watch: Callable[[Any], Callable[[], None]] = lambda model: lambda: None  # (the model, before it trains) -> what is called after each step
+    optimizer: Callable[[list[dict[str, Any]], Recipe], torch.optim.Optimizer] = adamw
 
 
 def tokenizer_of(recipe: Recipe) -> Any:
@@ -77,7 +84,7 @@ TEXT = Plain(
 
 
 def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: bool = False, plain: Plain = TEXT, whole_masters: bool = False) -> Trained:
-    """Trains `steps` optimizer steps with torch.optim.AdamW; loss and gradients are means over what has a label in the global batch.
+    """Trains `steps` optimizer steps, with torch.optim.AdamW unless `plain` names another; loss and gradients are means over what has a label in the global batch.
 
     bf16: fp32 master weights and fp32 gradient accumulation around a bf16 model, as mixed precision is defined. The masters
     begin with the values of the bf16 model, as DeepSpeed's do; `whole_masters`: with those that were drawn in fp32, as FSDP2's.
@@ -91,12 +98,7 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
         masters = {name: parameter.detach().float().clone().requires_grad_() for name, parameter in drawn.named_parameters()}
     matrices = [value for name, value in masters.items() if plain.decays(name, value)]
     vectors = [value for name, value in masters.items() if not plain.decays(name, value)]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=recipe.lr,
-        betas=(recipe.beta1, recipe.beta2),
-        eps=recipe.eps,
-    )
+    optimizer = plain.optimizer([{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}], recipe)
     trained = Trained([], [], [], [], None, {}, [], [])
     with contextlib.closing(plain.stream(recipe, model_config)) as stream:
         for step in range(1, steps + 1):
@@ -137,5 +139,5 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
             trained.eval_loss = sum(plain.loss(model, batch).item() for batch in held_out) / plain.count(held_out)
             trained.right = [sum(counts) / plain.count(held_out) for counts in zip(*(plain.right(model, batch) for batch in held_out), strict=True)]
     saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    trained.weights = {name: value.detach().clone() for name, value in {**masters, **saved_buffers}.items()}
+    trained.weights = {name: value.detach().clone() for name, value in {**dict(model.named_parameters()), **masters, **saved_buffers}.items()}
     return trained

@@ -56,12 +56,8 @@ def needed(config: dict[str, Any], cuda: bool) -> list[Op]:
         names.append("cpu_adam" if offloaded else "fused_adam")
     elif kind == "muon" and offloaded:  # without offload muon needs no op
         names.append("cpu_adam")
-    elif kind == "lion":
-        names.append("cpu_lion" if offloaded else "fused_lion")
-    elif kind == "adagrad" and offloaded:
-        names.append("cpu_adagrad")
-    elif kind == "lamb":
-        names.append("fused_lamb")
+    elif kind in ("adagrad", "lion") and offloaded:  # elsewhere they are ours
+        names.append(f"cpu_{kind}")
     if "nvme" in homes:
         names.append("async_io")
     if cuda:

@@ -19,9 +19,9 @@ class Facts:
     `added`: option of optimizer.params -> the states that it adds where it is set. `scalars` follow from the count of steps and
     the group's numbers, so all weights of a group have the same. `acts_on`: an update of ELEMENT reads one element of gradient
     and states, so flat partitions change nothing; that of TENSOR needs the whole weight. `host`: the row of DeepSpeed's own
-    implementation for optimizers that are offloaded to the host. `lacks`: why it is refused, by where: "anywhere", or "device"
-    (without offload to the CPU). `tested`: DeepSpeed takes it under ZeRO without zero_allow_untested_optimizer. `copies`: the
-    most tensors of a group's size that torch's step makes beside the states.
+    implementation for optimizers that are offloaded to the host. `ours`: a class of optim/ours.py computes it, not DeepSpeed or
+    torch. `lacks`: why it is refused. `tested`: DeepSpeed takes it under ZeRO without zero_allow_untested_optimizer. `copies`:
+    the most tensors of a group's size that torch's step, or ours, makes beside the states.
     """
 
     states: tuple[str, ...] = ()
@@ -30,7 +30,8 @@ class Facts:
     acts_on: str = ELEMENT
     family: str = ""  # the algorithm's name in checkpoints, where it is not the row's
     host: "Facts | None" = None
-    lacks: Mapping[str, str] = field(default_factory=dict)
+    ours: bool = False
+    lacks: str = ""
     tested: bool = False
     copies: int = 0
     read: str = EVERYWHERE
@@ -38,7 +39,7 @@ class Facts:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ADAM = Facts(MOMENTS, added={"amsgrad": ("max_exp_avg_sq",)}, family="Adam", host=Facts(MOMENTS, family="Adam"), tested=True, copies=1)
-MU = Facts(MOMENTS, lacks={"anywhere": "needs the package mup, which is not pinned here"}, read="everywhere")
+MU = Facts(MOMENTS, lacks="needs the package mup, which is not pinned here", read="everywhere")
 FACTS: dict[str, Facts] = {
     "AdamW": ADAM,
     "Adam": ADAM,
@@ -50,28 +51,13 @@ FACTS: dict[str, Facts] = {
     "Adadelta": Facts(("square_avg", "acc_delta"), copies=3),
     "ASGD": Facts(("ax",), ("step", "eta", "mu"), copies=1),
     "Rprop": Facts(("prev", "step_size"), copies=2),
-    "Adagrad": Facts(
-        ("sum",),
-        host=Facts(("exp_avg_sq",), tested=True),
-        lacks={"device": "DeepSpeed makes torch's Adagrad anew without its groups or their states (zero/stage_1_and_2.py:946, zero/stage3.py:1358)"},
-        tested=True,
-    ),
-    "Lion": Facts(
-        ("exp_avg",),
-        host=Facts(MOMENTS, tested=True),  # the second one stays zero, but is kept
-        lacks={"device": "DeepSpeed's Lion for the device is a CUDA op, which was never tried here"},
-        tested=True,
-    ),
-    "Lamb": Facts(
-        MOMENTS,
-        acts_on=TENSOR,
-        lacks={"anywhere": "DeepSpeed's LAMB is a CUDA op, which was never tried here"},
-        read="everywhere",
-    ),
+    "Adagrad": Facts(("sum",), host=Facts(("exp_avg_sq",), tested=True), ours=True, copies=2),
+    "Lion": Facts(("exp_avg",), host=Facts(MOMENTS, tested=True), ours=True, copies=1),  # the host's second moment stays zero, but is kept
+    "Lamb": Facts(MOMENTS, acts_on=TENSOR, ours=True, copies=2),
     "Muon": Facts(
         ("momentum_buffer",),
         acts_on=TENSOR,
-        lacks={"anywhere": "it keeps other states for matrices than for the rest, and which weights are its matrices is not stated by a recipe"},
+        lacks="it keeps other states for matrices than for the rest, and which weights are its matrices is not stated by a recipe",
         tested=True,
         read="everywhere",
     ),

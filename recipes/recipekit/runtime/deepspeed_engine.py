@@ -6,14 +6,17 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.moe.utils import configure_moe_param_groups
 
 from ..checkpoints.deepspeed_io import DeepSpeedStates
 from ..engine import Engine
 from ..model.build import Built
+from ..optim import ours
+from ..optim.borders import borders_of
 from ..optim.groups import parameter_groups
 from ..optim.repairs import after_step, before_step, keep_grad_norm, undo_hidden_step
 from ..parallel import pipeline
-from ..parallel.blueprint import describe
+from ..parallel.blueprint import Blueprint, Layout, describe, held
 from ..parallel.groups import Groups
 from ..refusal import Say
 
@@ -26,8 +29,23 @@ def make(built: Built, groups: Groups, ds_config: dict[str, Any], loss: Callable
         model = pipeline.assemble(built.models, groups, loss, pipeline_schedule, built.split.num_stages)
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model, built.plans.no_decay)  # a list of groups, which DeepSpeed takes but does not annotate
-    made: Any = deepspeed.initialize(model=model, model_parameters=trained, config=ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    named: Any = {"model": model, "model_parameters": trained, "optimizer": _optimizer(ds_config, groups)}
+    made: Any = deepspeed.initialize(**named, config=ds_config, mpu=groups.mpu, dist_init_required=False)[0]
     return repaired(made)
+
+
+def _optimizer(ds_config: dict[str, Any], groups: Groups) -> Callable[[Any], Any] | None:
+    """Returns what makes an optimizer of ours in place of the one that DeepSpeed would make by the JSON; None where DeepSpeed makes it."""
+    make = ours.maker(ds_config)
+    if make is None or groups.mesh.ep == 1:
+        return make
+    return lambda trained: make(configure_moe_param_groups(trained))  # DeepSpeed splits the experts off for its own only
+
+
+def give_borders(made: Any, blueprint: Blueprint, layout: Layout, groups: Groups) -> None:
+    """Tells an optimizer of ours that takes sums over whole tensors where those lie in what DeepSpeed gives it to update."""
+    if hasattr(made.basic_optimizer, "borders"):
+        made.basic_optimizer.borders = borders_of(held(blueprint, layout, groups.coords["pp"]), layout, groups, made.optimizer, made.device)
 
 
 def repaired(made: Any) -> Engine:

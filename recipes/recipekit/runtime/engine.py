@@ -113,6 +113,8 @@ def load_model(
     checked = f", {compared} of them compared with the files" if compared else ""
     say(f"model {recipe.model}: {size / 1e6:.1f} M parameters on each rank's shard{checked}, built in {time.perf_counter() - begun:.1f} s")
     layout = layout_of(plan, engine, built)
+    if recipe.engine == "deepspeed":
+        deepspeed_engine.give_borders(engine, built.blueprint, layout, groups)
     dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     state: State = {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
     loaded = Loaded(plan, task, groups, model_config, processor, built, engine, layout, state, sums)

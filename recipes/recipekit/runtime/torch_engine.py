@@ -18,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checkpoints.torch_io import TorchStates
 from ..engine import Engine
 from ..model.build import Built
+from ..optim import ours
+from ..optim.borders import Borders
 from ..optim.groups import parameter_groups
+from ..optim.lamb import Lamb
 from ..parallel.groups import Groups
 
 PIECE = 1 << 24  # elements of a gradient that are squared in fp64 at a time
@@ -146,7 +149,6 @@ class TorchEngine:
 def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dict[str, Any], device: torch.device) -> Engine:
     """Makes the engine of a kind, ddp or fsdp2, around the built model, which `divider` has divided for fsdp2 (a collective)."""
     module: Any = built.model
-    numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
     called, autocast = module, None
     if kind == "ddp":
         called, autocast = _ddp(module, groups, device), half(precision)
@@ -158,7 +160,7 @@ def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dic
     return TorchEngine(
         module=module,
         called=called,
-        optimizer=torch.optim.AdamW(parameter_groups(module, built.plans.no_decay), **numbers),
+        optimizer=_optimizer(parameter_groups(module, built.plans.no_decay), ds_config, groups.dp_group if kind == "fsdp2" else None),
         device=device,
         group=groups.dp_group,
         accumulation=ds_config["gradient_accumulation_steps"],
@@ -167,6 +169,17 @@ def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dic
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         counts=counts,
     )
+
+
+def _optimizer(trained: list[dict[str, Any]], ds_config: dict[str, Any], partitions: Any) -> torch.optim.Optimizer:
+    """Makes torch's AdamW, or the optimizer of ours that a JSON names; `partitions`: the ranks that each have a part of every tensor."""
+    if (make := ours.maker(ds_config)) is None:
+        numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
+        return torch.optim.AdamW(trained, **numbers)
+    made = make(trained)
+    if isinstance(made, Lamb):
+        made.borders = Borders(partitions=partitions)
+    return made
 
 
 def half(precision: str) -> torch.dtype | None:

@@ -1,16 +1,28 @@
 """Says what torch's own engines take of a recipe: no JSON, data parallelism only."""
 
+import copy
 from typing import Any
 
+from ..optim.facts import FACTS
 from ..recipe import AXES, Recipe
 from ..refusal import Problem
+from .schema import optimizer_name
 
 NAMES = {"ddp": "torch's DDP", "fsdp2": "torch's FSDP2"}
 
 
-def own_config() -> dict[str, Any]:
-    """Makes the JSON of an engine of torch, with the words of DeepSpeed's: whole fp32 weights, as ZeRO-0 has them, and torch's AdamW, fused."""
-    return {"zero_optimization": {"stage": 0}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}}
+def own_config(optimizer: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Makes the JSON of an engine of torch, with the words of DeepSpeed's: whole fp32 weights, as ZeRO-0 has them, and torch's AdamW, fused.
+
+    `optimizer`: the block of the recipe's JSON that names one of ours, which is the same under every engine.
+    """
+    return {"zero_optimization": {"stage": 0}, "optimizer": optimizer or {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}}
+
+
+def own_optimizer(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the optimizer block of a recipe's JSON if what it names is ours without offload; else None."""
+    name = optimizer_name(config)
+    return copy.deepcopy(config["optimizer"]) if name is not None and FACTS[name].ours else None
 
 
 def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
@@ -45,11 +57,12 @@ def check_precision(engine: str, precision: str, device: str, has_bf16: bool) ->
     return [Problem(f"precision = {precision}", rule, f"use --precision {other}")]
 
 
-def say_engine(engine: str, precision: str, ds_config: Any, typed: frozenset[str]) -> list[str]:
-    """Says in a line what of the recipe is not used, if the engine was typed over it."""
+def say_engine(engine: str, precision: str, ds_config: Any, typed: frozenset[str], optimizer: dict[str, Any] | None = None) -> list[str]:
+    """Says in a line what of the recipe is not used, if the engine was typed over it; its JSON's `optimizer` is, if it is ours."""
     if "engine" not in typed:
         return []
     if engine not in NAMES:
         return [f"engine: DeepSpeed; the recipe's precision ({precision}) is not used"] if precision != Recipe.precision else []
     name = ds_config if isinstance(ds_config, str) else "in the recipe"
-    return [f"engine: {NAMES[engine]} in {precision}; the recipe's JSON ({name}) is not used"]
+    but = f", but for its optimizer, {optimizer['type']}" if optimizer else ""
+    return [f"engine: {NAMES[engine]} in {precision}; the recipe's JSON ({name}) is not used{but}"]

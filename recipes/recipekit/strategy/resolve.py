@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..mesh import Mesh
-from ..optim.facts import FACTS, spelled
+from ..optim.facts import facts_of
 from ..recipe import Recipe
 from .numbers import degrees_in, literals
 from .rules import Facts
@@ -44,8 +44,11 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
         if key in takes and params.get(key, "auto") == "auto":
             params[key] = number
 
-    if facts.stage > 0 and not FACTS[spelled(resolved["optimizer"]["type"])].tested:
+    kept = facts_of(resolved)
+    if facts.stage > 0 and not kept.tested:
         resolved["zero_allow_untested_optimizer"] = True  # the rules let no optimizer pass that ZeRO's flat pieces would change
+    if kept.ours and facts.offload != "none":
+        resolved["zero_force_ds_cpu_optimizer"] = False  # ours is updated on the host by torch
 
     hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
     bucket = max(hidden, 4096) ** 2  # elements; smaller buckets waste the network on many short messages

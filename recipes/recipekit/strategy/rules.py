@@ -6,10 +6,10 @@ DeepSpeed that decides, or its documentation; "run" says that the outcome was se
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
-from ..optim.facts import FACTS, SWAPPED, TENSOR
+from ..optim.facts import ADAM, FACTS, SWAPPED, TENSOR, facts_of
+from ..optim.facts import Facts as Kept
 from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES
 from .schema import at, schema
 
@@ -107,19 +107,31 @@ def _unused(key: str, why: str, fix: str, source: str = "", outcome: str = IGNOR
     return Rule(key, lambda facts: True, why, fix, outcome, source)
 
 
+def _of_an_op(key: str, name: str, why: str) -> Rule:
+    """Makes a rule for an option that only the code has which a recipe's own optimizer stands in for."""
+    return Rule(f"optimizer.params.{key}", lambda f: _ours(f, name) and bool(f.get(f"optimizer.params.{key}")), why, "delete it", APPLIES, "")
+
+
 def _told(together: str, outcome: str, rule: str, fix: str, source: str) -> Rule:
     """Makes a row of the support table that no JSON can break, because the script or the model decides."""
     return Rule("", lambda facts: False, rule, fix, outcome, source, together)
 
 
 def _untested(facts: Facts) -> bool:
-    """Returns True where DeepSpeed wants zero_allow_untested_optimizer for an optimizer that ZeRO's flat pieces do not change."""
-    return facts.stage > 0 and facts.optimizer is not None and not FACTS[facts.optimizer].tested and FACTS[facts.optimizer].acts_on != TENSOR
+    """Returns True where DeepSpeed alone wants zero_allow_untested_optimizer for an optimizer that ZeRO's flat pieces do not change."""
+    if facts.stage == 0 or facts.optimizer is None or FACTS[facts.optimizer].acts_on == TENSOR:
+        return False
+    return not (FACTS[facts.optimizer].tested or FACTS[facts.optimizer].host)
 
 
-def _refused(facts: Facts, name: str, where: str) -> bool:
-    """Returns True if a recipe's optimizer is `name` and lies where optim/facts.py refuses it."""
-    return facts.optimizer == name and (where == "anywhere" or facts.offload != "cpu" or facts.stage == 0)
+def _kept(facts: Facts) -> Kept:
+    """Returns the row of a recipe's optimizer."""
+    return ADAM if facts.optimizer is None else facts_of(facts.config)
+
+
+def _ours(facts: Facts, *names: str) -> bool:
+    """Returns True where a recipe's optimizer is one of `names`, computed by a class of ours."""
+    return facts.optimizer in names and _kept(facts).ours
 
 
 def _hpz(facts: Facts) -> int:
@@ -438,16 +450,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.stage > 0 and f.optimizer is not None and FACTS[f.optimizer].acts_on == TENSOR and f.optimizer != "Muon",
+        lambda f: f.stock and f.stage > 0 and f.optimizer == "Lamb",
         "takes sums over whole weights, whose borders ZeRO hides in flat pieces: it would silently become another algorithm",
-        "use AdamW",
+        "use AdamW; a recipe has a LAMB of its own, which knows the borders",
         REPLACES,
         "zero/stage_1_and_2.py, zero/stage3.py; run",
         "ZeRO-1, 2, 3 + LAMB",
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.optimizer == "Lamb" and f.offload != "none",
+        lambda f: f.stock and f.optimizer == "Lamb" and f.offload != "none",
         "has no CPU implementation, so it cannot be offloaded",
         f"delete {OPTIMIZER} or use AdamW",
         FAILS,
@@ -456,7 +468,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.optimizer == "Lamb" and f.get("fp16.loss_scale", 0) != 0,
+        lambda f: f.stock and f.optimizer == "Lamb" and f.get("fp16.loss_scale", 0) != 0,
         "needs dynamic loss scaling",
         'set "fp16.loss_scale": 0',
         FAILS,
@@ -731,23 +743,42 @@ OURS = "the recipes"
 RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "zero_allow_untested_optimizer",
-        lambda f: _untested(f) and f.get("zero_allow_untested_optimizer") is False,
+        lambda f: f.stage > 0 and not _kept(f).tested and f.get("zero_allow_untested_optimizer") is False,
         "forbids this optimizer under ZeRO, where it is what it is without",
         "delete the key",
         FAILS,
         "",
     ),
+    *(Rule("optimizer.type", lambda f, name=name: f.optimizer == name, facts.lacks, "use AdamW", APPLIES, "") for name, facts in FACTS.items() if facts.lacks),
+    *(
+        _of_an_op(key, name, why)
+        for key, name, why in (
+            ("max_coeff", "Lamb", "clamps the trust ratio in DeepSpeed's LAMB; the one of a recipe is the paper's, which does not clamp"),
+            ("min_coeff", "Lamb", "clamps the trust ratio in DeepSpeed's LAMB; the one of a recipe is the paper's, which does not clamp"),
+            ("eps_inside_sqrt", "Lamb", "is of DeepSpeed's LAMB; the one of a recipe is the paper's, with eps outside of the root"),
+            ("set_grad_none", "Lion", "is of DeepSpeed's Lion for CUDA; that of a recipe leaves gradients to the engine"),
+            ("fused", "Adagrad", "is of torch's own Adagrad, which DeepSpeed makes anew without its groups; that of a recipe has no fused step"),
+            ("differentiable", "Adagrad", "records the step for a second gradient, which the weights of a model do not need"),
+        )
+    ),
     *(
         Rule(
-            "optimizer.type",
-            partial(_refused, name=name, where=where),
-            why,
-            "use AdamW" + (f', or a JSON with {OPTIMIZER}: {{"device": "cpu"}}' if where == "device" else ""),
+            f"{ZERO}.{key}",
+            lambda f, key=key: f.get(f"{ZERO}.{key}") and f.stage > 0 and _kept(f).acts_on == TENSOR and _kept(f).ours,
+            "moves the borders of tensors within ZeRO's flat pieces, and this optimizer adds up tensor by tensor",
+            "delete it",
             APPLIES,
             "",
         )
-        for name, facts in FACTS.items()
-        for where, why in facts.lacks.items()
+        for key in ("round_robin_gradients", "parameter_alignment")
+    ),
+    Rule(
+        "optimizer.type",
+        lambda f: f.degree("ep") > 1 and _kept(f).acts_on == TENSOR and _kept(f).ours,
+        "takes sums over whole weights, and DeepSpeed splits those of divided experts into others",
+        "use --ep 1, or AdamW",
+        APPLIES,
+        "",
     ),
     Rule(
         "optimizer.params.bias_correction",

@@ -1,0 +1,21 @@
+"""Makes the optimizers that are ours: those that a JSON names, where DeepSpeed's own is another algorithm, or an op that does not run."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from .adagrad import Adagrad
+from .facts import facts_of, spelled
+from .lamb import Lamb
+from .lion import Lion
+
+OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adagrad": Adagrad, "Lamb": Lamb, "Lion": Lion}
+
+
+def maker(ds_config: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:
+    """Returns what makes the optimizer of parameter groups that a resolved JSON names; None where it is not ours."""
+    if not facts_of(ds_config).ours:
+        return None
+    return partial(OURS[spelled(ds_config["optimizer"]["type"])], **ds_config["optimizer"]["params"])

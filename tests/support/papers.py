@@ -1,0 +1,50 @@
+"""States optimizers as their papers do: one process, whole tensors, one after the other. Nothing is shared with recipekit/optim, which is judged by this."""
+
+import math
+from typing import Any
+
+import torch
+
+
+class Plain(torch.optim.Optimizer):
+    """Calls `rule(weights, gradient, state, group)` for each whole tensor; `state["t"]` counts its steps from 1."""
+
+    rule: Any
+
+    def __init__(self, groups: list[dict[str, Any]], **numbers: Any):
+        super().__init__(groups, numbers)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    state = self.state[weights]
+                    state["t"] = state.get("t", 0) + 1
+                    self.rule(weights, weights.grad, state, group)
+
+
+class Lamb(Plain):
+    """Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning" (arXiv 1904.00962v5), with phi(z) = z."""
+
+    def rule(self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state["m"] = beta1 * state.get("m", torch.zeros_like(x)) + (1 - beta1) * g
+        state["v"] = beta2 * state.get("v", torch.zeros_like(x)) + (1 - beta2) * g * g
+        m, v = state["m"], state["v"]
+        if group.get("bias_correction", True):
+            m, v = m / (1 - beta1 ** state["t"]), v / (1 - beta2 ** state["t"])
+        r = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * x
+        weights_norm, update_norm = math.sqrt(float((x.double() ** 2).sum())), math.sqrt(float((r.double() ** 2).sum()))
+        x -= group["lr"] * (weights_norm / update_norm if weights_norm and update_norm else 1.0) * r
+
+
+class Lion(Plain):
+    """Algorithm 2 of Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675)."""
+
+    def rule(self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        m = state.get("m", torch.zeros_like(x))
+        c = beta1 * m + (1 - beta1) * g
+        state["m"] = beta2 * m + (1 - beta2) * g
+        x -= group["lr"] * (c.sign() + group["weight_decay"] * x)
