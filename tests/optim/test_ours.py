@@ -18,6 +18,7 @@ from recipekit.mesh import Mesh
 from recipekit.optim.adagrad import Adagrad
 from recipekit.optim.borders import borders_of
 from recipekit.optim.lamb import Lamb
+from recipekit.optim.lion import Lion
 from recipekit.parallel.blueprint import Layout, Tensor, flat_groups, groups_of, held
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
@@ -244,6 +245,22 @@ def test_a_trust_ratio_is_one_where_a_norm_is_zero(bias_correction: bool) -> Non
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert torch.equal(found[0][2], start[2]) and found[0][0].abs().max() > 0
+
+
+def test_lion_decays_as_the_paper_does() -> None:
+    """With numbers large enough to be seen, in two groups of which one decays."""
+    generator = torch.Generator().manual_seed(0)
+    start, found = [torch.randn(7, 5, generator=generator), torch.randn(5, generator=generator)], []
+    gradients = [[torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)]
+    for kind in (Lion, papers.Lion):
+        weights = [torch.nn.Parameter(value.clone()) for value in start]
+        optimizer = kind([{"params": weights[:1], "weight_decay": 0.5}, {"params": weights[1:], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.99))
+        for step in gradients:
+            for value, gradient in zip(weights, step, strict=True):
+                value.grad = gradient.clone()
+            optimizer.step()
+        found.append(weights)
+    assert all(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6) for ours, theirs in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
