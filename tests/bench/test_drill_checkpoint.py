@@ -32,15 +32,6 @@ def test_a_chain_of_two_kills_ends_as_the_unbroken_run(ops: Callable[[str], None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bert_large_mlm_zero1", "qwen3_0_6b_dpo_zero3", "qwen3_0_6b_reward_zero2", "resnet50_imagenet_zero1"])
-def test_other_tasks_end_as_their_unbroken_runs(ops: Callable[[str], None], tmp_path: Path, recipe: str) -> None:
-    """Two kills of each here; ten by `--kills 10`."""
-    path = ROOT / "recipes" / f"{recipe}.py"
-    kills, *_, equal, _ = drill(tmp_path / "drill", "--recipe", path, "--kills", 2, "--layouts", "zero2", "--seed", 5, limit=600)
-    assert (kills, equal) == ("2", "1")
-
-
-@pytest.mark.slow
 def test_twelve_kills_over_all_layouts(ops: Callable[[str], None], tmp_path: Path) -> None:
     kills, inside, *_, equal, _ = drill(tmp_path / "drill", "--kills", 12, "--chain", 3, limit=1800)
     assert (kills, equal) == ("12", "4") and int(inside) >= 6
