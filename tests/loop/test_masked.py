@@ -38,7 +38,7 @@ from recipekit.run_folder import numbers
 from recipekit.tasks import masked_lm
 from recipekit.tasks.facts import TASKS
 from recipekit.train import to_device
-from reference import Plain, Trained, train_plain
+from reference import Plain, Trained, num_right, train_plain
 from safetensors.torch import load_file
 from test_metrics_page import OF_MASKS, page
 from test_parity import NUMBERS, STEPS, Case, compare, each, strategy
@@ -108,7 +108,7 @@ def summed_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
-    return [sum(int((logits.argmax(-1) == labels).sum()) for logits, labels in logits_of(model, batch))]
+    return [sum(num_right(logits, labels) for logits, labels in logits_of(model, batch))]
 
 
 MASKED = Plain(
@@ -208,7 +208,7 @@ def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_pa
     logits, labels = (torch.cat(tensors) for tensors in zip(*judged, strict=True))
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval_loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-6)
-    assert last["eval_accuracy"] == pytest.approx((logits.argmax(-1) == labels).double().mean().item())
+    assert last["eval_accuracy"] == pytest.approx(num_right(logits, labels) / len(labels))
     assert last["eval_perplexity"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).exp().item(), rel=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
     own = byte_tokenizer(masked=True)

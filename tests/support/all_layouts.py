@@ -42,18 +42,20 @@ class Model(NamedTuple):
     judge: Callable[[Pools, Path, Case], Any]
     of_case: str = ""  # its name in the cases of its tests
     tp: bool = True
+    pp: bool = True
     numbers: tuple[str, ...] = ()
     splits: tuple[int, ...] = (1, 2)
 
 
-def pairs(task: str) -> Callable[[Pools, Path, Case], Any]:
-    return lambda pools, folder, case: test_preference.check_case(pools, folder, task, case)
+def pairs(task: str, lora: bool = False) -> Callable[[Pools, Path, Case], Any]:
+    return lambda pools, folder, case: test_preference.check_case(pools, folder, task, case, lora)
 
 
 MODELS = {
     "BERT": Model("masked_lm", test_masked.test_masked_language_models_train_like_plain_pytorch, "bert"),
     "ModernBERT": Model("masked_lm", test_masked.test_masked_language_models_train_like_plain_pytorch, "modernbert"),
     "Qwen3 with DPO": Model("preference", pairs("preference"), "qwen3"),
+    "Qwen3 with DPO and LoRA": Model("preference", pairs("preference", lora=True), "qwen3", tp=False, pp=False),
     "Qwen3 as a reward model": Model("reward", pairs("reward"), "qwen3"),
     "ViT": Model("image_classification", test_images.test_image_classifiers_train_like_plain_pytorch, "vit"),
     "ResNet": Model("image_classification", test_batch_norm.test_resnet_trains_like_plain_pytorch, tp=False, numbers=("micro_batch",), splits=(2, 4)),
@@ -66,7 +68,7 @@ def cases(model: Model) -> Iterator[Case]:
     for stage in STAGES:
         for micro_batch in model.splits:
             for dp, tp, pp in DEGREES:
-                if (pp > 1 and stage > 1) or (tp > 1 and not model.tp):
+                if (pp > 1 and (stage > 1 or not model.pp)) or (tp > 1 and not model.tp):
                     continue
                 fields = {"micro_batch": micro_batch, "tp": tp, "pp": pp}
                 numbers = {name: fields.pop(name) for name in model.numbers}
@@ -107,8 +109,8 @@ on {datetime.date.today().isoformat()}: {made}.
 
 A cell is a run of ten steps in fp32 of a tiny model that has the parts of the real one: `=` where the losses and norms
 of each step are within 1e-5 (relative) of those of plain PyTorch in one process, all weights within 1e-5, and the
-metrics of held-out rows the same. Empty: DeepSpeed has no pipeline under ZeRO-2 and -3, and no plan cuts the
-convolutions of a ResNet over ranks.
+metrics of held-out rows the same. Empty: DeepSpeed has no pipeline under ZeRO-2 and -3, no plan cuts the
+convolutions of a ResNet over ranks, and an adapter goes round a whole model (all weights of the adapter are compared).
 {chr(10).join(lines)}
 """
 
