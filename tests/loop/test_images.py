@@ -107,7 +107,7 @@ CASES = [
     Case("vit zero3 dp2", 2, "zero3", model="vit"),
     Case("vit zero1 tp2", 2, "zero1", TP2, model="vit"),
     Case("vit zero1 pp3", 3, "zero1", {"pp": 3}, model="vit", slow=True),
-    Case("vit zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="vit"),
+    Case("vit zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="vit", slow=True),
     Case("deit zero3 tp2", 2, "zero3", TP2, model="deit", slow=True),
     Case("deit zero0 pp2, dualpipev", 2, "zero0", PP2 | {"pipeline_schedule": "dualpipev", "micro_batch": 1}, model="deit", slow=True),
     Case("vit zero0 pp2 dp2, checkpointing", 4, "zero0", PP2 | {"activation_checkpointing": True}, model="vit", slow=True),
