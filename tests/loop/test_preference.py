@@ -41,6 +41,7 @@ NUMBERS = dict(
     lr=3e-4, eps=1e-6, steps=STEPS, seq_len=128, global_batch=8, warmup_steps=2, weight_decay=0.1, eval_every=STEPS, eval_rows=6, wandb=False, seed=3
 )
 FLAGS = ("dataset", "micro_batch", "global_batch", "seq_len", "eval_rows", "warmup_steps", "tp", "pp", "sp", "ep")
+ROUNDING = 3e-6  # of a margin: 0.1 x the difference of sums of 340, each 2e-5 off in fp32 (measured beside fp64; a loss may be 7e-6 off)
 MEASURES = {"preference": ("accuracy", "margin", "rewards/chosen", "rewards/rejected"), "reward": ("accuracy", "margin")}
 
 
@@ -230,16 +231,16 @@ def check_case(pools: Any, tmp_path: Path, task: str, case: Case, lora: bool = F
     expected = reference(task, case.model, lora, **case.numbers)
     compare(out, expected, check_weights=not lora)
     last = last_line(out)
-    assert [last[f"eval_{name}"] for name in MEASURES[task]] == pytest.approx(expected.right, rel=1e-4, abs=1e-6)
+    assert [last[f"eval_{name}"] for name in MEASURES[task]] == pytest.approx(expected.right, rel=1e-4, abs=ROUNDING)
     for line, right in zip(lines(out)[1:], expected.right_of_steps[1:], strict=True):  # in the first step of DPO all rewards are 0
-        assert [line[name] for name in MEASURES[task]] == pytest.approx(right, rel=1e-4, abs=1e-6)
+        assert [line[name] for name in MEASURES[task]] == pytest.approx(right, rel=1e-4, abs=ROUNDING)
     assert last["samples"] == last["tokens"] == STEPS * NUMBERS["global_batch"]
     own = {f"{before}{name}" for before in ("", "eval_") for name in MEASURES[task]}
     assert own <= last.keys() <= page().keys() and own <= OF_PAIRS, "recipes/METRICS.md has a row for each key"
     if lora:
-        made = exported(out / "hf")
-        assert made.keys() == {name.replace(".default.", ".") for name in expected.weights}
-        worst = max((made[name.replace(".default.", ".")] - value).abs().max().item() for name, value in expected.weights.items())
+        made, adapter = exported(out / "hf"), {name.replace(".default.", "."): value for name, value in expected.weights.items() if "lora_" in name}
+        assert made.keys() == adapter.keys()
+        worst = max((made[name] - value).abs().max().item() for name, value in adapter.items())
         assert worst <= 1e-5, f"a weight of the adapter differs by {worst}"
         assert abs(last["eval_rewards/chosen"]) > 1e-3, "the adapter has learned something"
 
