@@ -70,6 +70,7 @@ def train_step(
     peers = mesh.tp * mesh.pp  # ranks that count the same tokens
     weight: torch.Tensor | None = None
     summing: Any = None
+    engine.accumulate(len(batches))
     task.before(engine, batches)
     added = torch.zeros(1 + len(task.measures) * task.each_step, dtype=torch.float64, device=engine.device)  # of the losses, then of the measures
     sums.measured = added[1:] if task.each_step else None
@@ -248,7 +249,7 @@ def loop(ready: Ready) -> int:
 
         state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
         if ready.task.samples:
-            state["unusable"] = state.get("unusable", 0) + recipe.global_batch - result["tokens"]
+            state["unusable"] = state.get("unusable", 0) + recipe.ramp.rows(step) - result["tokens"]
         metrics = metrics_of(ready, step, result, data_state, seconds, data_wait)
         if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)

@@ -15,8 +15,9 @@ PICTURES = TASKS["image_classification"]
 
 
 def test_the_arithmetic_of_a_step_and_of_the_schedule() -> None:
-    assert arithmetic(TASKS["sft"], 64, 256, 2000) == ("64 rows x 256 tokens = 16,384 tokens", "0.033 billion tokens")
-    assert arithmetic(PICTURES, 4096, 1024, 2000) == ("4,096 samples", "8.192 million samples")
+    assert arithmetic(TASKS["sft"], 64, 256) == ("64 rows x 256 tokens = 16,384 tokens", "0.000 billion tokens")
+    assert arithmetic(TASKS["sft"], 64 * 2000, 256)[1] == "0.033 billion tokens"
+    assert arithmetic(PICTURES, 4096, 1024) == ("4,096 samples", "0.004 million samples")
 
 
 def test_the_logits_of_a_row() -> None:

@@ -10,7 +10,7 @@ from ..mesh import Mesh, make_mesh
 from ..recipe import Recipe, check_lacks
 from ..refusal import APPLIES, FAILS, Problem, Refusal
 from ..tasks.facts import PACKED
-from .batch import check_batch, no_batch
+from .batch import check_batch, check_ramp, no_batch
 from .divisions import check_dense_mask, check_divisions, check_pipeline
 from .numbers import DEGREES, SHARED, degrees_in, literals, number_of
 from .rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
@@ -83,9 +83,13 @@ def check(
         found += _contradictions(clean, recipe, typed)
     total, micro = (number_of(clean, recipe, field) for field in ("global_batch", "micro_batch"))
     found += check_batch(clean, total, micro, mesh, of_recipe=recipe is not None)
+    dualpipev = recipe is not None and recipe.pipeline_schedule == "dualpipev"
+    if recipe is not None:
+        least = 2 * degrees["pp"] if dualpipev and degrees["pp"] > 1 else 1
+        found += check_ramp(clean, recipe.ramp, micro, mesh.dp if mesh is not None else 0, least)
     found += check_divisions(degrees, facts, recipe.seq_len if recipe is not None else 0, model_config, mesh)
     layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
-    found += check_pipeline(degrees["pp"], recipe is not None and recipe.pipeline_schedule == "dualpipev", total, micro, layers, mesh)
+    found += check_pipeline(degrees["pp"], dualpipev, total, micro, layers, mesh)
     if recipe is not None and recipe.facts.rows == PACKED and divisible(model_config, 0)["sp"]["attention heads"]:
         found += check_dense_mask(recipe.attention, recipe.seq_len, micro or 1, 4 if facts.dtype == "fp32" else 2)
     return list(dict.fromkeys(found))
@@ -165,7 +169,7 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
             fix = 'drop the flag, or write "auto" in the JSON' if path in AUTO else "drop the flag, or delete the key from the JSON"
             found.append(Problem(f"--{field} {getattr(recipe, field)}", f"contradicts {path.removesuffix('.0').removesuffix('.1')} = {value} in the JSON", fix))
     if "scheduler" in clean:
-        fields = ("warmup_steps", "schedule", "min_lr") + (
+        fields = ("warmup_steps", "decay_steps", "schedule", "min_lr") + (
             ("lr",) if {"warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"} & set(clean["scheduler"].get("params", {})) else ()
         )
         found += [
