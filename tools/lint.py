@@ -133,9 +133,10 @@ def lint(
         resolved, notes = resolve.resolve(config, recipe, mesh, shape)
         rows, micro, steps = (resolved[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         lines += [*notes, f"{mesh}: {rows} rows of a step = {mesh.dp} data-parallel * {micro} micro_batch * {steps} accumulation"]
-        lines += [
-            f"from step {first} on: {more} rows * 1/{mesh.dp * micro} = {more // (mesh.dp * micro)} accumulation" for first, more in recipe.ramp.table[1:]
-        ]
+        for first, more in recipe.ramp.table[1:]:
+            lines.append(
+                f"from step {first} on: {more} rows of a step = {mesh.dp} data-parallel * {micro} micro_batch * {more // mesh.dp // micro} accumulation"
+            )
     return problems, lines
 
 
