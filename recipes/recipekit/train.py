@@ -56,9 +56,8 @@ def train_step(
 ) -> StepResult:
     """Takes one optimizer step (a collective).
 
-    The loss is the mean over what the task counts in the global batch (tokens that have a label), so it does not depend on how
-    rows are split into micro-batches and ranks. `lr` None leaves it to the JSON's scheduler; `stop` is a reason of stopping.REASONS; `sums`
-    is filled with what the step adds up besides; `more` are numbers to add up over all ranks, in the all-reduce that counts the tokens.
+    The loss is the mean over what the task counts in the global batch (tokens with a label), however that is split into micro-batches and ranks. `lr` None
+    leaves it to the JSON's scheduler; `stop` is one of stopping.REASONS; `sums` is filled with what adds up besides; `more` is summed over the ranks, too.
     """
     sums = sums or Sums()
     sums.clear()

@@ -8,12 +8,18 @@ from ..refusal import FAILS, Problem
 from .schema import shown
 
 
-def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, of_recipe: bool) -> list[Problem]:
+def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, ramp: Ramp | None, least: int) -> list[Problem]:
     """Refuses numbers of rows that do not divide: rows of a step = data-parallel ranks * rows of a forward pass * accumulated micro-batches.
 
-    `total` (rows of a step) and `micro` (rows of a forward pass) are the JSON's numbers or, with `of_recipe`, the recipe's, whose
-    names the messages then use.
+    `total` (rows of a step) and `micro` (rows of a forward pass) are the JSON's numbers or, with the `ramp` of a recipe, the recipe's, whose
+    names the messages then use. `least`: micro-batches that a step of the ramp has at least.
     """
+    changed = check_ramp(clean, ramp, micro, mesh.dp if mesh is not None else 0, least) if ramp is not None else []
+    return _check_first(clean, total, micro, mesh, ramp is not None) + changed
+
+
+def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, of_recipe: bool) -> list[Problem]:
+    """Checks the global batch of the first step, which is that of all without a ramp."""
     steps = clean.get("gradient_accumulation_steps", "auto")
     steps = None if steps == "auto" else steps
     if total is not None and mesh is None and not of_recipe and micro and steps and total % (micro * steps):
@@ -53,7 +59,7 @@ def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mes
 def check_ramp(clean: dict[str, Any], ramp: Ramp, micro: int | None, dp: int, least: int) -> list[Problem]:
     """Refuses global batches of a table that do not divide, or whose steps have fewer micro-batches than the `least`: all in one problem.
 
-    Not the first one, which `check_batch` knows. `dp` is 0 where the ranks are not known.
+    `dp` is 0 where the ranks are not known.
     """
     changes, steps = ramp.table[1:], clean.get("gradient_accumulation_steps", "auto")
     where = f"batch_ramp = {written(changes)}"

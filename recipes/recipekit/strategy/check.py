@@ -10,7 +10,7 @@ from ..mesh import Mesh, make_mesh
 from ..recipe import Recipe, check_lacks
 from ..refusal import APPLIES, FAILS, Problem, Refusal
 from ..tasks.facts import PACKED
-from .batch import check_batch, check_ramp, no_batch
+from .batch import check_batch, no_batch
 from .divisions import check_dense_mask, check_divisions, check_pipeline
 from .numbers import DEGREES, SHARED, degrees_in, literals, number_of
 from .rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
@@ -82,14 +82,10 @@ def check(
     if recipe is not None:
         found += _contradictions(clean, recipe, typed)
     total, micro = (number_of(clean, recipe, field) for field in ("global_batch", "micro_batch"))
-    found += check_batch(clean, total, micro, mesh, of_recipe=recipe is not None)
-    dualpipev = recipe is not None and recipe.pipeline_schedule == "dualpipev"
-    if recipe is not None:
-        least = 2 * degrees["pp"] if dualpipev and degrees["pp"] > 1 else 1
-        found += check_ramp(clean, recipe.ramp, micro, mesh.dp if mesh is not None else 0, least)
+    least = 2 * degrees["pp"] if recipe is not None and recipe.pipeline_schedule == "dualpipev" else 1  # micro-batches of a step
+    found += check_batch(clean, total, micro, mesh, recipe.ramp if recipe is not None else None, least)
     found += check_divisions(degrees, facts, recipe.seq_len if recipe is not None else 0, model_config, mesh)
-    layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
-    found += check_pipeline(degrees["pp"], dualpipev, total, micro, layers, mesh)
+    found += check_pipeline(degrees["pp"], least > 1, total, micro, 0 if recipe is not None and recipe.pp_plan else count_layers(model_config), mesh)
     if recipe is not None and recipe.facts.rows == PACKED and divisible(model_config, 0)["sp"]["attention heads"]:
         found += check_dense_mask(recipe.attention, recipe.seq_len, micro or 1, 4 if facts.dtype == "fp32" else 2)
     return list(dict.fromkeys(found))
