@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from job import metrics, numbers
+from recipekit.command import parse
+from recipekit.plan import make_plan
+from recipekit.refusal import Refusal
 from safetensors.torch import load_file
 from test_engines import TORCH, run_engine
-from test_parity import NUMBERS, STEPS, Case, accumulating, compare, each, recipe_for, reference, strategy, train_in_layout
+from test_parity import NUMBERS, STEPS, Case, accumulating, compare, each, pinned, recipe_for, reference, strategy, train_in_layout
 
 slow = pytest.mark.slow
 RAMP = {"batch_ramp": "4:16, 7:24"}
@@ -104,3 +107,21 @@ def test_the_rest_of_a_ramp_may_change(pools: Any, half: Path, unbroken: Path, t
     assert pools.run(2, train_in_layout, recipe=replace(plain, stop_at=3), config=strategy("zero2"), out=str(tmp_path / "plain")) == [0, 0]
     train(pools, tmp_path / "run", 2, "zero2", resume=str(tmp_path / "plain"), **RAMP)
     assert numbers(metrics(tmp_path / "run")) == numbers(metrics(unbroken))[3:]
+
+
+@slow
+def test_a_wsd_run_is_prolonged_in_its_stable_phase(pools: Any, tmp_path: Path) -> None:
+    """From the step before its decay it is, bit for bit, the run that had the larger number of steps from the beginning."""
+    short, long = tmp_path / "short", tmp_path / "long"
+    wsd = {"schedule": "wsd", "decay_steps": 2, "min_lr": 1e-4, "eval_every": 0}
+    train(pools, long, 1, "zero2", steps=9, **wsd)
+    train(pools, short, 1, "zero2", steps=6, save_every=4, keep=0, **wsd)
+    peak, root = 3e-4, 3e-4 - 2e-4 * 0.5**0.5
+    assert [line["lr"] for line in metrics(short)] == pytest.approx([peak / 2, peak, peak, peak, root, 1e-4], rel=1e-12)
+    assert [line["lr"] for line in metrics(long)] == pytest.approx([peak / 2, *[peak] * 6, root, 1e-4], rel=1e-12)
+    assert numbers(metrics(short))[:4] == numbers(metrics(long))[:4]
+    longer = replace(recipe_for("untied", **accumulating(1), steps=9, **wsd), ds_config=strategy("zero2"), out=str(short))
+    with pytest.raises(Refusal, match=f"steps = 9: the run in {short} has 6; go on with --steps 6, start a new run .*--resume {short}"):
+        make_plan(parse(longer, Path("parity.py"), ["--tiny", *pinned(longer)]))
+    train(pools, short, 1, "zero2", steps=9, resume=str(short / "checkpoints" / "step_00000004"), **wsd)
+    assert numbers(metrics(short)) == numbers(metrics(long))

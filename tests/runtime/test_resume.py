@@ -330,23 +330,6 @@ def test_a_path_accepts_the_differences(go: Callable[..., str], run: Path, unbro
     go(run, "--steps", 8, "--lr", 1e-3, "--schedule", "constant", "--stop_at", 6)  # accepted once, it is the run
 
 
-def test_a_wsd_run_is_prolonged_in_its_stable_phase(go: Callable[..., str], tmp_path: Path) -> None:
-    """Bit for bit the run that had the larger number of steps from the beginning; so is a run that has ended, from the step before its decay."""
-    recipe = dataclasses.replace(BASE, schedule="wsd", decay_steps=2, min_lr=1e-4, eval_every=0)
-    short, long = tmp_path / "short", tmp_path / "long"
-    go(long, "--steps", 9, recipe=recipe, world=1)
-    go(short, "--save_every", 4, recipe=recipe, world=1)  # 6 steps: of 2, 2 and 2
-    peak, root = BASE.lr, 1e-4 + (BASE.lr - 1e-4) * (1 - 0.5**0.5)
-    assert [line["lr"] for line in metrics(short)] == pytest.approx([peak / 2, peak, peak, peak, root, 1e-4], rel=1e-12)
-    assert numbers(metrics(short))[:4] == numbers(metrics(long))[:4]
-    numbers_of_base = [word for name in TYPED for word in (f"--{name}", str(getattr(BASE, name)))]
-    with pytest.raises(Refusal, match=f"steps = 9: the run in {short} has 6; go on with --steps 6, start a new run .*--resume {short}"):
-        make_plan(parse(recipe, Path("resume.py"), ["--tiny", "--out", str(short), "--steps", "9", *numbers_of_base]))
-    go(short, "--resume", short / "checkpoints" / "step_00000004", "--steps", 9, recipe=recipe, world=1)
-    assert numbers(metrics(short)) == numbers(metrics(long))
-    assert "finished 9 of 9 steps" in go(short, "--steps", 9, recipe=recipe, world=1)
-
-
 def engine_numbers(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
     """What the optimizer holds after the step that follows a resume."""
     import recipekit.train as loop
