@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from .phases import written
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
 from .tasks.facts import own_fields
@@ -141,6 +142,7 @@ def identity(recipe: Recipe, model_config: dict[str, Any] | None, has_norms: boo
     """
     of_task = (name for name in OF_TASKS if recipe.task in own_fields()[name])
     found = {name: getattr(recipe, name) for name in (*IDENTITY, *of_task, *([STATISTICS] if has_norms else []))}
+    found["batch_ramp"] = written(recipe.ramp.table[1:])  # however its words are spaced
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()[:16]
     return found

@@ -26,7 +26,7 @@ def lr_at(numbers: Schedule, step: int) -> float:
 
     wsd (warm-up, stable, decay) is of MiniCPM, arXiv 2404.06395, section 4: the rate stays at lr, and falls in the last steps only, so
     that steps before these do not depend on how many there are. Its decay is 1 - sqrt of the share of it that is done, which ended
-    at lower losses than a linear one (Haegele et al., arXiv 2405.18392, section 4) and, unlike MiniCPM's exponential one, at min_lr.
+    at lower losses than a linear one (Hägele et al., arXiv 2405.18392) and, unlike MiniCPM's exponential one, at min_lr.
     """
     if step <= numbers.warmup_steps:
         return numbers.lr * step / numbers.warmup_steps
