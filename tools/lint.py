@@ -28,9 +28,10 @@ import hjson
 from recipekit.architectures.lookup import model_config
 from recipekit.command import recipe_of
 from recipekit.data.mixture import domains_of
-from recipekit.mesh import make_mesh
+from recipekit.mesh import Mesh, make_mesh
 from recipekit.optim.facts import FACTS
 from recipekit.optim.facts import Facts as OptimizerFacts
+from recipekit.phases import Ramp
 from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
 from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal
@@ -131,9 +132,16 @@ def lint(
         degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
         mesh = make_mesh(world, **degrees)
         resolved, notes = resolve.resolve(config, recipe, mesh, shape)
-        rows, micro, steps = (resolved[key] for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-        lines += [*notes, f"{mesh}: {rows} rows of a step = {mesh.dp} data-parallel * {micro} micro_batch * {steps} accumulation"]
+        lines += [*notes, *batches(mesh, resolved, recipe.ramp)]
     return problems, lines
+
+
+def batches(mesh: Mesh, resolved: dict[str, Any], ramp: Ramp) -> list[str]:
+    """Says what a step takes, and from which step on another number of rows."""
+    micro, steps = resolved["train_micro_batch_size_per_gpu"], resolved["gradient_accumulation_steps"]
+    each = f"rows of a step = {mesh.dp} data-parallel * {micro} micro_batch *"
+    changes = [f"from step {first} on: {rows} {each} {rows // (mesh.dp * micro)} accumulation" for first, rows in ramp.table[1:]]
+    return [f"{mesh}: {resolved['train_batch_size']} {each} {steps} accumulation", *changes]
 
 
 def told(problem: Problem) -> str:

@@ -96,8 +96,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         changes["ds_config"] = given["deepspeed_config"]
     changed = dataclasses.replace(recipe, **changes)
     if parser.problems:
-        lowered = {"warmup_steps": 0} if "steps" in changes and "warmup_steps" not in changes else {}  # as the plan does
-        raise Refusal(parser.problems + check_recipe(dataclasses.replace(changed, **lowered)), exit_code=2)
+        raise Refusal(parser.problems + check_recipe(changed.shortened(frozenset(changes))[0]), exit_code=2)
     return Command(
         recipe=changed,
         name=path.stem,

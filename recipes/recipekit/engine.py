@@ -11,7 +11,7 @@ from torch import nn
 class Engine(Protocol):
     """Holds a model with its optimizer. Every rank has one, and calls it in the same order as the others.
 
-    A step is one `backward` and one `step` for each of its micro-batches. The engine divides each loss by their number and
+    A step is one `backward` and one `step` for each of its micro-batches, which `accumulate` counts. The engine divides each loss by their number and
     takes the mean of the gradients over the data-parallel ranks; with the last micro-batch it clips them and changes the weights.
     """
 
@@ -27,6 +27,7 @@ class Engine(Protocol):
     def eval(self) -> Any: ...
     def destroy(self) -> None: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
+    def accumulate(self, micro_batches: int) -> None: ...  # of the steps from here on, on this rank; called between two steps
     def is_gradient_accumulation_boundary(self) -> bool: ...
     def get_global_grad_norm(self) -> Any: ...
 

@@ -19,6 +19,7 @@ from .data.mixture import Domain, domains_of
 from .data.request import request_of
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
+from .phases import scaled
 from .recipe import AXES, Recipe, check_recipe
 from .refusal import Problem, Refusal
 from .run_folder import find_resume
@@ -71,8 +72,7 @@ class Plan:
 def make_plan(command: Command) -> Plan:
     """Resolves a command for its world size; raises one `Refusal` with every problem. Reads files, changes nothing."""
     problems: list[Problem] = []
-    notes: list[str] = []
-    recipe = _lower_warmup(command, notes)
+    recipe, notes = command.recipe.shortened(command.typed)
     problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
     recipe = recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)  # that it is none has been told
     problems += _check_read(recipe, command.typed)
@@ -139,15 +139,6 @@ def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
         for name, tasks in own_fields().items()
         if name in typed | demanded and recipe.task not in tasks
     ]
-
-
-def _lower_warmup(command: Command, notes: list[str]) -> Recipe:
-    """Returns the recipe, its warm-up shortened with the steps that the user typed."""
-    recipe = command.recipe
-    if "steps" not in command.typed or "warmup_steps" in command.typed or not recipe.warmup_steps >= recipe.steps > 0:
-        return recipe
-    notes.append(f"warmup_steps: {recipe.warmup_steps} of the recipe lowered to {recipe.steps // 10} for {recipe.steps} steps")
-    return dataclasses.replace(recipe, warmup_steps=recipe.steps // 10)
 
 
 def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], notes: list[str]) -> tuple[Recipe, frozenset[str]]:
@@ -291,7 +282,8 @@ def _lay_out(recipe: Recipe, world: int, model_config: dict[str, Any] | None, fi
     if tiny and recipe.micro_batch > 0:
         rows = 2 * mesh.dp * mesh.pp * recipe.micro_batch
         micro_batch, global_batch = fit_batch(mesh.dp, recipe.micro_batch, recipe.global_batch if "global_batch" in fixed else rows, fixed)
-        recipe = dataclasses.replace(recipe, micro_batch=micro_batch, global_batch=global_batch)
+        ramp = recipe.batch_ramp if "batch_ramp" in fixed else scaled(recipe.batch_ramp, recipe.global_batch, global_batch)
+        recipe = dataclasses.replace(recipe, micro_batch=micro_batch, global_batch=global_batch, batch_ramp=ramp)
     return LaidOut(recipe, mesh, notes, problems)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .phases import Ramp, check_ramp, check_rates, cut, ramp_of, shorter
 from .refusal import Problem
 from .tasks.facts import PACKED, TASKS, Facts, Plans
 
@@ -81,12 +82,18 @@ class Recipe:
     seq_len: int = _say("tokens of a row", 1024, group="batch")
     micro_batch: int = _say("rows of one forward pass on one data-parallel rank", 1)
     global_batch: int = _say("rows of one optimizer step, all ranks together", 8)
+    batch_ramp: str = _say("other global batches, from stated steps on: 501:512, 2001:1024 is 512 rows from step 501, and 1024 from step 2001", "")
 
     steps: int = _say("optimizer steps of the whole schedule", 1000, group="schedule and optimizer")
     lr: float = _say("peak learning rate", 3e-4)
-    min_lr: float = _say("learning rate at the end of a cosine or linear schedule", 0.0)
+    min_lr: float = _say("learning rate at the end of a cosine, linear or wsd schedule", 0.0)
     warmup_steps: int = _say("steps of linear warm-up", 0)
-    schedule: str = _say("learning rate after the warm-up", "cosine", choices=("cosine", "linear", "constant"))
+    schedule: str = _say(
+        "learning rate after the warm-up; wsd: stays at lr, and falls in the last decay_steps, so that a run can be prolonged",
+        "cosine",
+        choices=("cosine", "linear", "constant", "wsd"),
+    )
+    decay_steps: int = _say("of wsd: the last steps, in which the learning rate falls; a tenth of all is usual", 0)
     weight_decay: float = _say("AdamW weight decay of matrices; vectors (norms, biases) are not decayed", 0.1)
     beta1: float = _say("AdamW beta1", 0.9)
     beta2: float = _say("AdamW beta2", 0.95)
@@ -122,6 +129,22 @@ class Recipe:
         return self.checkpoint_every if self.activation_checkpointing else 0
 
     @property
+    def ramp(self) -> Ramp:
+        """How many rows each step has."""
+        return ramp_of(self.global_batch, self.batch_ramp)
+
+    def shortened(self, typed: frozenset[str]) -> tuple["Recipe", list[str]]:
+        """Fits warm-up, decay and ramp, where the user has not typed them, to the `--steps` of a trial; returns a line for each, too."""
+        if "steps" not in typed or self.steps < 1 or _wrong_kinds(self):
+            return self, []
+        fitted: dict[str, Any] = shorter(self.schedule, self.steps, self.warmup_steps, self.decay_steps, typed)
+        lines = [f"{name}: {getattr(self, name)} of the recipe lowered to {number} for {self.steps} steps" for name, number in fitted.items()]
+        if "batch_ramp" not in typed and (left := cut(self.batch_ramp, self.steps)) != self.batch_ramp:
+            fitted["batch_ramp"] = left
+            lines.append(f"batch_ramp: {self.batch_ramp} of the recipe cut off after {self.steps} steps")
+        return dataclasses.replace(self, **fitted), lines
+
+    @property
     def plans(self) -> Plans:
         """What the recipe says of its model's modules."""
         return Plans(self.pp_plan or {}, self.tp_plan or {}, self.tp_local or {}, self.no_decay)
@@ -142,7 +165,19 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every", "threads"):
         if (value := getattr(recipe, name)) < 1:
             problems.append(Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1 or more"))
-    for name in ("warmup_steps", "eval_every", "save_every", "keep", "stop_at", "weight_decay", "gradient_clipping", "min_lr", "seed", "num_labels"):
+    for name in (
+        "warmup_steps",
+        "decay_steps",
+        "eval_every",
+        "save_every",
+        "keep",
+        "stop_at",
+        "weight_decay",
+        "gradient_clipping",
+        "min_lr",
+        "seed",
+        "num_labels",
+    ):
         if (value := getattr(recipe, name)) < 0:
             problems.append(Problem(f"{name} = {value}", "must not be negative", f"use --{name} 0 or more"))
     for name in ("lr", "eps", "grace", "retry_s", "beta"):
@@ -153,17 +188,12 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             problems.append(Problem(f"{name} = {value}", "must lie in [0, 1)", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
     if not 0 < recipe.mask_rate < 1:
         problems.append(Problem(f"mask_rate = {recipe.mask_rate}", "must lie between 0 and 1", f"for example --mask_rate {Recipe.mask_rate}"))
-    if recipe.warmup_steps >= recipe.steps > 0 and recipe.warmup_steps > 0:
-        rule = f"the warm-up must be shorter than the schedule of {recipe.steps} steps"
-        problems.append(Problem(f"warmup_steps = {recipe.warmup_steps}", rule, f"use --warmup_steps {recipe.steps // 10} or a larger --steps"))
     if recipe.stop_at > recipe.steps > 0:
         problems.append(
             Problem(f"stop_at = {recipe.stop_at}", f"lies after the last step, {recipe.steps}", f"use --stop_at {recipe.steps} or less, or a larger --steps")
         )
-    if recipe.min_lr > recipe.lr > 0:
-        problems.append(Problem(f"min_lr = {recipe.min_lr}", f"is larger than lr = {recipe.lr}", f"use --min_lr {recipe.lr / 10} or less"))
-    if recipe.min_lr and recipe.schedule == "constant":
-        problems.append(Problem(f"min_lr = {recipe.min_lr}", "a constant schedule never reaches it", "use --schedule cosine or leave min_lr out"))
+    problems += check_rates(recipe.schedule, recipe.steps, recipe.warmup_steps, recipe.decay_steps, recipe.lr, recipe.min_lr)
+    problems += check_ramp(recipe.batch_ramp, recipe.steps)
     if recipe.facts.rows == PACKED and recipe.attention == "flash_attention_2" and recipe.micro_batch > 1 and recipe.sp == 1:
         # transformers 5.22.2 looks for documents in position_ids only where there is one row (_is_packed_sequence)
         rule = "FlashAttention keeps the documents of a row apart only if the row is alone; packed documents would see each other"

@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from .phases import written
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
 from .tasks.facts import own_fields
@@ -17,7 +18,7 @@ from .tasks.facts import own_fields
 FACTS = "run.json"  # everything that made the run (runtime/facts.py)
 STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
 METRICS = "metrics.jsonl"  # a line for each step
-NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")  # keys of such a line that training decides
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "global_batch", "eval_loss")  # keys of such a line that training decides
 DATA_FILES = "data_files.json"  # digests of what was read, so that a resume can name a file that has changed
 CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
 LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
@@ -28,9 +29,10 @@ STATISTICS = "micro_batch"  # is part of a run whose model has BatchNorm: its ro
 # What a run is made of: a run folder is continued only if these are the same.
 IDENTITY = (
     *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "image_field", "label_field", "augment"),
-    *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch"),
-    *("steps", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
+    *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch", "batch_ramp"),
+    *("steps", "lr", "min_lr", "warmup_steps", "decay_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
+LOWERED = ("warmup_steps", "decay_steps", "batch_ramp")  # where fewer steps are typed (`Recipe.shortened`)
 OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
 
 
@@ -46,8 +48,8 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
     now |= _statistics(recipe.micro_batch, before)
     others = [name for name in now if before.get(name) != now[name]]
     others.sort(key=lambda name: name not in typed)  # the flags that the user typed come first
-    if "steps" in others and "warmup_steps" not in typed:  # warmup_steps was lowered with steps, and will be again
-        others = [name for name in others if name != "warmup_steps"]
+    if "steps" in others:  # what was lowered with steps will be again
+        others = [name for name in others if name in typed or name not in LOWERED]
     if not others:
         return out
     accepts = "" if STATISTICS in others else f"accept the differences with --resume {out}, "
@@ -140,6 +142,7 @@ def identity(recipe: Recipe, model_config: dict[str, Any] | None, has_norms: boo
     """
     of_task = (name for name in OF_TASKS if recipe.task in own_fields()[name])
     found = {name: getattr(recipe, name) for name in (*IDENTITY, *of_task, *([STATISTICS] if has_norms else []))}
+    found["batch_ramp"] = written(recipe.ramp.table[1:])  # however its words are spaced
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()[:16]
     return found

@@ -56,9 +56,8 @@ def train_step(
 ) -> StepResult:
     """Takes one optimizer step (a collective).
 
-    The loss is the mean over what the task counts in the global batch (tokens that have a label), so it does not depend on how
-    rows are split into micro-batches and ranks. `lr` None leaves it to the JSON's scheduler; `stop` is a reason of stopping.REASONS; `sums`
-    is filled with what the step adds up besides; `more` are numbers to add up over all ranks, in the all-reduce that counts the tokens.
+    The loss is the mean over what the task counts in the global batch (tokens with a label), however that is split into micro-batches and ranks. `lr` None
+    leaves it to the JSON's scheduler; `stop` is one of stopping.REASONS; `sums` is filled with what adds up besides; `more` is summed over the ranks, too.
     """
     sums = sums or Sums()
     sums.clear()
@@ -70,6 +69,7 @@ def train_step(
     peers = mesh.tp * mesh.pp  # ranks that count the same tokens
     weight: torch.Tensor | None = None
     summing: Any = None
+    engine.accumulate(len(batches))
     task.before(engine, batches)
     added = torch.zeros(1 + len(task.measures) * task.each_step, dtype=torch.float64, device=engine.device)  # of the losses, then of the measures
     sums.measured = added[1:] if task.each_step else None
@@ -252,7 +252,7 @@ def loop(ready: Ready) -> int:
 
         state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
         if ready.task.samples:
-            state["unusable"] = state.get("unusable", 0) + recipe.global_batch - result["tokens"]
+            state["unusable"] = state.get("unusable", 0) + recipe.ramp.rows(step) - result["tokens"]
         metrics = metrics_of(ready, step, result, data_state, seconds, data_wait)
         if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)

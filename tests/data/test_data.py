@@ -39,7 +39,7 @@ from recipekit.data.packing import fill_rows, fill_whole_rows, make_block, pack,
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.remote import Patience
 from recipekit.data.request import Request, Sizes
-from recipekit.data.sameness import merge_states, roll
+from recipekit.data.sameness import OtherData, merge_states, roll
 from recipekit.data.source import Source, Wanted
 from recipekit.data.sources import open_source
 from recipekit.data.stream import open_stream
@@ -118,6 +118,21 @@ def request_for(dataset: str, **fields) -> Request:
 
 def of_kind(corpora: dict[str, str], kind: str, task: str, **fields) -> Request:
     return request_for(corpora.get(kind, kind), task=task, **({"seq_len": 64 if task == "sft" else SEQ_LEN} | fields))
+
+
+def take_steps(request: Request, sizes: list[int], dp: int = 1, state: dict | None = None) -> tuple[list[np.ndarray], list[dict]]:
+    """Of each step (3, rows, seq_len), the ids, labels and positions of all ranks put together, and the merged state; `sizes` are the rows that it has to have."""
+    streams = [open_stream(request, BYTES, dp=dp, dp_rank=rank, state=state) for rank in range(dp)]
+    found, states = [], []
+    for size in sizes:
+        taken = [next(own)[0] for own in streams]
+        assert {len(own) for own in taken} == {size // dp // request.micro_batch}
+        rows = [torch.stack([batch[name] for name in ("input_ids", "labels", "position_ids")]) for own in taken for batch in own]
+        found.append(torch.cat(rows, 1).numpy().copy())
+        states.append(json.loads(json.dumps(merge_states([own.state for own in streams]))))
+    for own in streams:
+        own.close()
+    return found, states
 
 
 def take(request: Request, steps: int, dp: int = 1, state: dict | None = None) -> tuple[np.ndarray, dict]:
@@ -521,6 +536,52 @@ def test_the_hash_of_tokens_sees_their_order():
     given_out += [[{**batch, "labels": labels.flip(1)}], [{"input_ids": labels, "labels": ids}]]
     assert len({roll(0, batches) for batches in given_out}) == len(given_out)
     assert roll(roll(0, [batch]), [other]) == roll(0, [batch, other]), "it goes on from step to step"
+
+
+@pytest.mark.parametrize(("kind", "task"), [("lines", "pretrain"), ("tokens", "pretrain"), ("chats", "sft"), ("mixture", "pretrain")])
+def test_a_ramp_takes_the_rows_of_the_stream_in_their_order(corpora, kind, task):
+    """Row k of the run is row k without a ramp; a resume after any step, on another number of ranks, goes on with the row that is next."""
+    plain = of_kind(corpora, kind, task)
+    ramp = dataclasses.replace(plain, batch_ramp="3:24, 5:36")
+    sizes = [12, 12, 24, 24, 36, 36]  # 144 rows, which without it are 12 steps
+    steps, state = take(plain, 12)
+    rows = steps.transpose(1, 0, 2, 3).reshape(3, 144, -1)
+    edges = [0, 12, 24, 48, 72, 108, 144]
+    for dp, micro_batch in ((1, 1), (2, 3), (4, 3)):
+        found, states = take_steps(dataclasses.replace(ramp, micro_batch=micro_batch), sizes, dp)
+        for number, own in enumerate(found):
+            np.testing.assert_array_equal(own, rows[:, edges[number] : edges[number + 1]])
+        assert [own["step"] for own in states] == [1, 2, 3, 4, 5, 6] and states[-1]["domains"] == state["domains"]
+        after = 3 if dp == 2 else 1 + dp
+        for other in {1, 2, 4} - {dp}:
+            again, _ = take_steps(dataclasses.replace(ramp, micro_batch=3), sizes[after:], other, states[after - 1])
+            np.testing.assert_array_equal(np.concatenate(again, 1), rows[:, edges[after] :])
+
+
+def test_what_of_a_ramp_has_come_is_part_of_the_stream(corpora):
+    """What has not may change, and with it the position stays; before its first change a stream is the one without."""
+    plain = of_kind(corpora, "lines", "pretrain")
+    ramp = dataclasses.replace(plain, batch_ramp="3:24, 5:36")
+    _, states = take_steps(ramp, [12, 12, 24, 24])
+    _, without = take_steps(plain, [12, 12])
+    assert states[1] == without[1] and states[2]["identity"] == states[1]["identity"] | {"batch_ramp": [[3, 24]]}
+    for batch_ramp, later in (("3:24", 24), ("3:24, 5:48, 6:60", 48)):
+        take_steps(dataclasses.replace(plain, batch_ramp=batch_ramp), [later], state=states[3])
+    take_steps(dataclasses.replace(plain, batch_ramp="3:48"), [48], state=without[1])
+    for batch_ramp, now in (("", []), ("2:24", [[2, 24]]), ("3:36", [[3, 36]]), ("3:24, 4:36", [[3, 24], [4, 36]])):
+        with pytest.raises(OtherData) as refused:
+            open_stream(dataclasses.replace(plain, batch_ramp=batch_ramp), BYTES, dp=1, dp_rank=0, state=states[3])
+        assert str(refused.value).startswith(f"batch_ramp = {now}: the saved data stream has [[3, 24]]")
+    with pytest.raises(OtherData, match=r"batch_ramp = \[\[2, 24\]\]: the saved data stream has \[\]"):
+        open_stream(dataclasses.replace(plain, batch_ramp="2:24"), BYTES, dp=1, dp_rank=0, state=without[1])
+
+
+def test_a_ramp_that_does_not_divide_is_refused_by_the_stream(corpora):
+    with pytest.raises(Refusal) as refused:
+        open_stream(dataclasses.replace(of_kind(corpora, "lines", "pretrain"), batch_ramp="3:20, 4:24, 6:30"), BYTES, dp=4, dp_rank=0)
+    assert [str(problem) for problem in refused.value.problems] == [
+        "batch_ramp from step 6 = 30: is no multiple of dp(4) * micro_batch(1); use --batch_ramp 6:28"
+    ]
 
 
 def test_fewer_documents_than_lanes(tmp_path):

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,22 @@ def trained_on(pixels: tuple[np.ndarray, np.ndarray], held_out: bool = False) ->
 
 
 # Order ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ramp_takes_the_samples_of_the_stream_in_their_order() -> None:
+    """Row k is row k without a ramp, its augmentation included, on any number of ranks and after a resume in the middle."""
+    plain = request_for("builtin", micro_batch=1)
+    whole, state = take(plain, 9, processor=4)
+    rows = {name: torch.cat([batch[name] for batch in whole]) for name in whole[0]}
+    ramp = dataclasses.replace(plain, batch_ramp="2:24, 4:48")
+    edges = [0, 12, 36, 60, 108]
+    for dp in (1, 2, 4):
+        found, states = take(ramp, 4, dp, processor=4)
+        assert equal(found, [{name: tensor[first:last] for name, tensor in rows.items()} for first, last in pairwise(edges)])
+        assert states["domains"] == state["domains"] and states["step"] == 4
+    _, middle = take(ramp, 2, 4, processor=4)
+    found, _ = take(ramp, 2, 1, middle, processor=4)
+    assert equal(found, [{name: tensor[first:last] for name, tensor in rows.items()} for first, last in pairwise(edges[2:])])
 
 
 def test_pictures_come_alike_on_any_ranks_once_an_epoch_and_anew_each_epoch(fashion, pixels):

@@ -68,6 +68,7 @@ def test_recipes_see_recipekit_by_its_front_door():
 WORDS = {
     "refusal",
     "mesh",
+    "phases",
     "recipe",
     "command",
     "hub",

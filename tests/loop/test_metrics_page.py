@@ -35,11 +35,11 @@ def test_every_key_has_a_unit_and_a_meaning_and_no_table_is_wider_than_a_screen(
 
 
 def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_path: Path) -> None:
-    """A mixture with a bad row and evaluations, which has all keys but those of a GPU."""
+    """A mixture with a bad row, a ramp and evaluations, which has all keys but those of a GPU."""
     from recipekit.optim.schedules import lr_at  # these import torch, which the test above does without
     from test_resume import BASE, train
 
-    recipe = replace(BASE, ds_config="zero2.json", seq_len=128, micro_batch=2, global_batch=4, steps=3, warmup_steps=1, eval_every=2)
+    recipe = replace(BASE, ds_config="zero2.json", seq_len=128, micro_batch=2, global_batch=4, batch_ramp="2:8", steps=3, warmup_steps=1, eval_every=2)
     for number, name in enumerate(("code", "docs")):
         rows = [json.dumps({"text": text(60, 100 * number + row)}) for row in range(400)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join([*rows[:5], "nonsense", *rows[5:]]) + "\n")
@@ -52,12 +52,12 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
     others = OF_PICTURES | OF_MASKS | OF_PAIRS
     assert written | ON_GPUS_ONLY | others == page().keys() and not written & others
 
-    places = recipe.global_batch * recipe.seq_len
     before, read = 0, 0
     for number, line in enumerate(lines, 1):
         new, all_tokens = line["tokens"] - before, sum(line[f"tokens/{name}"] for name in ("code", "docs"))
         assert line["step"] == number and line["lr"] == pytest.approx(lr_at(recipe, number), rel=1e-12)
-        assert 0 < new < all_tokens - read <= places  # with a label, with and without, places
+        assert line["global_batch"] == [4, 8, 8][number - 1] and line["step_tokens"] == new
+        assert 0 < new < all_tokens - read <= line["global_batch"] * recipe.seq_len  # with a label, with and without, places
         assert line["tokens_per_s"] * line["step_s"] == pytest.approx(new, rel=1e-9)
         assert 0 <= line["data_wait_s"] <= line["step_s"] < 60 and line["bad_rows"] in (0, 1, 2)
         assert 50e6 < line["peak_mem_bytes"] < 100e9 and line["grad_norm"] > 0

@@ -1,13 +1,17 @@
 """What a dry run says of a task is what the task counts: tokens and a vocabulary, or samples and labels."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from recipekit.command import parse
 from recipekit.mesh import Mesh
 from recipekit.model.empty import empty_model
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor
+from recipekit.plan import make_plan
 from recipekit.planner.memory import LOGIT_BYTES, Load, rank_terms
-from recipekit.planner.show import arithmetic, outputs
+from recipekit.planner.show import arithmetic, outputs, steps_of
+from recipekit.recipe import Recipe
 from recipekit.tasks.facts import TASKS
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -15,8 +19,31 @@ PICTURES = TASKS["image_classification"]
 
 
 def test_the_arithmetic_of_a_step_and_of_the_schedule() -> None:
-    assert arithmetic(TASKS["sft"], 64, 256, 2000) == ("64 rows x 256 tokens = 16,384 tokens", "0.033 billion tokens")
-    assert arithmetic(PICTURES, 4096, 1024, 2000) == ("4,096 samples", "8.192 million samples")
+    assert arithmetic(TASKS["sft"], 64, 256) == ("64 rows x 256 tokens = 16,384 tokens", "0.000 billion tokens")
+    assert arithmetic(TASKS["sft"], 64 * 2000, 256)[1] == "0.033 billion tokens"
+    assert arithmetic(PICTURES, 4096, 1024) == ("4,096 samples", "0.004 million samples")
+
+
+SCHEDULES: list[tuple[dict[str, Any], str]] = [
+    ({}, "begins at 0.001, falls as a cosine to 0.0 at step 40"),
+    ({"schedule": "linear", "warmup_steps": 5, "min_lr": 1e-4}, "rises to 0.001 at step 5, falls linearly to 0.0001 at step 40"),
+    ({"schedule": "constant", "warmup_steps": 5}, "rises to 0.001 at step 5, stays there"),
+    ({"schedule": "wsd", "warmup_steps": 5, "decay_steps": 4}, "rises to 0.001 at step 5, stays there until step 36, falls by 1 - sqrt to 0.0 at step 40"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "said"), SCHEDULES)
+def test_a_dry_run_says_each_batch_and_what_the_learning_rate_does(numbers: dict[str, Any], said: str) -> None:
+    recipe = Recipe(model="meta-llama/Llama-3.2-1B", seq_len=128, micro_batch=2, global_batch=8, batch_ramp="11:16,31:40", steps=40, lr=1e-3, **numbers)
+    plan = make_plan(parse(recipe, Path("mine.py"), ["--dry_run", "--world", "2"]))
+    assert steps_of(plan) == [
+        "batch    8 rows x 128 tokens = 1,024 tokens a step = 2 data-parallel x 2 micro_batch x 2 accumulation",
+        "ramp     from step 11 on 16 rows x 128 tokens = 2,048 tokens a step = 2 data-parallel x 2 micro_batch x 4 accumulation",
+        "ramp     from step 31 on 40 rows x 128 tokens = 5,120 tokens a step = 2 data-parallel x 2 micro_batch x 10 accumulation",
+        "schedule 40 steps = 0.000 billion tokens",  # 102,400: 10 x 1,024 + 20 x 2,048 + 10 x 5,120
+        f"lr       {said}",
+    ]
+    assert recipe.ramp.total(40) * 128 == 102_400
 
 
 def test_the_logits_of_a_row() -> None:

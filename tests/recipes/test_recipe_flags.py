@@ -28,8 +28,12 @@ def no_launcher(monkeypatch):
 
 
 def refused(argv: list[str]) -> Refusal:
+    return refused_of(RECIPE, argv)
+
+
+def refused_of(recipe: Recipe, argv: list[str]) -> Refusal:
     with pytest.raises(Refusal) as refusal:
-        parse(RECIPE, FILE, argv)
+        parse(recipe, FILE, argv)
     return refusal.value
 
 
@@ -252,6 +256,101 @@ def test_every_impossible_number_is_named_at_once():
     several = dataclasses.replace(RECIPE, lr=float("nan"), task="SFT", eps=0.0, beta1=2.0)
     assert [problem.where for problem in check_recipe(several)] == ["task = 'SFT'", "lr = nan", "eps = 0.0", "beta1 = 2.0"]
     assert check_recipe(RECIPE) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"schedule": "wsd"}, "decay_steps = 0: a wsd schedule ends with a decay of some steps; use --decay_steps 100"),
+        (
+            {"schedule": "wsd", "decay_steps": 990, "warmup_steps": 20},
+            "decay_steps = 990: with warmup_steps = 20 it takes 1010 of the 1000 steps; use --decay_steps 980 or less, or a larger --steps",
+        ),
+        ({"schedule": "wsd", "decay_steps": 1001}, "decay_steps = 1001: takes 1001 of the 1000 steps; use --decay_steps 1000 or less, or a larger --steps"),
+        ({"decay_steps": 5}, "decay_steps = 5: is read by schedule = wsd, and not by cosine, which falls from its warm-up on; use --decay_steps 0"),
+        ({"decay_steps": 5, "schedule": "constant"}, "decay_steps = 5: is read by schedule = wsd, and not by constant, which never falls; use --decay_steps 0"),
+    ],
+)
+def test_a_decay_fits_its_schedule(fields, said):
+    (problem,) = check_recipe(Recipe(model="x", **fields))
+    assert str(problem).startswith(said)
+    assert check_recipe(Recipe(model="x", schedule="wsd", decay_steps=980, warmup_steps=20, min_lr=1e-5)) == []
+
+
+@pytest.mark.parametrize(("steps", "warmup", "decay"), [(20, 10, 2), (10, 1, 1), (1, 0, 1), (2, 0, 1), (600, 10, 500)])
+def test_a_short_trial_shortens_the_decay_that_nobody_typed(steps, warmup, decay):
+    recipe = dataclasses.replace(RECIPE, schedule="wsd", decay_steps=500)
+    plan = make_plan(parse(recipe, FILE, ["--tiny", "--dry_run", "--world", "4", "--steps", str(steps)]))
+    assert (plan.recipe.warmup_steps, plan.recipe.decay_steps) == (warmup, decay)
+    said = f"decay_steps: 500 of the recipe lowered to {decay} for {steps} steps"
+    assert [note for note in plan.notes if "decay" in note] == ([said] if decay < 500 else [])
+    with pytest.raises(Refusal, match="decay_steps = 700"):
+        make_plan(parse(recipe, FILE, ["--tiny", "--dry_run", "--world", "4", "--steps", str(steps), "--decay_steps", "700"]))
+    assert [problem.where for problem in refused_of(recipe, ["--steps", str(steps), "--worldd", "2"]).problems] == ["--worldd 2"]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("501-512", ["is no table of steps and rows; write"]),
+        ("501:512, 700", ["is no table of steps and rows; write"]),
+        ("1:64, 501:512", ["step 1 begins a run, with the rows of global_batch; leave it out, and set --global_batch"]),
+        ("501:512, 501:600, 400:700", ["its steps must ascend, and it has 501 after 501, 400 after 501; write"]),
+        ("501:0, 600:8, 601:0", ["from step 501, 601 on a step would have no rows"]),
+        ("501:512, 1001:600, 2000:700", ['step 1001, 2000 lies after the last step, 1000; use --batch_ramp "501:512", or a larger --steps']),
+        ("0:0, 2000:4", ["step 0 begins a run", "from step 0 on a step would have no rows", "step 2000 lies after"]),
+    ],
+)
+def test_a_ramp_that_is_none_is_refused(table, said):
+    problems = check_recipe(Recipe(model="x", batch_ramp=table))
+    assert len(problems) == len(said) and all(problem.where == f"batch_ramp = {table}" for problem in problems)
+    assert all(part in str(problem) for part, problem in zip(said, problems, strict=True)), problems
+    assert "lies after" in said[-1] or Recipe(model="x", batch_ramp=table).ramp.table == ((1, 8),)  # what comes after has a batch
+
+
+def test_the_rows_of_a_ramp():
+    recipe = Recipe(model="x", global_batch=4, batch_ramp="3:8,5:16", steps=6)
+    assert check_recipe(recipe) == [] and [recipe.ramp.rows(step) for step in range(1, 8)] == [4, 4, 8, 8, 16, 16, 16]
+    assert [recipe.ramp.total(steps) for steps in range(8)] == [0, 4, 8, 16, 24, 40, 56, 72] and recipe.ramp.most == 16
+    assert [recipe.ramp.changes(step) for step in (2, 3, 5)] == [[], [[3, 8]], [[3, 8], [5, 16]]]
+
+
+RAMPED = dataclasses.replace(RECIPE, tp=1, global_batch=16, micro_batch=2, batch_ramp="11:24, 21:40, 31:64", steps=100)
+
+
+def dry(recipe: Recipe, *argv: str, world: int = 4):
+    return make_plan(parse(recipe, FILE, ["--dry_run", "--world", str(world), *argv]))
+
+
+def test_every_row_of_a_ramp_that_does_not_divide_is_named(capsys):
+    assert dry(RAMPED).recipe.ramp.table == ((1, 16), (11, 24), (21, 40), (31, 64))
+    with pytest.raises(Refusal) as refusal:
+        dry(RAMPED, "--micro_batch", "4")
+    (problem,) = refusal.value.problems
+    assert str(problem).startswith(
+        "batch_ramp = 11:24, 21:40, 31:64: 24 rows from step 11 on and 40 rows from step 21 on do not divide by 4 data-parallel ranks * micro_batch 4 = 16; "
+        'use --batch_ramp "11:32, 21:48, 31:64"'
+    )
+    with pytest.raises(Refusal) as refusal:  # micro_batch 2 and dp 2: steps of 4, 6, 10 and 16 micro-batches, where eight are needed
+        dry(dataclasses.replace(RAMPED, global_batch=32), "--pp", "4", "--pipeline_schedule", "dualpipev", "--deepspeed_config", "zero1.json", world=8)
+    (problem,) = refusal.value.problems
+    assert "24 rows from step 11 on leave fewer than the 2 * pp = 8 micro-batches of a step that dualpipev needs" in problem.rule
+    assert problem.fix.startswith('use --batch_ramp "11:32, 21:40, 31:64"')
+    with pytest.raises(Refusal) as refusal:
+        dry(dataclasses.replace(RAMPED, ds_config={"gradient_accumulation_steps": 2}))
+    assert "batch_ramp = 11:24, 21:40, 31:64: its steps take other numbers of micro-batches than gradient_accumulation_steps = 2" in str(refusal.value)
+
+
+def test_a_trial_has_a_ramp_of_its_size():
+    tiny = dry(RAMPED, "--tiny").recipe
+    assert (tiny.global_batch, tiny.batch_ramp) == (16, "11:32, 21:48, 31:64")  # 16, scaled by 1.5, 2.5 and 4
+    small = dry(RAMPED, "--tiny", "--steps", "20", world=1)
+    assert (small.recipe.global_batch, small.recipe.batch_ramp) == (4, "11:8")
+    assert "batch_ramp: 11:24, 21:40, 31:64 of the recipe cut off after 20 steps" in small.notes
+    typed = dry(RAMPED, "--tiny", "--batch_ramp", "5:32")
+    assert typed.recipe.batch_ramp == "5:32"
+    with pytest.raises(Refusal, match="step 31 lies after the last step, 20"):
+        dry(RAMPED, "--steps", "20", "--batch_ramp", "31:64")
 
 
 @pytest.mark.parametrize("name", [name for name, item in PLAIN.items() if isinstance(item.default, float)])

@@ -64,6 +64,16 @@ def test_without_warm_up_the_first_step_has_already_come_down() -> None:
     assert learning_rates(lr=4.0, steps=1, schedule="cosine") == [0.0]
 
 
+def test_wsd_stays_at_the_peak_and_falls_by_the_root_of_the_decay_that_is_done() -> None:
+    rates = learning_rates(lr=8.0, min_lr=2.0, steps=10, warmup_steps=2, decay_steps=4, schedule="wsd")
+    assert rates[:7] == [4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 5.0] and rates[-1] == 2.0  # 1 - sqrt of 1/4, 2/4, 3/4 and 4/4
+    assert rates[7:9] == pytest.approx([8.0 - 6.0 * math.sqrt(0.5), 8.0 - 6.0 * math.sqrt(0.75)], abs=1e-12)
+    longer = learning_rates(lr=8.0, min_lr=2.0, steps=90, warmup_steps=2, decay_steps=4, schedule="wsd")
+    assert longer[:6] == rates[:6] and longer[-4:] == rates[-4:] and set(longer[6:-4]) == {8.0}
+    assert learning_rates(lr=4.0, steps=2, decay_steps=1, warmup_steps=1, schedule="wsd") == [4.0, 0.0]
+    assert learning_rates(lr=4.0, steps=4, decay_steps=4, schedule="wsd") == [2.0, 4.0 * (1 - math.sqrt(0.5)), 4.0 * (1 - math.sqrt(0.75)), 0.0]
+
+
 def poison(model: Any) -> Any:
     """On rank 1, in the third step (two micro-batches each), a gradient or what the head reads is no number."""
     kind, seen = os.environ["POISON"], 0

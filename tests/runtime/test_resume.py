@@ -294,6 +294,16 @@ def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(half: Pa
     assert problem.where == "steps = 1" and problem.fix.startswith(f"go on with --steps {BASE.steps}, start a new run")
 
 
+def test_a_changed_ramp_is_refused_unless_a_path_accepts_it(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refusal) as refused:
+        planned(monkeypatch, half, "--batch_ramp", "5:8")
+    (problem,) = refused.value.problems
+    assert problem.where == "batch_ramp = 5:8" and problem.rule == f"the run in {half} has nothing" and f"--resume {half}" in problem.fix
+    assert planned(monkeypatch, half, "--batch_ramp", "5:8", "--resume", half).recipe.ramp.table == ((1, 4), (5, 8))
+    spaced = [identity(dataclasses.replace(BASE, batch_ramp=table), None) for table in ("3:8,5:16", " 3 : 8, 5:16")]
+    assert spaced[0] == spaced[1] and spaced[0]["batch_ramp"] == "3:8, 5:16"
+
+
 def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--tiny` changes many numbers; what differs then is said once. So are the flags that a run goes on with."""
     (tmp_path / "half").mkdir()

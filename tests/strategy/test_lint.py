@@ -101,6 +101,16 @@ def test_the_shipped_files_are_clean_for_whoever_fills_them() -> None:
         assert code == 1 and "--filled-by trainer" in text and "train_batch_size" in text
 
 
+def test_a_ramp_is_shown_and_every_row_of_it_that_does_not_divide_is_named(tmp_path: Path) -> None:
+    recipe = "from recipekit import Recipe\nRECIPE = Recipe(model='x/y', global_batch=8, micro_batch=2, batch_ramp='11:16, 21:20, 31:36')\n"
+    (tmp_path / "recipe.py").write_text(recipe)
+    code, text = lint("--recipe", "recipe.py", "--world", "2", cwd=tmp_path)
+    assert code == 0 and "dp2: 8 rows of a step = 2 data-parallel * 2 micro_batch * 2 accumulation" in text, text
+    assert "from step 31 on: 36 rows of a step = 2 data-parallel * 2 micro_batch * 9 accumulation" in text, text
+    code, text = lint("--recipe", "recipe.py", "--world", "4", cwd=tmp_path)
+    assert code == 1 and "20 rows from step 21 on and 36 rows from step 31 on do not divide by 4 data-parallel ranks * micro_batch 2 = 8" in text, text
+
+
 def test_a_wrong_command_line_exits_2() -> None:
     assert lint()[0] == 2 and lint("zero3.json", "--world", "0")[0] == 2
     assert lint("zero3.json", "--pp", "0")[0] == 2 and lint("zero3.json", "--filled-by", "me")[0] == 2

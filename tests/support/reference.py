@@ -55,11 +55,16 @@ def num_right(scores: torch.Tensor, labels: torch.Tensor, most: int = 1) -> int:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Gives the rate of step 1, 2, ...: it rises by equal parts to lr, which step `warmup_steps` has, and falls to min_lr, which the last step has."""
+    """Gives the rate of step 1, 2, ...: it rises by equal parts to lr, which step `warmup_steps` has, and falls to min_lr, which the last step has.
+
+    A wsd schedule falls over its `decay_steps` only, by the square root of their share that is gone.
+    """
     if step < recipe.warmup_steps:
         return step * (recipe.lr / recipe.warmup_steps)
     gone = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps)
-    left = {"constant": 1.0, "linear": 1.0 - gone, "cosine": math.cos(math.pi / 2 * gone) ** 2}[recipe.schedule]
+    if recipe.schedule == "wsd":
+        gone = max(0.0, step + recipe.decay_steps - recipe.steps) / recipe.decay_steps
+    left = {"constant": 1.0, "linear": 1.0 - gone, "cosine": math.cos(math.pi / 2 * gone) ** 2, "wsd": 1.0 - gone**0.5}[recipe.schedule]
     return recipe.lr * left + recipe.min_lr * (1.0 - left)
 
 

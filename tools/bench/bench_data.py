@@ -146,7 +146,7 @@ def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
     [reader] = corpus.readers()
     start = stream.start(corpus.domains, corpus.identity)
     domains = lanes.Domains(corpus.domains, lambda number, place: blocks.blocks(reader, request.seed, limit, join, place), SEQ_LEN, start)
-    for batches, _ in lanes.steps(domains, lanes.packed_batches(rows, BATCH, SEQ_LEN), request, corpus.identity, range(rows)):
+    for batches, _ in lanes.steps(domains, lanes.packed_batches(BATCH, SEQ_LEN), request, corpus.identity, 1, 0):
         yield sum(batch["input_ids"].numel() for batch in batches)
 
 
@@ -294,10 +294,10 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     from recipekit.hosts.ports import free_port
     from recipekit.model.build import build_model
     from recipekit.optim.groups import parameter_groups
-    from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
     from recipekit.parallel.groups import Groups
     from recipekit.plan import make_plan
     from recipekit.recipe import Recipe
+    from recipekit.runtime.deepspeed_engine import repaired
     from recipekit.runtime.start import start
     from recipekit.tasks.find import task_called
     from recipekit.train import train_step
@@ -312,8 +312,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     model = build_model(plan.recipe, plan.model_config, groups, plan.ds_config, device).model
     trained: Any = parameter_groups(model)  # a list of groups, which DeepSpeed takes but does not annotate
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]  # type: ignore[arg-type]
-    undo_hidden_step(engine)
-    keep_grad_norm(engine)
+    repaired(engine)
     found: dict[str, list[float]] = {"stream": [], "kept": []}
     with contextlib.closing(open_stream(request_of(plan.recipe), load_tokenizer(plan.recipe.model, plan.recipe.tokenizer), dp=1, dp_rank=0)) as stream:
         kept = [next(stream)[0] for _ in range(4)]

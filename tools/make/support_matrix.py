@@ -254,9 +254,9 @@ def train_cell(task: str, model_type: str, layout: str, folder: str, reference: 
     from recipekit.model.build import build_model
     from recipekit.model.export import whole_parameters
     from recipekit.optim.groups import parameter_groups
-    from recipekit.optim.repairs import keep_grad_norm
     from recipekit.parallel import pipeline
     from recipekit.parallel.groups import Groups
+    from recipekit.runtime.deepspeed_engine import repaired
     from recipekit.task import Sums
     from recipekit.tasks.find import task_called
     from recipekit.train import pipeline_loss, train_step
@@ -284,7 +284,7 @@ def train_cell(task: str, model_type: str, layout: str, folder: str, reference: 
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model, built.plans.no_decay)
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
-    keep_grad_norm(engine)
+    repaired(engine)
     dp_rank = groups.coords["dp"]
     batches = batches_of(task, model_config, recipe.micro_batch)
     mine = told_of_documents(batches[dp_rank * accumulation : (dp_rank + 1) * accumulation], task, built.attention)

@@ -13,7 +13,7 @@ from .blocks import Place
 from .mixture import Domain, furthest_behind
 from .packing import fill_positions, fill_rows, fill_whole_rows
 from .request import Request
-from .sameness import DomainState, StreamState
+from .sameness import DomainState, StreamState, at_step
 
 
 class Domains:
@@ -89,16 +89,19 @@ def steps(
     build: Callable[[list[Run]], list[MicroBatch]],
     request: Request,
     identity: dict,
-    owned: range,
+    dp: int,
+    dp_rank: int,
     add: Callable[[MicroBatch], MicroBatch] = dict,
 ) -> Iterator[tuple[list[MicroBatch], StreamState]]:
-    """Yields (micro-batches, state) of each step for the lanes `owned`; `build` makes the micro-batches of runs whose slots count from the first owned
-    lane, `add` puts into each what is made of it.
+    """Yields (micro-batches, state) of each step for the lanes of one data-parallel rank; a step has as many as its ramp says.
+
+    `build` makes the micro-batches of runs whose slots count from the rank's first lane, `add` puts into each what is made of it.
     """
-    pinned = torch.cuda.is_available()
+    pinned, ramp = torch.cuda.is_available(), request.ramp
     while True:
-        mine = []
-        for run in domains.deal(request.global_batch):
+        mine, rows = [], ramp.rows(domains.step + 1)
+        owned = lanes(rows, dp, dp_rank)
+        for run in domains.deal(rows):
             low, high = max(owned.start, run.slot), min(owned.stop, run.slot + run.size)
             if low < high:
                 mine.append(Run(run.domain, run.block, run.row + low - run.slot, low - owned.start, high - low))
@@ -110,16 +113,17 @@ def steps(
         batches = [add(batch) for batch in batches]
         if pinned:
             batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
-        yield batches, {"identity": identity, "step": domains.step, "domains": domains.state()}
+        yield batches, {"identity": at_step(identity, ramp, domains.step), "step": domains.step, "domains": domains.state()}
 
 
-def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:
-    """Makes the micro-batches of a step that has `rows` packed rows on this rank."""
+def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:
+    """Returns what makes the micro-batches of a step from the packed rows of this rank."""
     # Fresh memory costs more than what is written into it, so steps that are gone give theirs back; by the number of dimensions.
     buffers: dict[int, deque[np.ndarray]] = {2: deque(), 3: deque()}
     whole = torch.arange(seq_len).repeat(micro_batch, 1)  # the positions of rows that are one piece
 
     def build(runs: list[Run]) -> list[MicroBatch]:
+        rows = sum(run.size for run in runs)
         if all(run.block.ids is None for run in runs):
             out = _buffer(buffers[2], (rows, seq_len + 1))
             for run in runs:
@@ -139,7 +143,9 @@ def packed_batches(rows: int, micro_batch: int, seq_len: int) -> Callable[[list[
 
 
 def _buffer(buffers: deque[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Takes the oldest of `buffers` to which no batch refers any more, else a new one."""
+    """Takes the oldest of `buffers` to which no batch refers any more, else a new one; those of another shape, from before a ramp's change, go."""
+    if buffers and buffers[-1].shape != shape:
+        buffers.clear()
     for _ in range(len(buffers)):  # one turn: a batch that somebody keeps must not stand before the others
         buffers.rotate(-1)
         if sys.getrefcount(buffers[-1]) == 2:  # the deque, and the call

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+from ..phases import Ramp, ramp_of
 from ..recipe import Recipe
 from ..tasks.facts import SAMPLES, TASKS
 
@@ -58,9 +59,15 @@ class Request:
     pp: int = Recipe.pp
     micro_batch: int = Recipe.micro_batch
     global_batch: int = Recipe.global_batch
+    batch_ramp: str = Recipe.batch_ramp
     eval_rows: int = Recipe.eval_rows
     seed: int = Recipe.seed
     sizes: Sizes = Sizes()
+
+    @property
+    def ramp(self) -> Ramp:
+        """Says how many rows each step has."""
+        return ramp_of(self.global_batch, self.batch_ramp)
 
     @property
     def chats(self) -> bool:

@@ -4,6 +4,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from ..phases import Ramp
 from ..refusal import Problem, Refusal
 from ..task import MicroBatch
 
@@ -35,6 +36,7 @@ class OtherData(Refusal):
 
 def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
     """Raises `OtherData` if two streams differ in what their order depends on; `changed` says which files do."""
+    saved, now = {"batch_ramp": []} | saved, {"batch_ramp": []} | now
     fix = "go on with the value of the saved run, or start a new one with --out NEW"
     problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
     if changed and saved.get("corpus") != now.get("corpus"):
@@ -45,6 +47,11 @@ def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
         ]
     if problems:
         raise OtherData(problems)
+
+
+def at_step(identity: dict[str, Any], ramp: Ramp, step: int) -> dict[str, Any]:
+    """Returns the identity of a stream that has come to step `step`: with what has changed of its global batch, and not with what will."""
+    return identity | ({"batch_ramp": changes} if (changes := ramp.changes(step)) else {})
 
 
 def first_of(changed: list[str]) -> str:

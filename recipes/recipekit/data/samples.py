@@ -22,11 +22,11 @@ from .blocks import Held, Place, blocks
 from .chunks import tell
 from .files import SKIP
 from .formats import DRAWN_PARTS, PICTURES_OF_A_PART
-from .lanes import Domains, Run, lanes, steps
+from .lanes import Domains, Run, steps
 from .packing import permutation
 from .prefetch import PREFETCH, Stream
 from .request import Request
-from .sameness import StreamState, changed_files, check_identity
+from .sameness import StreamState
 from .source import Document
 from .stream import Corpus, check_batch, opened, start
 
@@ -101,23 +101,22 @@ def open_samples(
     files: dict[str, dict[str, str]] | None = None,
     say: Say = LOG.warning,
 ) -> Stream:
-    """Opens the stream of one data-parallel rank over rows of a data set; a step has `global_batch` of them. Otherwise like `open_stream`.
+    """Opens the stream of one data-parallel rank over rows of a data set; a step has `global_batch` of them, or those of its ramp. Otherwise like `open_stream`.
 
     A row that the task cannot use raises `Refusal` from `next`, or, where bad rows are skipped, is told, and its place in the
     micro-batch counts nothing.
     """
-    check_batch(request.global_batch, request.micro_batch, dp)
+    check_batch(request.ramp, request.micro_batch, dp)
     corpus = open_rows(request, samples, say, state)
-    if state is not None:
-        check_identity(state["identity"], corpus.identity, changed_files(files or {}, corpus.files))
+    corpus.check(state, files)
     readers = corpus.readers()
 
     def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, SampleBlock]]:
         return blocks(readers[number], request.seed, request.sizes.block_bytes, _shuffled, place)
 
     state = state or start(corpus.domains, corpus.identity)
-    build, owned = partial(_micro_batches, collator(request, processor, samples, say), request.micro_batch), lanes(request.global_batch, dp, dp_rank)
-    made = steps(Domains(corpus.domains, open_blocks, 1, state), build, request, corpus.identity, owned)
+    build = partial(_micro_batches, collator(request, processor, samples, say), request.micro_batch)
+    made = steps(Domains(corpus.domains, open_blocks, 1, state), build, request, corpus.identity, dp, dp_rank)
     return Stream(made, state, PREFETCH, corpus.patience.closed, corpus.files)
 
 

@@ -3,8 +3,8 @@
 Each corpus is an endless sequence of blocks: epoch after epoch, its parts and their row groups in an order drawn for the
 epoch, read until a block has the tokens of some hundred rows, which are packed. Rows are dealt, one corpus or a mixture,
 to the slots ("lanes") of the global batch; a data-parallel rank owns a run of neighbouring lanes. Every rank follows the
-dealing of all rows and builds its own, so order and state depend on nothing but (corpus, seed, global_batch, seq_len,
-mixture), and the state is a few integers for each corpus.
+dealing of all rows and builds its own, so order and state depend on nothing but (corpus, seed, global_batch or its stated
+ramp, seq_len, mixture), and the state is a few integers for each corpus.
 """
 
 import logging
@@ -14,20 +14,21 @@ from functools import partial
 from typing import Any
 
 from ..kernels.documents import with_documents, with_starts
-from ..refusal import Say, refuse
+from ..phases import Ramp
+from ..refusal import Problem, Refusal, Say
 from ..task import Samples
 from .blocks import Place, blocks, packed
 from .chunks import Reader, open_cache
 from .encode import Encoder, edges
 from .formats import PIECE, TOKEN_LENGTH
-from .lanes import Domains, lanes, packed_batches, steps
+from .lanes import Domains, packed_batches, steps
 from .masks import masks_of
 from .mixture import Domain, domains_of
 from .prefetch import PREFETCH, Stream
 from .processors import check_edges, check_tokenizer, pad_id
 from .remote import Patience
 from .request import Request
-from .sameness import DomainState, StreamState, changed_files, check_identity
+from .sameness import DomainState, StreamState, at_step, changed_files, check_identity
 from .source import Source
 from .sources import open_source
 
@@ -44,6 +45,12 @@ class Corpus:
     encoder: Encoder | None
     identity: dict
     patience: Patience
+
+    def check(self, state: StreamState | None, files: dict[str, dict[str, str]] | None) -> None:
+        """Raises `OtherData` if a `state` is of another stream than this one; with that stream's `files` it names those that have changed."""
+        if state is not None:
+            now = at_step(self.identity, self.request.ramp, state["step"])
+            check_identity(state["identity"], now, changed_files(files or {}, self.files))
 
     @property
     def files(self) -> dict[str, dict[str, str]]:
@@ -106,10 +113,9 @@ def open_stream(
     instead of a mask (kernels/documents.py); without these rows of masked tokens add "document_starts", (micro_batch, seq_len) bool. Raises `Refusal` if the corpus cannot be opened, `OtherData`
     if `state` is of another stream; with the `files` of that stream the message names those that have changed.
     """
-    check_batch(request.global_batch, request.micro_batch, dp)
+    check_batch(request.ramp, request.micro_batch, dp)
     corpus = open_corpus(request, tokenizer, say, state)
-    if state is not None:
-        check_identity(state["identity"], corpus.identity, changed_files(files or {}, corpus.files))
+    corpus.check(state, files)
     readers, join = corpus.readers(), partial(packed, request.seq_len, pad_id(tokenizer), masks=masks_of(request, tokenizer))
     limit = request.sizes.tokens_of_block(request.seq_len)
 
@@ -117,20 +123,23 @@ def open_stream(
         return blocks(readers[number], request.seed, limit, join, place)
 
     state = state or start(corpus.domains, corpus.identity)
-    owned = lanes(request.global_batch, dp, dp_rank)
     domains = Domains(corpus.domains, open_blocks, request.seq_len, state)
-    prefetch = max(PREFETCH, limit // request.seq_len // request.global_batch)  # steps to take while a block is made
+    prefetch = max(PREFETCH, limit // request.seq_len // request.ramp.most)  # steps to take while a block is made
     add = with_documents if documents else with_starts if request.masked else dict
-    made = steps(domains, packed_batches(len(owned), request.micro_batch, request.seq_len), request, corpus.identity, owned, add)
+    made = steps(domains, packed_batches(request.micro_batch, request.seq_len), request, corpus.identity, dp, dp_rank, add)
     return Stream(made, state, prefetch, corpus.patience.closed, corpus.files)
 
 
-def check_batch(global_batch: int, micro_batch: int, dp: int) -> None:
-    """Raises `Refusal` if the global batch cannot be divided over the ranks."""
-    if global_batch % (dp * micro_batch):
-        rule = f"is no multiple of dp({dp}) * micro_batch({micro_batch})"
-        fitting = dp * micro_batch * max(1, global_batch // (dp * micro_batch))
-        raise refuse(f"global_batch = {global_batch}", rule, f"use --global_batch {fitting}")
+def check_batch(ramp: Ramp, micro_batch: int, dp: int) -> None:
+    """Raises `Refusal` if a global batch cannot be divided over the ranks."""
+    each, problems = dp * micro_batch, []
+    for first, rows in ramp.table:
+        if rows % each:
+            where, flag = ("global_batch", "--global_batch ") if first == 1 else (f"batch_ramp from step {first}", f"--batch_ramp {first}:")
+            rule = f"is no multiple of dp({dp}) * micro_batch({micro_batch})"
+            problems.append(Problem(f"{where} = {rows}", rule, f"use {flag}{each * max(1, rows // each)}"))
+    if problems:
+        raise Refusal(problems)
 
 
 def start(domains: list[Domain], identity: dict[str, Any]) -> StreamState:

@@ -19,10 +19,15 @@ class DeepSpeedEngine(Protocol):
     optimizer: Any  # torch's, or DeepSpeed's around it
     basic_optimizer: Any  # the one inside, which computes the update
     mpu: Any  # the model-parallel groups, None where DeepSpeed's own are right
+    micro_batches: int  # of a step, under a pipeline
+    micro_steps: int  # micro-batches that it has taken
+    _config: Any
     _global_grad_norm: Any
     _take_model_step: Callable[..., None]
     clip_fp32_gradients: Callable[[], None]
 
+    def train_batch_size(self) -> int: ...
+    def gradient_accumulation_steps(self) -> int: ...
     def gradient_clipping(self) -> float: ...
     def was_step_applied(self) -> bool: ...
 
@@ -40,6 +45,20 @@ def undo_hidden_step(engine: DeepSpeedEngine) -> None:
             for masters, weights in zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True):
                 for master, weight in zip(masters, weights, strict=True):
                     master.copy_(weight)
+
+
+def accumulate(engine: DeepSpeedEngine, micro_batches: int) -> None:
+    """Makes each step from here on take so many micro-batches on this rank; called between two steps.
+
+    DeepSpeed 0.19.8 ends a step where the number of all micro-batches so far is a multiple of those of a step (engine.py,
+    is_gradient_accumulation_boundary), so after its own set_train_batch_size a first step may end early: after three steps of two, one of four would
+    end after two. It counts from here.
+    """
+    if (before := engine.gradient_accumulation_steps()) == micro_batches:
+        return
+    engine._config.train_batch_size = engine.train_batch_size() // before * micro_batches
+    engine._config.gradient_accumulation_steps = engine.micro_batches = micro_batches
+    engine.micro_steps = 0
 
 
 def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:

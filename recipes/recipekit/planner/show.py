@@ -15,6 +15,7 @@ from ..model.head import give_losses_where_exact
 from ..parallel import expert, pipeline, tensor
 from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds
 from ..parallel.plans import plans_of, published_plans
+from ..phases import rates
 from ..plan import Plan
 from ..tasks.facts import PACKED, TASKS, Facts, Plans
 from ..tasks.find import task_called
@@ -41,9 +42,8 @@ def show(plan: Plan) -> None:
     for note in (*plan.notes, *filter(None, [other, unknown])):
         print(note)
     print(f"layout   {mesh.world} rank{'s' if mesh.world > 1 else ''}: {mesh}")
-    step, whole = arithmetic(recipe.facts, recipe.global_batch, recipe.seq_len, recipe.steps)
-    print(f"batch    {step} a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation")
-    print(f"schedule {recipe.steps} steps = {whole}")
+    for line in steps_of(plan):
+        print(line)
     if recipe.engine != "deepspeed":
         print(f"engine   {recipe.engine}, {recipe.precision}; it reads no JSON, and this is the same in DeepSpeed's words, without the precision:")
     else:
@@ -62,11 +62,27 @@ def show(plan: Plan) -> None:
         show_verdict(terms, *device)
 
 
-def arithmetic(facts: Facts, rows: int, seq_len: int, steps: int) -> tuple[str, str]:
-    """Says what a step of so many rows takes, and what the schedule does, in what the task counts."""
+def steps_of(plan: Plan) -> list[str]:
+    """Says what a step takes, from which step on another number of rows, and what the whole schedule does: rows and learning rate."""
+    recipe, mesh = plan.recipe, plan.mesh
+    ranks, whole = f"{mesh.dp} data-parallel x {recipe.micro_batch} micro_batch", arithmetic(recipe.facts, recipe.ramp.total(recipe.steps), recipe.seq_len)[1]
+    lines = []
+    for first, rows in recipe.ramp.table:
+        step = arithmetic(recipe.facts, rows, recipe.seq_len)[0]
+        begins = "batch    " if first == 1 else f"ramp     from step {first} on "
+        lines.append(f"{begins}{step} a step = {ranks} x {rows // (mesh.dp * recipe.micro_batch)} accumulation")
+    lines.append(f"schedule {recipe.steps} steps = {whole}")
+    if "scheduler" not in plan.ds_config:
+        numbers = recipe.lr, recipe.min_lr, recipe.warmup_steps, recipe.decay_steps
+        lines.append(f"lr       {rates(recipe.schedule, recipe.steps, *numbers)}")
+    return lines
+
+
+def arithmetic(facts: Facts, rows: int, seq_len: int) -> tuple[str, str]:
+    """Says what so many rows are, in what the task counts: those of a step, and those of all steps together."""
     if facts.rows == PACKED:
-        return f"{rows} rows x {seq_len} tokens = {rows * seq_len:,} tokens", f"{steps * rows * seq_len / 1e9:.3f} billion tokens"
-    return f"{rows:,} {facts.unit}", f"{steps * rows / 1e6:.3f} million {facts.unit}"
+        return f"{rows} rows x {seq_len} tokens = {rows * seq_len:,} tokens", f"{rows * seq_len / 1e9:.3f} billion tokens"
+    return f"{rows:,} {facts.unit}", f"{rows / 1e6:.3f} million {facts.unit}"
 
 
 def show_place(terms: list[Term], place: str) -> None:
@@ -162,7 +178,7 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
     load = Load(
         micro_batch=recipe.micro_batch * recipe.facts.rows_each,
         seq_len=places,
-        accumulation=plan.accumulation,
+        accumulation=recipe.ramp.most // (mesh.dp * recipe.micro_batch),
         vocabulary=classes,
         chunked=plan.model_config is not None
         and give_losses_where_exact(recipe.loss, whole, [], plan.model_config, recipe.task, recipe.model, (plans.tp, None)) is None,

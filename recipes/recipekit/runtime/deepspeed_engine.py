@@ -14,7 +14,7 @@ from ..model.build import Built
 from ..optim import ours
 from ..optim.borders import borders_of
 from ..optim.groups import parameter_groups
-from ..optim.repairs import after_step, before_step, keep_grad_norm, undo_hidden_step
+from ..optim.repairs import accumulate, after_step, before_step, keep_grad_norm, undo_hidden_step
 from ..parallel import pipeline
 from ..parallel.blueprint import Blueprint, Layout, describe, held
 from ..parallel.groups import Groups
@@ -53,6 +53,7 @@ def repaired(made: Any) -> Engine:
     undo_hidden_step(made)
     keep_grad_norm(made)
     states = DeepSpeedStates(made)
+    made.accumulate = partial(accumulate, made)
     made.before_step, made.after_step = partial(before_step, made), partial(after_step, made)
     made.save_states, made.load_states = states.save, states.load
     return made

@@ -47,6 +47,8 @@ def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: S
         "data_wait_s": data_wait,
         "peak_mem_bytes": largest_peak(ready.engine.device, result["more"][: mesh.world], exact=last),
     }
+    if recipe.batch_ramp:
+        metrics |= {"global_batch": recipe.ramp.rows(step), "step_tokens": result["tokens"]}
     metrics |= result["means"]
     samples = ready.task.facts.rows == SAMPLES
     if samples:

@@ -55,6 +55,7 @@ def join(plan: Plan, peers: Peers | None, say: Say) -> torch.device:
     for note in plan.notes:
         say(note)
     rows = f"{recipe.global_batch} rows a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
+    rows += "".join(f", {more} from step {first} on" for first, more in recipe.ramp.table[1:])
     strategy = f"{recipe.engine} in {recipe.precision}" if recipe.engine != "deepspeed" else plan.ds_path or "strategy of the recipe"
     say(f"{plan.command.name} on {mesh.world} rank{'s' if mesh.world > 1 else ''} ({mesh}), {strategy}, {rows}")
     device = start(plan, peers)

@@ -107,7 +107,12 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
     stream = open_data(plan, task, pairs, loaded.groups.coords["dp"], cast("StreamState | None", state["data"]), say)
     with contextlib.closing(stream):
         check_same_data(stream)
-        stated = stream.state["identity"], Encoder(pairs.tokenizer, plan.recipe.task, pairs.seq_len).identity, pairs.tokenizer.chat_template
+        stated = (
+            stream.state["identity"],
+            Encoder(pairs.tokenizer, plan.recipe.task, pairs.seq_len).identity,
+            pairs.tokenizer.chat_template,
+            *filter(None, [plan.recipe.batch_ramp]),
+        )
         identity = hashlib.blake2b(json.dumps(stated, sort_keys=True).encode(), digest_size=16).hexdigest()
         if held_out := open_held_out(plan, task, pairs, loaded.groups.coords, stream.state, say):
             reader.take(held_out)

@@ -32,7 +32,7 @@ class TorchEngine:
     """Holds a model with torch's optimizer, whose fp32 weights are their own masters.
 
     `called` is what computes: `module` itself under FSDP2, or DDP's wrapper of it. `autocast` is DDP's mixed precision; FSDP2
-    has its own policy. The number of micro-batches of a step is `accumulation`, `clipping` the largest norm (0: any). A step
+    has its own policy. The number of micro-batches of a step is `accumulation`, at first, `clipping` the largest norm (0: any). A step
     whose gradient overflows in fp16 is skipped, and the next loss is scaled by less.
     """
 
@@ -66,6 +66,10 @@ class TorchEngine:
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 
+    def accumulate(self, micro_batches: int) -> None:
+        assert self.taken == 0, "within a step"
+        self.accumulation = micro_batches
+
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.taken + 1 == self.accumulation
 
@@ -98,7 +102,8 @@ class TorchEngine:
         if self.scaler.is_enabled():
             self.counts |= {"loss_scale": self.scaler.state_dict(), "skipped_steps": self.counts["skipped_steps"] + skipped}
         self.counts["global_steps"] += 1
-        self.counts["global_samples"] += self.counts["ds_config"]["train_batch_size"]
+        resolved = self.counts["ds_config"]
+        self.counts["global_samples"] += resolved["train_batch_size"] // resolved["gradient_accumulation_steps"] * self.accumulation
         for follow in self.followers:
             follow(not skipped)
 

@@ -3,16 +3,23 @@
 from typing import Any
 
 from ..mesh import Mesh
+from ..phases import Ramp, written
 from ..refusal import FAILS, Problem
 from .schema import shown
 
 
-def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, of_recipe: bool) -> list[Problem]:
+def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, ramp: Ramp | None, least: int) -> list[Problem]:
     """Refuses numbers of rows that do not divide: rows of a step = data-parallel ranks * rows of a forward pass * accumulated micro-batches.
 
-    `total` (rows of a step) and `micro` (rows of a forward pass) are the JSON's numbers or, with `of_recipe`, the recipe's, whose
-    names the messages then use.
+    `total` (rows of a step) and `micro` (rows of a forward pass) are the JSON's numbers or, with the `ramp` of a recipe, the recipe's, whose
+    names the messages then use. `least`: micro-batches that a step of the ramp has at least.
     """
+    changed = check_ramp(clean, ramp, micro, mesh.dp if mesh is not None else 0, least) if ramp is not None else []
+    return _check_first(clean, total, micro, mesh, ramp is not None) + changed
+
+
+def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, of_recipe: bool) -> list[Problem]:
+    """Checks the global batch of the first step, which is that of all without a ramp."""
     steps = clean.get("gradient_accumulation_steps", "auto")
     steps = None if steps == "auto" else steps
     if total is not None and mesh is None and not of_recipe and micro and steps and total % (micro * steps):
@@ -47,6 +54,32 @@ def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mes
         fix = ", or ".join(ways) + (f", or {one} {total // (dp * steps)}" if total % (dp * steps) == 0 else "")
         return [Problem(f"gradient_accumulation_steps = {steps}", rule, fix, FAILS)]
     return []
+
+
+def check_ramp(clean: dict[str, Any], ramp: Ramp, micro: int | None, dp: int, least: int) -> list[Problem]:
+    """Refuses global batches of a table that do not divide, or whose steps have fewer micro-batches than the `least`: all in one problem.
+
+    `dp` is 0 where the ranks are not known.
+    """
+    changes, steps = ramp.table[1:], clean.get("gradient_accumulation_steps", "auto")
+    where = f"batch_ramp = {written(changes)}"
+    if changes and steps != "auto":
+        return [Problem(where, f"its steps take other numbers of micro-batches than gradient_accumulation_steps = {steps} of the JSON", 'write "auto" there')]
+    each = dp * (micro or 0)
+    if each < 1:
+        return []
+    fitting = {rows: max(least, (rows + each // 2) // each) * each for _, rows in changes}  # the nearest, of two the larger
+    rules = []
+    if odd := [(first, rows) for first, rows in changes if rows % each]:
+        rules.append(f"{_listed(odd)} do not divide by {product_of(dp, micro, None)} = {each}")
+    if few := [(first, rows) for first, rows in changes if rows % each == 0 and rows // each < least]:
+        rules.append(f"{_listed(few)} leave fewer than the 2 * pp = {least} micro-batches of a step that dualpipev needs")
+    fix = f'use --batch_ramp "{written((first, fitting[rows] if rows % each or rows // each < least else rows) for first, rows in changes)}"'
+    return [Problem(where, "; ".join(rules), fix)] if rules else []
+
+
+def _listed(changes: list[tuple[int, int]]) -> str:
+    return " and ".join(f"{rows} rows from step {first} on" for first, rows in changes)
 
 
 def no_batch(config: dict[str, Any], filled_by: str) -> list[Problem]:

@@ -82,10 +82,10 @@ def check(
     if recipe is not None:
         found += _contradictions(clean, recipe, typed)
     total, micro = (number_of(clean, recipe, field) for field in ("global_batch", "micro_batch"))
-    found += check_batch(clean, total, micro, mesh, of_recipe=recipe is not None)
+    least = 2 * degrees["pp"] if recipe is not None and recipe.pipeline_schedule == "dualpipev" else 1  # micro-batches of a step
+    found += check_batch(clean, total, micro, mesh, recipe.ramp if recipe is not None else None, least)
     found += check_divisions(degrees, facts, recipe.seq_len if recipe is not None else 0, model_config, mesh)
-    layers = 0 if recipe is not None and recipe.pp_plan else count_layers(model_config)
-    found += check_pipeline(degrees["pp"], recipe is not None and recipe.pipeline_schedule == "dualpipev", total, micro, layers, mesh)
+    found += check_pipeline(degrees["pp"], least > 1, total, micro, 0 if recipe is not None and recipe.pp_plan else count_layers(model_config), mesh)
     if recipe is not None and recipe.facts.rows == PACKED and divisible(model_config, 0)["sp"]["attention heads"]:
         found += check_dense_mask(recipe.attention, recipe.seq_len, micro or 1, 4 if facts.dtype == "fp32" else 2)
     return list(dict.fromkeys(found))
@@ -165,7 +165,7 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
             fix = 'drop the flag, or write "auto" in the JSON' if path in AUTO else "drop the flag, or delete the key from the JSON"
             found.append(Problem(f"--{field} {getattr(recipe, field)}", f"contradicts {path.removesuffix('.0').removesuffix('.1')} = {value} in the JSON", fix))
     if "scheduler" in clean:
-        fields = ("warmup_steps", "schedule", "min_lr") + (
+        fields = ("warmup_steps", "decay_steps", "schedule", "min_lr") + (
             ("lr",) if {"warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"} & set(clean["scheduler"].get("params", {})) else ()
         )
         found += [

@@ -30,7 +30,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     resolved["gradient_accumulation_steps"] = global_batch // (micro_batch * mesh.dp)
     resolved["gradient_clipping"] = said.get("gradient_clipping", recipe.gradient_clipping)
 
-    steps, facts = resolved["gradient_accumulation_steps"], Facts(resolved)
+    steps, facts = max(global_batch, recipe.ramp.most) // (micro_batch * mesh.dp), Facts(resolved)
     if steps > 1 and facts.stage == 0 and facts.dtype != "fp32":
         lines.append(f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype}; zero1.json sums them in fp32")
     if "optimizer" not in resolved:
