@@ -78,6 +78,7 @@ class Recipe:
     tp_local: dict | None = None  # class of a module -> names of its attributes that tp divides
     no_decay: tuple = ()  # names of parameters that do not decay, besides vectors
     lr_scale: dict | None = None  # name of parameters -> factor of their learning rate; `*` stands for any characters
+    matrices: tuple = ()  # names of weights that Muon takes for its matrices, in place of all in the layers
 
     seq_len: int = _say("tokens of a row", 1024, group="batch")
     micro_batch: int = _say("rows of one forward pass on one data-parallel rank", 1)
@@ -125,7 +126,7 @@ class Recipe:
     @property
     def plans(self) -> Plans:
         """What the recipe says of its model's modules."""
-        return Plans(self.pp_plan or {}, self.tp_plan or {}, self.tp_local or {}, self.no_decay, lr_scale=self.lr_scale or {})
+        return Plans(self.pp_plan or {}, self.tp_plan or {}, self.tp_local or {}, self.no_decay, lr_scale=self.lr_scale or {}, matrices=self.matrices)
 
     @property
     def facts(self) -> Facts:

@@ -17,7 +17,7 @@ from recipekit.mesh import Mesh
 from recipekit.model import build as model_module
 from recipekit.optim.groups import parameter_groups
 from recipekit.parallel.blueprint import Blueprint, Layout
-from recipekit.parallel.param_groups import FIRST
+from recipekit.parallel.param_groups import FIRST, group_of
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
@@ -108,7 +108,8 @@ def test_without_scales_groups_are_what_they_were() -> None:
 
 def test_groups_of_scales_come_after_the_first_two() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2)})
-    groups = parameter_groups(model, Plans(lr_scale={"a.*": 0.5, "*": 2.0}, no_decay=("a.weight",)))
+    plans = Plans(lr_scale={"a.*": 0.5, "*": 2.0}, no_decay=("a.weight",))
+    groups = parameter_groups(model, {name: group_of(name, parameter.dim(), plans) for name, parameter in model.named_parameters()})
     assert [(group["name"], group["lr_scale"], group.get("weight_decay"), len(group["params"])) for group in groups] == [
         ("vectors, lr x 0.5", 0.5, 0.0, 2),
         ("vectors, lr x 2", 2.0, 0.0, 1),

@@ -66,7 +66,7 @@ class Plain:
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
     decays: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim >= 2
     scale: Callable[[str], float] = lambda name: 1.0  # factor of the learning rate
-    matrix: Callable[[str, torch.Tensor], bool] = lambda name, value: False  # what the optimizer is told of a parameter
+    matrix: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim == 2 and (".layers." in name or ".h." in name)  # of a decoder, for Muon
     right: Callable[[Any, dict[str, torch.Tensor]], list[float]] = lambda model, batch: []
     every_step: bool = False  # `right` of each step's rows, too
     count: Callable[[list[dict[str, torch.Tensor]]], int] = num_labels  # what the loss is a mean over

@@ -53,7 +53,7 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
     was = Layout.from_json(state["layout"])
     same = was == layout
     if state["step"] and (was.algorithm, was.states, was.of_matrices) != (layout.algorithm, layout.states, layout.of_matrices):
-        kept, keeps = (f"{each.algorithm} ({', '.join(each.states) or 'no states'})" for each in (was, layout))
+        kept, keeps = (f"{each.algorithm} ({each.kept})" for each in (was, layout))
         fix = "use the JSON that it was made with; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
         raise refuse(f"resume from {step}", f"holds the states of {kept}, and this start's optimizer is {keeps}", fix)
     if saved is None:

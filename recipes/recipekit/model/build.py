@@ -88,7 +88,7 @@ def build_model(
         sequence.apply(whole, attention, recipe.seq_len, groups)
     if groups and groups.mesh.ep > 1:
         expert.check(whole, groups.mesh.ep)
-    plans = plans_of(whole, recipe.plans, facts.plans, by_matrix(ds_config))
+    plans = plans_of(whole, recipe.plans, facts.plans, facts.matrices if by_matrix(ds_config) else ())
     blueprint = draft(whole, plans)
     tp_mesh, summed = groups.tp_mesh if groups else None, frozenset[str]()
     if tp_mesh:
@@ -122,7 +122,7 @@ def build_model(
         blueprint = draft(models[0], adapted_plans(models[0], plans))
     elif weights is not None and not recipe.labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
-    check_named((tensor.name for tensor in blueprint.tensors if tensor.group is not None), plans)
+    check_named(blueprint.trained, plans, recipe.matrices)
     by_id = {id(parameter): name for name, parameter in filled.items()}
     return Built(architecture, attention, note, models, cuts, by_id, weights, split, blueprint, plans, why_logits, bool(norms_of(whole)))
 

@@ -12,7 +12,7 @@ from ..parallel import expert, pipeline
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, Tensor
 from ..parallel.param_groups import group_of, numbered
-from ..parallel.plans import ends_of, plans_of, published_plans
+from ..parallel.plans import ends_of, hidden_matrices, plans_of, published_plans
 from ..refusal import Refusal
 from ..tasks.facts import TASKS, Plans
 from .causal import check_causal
@@ -47,7 +47,8 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
     experts = expert.blocks_of(model)
     divisible = {f"{block.name}.{own}" for block in experts for own in expert.FUSED}
     tensors, shapes = [], {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()}
-    own = {name: group_of(name, len(shapes[name]), plans) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = hidden_matrices(model, plans.matrices)
+    own = {name: group_of(name, len(shapes[name]), plans, name in matrices) for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = numbered(own.values())
     for name, shape in shapes.items():
         group = groups.index(own[name]) if name in own else None

@@ -56,15 +56,10 @@ FACTS: dict[str, Facts] = {
     "Adagrad": Facts(("sum",), host=Facts(("exp_avg_sq",), tested=True), ours=True, copies=2),
     "Lion": Facts(("exp_avg",), host=Facts(MOMENTS, tested=True), ours=True, copies=1),  # the host's second moment stays zero, but is kept
     "Lamb": Facts(MOMENTS, acts_on=TENSOR, ours=True, copies=2),
-    "Muon": Facts(
-        ("momentum_buffer",),
-        acts_on=TENSOR,
-        lacks="it keeps other states for matrices than for the rest, and which weights are its matrices is not stated by a recipe",
-        tested=True,
-        read="everywhere",
-    ),
+    "Muon": Facts(MOMENTS, matrices=("momentum_buffer",), acts_on=TENSOR, ours=True, copies=1),
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), MU),
 }
+GATHERED = 1 << 26  # elements of whole matrices that a step of Muon's gathers at a time, or those of the largest
 SWAPPED = ("Adam",)  # families whose states DeepSpeed's swap files were tried with
 
 

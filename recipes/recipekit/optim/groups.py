@@ -1,5 +1,6 @@
 """The optimizer's groups of a model's parameters."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -8,17 +9,17 @@ from ..parallel.param_groups import Group, group_of, numbered
 from ..tasks.facts import Plans
 
 
-def parameter_groups(model: nn.Module, plans: Plans | None = None) -> list[dict[str, Any]]:
-    """Makes the groups that a model's parameters are in: matrices decay; vectors (norms, biases) and what the plans name do not. Frozen parameters are in none.
+def parameter_groups(model: nn.Module, groups: Mapping[str, Group] | None = None) -> list[dict[str, Any]]:
+    """Makes the groups of a model's parameters, which the blueprint knows by name (`trained`), in the order of their numbers; frozen ones are in none.
 
-    Their order is that of their numbers (`parallel/param_groups.py`). A group whose learning rate is scaled says so in `lr_scale`;
-    in `matrix`, one that its optimizer updates as matrices.
+    Without `groups`, matrices decay, and vectors (norms, biases) do not. A group whose learning rate is scaled says so in
+    `lr_scale`; in `matrix`, one that its optimizer updates as matrices.
     """
     found: dict[Group, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = group_of(name, len(getattr(parameter, "ds_shape", parameter.shape)), plans or Plans())
-            found.setdefault(group, []).append(parameter)
+            own = groups[name] if groups is not None else group_of(name, len(getattr(parameter, "ds_shape", parameter.shape)), Plans())
+            found.setdefault(own, []).append(parameter)
     return [_made(group, found[group]) for group in numbered(found) if group in found]
 
 

@@ -85,6 +85,11 @@ class Blueprint:
         """The experts of a block, 0 if the model has none that can be divided."""
         return next((tensor.shape[0] for tensor in self.tensors if tensor.expert), 0)
 
+    @property
+    def trained(self) -> dict[str, Group]:
+        """The group of each trained parameter."""
+        return {tensor.name: self.groups[tensor.group] for tensor in self.tensors if tensor.group is not None}
+
     def states_of(self, tensor: Tensor, layout: "Layout") -> tuple[str, ...]:
         """The states that the optimizer keeps for a trained tensor, each in fp32 and of its shape. Those of a group are the same."""
         assert tensor.group is not None, f"{tensor.name} is not trained"
@@ -130,6 +135,11 @@ class Layout:
     def partitions(self) -> int:
         """Ranks that ZeRO divides a parameter over; sequence ranks are data ranks to it."""
         return self.mesh.dp * self.mesh.sp
+
+    @property
+    def kept(self) -> str:
+        """What the optimizer keeps, in words."""
+        return (", ".join(self.states) or "no states") + (f", of matrices {', '.join(self.of_matrices)}" if self.of_matrices is not None else "")
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -1,6 +1,6 @@
 """Which optimizer group a parameter is in: whether it decays, at which learning rate, and whether it is a matrix to its optimizer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,21 +41,33 @@ def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:
     return (*FIRST, *sorted(set(groups) - set(FIRST)))
 
 
-def group_of(name: str, dims: int, plans: Plans) -> Group:
+def group_of(name: str, dims: int, plans: Plans, matrix: bool = False) -> Group:
     """Returns the group of a trained parameter. Matrices decay; vectors (norms, biases) and what `no_decay` names do not."""
-    matrix = dims == 2 and _named(name, plans.matrices)
     return Group(
         matrix, dims >= 2 and not _named(name, plans.no_decay), next((scale for pattern, scale in plans.lr_scale.items() if _named(name, [pattern])), 1.0)
     )
 
 
-def check_named(trained: Iterable[str], plans: Plans) -> None:
-    """Raises `Refusal` for names in `lr_scale` that none of the trained parameters has."""
-    names = list(trained)
-    void = [pattern for pattern in plans.lr_scale if not any(_named(name, [pattern]) for name in names)]
-    fix = f"write a name, or a pattern with *, as in {names[0] if names else 'model.embed_tokens.weight'}"
-    if void:
-        raise Refusal([Problem(f"lr_scale of {pattern!r}", "names no parameter that is trained", fix) for pattern in void])
+def check_named(found: Mapping[str, Group], plans: Plans, by_recipe: tuple[str, ...] = ()) -> None:
+    """Raises `Refusal` for names in `lr_scale` that none of the trained parameters has, for names `by_recipe` of matrices that none of those is,
+    and for an optimizer with a rule of its own for matrices that finds none.
+    """
+    near = f"write a name, or a pattern with *, as in {next(iter(found), 'model.embed_tokens.weight')}"
+    problems = [
+        Problem(f"lr_scale of {pattern!r}", "names no parameter that is trained", near)
+        for pattern in plans.lr_scale
+        if not any(_named(name, [pattern]) for name in found)
+    ]
+    problems += [
+        Problem(f"matrices = {pattern!r}", "names no weight of two dimensions that is trained, and no embedding, head or convolution", "leave it out")
+        for pattern in by_recipe
+        if plans.matrices and not any(group.matrix and _named(name, [pattern]) for name, group in found.items())
+    ]
+    if plans.matrices and not by_recipe and not any(group.matrix for group in found.values()):
+        rule = f"finds no weight of two dimensions in the layers ({', '.join(plans.matrices)}) that is trained, and would be AdamW"
+        problems.append(Problem("optimizer.type", rule, "use AdamW, or name its matrices in the recipe's `matrices`"))
+    if problems:
+        raise Refusal(problems)
 
 
 def _named(name: str, patterns: Iterable[str]) -> bool:

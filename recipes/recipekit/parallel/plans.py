@@ -7,17 +7,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
 from ..tasks.facts import Plans
 
 
-def plans_of(model: PreTrainedModel, own: Plans, task: Plans, by_matrix: bool = False) -> Plans:
+def plans_of(model: PreTrainedModel, own: Plans, task: Plans, matrices: tuple[str, ...] = ()) -> Plans:
     """Resolves the plans of a whole model: names for patterns; without a plan for an axis, that is empty.
 
     `own` is the recipe's: what it names is kept, though the model has no such module, to be refused where it is used.
-    `by_matrix`: its optimizer has a rule of its own for matrices; else there are none.
+    `matrices`: the task's, if its optimizer has a rule of its own for them; else there are none.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     kind: Any = model.config.model_type
@@ -31,7 +32,7 @@ def plans_of(model: PreTrainedModel, own: Plans, task: Plans, by_matrix: bool = 
         tp_local=own.tp_local or task.tp_local,
         no_decay=(*own.no_decay, *task.no_decay),
         lr_scale=own.lr_scale,
-        matrices=(own.matrices or task.matrices) if by_matrix else (),
+        matrices=(own.matrices or matrices) if matrices else (),
     )
     return plans if pp else replace(plans, pp=_with_head(plans.pp, task.pp, modules))
 
@@ -44,6 +45,26 @@ def published_plans(model: PreTrainedModel) -> Plans:
 def adapted_plans(model: PreTrainedModel, plans: Plans) -> Plans:
     """Resolves the plans of a model that an adapter goes round, made of the one with `plans`."""
     return replace(published_plans(model), no_decay=plans.no_decay, lr_scale=plans.lr_scale, matrices=plans.matrices)
+
+
+def hidden_matrices(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
+    """Finds the parameters that an optimizer with a rule of its own for matrices takes: weights of two dimensions that the patterns name.
+
+    Never a table of embeddings, a head or a convolution, nor what is tied to one, whatever names it.
+    """
+    ends = ends_of(model) if isinstance(model, PreTrainedModel) else ()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | _ConvNd) or module in ends]
+    not_these = {id(parameter) for module in tables for parameter in module.parameters(recurse=False)}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in not_these and _is_weight(name, parameter) and any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _is_weight(name: str, parameter: nn.Parameter) -> bool:
+    """Says whether a parameter is a matrix that a module multiplies with, and not a parameter of two dimensions with another meaning."""
+    return name.rpartition(".")[2] == "weight" and len(getattr(parameter, "ds_shape", parameter.shape)) == 2
 
 
 def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:

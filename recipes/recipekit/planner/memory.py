@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ..kernels.blocks import columns_at_once
-from ..optim.facts import facts_of, states_of
+from ..optim.facts import GATHERED, by_matrix, facts_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, held, local_shape
 from .groups import Group, groups_of
 from .pinned import ROUNDED_UP_TO, pinned_bytes
@@ -71,6 +71,8 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
         terms = _zero_3(groups, frozen, persistent, ds_config, load)
     else:
         terms = of_class[optimizer_class(ds_config)](groups, frozen, ds_config, load)
+    if by_matrix(ds_config):
+        terms.append(_whole_matrices(blueprint, tensors))
     if load.background:
         copied = ("master weights", "optimizer states", *(("parameters",) if zero.get("stage", 0) < 3 or optimizer_class(ds_config) == "torch" else ()))
         size = sum(term.size for term in terms if term.what.startswith(copied) and term.place != NVME)
@@ -363,6 +365,15 @@ def _temporaries(ds_config: dict[str, Any], numels: list[int]) -> Term:
     own = row.family == "Adam" and not params.get("torch_adam")  # DeepSpeed's kernel
     size = 0 if own or params.get("fused") else 4 * row.copies * max(numels, default=0)
     return Term(ACCELERATOR, "temporaries of the optimizer, fp32", size, (STEP,), bound=row.family != "Adam")
+
+
+def _whole_matrices(blueprint: Blueprint, tensors: list[Tensor]) -> Term:
+    """Counts what a step of Muon's makes of whole matrices: those that are gathered at a time, and four of the size of the
+    largest while it is orthogonalised (optim/muon.py).
+    """
+    numels = [tensor.numel for tensor in tensors if tensor.group is not None and blueprint.groups[tensor.group].matrix]
+    largest = max(numels, default=0)
+    return Term(ACCELERATOR, "whole matrices, fp32", 4 * (max(largest, min(sum(numels), GATHERED)) + 4 * largest), (STEP,), bound=True)
 
 
 def _pinned(place: str, what: str, blocks: list[int], pin: bool, load: Load) -> Term:

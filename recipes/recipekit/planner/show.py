@@ -147,7 +147,7 @@ def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
     assert plan.model_config is not None
     model = empty_model(plan.model_config, attention_of(plan)[0], recipe.model, recipe.recompute_every, facts.auto_class)
-    return model, plans_of(model, recipe.plans, facts.plans, by_matrix(plan.ds_config))
+    return model, plans_of(model, recipe.plans, facts.plans, facts.matrices if by_matrix(plan.ds_config) else ())
 
 
 def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> tuple[Blueprint, Layout, Load]:
@@ -159,7 +159,7 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
         model = recipe.adapt(model)
         plans = adapted_plans(model, plans)
     blueprint = draft(model, plans)
-    check_named((tensor.name for tensor in blueprint.tensors if tensor.group is not None), plans)
+    check_named(blueprint.trained, plans, recipe.matrices)
     places, classes = outputs(model, recipe.facts, recipe.seq_len // mesh.sp)
     load = Load(
         micro_batch=recipe.micro_batch * recipe.facts.rows_each,
