@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.checkpoints.step_folder import open_step
+from job import metrics, numbers
+from recipekit.checkpoints import convert
+from recipekit.checkpoints.step_folder import open_step, target_layout
 from recipekit.command import parse
 from recipekit.mesh import Mesh
 from recipekit.model import build as model_module
+from recipekit.model.describe import published_blueprint
 from recipekit.optim.groups import parameter_groups
 from recipekit.parallel.blueprint import Blueprint, Layout
 from recipekit.parallel.param_groups import FIRST, group_of
@@ -27,6 +31,8 @@ from reference import TEXT, Trained, train_plain
 from test_engines import TORCH
 from test_optimizers import RECIPE, check_round_trip, config_of
 from test_parity import STEPS, Case, accumulating, compare, each, pinned, recipe_for, strategy
+from test_resume import train
+from test_weights import save_tiny
 
 SCALES = {"*.embed_tokens.weight": 0.5, "model.layers.0.*": 2.0, "model.norm.weight": 0.1}
 
@@ -89,6 +95,37 @@ def test_groups_go_on_bit_for_bit_and_through_another_layout(pools: Any, tmp_pat
     check_round_trip(pools, tmp_path, config_of("zero2", "AdamW", {"torch_adam": True}), convert_to, recipe)
 
 
+@pytest.mark.slow
+def test_a_run_of_other_groups_starts_from_converted_files(pools: Any, tmp_path: Path) -> None:
+    """from-hf knows of two groups and of Adam's states; before the first step both may be others, here Muon's with a scale."""
+    save_tiny(tmp_path / "model", "llama")
+    config = config_of("zero2", "Muon", {})
+    recipe = dataclasses.replace(RECIPE, model=str(tmp_path / "model"), ds_config=config, tokenizer="bytes", lr_scale={"*.embed_tokens.weight": 0.5})
+    blueprint = published_blueprint(tmp_path / "model")
+    layout = target_layout(blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=2, tp=1, pp=1, zero=2)
+    convert.from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout)
+    argv = ["--init", "pretrained", "--tokenizer", "bytes", "--stop_at", "3"]
+    for name, more in (("direct", []), ("converted", ["--resume", str(tmp_path / "start")])):
+        results = pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / name), *argv, *more])
+        assert [code for code, _ in results] == [0] * 2, results
+    assert numbers(metrics(tmp_path / "converted")) == numbers(metrics(tmp_path / "direct"))
+
+
+@pytest.mark.slow
+def test_rates_may_change_with_resume_path(pools: Any, tmp_path: Path) -> None:
+    """Groups are then others, and hold the same states: a rate of 1 under another name changes nothing."""
+    recipe = dataclasses.replace(RECIPE, ds_config=config_of("zero2", "AdamW", {"torch_adam": True}))
+    run, again = tmp_path / "run", {"*.layers.0.*": 1.0 + 1e-12, "*norm*": 1.0 - 1e-12}
+    assert [code for code, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(run), "--save_every", "2"])] == [0, 0]
+    shutil.copytree(run, tmp_path / "other")
+    argv = ["--out", str(tmp_path / "other"), "--resume", str(tmp_path / "other/checkpoints/step_00000002")]
+    assert [code for code, _ in pools.run(2, train, recipe=dataclasses.replace(recipe, lr_scale=again), argv=argv)] == [0, 0]
+    losses = [[line["loss"] for line in metrics(folder)] for folder in (run, tmp_path / "other")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and len(losses[1]) == RECIPE.steps
+    step = open_step(tmp_path / "other")
+    assert len(set(step.blueprint.trained.values())) == 4, "matrices and vectors of layer 0, matrices of the rest, other norms"
+
+
 # Without ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -112,8 +149,8 @@ def test_groups_of_scales_come_after_the_first_two() -> None:
     groups = parameter_groups(model, {name: group_of(name, parameter.dim(), plans) for name, parameter in model.named_parameters()})
     assert [(group["name"], group["lr_scale"], group.get("weight_decay"), len(group["params"])) for group in groups] == [
         ("vectors, lr x 0.5", 0.5, 0.0, 2),
-        ("vectors, lr x 2", 2.0, 0.0, 1),
-        ("matrices, lr x 2", 2.0, None, 1),
+        ("vectors, lr x 2.0", 2.0, 0.0, 1),
+        ("matrices, lr x 2.0", 2.0, None, 1),
     ]
 
 

@@ -186,7 +186,7 @@ CASES = [  # JSON, bf16, flags, fields
     ("zero2_muon", True, [], {}),
     *((f"{file} foreach", True, [], {}) for file in ("zero0", "zero1", "zero3")),  # what torch's optimizers take by themselves on a GPU
 ]
-QUICK = [("zero1", True, [], {}), ("fsdp2", True, [], {})]
+QUICK = [("zero1", True, [], {}), ("fsdp2", True, [], {}), ("zero2_muon", True, [], {})]
 
 
 def named(case: tuple[str, bool, list[str], dict[str, Any]]) -> str:

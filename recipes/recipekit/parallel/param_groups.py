@@ -25,7 +25,7 @@ class Group:
     def name(self) -> str:
         """Names the group in optimizers and checkpoints."""
         kind = ("whole matrices" if self.decays else "whole matrices without decay") if self.matrix else "matrices" if self.decays else "vectors"
-        return kind if self.lr_scale == 1 else f"{kind}, lr x {self.lr_scale:g}"
+        return kind if self.lr_scale == 1 else f"{kind}, lr x {self.lr_scale}"
 
     @property
     def entries(self) -> dict[str, Any]:
@@ -43,9 +43,8 @@ def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:
 
 def group_of(name: str, dims: int, plans: Plans, matrix: bool = False) -> Group:
     """Returns the group of a trained parameter. Matrices decay; vectors (norms, biases) and what `no_decay` names do not."""
-    return Group(
-        matrix, dims >= 2 and not _named(name, plans.no_decay), next((scale for pattern, scale in plans.lr_scale.items() if _named(name, [pattern])), 1.0)
-    )
+    scale = next((scale for pattern, scale in plans.lr_scale.items() if _named(name, [pattern])), 1.0)
+    return Group(matrix, dims >= 2 and not _named(name, plans.no_decay), float(scale))
 
 
 def check_named(found: Mapping[str, Group], plans: Plans, by_recipe: tuple[str, ...] = ()) -> None:
