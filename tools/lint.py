@@ -208,6 +208,8 @@ def _kept(facts: OptimizerFacts) -> str:
     more = [f"with {option} also {' and '.join(map(_code, names))}" for option, names in facts.added.items()]
     if facts.host is not None and facts.host.states != facts.states:
         more.append(f"offloaded, where DeepSpeed computes it, {' and '.join(map(_code, facts.host.states))}")
+    if facts.matrices is not None:
+        more.append(f"but for a matrix {' and '.join(map(_code, facts.matrices))}")
     return ", ".join([" and ".join(map(_code, facts.states)) or "nothing", *more])
 
 

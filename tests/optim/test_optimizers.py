@@ -43,10 +43,10 @@ TRAIN = {  # what every rank trains with, and the options that add a state
     "Lamb": {},
     "Lion": {},
     "Adagrad": {"lr_decay": 0.01, "initial_accumulator_value": 0.1},
+    "Muon": {"momentum": 0.9},
 }
 OFFLOADED = {"Lion": "cpu_lion", "Adagrad": "cpu_adagrad"}  # optimizer -> op of DeepSpeed, which computes it there
 REFUSED = {  # optimizer -> why
-    "Muon": "other states for matrices",
     "MuAdam": "needs the package mup",
     "MuAdamW": "needs the package mup",
     "MuSGD": "needs the package mup",
@@ -99,13 +99,13 @@ def tensors(step: Path) -> dict[str, Any]:
     return manifest.read(step)["tensors"]
 
 
-def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_to: str = "") -> None:
+def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_to: str = "", recipe: Recipe = RECIPE) -> None:
     """Two ranks train four steps; they go on from the second bit for bit; so do they after the way through another layout and back."""
-    recipe = dataclasses.replace(RECIPE, ds_config=config)
+    recipe = dataclasses.replace(recipe, ds_config=config)
     results = pools.run(2, kept, recipe=recipe, argv=["--out", str(folder / "whole"), "--save_every", "2"])
     assert [code for code, _ in results] == [0, 0], results
     for _, found in results:
-        assert (found["states"], found["scalars"]) == (set(states_of(config)), set(facts_of(config).scalars))
+        assert (found["states"], found["scalars"]) == ({*states_of(config), *states_of(config, matrix=True)}, set(facts_of(config).scalars))
         assert found["bytes"] == found["planned"], found
     second, last = (folder / "whole" / "checkpoints" / f"step_{number:08d}" for number in (2, 4))
     if convert_to:
@@ -151,7 +151,7 @@ def test_an_optimizer_goes_through_another_layout_and_back(pools: Any, tmp_path:
 
 @slow
 @pytest.mark.parametrize("file", ["zero2_cpu", "zero3_cpu"])
-@pytest.mark.parametrize("name", ["Lion", "Adagrad", "RMSprop", "SGD", "Lamb"])
+@pytest.mark.parametrize("name", ["Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Muon"])
 def test_an_offloaded_optimizer_goes_on_bit_for_bit(pools: Any, ops: Callable[[str], None], tmp_path: Path, name: str, file: str) -> None:
     if name in OFFLOADED:
         ops(OFFLOADED[name])
@@ -206,6 +206,10 @@ UNREAD = [
     ("Lamb", {"eps_inside_sqrt": True}, {}, "optimizer.params.eps_inside_sqrt = true: is of DeepSpeed's LAMB"),
     ("Lamb", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves the borders of tensors"),
     ("Lamb", {}, {"parameter_alignment": True}, "zero_optimization.parameter_alignment = true: moves the borders of tensors"),
+    ("Muon", {"torch_adam": True}, {}, "optimizer.params.torch_adam = true: is of DeepSpeed's Muon"),
+    ("Muon", {"muon_lr": 0.02}, {}, "optimizer.params.muon_lr = 0.02: is of DeepSpeed's Muon; that of a recipe has one rate"),
+    ("Muon", {"adam_w_mode": False}, {}, "optimizer.params.adam_w_mode = false: is of DeepSpeed's Muon"),
+    ("Muon", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves the borders of tensors"),
     ("Lion", {"set_grad_none": True}, {}, "optimizer.params.set_grad_none = true: is of DeepSpeed's Lion"),
     ("Adagrad", {"fused": True}, {}, "optimizer.params.fused = true: is of torch's own Adagrad"),
 ]
@@ -220,9 +224,10 @@ def test_what_ours_do_not_read_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert planned(monkeypatch, config_of("zero2", name, config["optimizer"]["params"]), tmp_path) == ""
 
 
-def test_lamb_is_refused_where_experts_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said = planned(monkeypatch, config_of("zero2", "Lamb", {}), tmp_path, "--model", "Qwen/Qwen3-30B-A3B", "--ep", "2")
-    assert 'optimizer.type = "Lamb": takes sums over whole weights, and DeepSpeed splits those of divided experts' in said, said
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
+def test_what_needs_whole_tensors_is_refused_where_experts_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    said = planned(monkeypatch, config_of("zero2", name, {}), tmp_path, "--model", "Qwen/Qwen3-30B-A3B", "--ep", "2")
+    assert f'optimizer.type = "{name}": takes sums over whole weights, and DeepSpeed splits those of divided experts' in said, said
 
 
 def test_deepspeeds_own_adam_without_zero_is_refused_in_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -235,7 +240,11 @@ def test_the_states_of_another_optimizer_are_refused(pools: Any, tmp_path: Path)
     """Adam's moments are no momentum. Another spelling of the same algorithm goes on, and so does the same one."""
     recipe = dataclasses.replace(RECIPE, ds_config=config_of("zero2", "SGD", {"momentum": 0.9}))
     assert [code for code, _ in pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--stop_at", "2"])] == [0, 0]
-    for name, params, says in (("Adamax", {}, "Adamax (exp_avg, exp_inf)"), ("SGD", {}, "SGD (no states)")):
+    for name, params, says in (
+        ("Adamax", {}, "Adamax (exp_avg, exp_inf)"),
+        ("SGD", {}, "SGD (no states)"),
+        ("Muon", {}, "Muon (exp_avg, exp_avg_sq, of matrices momentum_buffer)"),
+    ):
         other = dataclasses.replace(recipe, ds_config=config_of("zero2", name, params))
         (code, _), _ = pools.run(2, kept, recipe=other, argv=["--out", str(tmp_path / "run"), "--resume", str(tmp_path / "run")])
         assert isinstance(code, str) and "the states of SGD (momentum_buffer)" in code and says in code and "to-hf" in code, code
@@ -259,6 +268,11 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "t0": st.sampled_from([1.0, 1e6]),
     "lambd": unit,
     "momentum_decay": st.sampled_from([0.004, -1.0]),
+    "adjust_lr_fn": st.sampled_from(["original", "match_rms_adamw"]),
+    "ns_coefficients": st.just([3.4445, -4.7750, 2.0315]),
+    "ns_steps": st.sampled_from([5, 0]),
+    "ns_eps": st.just(1e-7),
+    "ns_dtype": st.sampled_from(["bf16", "fp32"]),
     "eps": st.sampled_from([1e-8, -1.0]),
     "lr": st.sampled_from([1e-3, -1.0]),
     "weight_decay": st.sampled_from([0.1, 0.0, -1.0]),

@@ -1,4 +1,4 @@
-"""LAMB, Lion and Adagrad stay what they are, however the weights are divided: ten steps are those of tests/support/papers.py, which knows of no division."""
+"""LAMB, Lion, Adagrad and Muon stay what they are, however the weights are divided: ten steps are those of tests/support/papers.py, which knows of no division."""
 
 import dataclasses
 import functools
@@ -15,10 +15,13 @@ from job import metrics, numbers
 from recipekit.checkpoints.step_folder import open_step
 from recipekit.command import parse
 from recipekit.mesh import Mesh
+from recipekit.optim import borders
+from recipekit.optim import muon as muon_module
 from recipekit.optim.adagrad import Adagrad
 from recipekit.optim.borders import borders_of
 from recipekit.optim.lamb import Lamb
 from recipekit.optim.lion import Lion
+from recipekit.optim.muon import NewtonSchulz
 from recipekit.parallel.blueprint import Layout, Tensor, flat_groups, groups_of, held
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
@@ -42,8 +45,13 @@ def adagrad(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimiz
     return torch.optim.Adagrad(groups, lr=recipe.lr, eps=recipe.eps)
 
 
-PLAIN = {"Lamb": lamb, "Lion": lion, "Adagrad": adagrad}
-NUMBERS: dict[str, dict[str, Any]] = {"Lamb": {"lr": 1e-2}, "Lion": {"lr": 1e-4}, "Adagrad": {"lr": 1e-3}}  # at which the loss falls
+def muon(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
+    return papers.Muon(groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, momentum=0.95, adjust=True)
+
+
+PLAIN = {"Lamb": lamb, "Lion": lion, "Adagrad": adagrad, "Muon": muon}
+NUMBERS: dict[str, dict[str, Any]] = {"Lamb": {"lr": 1e-2}, "Lion": {"lr": 1e-4}, "Adagrad": {"lr": 1e-3}, "Muon": {"lr": 1e-3}}  # at which the loss falls
+OPTIONS: dict[str, dict[str, Any]] = {"Muon": {"ns_dtype": "fp32", "adjust_lr_fn": "match_rms_adamw"}}  # of the JSON
 # at 1e-2 a step of LAMB's multiplies the last places of bf16 by more than splitting a batch in four ways shows, with masters that agree as well as theirs
 HALF = NUMBERS | {"Lamb": {"lr": 2e-3}}
 
@@ -79,7 +87,7 @@ def train_in_layout(recipe: Recipe, optimizer: str, file: str, bf16: bool, out: 
     config = strategy({"zero3_small": "zero3"}.get(file, "zero0" if file in TORCH else file), bf16)
     if file == "zero3_small":
         config["zero_optimization"]["sub_group_size"] = 10_000
-    config |= {"optimizer": {"type": optimizer, "params": {}}}
+    config |= {"optimizer": {"type": optimizer, "params": OPTIONS.get(optimizer, {})}}
     engine = ["--engine", file, "--precision", "bf16" if bf16 else "fp32"] if file in TORCH else []
     recipe = dataclasses.replace(recipe, ds_config=config, out=out)
     command = parse(recipe, Path("ours.py"), ["--tiny", *pinned(recipe), *engine])
@@ -126,13 +134,30 @@ CASES = QUICK + [
 def test_lamb_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Case) -> None:
     run(pools, tmp_path / "run", "Lamb", case)
     compare(tmp_path / "run", reference("Lamb", case.model, **case.both))
-    step = open_step(tmp_path / "run")
+    check_borders(tmp_path / "run")
+
+
+@each([dataclasses.replace(case, slow=case.name not in ("zero2 dp2", "zero3 tp2")) for case in CASES])
+def test_muon_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Case) -> None:
+    """Whole matrices are orthogonalised, here in fp32: embeddings, tied or not, the head and all vectors move by AdamW."""
+    run(pools, tmp_path / "run", "Muon", case)
+    compare(tmp_path / "run", reference("Muon", case.model, **case.both))
+    step = check_borders(tmp_path / "run")
+    trained = {tensor.name: tensor for tensor in step.blueprint.tensors if tensor.group is not None}
+    matrices = {name for name, tensor in trained.items() if step.blueprint.states_of(tensor, step.layout) == ("momentum_buffer",)}
+    assert matrices == {name for name, tensor in trained.items() if len(tensor.shape) == 2 and (".layers." in name or ".h." in name)} != set()
+
+
+def check_borders(run: Path) -> Any:
+    """Returns the last step of a run, whose partitions cut tensors, and are larger than some."""
+    step = open_step(run)
     if step.layout.zero_stage in (1, 2) and step.layout.partitions > 1:
         holders = [
             [len(pieces) for pieces in extents] for _, _, extents in flat_groups(groups_of(held(step.blueprint, step.layout, 0), step.layout, 0), step.layout)
         ]
         assert any(ranks > 1 for group in holders for ranks in group), "no border of a partition cuts a tensor"
         assert any(ranks < step.layout.partitions for group in holders for ranks in group), "no tensor is on some ranks only"
+    return step
 
 
 BF16 = [
@@ -203,7 +228,7 @@ WAYS = [(("zero3", 4), ("fsdp2", 2), ("zero1", 2)), (("ddp", 2), ("zero2", 4), (
 
 
 @slow
-@pytest.mark.parametrize("optimizer", ["Lamb", "Adagrad"])
+@pytest.mark.parametrize("optimizer", ["Lamb", "Adagrad", "Muon"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_run_goes_on_under_another_engine(pools: Any, tmp_path: Path, way: Any, optimizer: str) -> None:
     for (file, world), stop_at in zip(way, (4, 7, 0), strict=True):
@@ -279,6 +304,71 @@ def test_adagrad_takes_torchs_options(foreach: bool | None) -> None:
             optimizer.step()
         found.append(weights)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (24, 2)])
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs(shape: tuple[int, int], adjust: Any, nesterov: bool) -> None:
+    """On one process, in bf16 as torch's iteration is, with a decay; and as papers.Muon states it, in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(3)]
+    numbers: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+
+    def moved(optimizer: Any, weights: torch.nn.Parameter) -> torch.Tensor:
+        for gradient in gradients:
+            weights.grad = gradient.clone()
+            optimizer.step()
+        return weights.detach()
+
+    def of(kind: Any, **more: Any) -> torch.Tensor:
+        weights = torch.nn.Parameter(start.clone())
+        return moved(kind([{"params": [weights]} if kind is torch.optim.Muon else {"params": [weights], "matrix": True}], **numbers | more), weights)
+
+    theirs = of(torch.optim.Muon, nesterov=nesterov, adjust_lr_fn=adjust)
+    assert torch.equal(of(NewtonSchulz, nesterov=nesterov, adjust_lr_fn=adjust), theirs)
+    if nesterov:
+        exact = of(NewtonSchulz, adjust_lr_fn=adjust, ns_dtype="fp32")
+        assert torch.allclose(exact, of(papers.Muon, adjust=adjust == "match_rms_adamw"), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(exact, theirs)
+
+
+def test_what_is_no_matrix_moves_as_torchs_adamw() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, found = [torch.randn(7, 5, generator=generator), torch.randn(5, generator=generator)], []
+    gradients = [[torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)]
+    for kind in (NewtonSchulz, torch.optim.AdamW):
+        weights = [torch.nn.Parameter(value.clone()) for value in start]
+        optimizer = kind([{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+        for step in gradients:
+            for value, gradient in zip(weights, step, strict=True):
+                value.grad = gradient.clone()
+            optimizer.step()
+        found.append(weights)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("cut", [(0, 1), (1, 1), (0, 2)])
+def test_parts_of_a_matrix_make_it_whole(cut: tuple[int, int]) -> None:
+    """Of three data ranks and two tensor ranks, whose borders lie amid rows."""
+    tensor, whole = Tensor("w", (8, 6), 0, cut=cut), torch.arange(48.0).view(8, 6)
+    layout, added = Layout(Mesh(dp=3, tp=2), 2, "DeepSpeedZeroOptimizer", "float32"), torch.zeros(8, 6)
+    for tp_rank in range(2):
+        for rank in range(3):
+            [[part]] = borders._parts(groups_of([tensor], layout, tp_rank), layout, rank, tp_rank)
+            own = part.take(whole)
+            assert len(own) == part.stop - part.start == 8
+            mine = torch.zeros(8, 6)
+            part.put(own, mine)
+            added += mine
+    assert torch.equal(added, whole)
+
+
+def test_few_matrices_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon_module, "GATHERED", 100)
+    nothing = torch.empty(0)
+    pieces = [muon_module.Piece(borders.Part(0, 0, shape=shape), nothing, nothing, nothing) for shape in ((5, 10), (5, 10), (20, 10), (1, 1))]
+    assert [[piece.part.shape for piece in some] for some in muon_module._at_a_time(pieces)] == [[(5, 10), (5, 10)], [(20, 10)], [(1, 1)]]
 
 
 def test_tensor_ranks_that_end_sub_groups_elsewhere_are_refused() -> None:

@@ -183,9 +183,10 @@ CASES = [  # JSON, bf16, flags, fields
     ("ddp", True, [], {"adapt": lora}),
     *(("zero3_hosts", bf16, ["--global_batch", "16"], {}) for bf16 in (True, False)),
     ("zero3_hosts", True, ["--global_batch", "16"], {"adapt": lora}),
+    ("zero2_muon", True, [], {}),
     *((f"{file} foreach", True, [], {}) for file in ("zero0", "zero1", "zero3")),  # what torch's optimizers take by themselves on a GPU
 ]
-QUICK = [("zero1", True, [], {}), ("fsdp2", True, [], {})]
+QUICK = [("zero1", True, [], {}), ("fsdp2", True, [], {}), ("zero2_muon", True, [], {})]
 
 
 def named(case: tuple[str, bool, list[str], dict[str, Any]]) -> str:
@@ -234,7 +235,9 @@ def test_terms_are_the_live_storages(
         assert rest == there(STEP) - counted + SPARE.get(file, 0), f"rank {rank}: {explained}"
         if file in ("zero0", "zero1"):
             assert found["reduce"] == of("copy of the gradients", REDUCE), f"rank {rank}: {explained}"
-        if not file.endswith("_cpu") and not of_torch:  # torch's engines take no foreach on a CPU
+        if file.endswith("_muon"):
+            assert 0 < found["step"] <= sum(term.size for term in terms if term.bound and STEP in term.when), f"rank {rank}: {explained}"
+        elif not file.endswith("_cpu") and not of_torch:  # torch's engines take no foreach on a CPU
             assert found["step"] == of("temporaries"), f"rank {rank}: {explained}"
 
 
@@ -348,3 +351,11 @@ def test_room_on_the_disk_is_counted_by_the_states_of_the_optimizer(kind: str, o
     plan = make_plan(parse(replace(Recipe(model="meta-llama/Llama-3.2-1B"), ds_config=config), Path("room.py"), ["--tiny"]))
     needs = count_needs(plan, on_gpu=False)
     assert needs["checkpoint"] == needs["export"] * (2 + 4 + 4 * states) // 2  # bf16 weights, fp32 masters and states; the export is bf16
+
+
+def test_room_on_the_disk_is_counted_by_the_states_of_each_weight() -> None:
+    """Muon keeps one of a matrix, and two of what is none."""
+    plan = make_plan(parse(Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero2_muon.json"), Path("room.py"), ["--tiny"]))
+    needs, groups = count_needs(plan, on_gpu=False), drawn_up(plan)[0]
+    matrices = sum(tensor.numel for tensor in groups.tensors if ".layers." in tensor.name and len(tensor.shape) == 2)
+    assert needs["checkpoint"] == needs["export"] * (2 + 4 + 4 * 2) // 2 - 4 * matrices

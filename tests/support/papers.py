@@ -48,3 +48,27 @@ class Lion(Plain):
         c = beta1 * m + (1 - beta1) * g
         state["m"] = beta2 * m + (1 - beta2) * g
         x -= group["lr"] * (c.sign() + group["weight_decay"] * x)
+
+
+class Muon(Plain):
+    """Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), as torch.optim.Muon averages, in fp32; AdamW for what is no matrix.
+
+    A group says in `matrix` what it holds, and in `adjust` whether rates are Jordan's or those of Liu et al. (arXiv 2502.16982).
+    """
+
+    def rule(self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        x *= 1 - group["lr"] * group["weight_decay"]
+        if not group["matrix"]:
+            beta1, beta2 = group["betas"]
+            state["m"] = beta1 * state.get("m", torch.zeros_like(x)) + (1 - beta1) * g
+            state["v"] = beta2 * state.get("v", torch.zeros_like(x)) + (1 - beta2) * g * g
+            m, v = state["m"] / (1 - beta1 ** state["t"]), state["v"] / (1 - beta2 ** state["t"])
+            x -= group["lr"] * m / (v.sqrt() + group["eps"])
+            return
+        mu, (rows, columns) = group["momentum"], x.shape
+        state["m"] = mu * state.get("m", torch.zeros_like(x)) + (1 - mu) * g
+        u = mu * state["m"] + (1 - mu) * g
+        u = u / max(float(u.norm()), 1e-7)
+        for _ in range(5):
+            u = 3.4445 * u - 4.7750 * u @ u.T @ u + 2.0315 * u @ u.T @ u @ u.T @ u
+        x -= group["lr"] * (0.2 * math.sqrt(max(rows, columns)) if group["adjust"] else math.sqrt(max(1, rows / columns))) * u

@@ -298,6 +298,14 @@ def model(cls: type[BaseModel], dotted: str) -> Node:
     return {"type": ["object"], "strict": True, "keys": dict(sorted(keys.items()))}
 
 
+OF_RECIPES: dict[str, Node] = {  # options of a recipe's Muon (recipekit/optim/muon.py), which DeepSpeed's does not read
+    "nesterov": {"type": ["boolean"], "default": True},
+    "adjust_lr_fn": {"type": ["string"], "enum": ["original", "match_rms_adamw"], "default": "original"},
+    "ns_coefficients": {"type": ["array"], "items": "number", "length": 3},
+    "ns_steps": {"type": ["integer"], "min": 1, "max": 99, "default": 5},
+    "ns_eps": {"type": ["number"], "above": 0, "default": 1e-7},
+    "ns_dtype": {"type": ["string"], "enum": ["bf16", "fp32"], "default": "bf16"},
+}
 RANGES: dict[str, Node] = {
     "lr": {"type": ["number"], "min": 0},
     "muon_lr": {"type": ["number"], "min": 0},
@@ -362,7 +370,7 @@ def optimizers() -> dict[str, Node]:
         "device": {"torch_adam": switch, **parameters(FusedAdam, without="adam_w_mode amsgrad")},
     }
     muon = {name: torch_adam[name] for name in ("lr", "betas", "eps", "weight_decay", "torch_adam")} | {"adam_w_mode": on}
-    muon |= {name: RANGES[name] for name in ("muon_lr", "adam_lr", "momentum", "ns_method", "per_head_muon")}
+    muon |= {name: RANGES[name] for name in ("muon_lr", "adam_lr", "momentum", "ns_method", "per_head_muon")} | OF_RECIPES
     found: dict[str, Node] = {
         "AdamW": adamw,
         "Adam": {chosen: {**keys, "adam_w_mode": on} for chosen, keys in adamw.items()},

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..mesh import Mesh
-from ..optim.facts import FACTS, facts_of, family_of, states_of
+from ..optim.facts import FACTS, by_matrix, facts_of, family_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, groups_of, held
 from ..refusal import refuse
 from .places import model_file, optimizer_file, shards
@@ -72,7 +72,7 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
 def optimizer_of(config: dict[str, Any], states: set[str], folder: Path) -> dict[str, Any]:
     """Returns what a layout says of the optimizer: the one that the saved JSON names, or Adam, if a script made it. Raises `Refusal` if the files hold others."""
     kind = str((config.get("optimizer") or {}).get("type", "AdamW"))
-    known = any(name.lower() == kind.lower() for name in FACTS)
+    known = any(name.lower() == kind.lower() for name in FACTS) and not by_matrix(config)  # DeepSpeed's Muon has other matrices than a recipe's
     named, scalars = (states_of(config), facts_of(config).scalars) if known else ((), ())
     if not known or {*named, *scalars} != states:
         rule = f"has optimizer states {', '.join(sorted(states)) or 'none'}, not {kind}'s {', '.join((*named, *scalars)) or '(unknown)'}"

@@ -1,5 +1,6 @@
 """Makes the optimizers that are ours: those that a JSON names, where DeepSpeed's own is another algorithm, or an op that does not run."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,12 +11,15 @@ from .adagrad import Adagrad
 from .facts import facts_of, spelled
 from .lamb import Lamb
 from .lion import Lion
+from .muon import NewtonSchulz
 
-OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adagrad": Adagrad, "Lamb": Lamb, "Lion": Lion}
+OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adagrad": Adagrad, "Lamb": Lamb, "Lion": Lion, "Muon": NewtonSchulz}
 
 
 def maker(ds_config: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:
     """Returns what makes the optimizer of parameter groups that a resolved JSON names; None where it is not ours."""
     if not facts_of(ds_config).ours:
         return None
-    return partial(OURS[spelled(ds_config["optimizer"]["type"])], **ds_config["optimizer"]["params"])
+    kind, params = OURS[spelled(ds_config["optimizer"]["type"])], ds_config["optimizer"]["params"]
+    takes = inspect.signature(kind).parameters  # the rules let others pass where they are switched off
+    return partial(kind, **{name: value for name, value in params.items() if name in takes})

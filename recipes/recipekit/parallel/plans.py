@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import OutOfMemoryError, nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
@@ -16,10 +17,11 @@ from ..refusal import Refusal, refuse
 from ..tasks.facts import Plans
 
 
-def plans_of(model: PreTrainedModel, own: Plans, task: Plans) -> Plans:
+def plans_of(model: PreTrainedModel, own: Plans, task: Plans, matrices: tuple[str, ...] = ()) -> Plans:
     """Resolves the plans of a whole model: names for patterns; without a plan for an axis, that is empty.
 
     `own` is the recipe's: what it names is kept, though the model has no such module, to be refused where it is used.
+    `matrices`: the task's, if its optimizer has a rule of its own for them; else there are none.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     kind: Any = model.config.model_type
@@ -32,6 +34,8 @@ def plans_of(model: PreTrainedModel, own: Plans, task: Plans) -> Plans:
         tp=tp,
         tp_local=own.tp_local or task.tp_local,
         no_decay=(*own.no_decay, *task.no_decay),
+        lr_scale=own.lr_scale,
+        matrices=(own.matrices or matrices) if matrices else (),
     )
     return plans if pp else replace(plans, pp=_with_head(plans.pp, task.pp, modules))
 
@@ -63,9 +67,29 @@ def _raised_in(error: BaseException) -> str:
     return ".".join(watched[-1]).rpartition(".models.")[2] if watched and watched[-1][0].startswith("transformers.") else ""
 
 
-def decays(name: str, dims: int, no_decay: tuple[str, ...]) -> bool:
-    """Says whether a parameter decays: matrices do, vectors (norms, biases) and what `no_decay` names do not."""
-    return dims >= 2 and not any(fnmatchcase(name, pattern) for pattern in no_decay)
+def adapted_plans(model: PreTrainedModel, plans: Plans) -> Plans:
+    """Resolves the plans of a model that an adapter goes round, made of the one with `plans`."""
+    return replace(published_plans(model), no_decay=plans.no_decay, lr_scale=plans.lr_scale, matrices=plans.matrices)
+
+
+def hidden_matrices(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
+    """Finds the parameters that an optimizer with a rule of its own for matrices takes: weights of two dimensions that the patterns name.
+
+    Never a table of embeddings, a head or a convolution, nor what is tied to one, whatever names it.
+    """
+    ends = ends_of(model) if isinstance(model, PreTrainedModel) else ()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | _ConvNd) or module in ends]
+    not_these = {id(parameter) for module in tables for parameter in module.parameters(recurse=False)}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in not_these and _is_weight(name, parameter) and any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _is_weight(name: str, parameter: nn.Parameter) -> bool:
+    """Says whether a parameter is a matrix that a module multiplies with, and not a parameter of two dimensions with another meaning."""
+    return name.rpartition(".")[2] == "weight" and len(getattr(parameter, "ds_shape", parameter.shape)) == 2
 
 
 def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:

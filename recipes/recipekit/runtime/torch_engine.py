@@ -21,7 +21,6 @@ from ..model.build import Built
 from ..optim import ours
 from ..optim.borders import Borders
 from ..optim.groups import parameter_groups
-from ..optim.lamb import Lamb
 from ..parallel.groups import Groups
 
 PIECE = 1 << 24  # elements of a gradient that are squared in fp64 at a time
@@ -165,7 +164,7 @@ def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dic
     return TorchEngine(
         module=module,
         called=called,
-        optimizer=_optimizer(parameter_groups(module, built.plans.no_decay), ds_config, groups.dp_group if kind == "fsdp2" else None),
+        optimizer=_optimizer(parameter_groups(module, built.blueprint.trained), ds_config, groups.dp_group if kind == "fsdp2" else None),
         device=device,
         group=groups.dp_group,
         accumulation=ds_config["gradient_accumulation_steps"],
@@ -181,8 +180,8 @@ def _optimizer(trained: list[dict[str, Any]], ds_config: dict[str, Any], partiti
     if (make := ours.maker(ds_config)) is None:
         numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
         return torch.optim.AdamW(trained, **numbers)
-    made = make(trained)
-    if isinstance(made, Lamb):
+    made: Any = make(trained)
+    if hasattr(made, "borders"):  # it needs whole tensors
         made.borders = Borders(partitions=partitions)
     return made
 

@@ -486,7 +486,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.params.nesterov",
-        lambda f: f.get("optimizer.params.nesterov") is True and (not f.get("optimizer.params.momentum") or f.get("optimizer.params.dampening", 0)),
+        lambda f: (
+            f.optimizer != "Muon"
+            and f.get("optimizer.params.nesterov") is True
+            and (not f.get("optimizer.params.momentum") or f.get("optimizer.params.dampening", 0))
+        ),
         "needs a momentum, and no dampening",
         'write "momentum": 0.9 and delete dampening, or delete nesterov',
         FAILS,
@@ -759,7 +763,21 @@ RECIPE_RULES: tuple[Rule, ...] = (
             ("set_grad_none", "Lion", "is of DeepSpeed's Lion for CUDA; that of a recipe leaves gradients to the engine"),
             ("fused", "Adagrad", "is of torch's own Adagrad, which DeepSpeed makes anew without its groups; that of a recipe has no fused step"),
             ("differentiable", "Adagrad", "records the step for a second gradient, which the weights of a model do not need"),
+            ("muon_lr", "Muon", "is of DeepSpeed's Muon; that of a recipe has one rate, of which lr_scale makes others by name"),
+            ("adam_lr", "Muon", "is of DeepSpeed's Muon; that of a recipe has one rate, of which lr_scale makes others by name"),
+            *((key, "Muon", "is of DeepSpeed's Muon; that of a recipe is torch's") for key in ("torch_adam", "ns_method", "per_head_muon", "foreach")),
         )
+    ),
+    *(
+        Rule(
+            f"optimizer.params.{key}",
+            lambda f, key=key: _ours(f, "Muon") and f.get(f"optimizer.params.{key}") is False,
+            "is of DeepSpeed's Muon; that of a recipe decays as AdamW does, and keeps its states in fp32",
+            "delete it",
+            APPLIES,
+            "",
+        )
+        for key in ("adam_w_mode", "fp32_optimizer_states")
     ),
     *(
         Rule(
@@ -871,6 +889,17 @@ STOCK_RULES: tuple[Rule, ...] = (
     *(
         _unused(f"pipeline.{key}", "the PipelineModule of the script decides this; DeepSpeed reads and ignores it", "delete it", "pipe/engine.py:135; run")
         for key in ("stages", "partition", "seed_layers")
+    ),
+    *(
+        Rule(
+            f"optimizer.params.{key}",
+            lambda f: f.optimizer == "Muon",
+            "is of the Muon of a recipe, and DeepSpeed's Muon does not read it",
+            "delete it",
+            IGNORES,
+            "engine.py, _muon_param_groups",
+        )
+        for key in ("nesterov", "adjust_lr_fn", "ns_coefficients", "ns_steps", "ns_eps", "ns_dtype")
     ),
 )
 
