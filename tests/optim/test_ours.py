@@ -1,8 +1,10 @@
-"""LAMB, Lion and Adagrad stay what they are, however the weights are divided: ten steps are those of tests/support/papers.py, which knows of no division."""
+"""LAMB, Adafactor, Lion and Adagrad stay what they are, however the weights are divided: ten steps are those of tests/support/papers.py, which knows of no division."""
 
 import dataclasses
 import functools
+import itertools
 import os
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from job import metrics, numbers
 from recipekit.checkpoints.step_folder import open_step
 from recipekit.command import parse
 from recipekit.mesh import Mesh
+from recipekit.optim.adafactor import Adafactor, boxes
 from recipekit.optim.adagrad import Adagrad
 from recipekit.optim.borders import borders_of
 from recipekit.optim.lamb import Lamb
@@ -42,8 +45,13 @@ def adagrad(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimiz
     return torch.optim.Adagrad(groups, lr=recipe.lr, eps=recipe.eps)
 
 
-PLAIN = {"Lamb": lamb, "Lion": lion, "Adagrad": adagrad}
-NUMBERS: dict[str, dict[str, Any]] = {"Lamb": {"lr": 1e-2}, "Lion": {"lr": 1e-4}, "Adagrad": {"lr": 1e-3}}  # at which the loss falls
+def adafactor(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
+    return papers.Adafactor(groups, lr=recipe.lr)
+
+
+PLAIN = {"Lamb": lamb, "Lion": lion, "Adagrad": adagrad, "Adafactor": adafactor}
+# at which the loss falls
+NUMBERS: dict[str, dict[str, Any]] = {"Lamb": {"lr": 1e-2}, "Lion": {"lr": 1e-4}, "Adagrad": {"lr": 1e-3}, "Adafactor": {"lr": 1e-2}}
 # at 1e-2 a step of LAMB's multiplies the last places of bf16 by more than splitting a batch in four ways shows, with masters that agree as well as theirs
 HALF = NUMBERS | {"Lamb": {"lr": 2e-3}}
 
@@ -126,7 +134,19 @@ CASES = QUICK + [
 def test_lamb_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Case) -> None:
     run(pools, tmp_path / "run", "Lamb", case)
     compare(tmp_path / "run", reference("Lamb", case.model, **case.both))
-    step = open_step(tmp_path / "run")
+    check_borders(tmp_path / "run")
+
+
+@each(CASES)
+def test_adafactor_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Case) -> None:
+    run(pools, tmp_path / "run", "Adafactor", case)
+    compare(tmp_path / "run", reference("Adafactor", case.model, **case.both))
+    check_borders(tmp_path / "run")
+
+
+def check_borders(out: Path) -> None:
+    """Asserts that the cases of a layout were in it: a tensor that a border cuts, and a tensor that some ranks have nothing of."""
+    step = open_step(out)
     if step.layout.zero_stage in (1, 2) and step.layout.partitions > 1:
         holders = [
             [len(pieces) for pieces in extents] for _, _, extents in flat_groups(groups_of(held(step.blueprint, step.layout, 0), step.layout, 0), step.layout)
@@ -261,6 +281,35 @@ def test_lion_decays_as_the_paper_does() -> None:
             optimizer.step()
         found.append(weights)
     assert all(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("numbers", [{}, {"eps": (1e-3, 1e-2), "d": 1.5, "beta2_decay": -0.5}, {"maximize": True}], ids=str)
+def test_adafactor_is_torchs_and_the_papers(numbers: dict[str, Any]) -> None:
+    """Matrices, vectors, a convolution and a number, in several groups, with gradients that are clipped and that are not."""
+    generator = torch.Generator().manual_seed(0)
+    start = [0.1 * torch.randn(shape, generator=generator) for shape in ((7, 5), (1, 6), (3, 4, 3, 2), (5,), ())]
+    gradients = [[size * torch.randn(value.shape, generator=generator) for value in start] for size in (1e-2, 1.0, 1e-2, 1e-9)]
+    found = []
+    for kind in (Adafactor, torch.optim.Adafactor, *(() if "maximize" in numbers else (papers.Adafactor,))):
+        weights = [torch.nn.Parameter(value.clone()) for value in start]
+        optimizer = kind([{"params": weights[:3], "weight_decay": 0.1}, {"params": weights[3:], "weight_decay": 0.0}], lr=0.1, **numbers)
+        for step in gradients:
+            for value, gradient in zip(weights, step, strict=True):
+                value.grad = gradient.clone()
+            optimizer.step()
+        found.append(weights)
+    for theirs in found[1:]:
+        assert all(torch.allclose(ours, value, rtol=1e-6, atol=1e-7) for ours, value in zip(found[0], theirs, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(11,), (4, 6), (3, 4, 5), (1, 7, 3), (2, 1, 4)], ids=str)
+def test_boxes_make_any_part_of_a_tensor(shape: tuple[int, ...]) -> None:
+    """Every range of elements, in order, in boxes of any size; what a border cuts off is in a box of its own."""
+    elements = torch.arange(prod(shape)).view(shape)
+    for start, stop, most in itertools.product(range(prod(shape) + 1), range(prod(shape) + 1), (1, 3, 7, 1000)):
+        found = [elements[box].flatten() for box in boxes(shape, start, stop, most)] if start <= stop else []
+        assert all(1 <= len(piece) <= most for piece in found)
+        assert torch.cat([elements.new_empty(0), *found]).tolist() == list(range(start, stop))
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])

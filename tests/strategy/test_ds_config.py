@@ -23,6 +23,7 @@ from recipekit.strategy.schema import at, schema
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
+OF_RECIPES = ("zero1_lamb", "zero2_adafactor")
 RECIPE = Recipe(model="org/model", global_batch=24, micro_batch=3, lr=7e-4, weight_decay=0.07, beta1=0.8, beta2=0.97, eps=3e-7, gradient_clipping=0.7, steps=50)
 LLAMA = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 261, "intermediate_size": 128}
 
@@ -198,6 +199,15 @@ BROKEN = {
         "optimizer.type",
         "use AdamW",
     ),
+    "Adafactor under ZeRO": (
+        "zero3",
+        {"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}},
+        {"json_only": True, "filled_by": "trainer"},
+        "optimizer.type",
+        "use AdamW; a recipe has a LAMB and an Adafactor of its own",
+    ),
+    "one number as Adafactor's eps": ("zero1", {"optimizer": {"type": "Adafactor", "params": {"eps": 1e-8}}}, {}, "optimizer.params.eps", "[null, 0.001]"),
+    "a negative eps of Adafactor": ("zero1", {"optimizer": {"type": "Adafactor", "params": {"eps": [-1, 0.1]}}}, {}, "optimizer.params.eps", "[null, 0.001]"),
     "SGD under ZeRO": (
         "zero2",
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
@@ -580,9 +590,9 @@ def values(node: dict[str, Any]) -> st.SearchStrategy[Any]:
 def mutants(draw: st.DrawFn) -> tuple[dict[str, Any], str | None, Any]:
     """A shipped file with one key changed, added, misspelt or deleted; the key and its value if it was added or changed.
 
-    Not of LAMB's, which is zero1.json with an optimizer that DeepSpeed does not read from it.
+    Not of those of `OF_RECIPES`, which are zero1.json and zero2.json with an optimizer that DeepSpeed does not read from them.
     """
-    config = shipped(draw(st.sampled_from([file.stem for file in FILES if file.stem != "zero1_lamb"])))
+    config = shipped(draw(st.sampled_from([file.stem for file in FILES if file.stem not in OF_RECIPES])))
     if draw(st.integers(0, 4)) == 0:
         config["scheduler"] = copy.deepcopy(draw(st.sampled_from(SCHEDULES)))
     there = [path for path in LEAVES if at(config, path, ...) is not ...]

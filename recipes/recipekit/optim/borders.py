@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..parallel.blueprint import Layout, Tensor, flat_groups, flat_tensors, groups_of
+from ..parallel.blueprint import Layout, Tensor, flat_groups, flat_tensors, groups_of, local_shape
 from ..parallel.groups import Groups
 from ..refusal import refuse
 
@@ -17,11 +17,23 @@ PIECE = 1 << 24  # elements that are squared in fp64 at a time
 
 @dataclass(frozen=True)
 class Part:
-    """Is what a rank has of one tensor: elements start..stop of a parameter of its optimizer; `cut`: other tensor ranks have others."""
+    """Is what a rank has of one tensor: elements start..stop of a parameter of its optimizer.
+
+    They are those from `first` on of a row-major tensor of `shape`. `cut`: the dimension of which other tensor ranks have other
+    indices, `whole` in all; None: each tensor rank has the tensor whole.
+    """
 
     start: int
     stop: int
-    cut: bool = False
+    shape: tuple[int, ...] = ()
+    first: int = 0
+    cut: int | None = None
+    whole: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Returns the shape of the tensor before tensor ranks divided it."""
+        return tuple(self.whole if dim == self.cut else size for dim, size in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -39,24 +51,35 @@ class Borders:
     device: torch.device | None = None
 
     def of(self, parameter: torch.Tensor) -> list[Part]:
-        return self.parts.get(parameter) or [Part(0, local(parameter).numel())]
+        return self.parts.get(parameter) or [_own(parameter)]
 
-    def add_up(self, sums: torch.Tensor, parts: list[Part]) -> torch.Tensor:
-        """Returns the sums (N, ...) of N tensors over all ranks that have parts of them, where `sums` are this rank's (a collective)."""
+    def add_up(self, sums: torch.Tensor, cut: list[slice]) -> torch.Tensor:
+        """Returns `sums` (N, ...) added up over all ranks that have parts of the same tensors (a collective); `cut`: those to which each
+        tensor rank adds something else.
+        """
         total = sums.to(self.device or sums.device)
         if self.partitions is not None:
             dist.all_reduce(total, group=self.partitions)
-        if self.tensor_ranks is not None and any(part.cut for part in parts):
-            cut = torch.tensor([number for number, part in enumerate(parts) if part.cut], device=total.device)
-            of_cut = total[cut]
+        if self.tensor_ranks is not None and cut:
+            of_cut = torch.cat([total[own] for own in cut])
             dist.all_reduce(of_cut, group=self.tensor_ranks)
-            total[cut] = of_cut
+            for own, added in zip(cut, of_cut.split([own.stop - own.start for own in cut]), strict=True):
+                total[own] = added
         return total.to(sums.device)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank has of a tensor, as FSDP2 divides it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _own(parameter: torch.Tensor) -> Part:
+    """Returns what this rank has of a parameter that is a tensor of its own; FSDP2 divides its rows as torch.chunk does."""
+    numel, first = local(parameter).numel(), 0
+    if isinstance(parameter, DTensor):
+        rows = -(-parameter.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
+        first = min(rows, parameter.shape[0]) * (parameter.numel() // max(1, parameter.shape[0]))
+    return Part(0, numel, tuple(parameter.shape), first)
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
@@ -79,7 +102,8 @@ def borders_of(tensors: list[Tensor], layout: Layout, groups: Groups, optimizer:
         raise refuse(f"zero_optimization.sub_group_size = {layout.sub_group_size}", rule, "leave it out")
     parts: dict[torch.Tensor, list[Part]] = {}
     rank = groups.coords["dp"] * layout.mesh.sp + groups.coords["sp"]
-    for parameter, own in zip(_parameters(optimizer, layout.zero_stage), _parts(made[groups.coords["tp"]], layout, rank), strict=True):
+    tp_rank = groups.coords["tp"]
+    for parameter, own in zip(_parameters(optimizer, layout.zero_stage), _parts(made[tp_rank], layout, rank, tp_rank), strict=True):
         assert own[-1].stop <= parameter.numel() and (layout.zero_stage or own[-1].stop == parameter.numel()), "it is not the tensor that the layout names"
         parts[parameter] = own
     return Borders(parts, optimizer.dp_process_group if layout.zero_stage else None, groups.tp_group, device)
@@ -92,18 +116,21 @@ def _parameters(optimizer: Any, stage: int) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parts(made: list[list[tuple[Tensor, int]]], layout: Layout, rank: int) -> Iterator[list[Part]]:
+def _parts(made: list[list[tuple[Tensor, int]]], layout: Layout, rank: int, tp_rank: int) -> Iterator[list[Part]]:
     """Yields for each parameter of the optimizer a data rank's parts of its tensors; a part may be empty."""
+
+    def part(tensor: Tensor, start: int, stop: int, first: int) -> Part:
+        shape = local_shape(tensor, layout.mesh.tp, tp_rank)
+        if tensor.cut is None or layout.mesh.tp == 1:
+            return Part(start, stop, shape, first)
+        return Part(start, stop, shape, first, tensor.cut[0], tensor.shape[tensor.cut[0]])
+
     if layout.zero_stage == 0:
-        yield from ([Part(0, numel, _cut(tensor, layout))] for group in made for tensor, numel in group)
+        yield from ([part(tensor, 0, numel, 0)] for group in made for tensor, numel in group)
         return
     for tensors, (_, _, extents) in zip(flat_tensors(made, layout), flat_groups(made, layout), strict=True):
         own = []
         for (tensor, _), pieces in zip(tensors, extents, strict=True):
-            mine = [(at.offset, at.offset + at.stop - at.start) for at in pieces if at.rank == rank]
-            own.append(Part(*(mine[0] if mine else (0, 0)), _cut(tensor, layout)))
+            mine = [(at.offset, at.offset + at.stop - at.start, at.start) for at in pieces if at.rank == rank]
+            own.append(part(tensor, *(mine[0] if mine else (0, 0, 0))))
         yield own
-
-
-def _cut(tensor: Tensor, layout: Layout) -> bool:
-    return tensor.cut is not None and layout.mesh.tp > 1

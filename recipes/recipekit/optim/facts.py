@@ -6,9 +6,11 @@ their sources only. Rules, the dry run, save, load and the converter ask these r
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 ELEMENT, TENSOR = "element", "tensor"
+AT_ONCE = 1 << 22  # elements of an update that our Adafactor computes at a time
 EVERYWHERE = "on CUDA"  # the same code of torch runs there
 
 
@@ -38,6 +40,7 @@ class Facts:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FACTORS = ("row_var", "col_var", "variance")
 ADAM = Facts(MOMENTS, added={"amsgrad": ("max_exp_avg_sq",)}, family="Adam", host=Facts(MOMENTS, family="Adam"), tested=True, copies=1)
 MU = Facts(MOMENTS, lacks="needs the package mup, which is not pinned here", read="everywhere")
 FACTS: dict[str, Facts] = {
@@ -54,6 +57,7 @@ FACTS: dict[str, Facts] = {
     "Adagrad": Facts(("sum",), host=Facts(("exp_avg_sq",), tested=True), ours=True, copies=2),
     "Lion": Facts(("exp_avg",), host=Facts(MOMENTS, tested=True), ours=True, copies=1),  # the host's second moment stays zero, but is kept
     "Lamb": Facts(MOMENTS, acts_on=TENSOR, ours=True, copies=2),
+    "Adafactor": Facts(FACTORS, acts_on=TENSOR, ours=True, copies=3),
     "Muon": Facts(
         ("momentum_buffer",),
         acts_on=TENSOR,
@@ -64,6 +68,13 @@ FACTS: dict[str, Facts] = {
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), MU),
 }
 SWAPPED = ("Adam",)  # families whose states DeepSpeed's swap files were tried with
+
+
+def state_sizes(shape: tuple[int, ...], numel: int) -> dict[str, int]:
+    """Returns the elements of each state of FACTORS that is kept for `numel` elements, at least one, of a tensor."""
+    if len(shape) < 2:
+        return {"variance": numel}
+    return {"row_var": prod(shape[:-1]), "col_var": prod(shape) // shape[-2]}
 
 
 def facts_of(ds_config: Mapping[str, Any]) -> Facts:

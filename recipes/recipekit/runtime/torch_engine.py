@@ -21,7 +21,6 @@ from ..model.build import Built
 from ..optim import ours
 from ..optim.borders import Borders
 from ..optim.groups import parameter_groups
-from ..optim.lamb import Lamb
 from ..parallel.groups import Groups
 
 PIECE = 1 << 24  # elements of a gradient that are squared in fp64 at a time
@@ -177,7 +176,7 @@ def _optimizer(trained: list[dict[str, Any]], ds_config: dict[str, Any], partiti
         numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
         return torch.optim.AdamW(trained, **numbers)
     made = make(trained)
-    if isinstance(made, Lamb):
+    if hasattr(made, "borders"):
         made.borders = Borders(partitions=partitions)
     return made
 
