@@ -222,7 +222,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     step: Step = open_step(arguments.source)
     print(f"step     {step.state['step']}, {step.state['tokens']:,} tokens")
     print(f"layout   {step.layout}")
-    groups = {None: "frozen or a buffer", 0: "matrices", 1: "vectors"}
+    groups = {None: "frozen or a buffer"} | {number: group.name for number, group in enumerate(step.blueprint.groups)}
     for tensor in step.blueprint.tensors:
         cut = f"dimension {tensor.cut[0]} is cut" + (f" in each of {tensor.cut[1]} blocks" if tensor.cut[1] > 1 else "") if tensor.cut else "whole"
         cut += ", experts divided" if tensor.expert and step.layout.mesh.ep > 1 else ""

@@ -77,6 +77,7 @@ class Recipe:
     tp_plan: dict | None = None  # module name -> a tensor-parallel style of transformers
     tp_local: dict | None = None  # class of a module -> names of its attributes that tp divides
     no_decay: tuple = ()  # names of parameters that do not decay, besides vectors
+    lr_scale: dict | None = None  # name of parameters -> factor of their learning rate; `*` stands for any characters
 
     seq_len: int = _say("tokens of a row", 1024, group="batch")
     micro_batch: int = _say("rows of one forward pass on one data-parallel rank", 1)
@@ -124,7 +125,7 @@ class Recipe:
     @property
     def plans(self) -> Plans:
         """What the recipe says of its model's modules."""
-        return Plans(self.pp_plan or {}, self.tp_plan or {}, self.tp_local or {}, self.no_decay)
+        return Plans(self.pp_plan or {}, self.tp_plan or {}, self.tp_local or {}, self.no_decay, lr_scale=self.lr_scale or {})
 
     @property
     def facts(self) -> Facts:
@@ -175,6 +176,11 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         problems.append(
             Problem(f"checkpoint_every = {recipe.checkpoint_every}", "nothing is recomputed without activation_checkpointing", "add --activation_checkpointing")
         )
+    problems += [
+        Problem(f"lr_scale of {name!r} = {factor!r}", "must be a positive number", f"for example lr_scale={{{name!r}: 0.5}} in the recipe")
+        for name, factor in (recipe.lr_scale or {}).items()
+        if type(factor) not in (int, float) or not 0 < factor < math.inf
+    ]
     if recipe.merge and recipe.adapt is None:
         problems.append(Problem("merge = True", "this recipe trains no adapter, there is nothing to merge", "leave --merge out"))
     return problems

@@ -29,7 +29,7 @@ STATISTICS = "micro_batch"  # is part of a run whose model has BatchNorm: its ro
 IDENTITY = (
     *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "image_field", "label_field", "augment"),
     *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch"),
-    *("steps", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
+    *("steps", "lr", "min_lr", "lr_scale", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
 OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
 
@@ -56,7 +56,7 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
         where, rule, other = ("--tiny", "was begun without it", "leave it out") if tiny else ("no --tiny", "is a trial with --tiny", "add --tiny")
         raise refuse(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
-    own = (*IDENTITY, *OF_TASKS, STATISTICS)
+    own = {*IDENTITY, *OF_TASKS, STATISTICS} - {"lr_scale"}  # fields that are flags
     flags = shlex.join(word for name in others if name in own and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name])))
     taken = {STATISTICS: OF_NORMS}
     problems = [

@@ -63,7 +63,7 @@ def train_step(
     sums = sums or Sums()
     sums.clear()
     for group in engine.optimizer.param_groups if lr is not None else []:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
     counted = sum(int(task.count(batch).sum()) for batch in batches)
     totals = torch.tensor([counted, *(reason == stop for reason in REASONS), *more], dtype=torch.int64, device=engine.device)
     counting: Any = dist.all_reduce(totals, async_op=True)  # during the first forward
@@ -249,7 +249,7 @@ def loop(ready: Ready) -> int:
         state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
         if ready.task.samples:
             state["unusable"] = state.get("unusable", 0) + recipe.global_batch - result["tokens"]
-        metrics = metrics_of(ready, step, result, data_state, seconds, data_wait)
+        metrics = metrics_of(ready, step, result, data_state, seconds, data_wait, lr)
         if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
             metrics |= evaluate(engine, ready.task, ready.held_out, mesh, ready.sums)

@@ -99,9 +99,9 @@ def tensors(step: Path) -> dict[str, Any]:
     return manifest.read(step)["tensors"]
 
 
-def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_to: str = "") -> None:
+def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_to: str = "", recipe: Recipe = RECIPE) -> None:
     """Two ranks train four steps; they go on from the second bit for bit; so do they after the way through another layout and back."""
-    recipe = dataclasses.replace(RECIPE, ds_config=config)
+    recipe = dataclasses.replace(recipe, ds_config=config)
     results = pools.run(2, kept, recipe=recipe, argv=["--out", str(folder / "whole"), "--save_every", "2"])
     assert [code for code, _ in results] == [0, 0], results
     for _, found in results:

@@ -83,7 +83,7 @@ def test_counts_that_tp_does_not_divide_are_refused():
 def test_what_does_not_decay_is_the_same_to_the_optimizer_and_the_blueprint():
     model = empty_model(tiny_config("gpt2", 264))
     plans = plans_of(model, Plans(no_decay=("transformer.wte.weight",)), GPT2)
-    decayed, others = parameter_groups(model, plans.no_decay)
+    decayed, others = parameter_groups(model, plans)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {"transformer.wpe.weight", "transformer.wte.weight"} <= {names[id(parameter)] for parameter in others["params"]} and others["weight_decay"] == 0
     assert all(parameter.ndim >= 2 for parameter in decayed["params"])

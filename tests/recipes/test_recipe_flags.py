@@ -41,7 +41,7 @@ def test_without_flags_the_recipe_is_unchanged():
 
 
 def test_every_plain_field_is_a_flag_and_no_other():
-    assert {item.name for item in dataclasses.fields(Recipe)} - PLAIN.keys() == {"ds_config", "adapt", "pp_plan", "tp_plan", "tp_local", "no_decay"}
+    assert {item.name for item in dataclasses.fields(Recipe)} - PLAIN.keys() == {"ds_config", "adapt", "pp_plan", "tp_plan", "tp_local", "no_decay", "lr_scale"}
     for words in (["--ds_config", "zero3.json"], ["--adapt", "x"]):
         assert f"{' '.join(words)}: is no flag of a recipe" in str(refused(words))
 

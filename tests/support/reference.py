@@ -65,6 +65,8 @@ class Plain:
     held_out: Callable[[Recipe, dict[str, Any]], list[dict[str, torch.Tensor]]]
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
     decays: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim >= 2
+    scale: Callable[[str], float] = lambda name: 1.0  # factor of the learning rate
+    matrix: Callable[[str, torch.Tensor], bool] = lambda name, value: False  # what the optimizer is told of a parameter
     right: Callable[[Any, dict[str, torch.Tensor]], list[float]] = lambda model, batch: []
     every_step: bool = False  # `right` of each step's rows, too
     count: Callable[[list[dict[str, torch.Tensor]]], int] = num_labels  # what the loss is a mean over
@@ -96,9 +98,16 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
     if bf16:
         drawn = model_module.build_model(recipe, model_config, None, {}, torch.device("cpu")).model if whole_masters else model
         masters = {name: parameter.detach().float().clone().requires_grad_() for name, parameter in drawn.named_parameters()}
-    matrices = [value for name, value in masters.items() if plain.decays(name, value)]
-    vectors = [value for name, value in masters.items() if not plain.decays(name, value)]
-    optimizer = plain.optimizer([{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}], recipe)
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for name, value in masters.items():
+        groups.setdefault((plain.decays(name, value), plain.scale(name), plain.matrix(name, value)), []).append(value)
+    optimizer = plain.optimizer(
+        [
+            {"params": own, "weight_decay": recipe.weight_decay if decays else 0.0, "scale": scale, "matrix": matrix}
+            for (decays, scale, matrix), own in groups.items()
+        ],
+        recipe,
+    )
     trained = Trained([], [], [], [], None, {}, [], [])
     with contextlib.closing(plain.stream(recipe, model_config)) as stream:
         for step in range(1, steps + 1):
@@ -107,7 +116,7 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
             trained.lrs.append(learning_rate(recipe, step))
             trained.tokens.append(tokens + sum(trained.tokens[-1:]))
             for group in optimizer.param_groups:
-                group["lr"] = trained.lrs[-1]
+                group["lr"] = trained.lrs[-1] * group["scale"]
             optimizer.zero_grad()
             for value in masters.values():
                 value.grad = torch.zeros_like(value)

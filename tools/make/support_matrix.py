@@ -203,7 +203,7 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     smooth(model)
     save(model, folder)
     numbers = CONFIG["optimizer"]["params"]
-    groups: Any = parameter_groups(model, built.plans.no_decay)
+    groups: Any = parameter_groups(model, built.plans)
     optimizer = torch.optim.AdamW(groups, lr=numbers["lr"], betas=tuple(numbers["betas"]), eps=numbers["eps"], weight_decay=numbers["weight_decay"])
     batches = told_of_documents(batches_of(task, config, recipe.micro_batch), task, built.attention)
     counted = sum(int(of_task.count(batch).sum()) for batch in batches)
@@ -282,7 +282,7 @@ def train_cell(task: str, model_type: str, layout: str, folder: str, reference: 
         assert built.split is not None
         model = pipeline.assemble(built.models, groups, partial(pipeline_loss, of_task, Sums()), "1f1b", built.split.num_stages)
         pipeline.share(model, groups)
-    trained: Any = parameter_groups(model, built.plans.no_decay)
+    trained: Any = parameter_groups(model, built.plans)
     engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
     keep_grad_norm(engine)
     dp_rank = groups.coords["dp"]

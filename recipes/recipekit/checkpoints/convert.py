@@ -40,7 +40,7 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
         read = open_checkpoint(step.folder, step.blueprint, step.layout)
         stack.callback(read.close)
         if not journal.resumed:
-            create.create(journal.folder, now, layout, create.read_carried(step.folder, step.blueprint, step.layout))
+            create.create(journal.folder, now, layout, create.read_carried(step.folder, step.blueprint, step.layout).regrouped(step.blueprint, now))
             journal.note("", None)
         written = open_checkpoint(journal.folder, now, layout, writable=True)
         stack.callback(written.close)
@@ -128,7 +128,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
     journal = Journal(
         out, {"source": str(folder.resolve()), "layout": layout.to_json(), "files": {file: (folder / file).stat().st_mtime_ns for file in blueprint.files}}
     )
-    groups = {group: {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "name": name} for group, name in ((0, "matrices"), (1, "vectors"))}
+    groups = {number: {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "name": group.name} for number, group in enumerate(blueprint.groups)}
     carried = create.Carried(groups, {}, {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "ds_config": {}})
     with ExitStack() as stack:
         read = open_published(folder, blueprint, entries)

@@ -1,7 +1,7 @@
 """Writes the files of a step folder without an engine."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -25,6 +25,15 @@ class Carried:
     def clipping(self) -> float:
         """Returns the run's clipping norm; DeepSpeed 0.19.8's default for a checkpoint that no run made."""
         return float(self.counts["ds_config"].get("gradient_clipping", 1.0))
+
+    def regrouped(self, was: Blueprint, now: Blueprint) -> "Carried":
+        """Returns the same with the numbers of the groups of another blueprint; a group that was not there gets those of the first one."""
+        if was.groups == now.groups:
+            return self
+        known = {was.groups[number]: numbers for number, numbers in self.groups.items() if number < len(was.groups)}
+        bare = {group: {key: value for key, value in numbers.items() if key not in group.entries} for group, numbers in known.items()}
+        first = next(iter(bare.values()), {})
+        return replace(self, groups={number: bare.get(group, first) | group.entries for number, group in enumerate(now.groups)})
 
 
 def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
@@ -193,7 +202,7 @@ def _base_optimizer(holder: Holder, carried: Carried, indices: list[list[int]], 
         for index, shape in zip(numbers, sizes, strict=True):
             numbers_of_it = {name: carried.scalars.get(name, 0.0) for name in holder.layout.scalars}
             scalars = {name: int(value) if holder.layout.int_step else FileTensor((), value=value) for name, value in numbers_of_it.items()}
-            if kept := scalars | {role: FileTensor(shape) for role in holder.layout.states}:  # torch makes no entry without anything in it
+            if kept := scalars | {role: FileTensor(shape) for role in holder.states_of(group[0][0])}:  # torch makes no entry without anything in it
                 state[index] = kept
         number = group[0][0].group
         own = carried.groups.get(number if number is not None else -1, {}) | {"params": numbers}

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine import Engine
-from ..parallel.blueprint import Blueprint, Layout
+from ..parallel.blueprint import Blueprint, Layout, Tensor
 from ..parallel.groups import waiting_group
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS
@@ -51,7 +52,7 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
     saved = json.loads((step / BLUEPRINT).read_text())
     was = Layout.from_json(state["layout"])
     same = was == layout
-    if state["step"] and (was.algorithm, was.states) != (layout.algorithm, layout.states):
+    if state["step"] and (was.algorithm, was.states, was.of_matrices) != (layout.algorithm, layout.states, layout.of_matrices):
         kept, keeps = (f"{each.algorithm} ({', '.join(each.states) or 'no states'})" for each in (was, layout))
         fix = "use the JSON that it was made with; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
         raise refuse(f"resume from {step}", f"holds the states of {kept}, and this start's optimizer is {keeps}", fix)
@@ -60,15 +61,25 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
             return state, True
         rule = f"was written by another layout ({was}) than this one ({layout}), and {UNDESCRIBED}"
         raise refuse(f"resume from {step}", rule, "start once with the same ranks, degrees and strategy: what that run saves is converted")
-    differ = _differences(Blueprint.from_json(saved), blueprint, cuts=same and layout.mesh.tp > 1)
+    before = Blueprint.from_json(saved)
+    differ = _differences(before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0)
     if differ:
         raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was made with, or --out NEW")
-    return state, same
+    return state, same and [tensor.group for tensor in before.tensors] == [tensor.group for tensor in blueprint.tensors]
 
 
-def _differences(saved: Blueprint, now: Blueprint, cuts: bool) -> str:
-    """Says the first difference in names, shapes or optimizer groups, and with `cuts` in what tensor parallelism divides."""
-    before, after = ({tensor.name: (tensor.shape, tensor.group, *([tensor.cut] if cuts else [])) for tensor in each.tensors} for each in (saved, now))
+def _differences(saved: Blueprint, now: Blueprint, cuts: bool, begun: bool) -> str:
+    """Says the first difference in names, shapes or optimizer groups, and with `cuts` in what tensor parallelism divides.
+
+    Learning rates of groups may change; before the first step all of a group may.
+    """
+
+    def group(blueprint: Blueprint, tensor: Tensor) -> Any:
+        if tensor.group is None or not begun:
+            return None if tensor.group is None else "trained"
+        return replace(blueprint.groups[tensor.group], lr_scale=1.0).name if tensor.group < len(blueprint.groups) else tensor.group
+
+    before, after = ({tensor.name: (tensor.shape, group(each, tensor), *([tensor.cut] if cuts else [])) for tensor in each.tensors} for each in (saved, now))
     for name in [*before, *after]:
         if before.get(name) != after.get(name):
             return f"{name} is {before.get(name, 'not there')} in the checkpoint and {after.get(name, 'not there')} in the model (shape, optimizer group{', cut' if cuts else ''})"

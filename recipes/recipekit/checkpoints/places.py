@@ -87,7 +87,7 @@ def swap_files(blueprint: Blueprint, layout: Layout, group: list[tuple[Tensor, i
     numbers = {tensor.name: layout.swap_first + index for index, tensor in enumerate(tensor for tensor in blueprint.tensors if not tensor.buffer)}
     own = f"{numbers[group[0][0].name]}_{numbers[group[-1][0].name]}.tensor.swp"
     folder = swap_folder(layout, tp_rank, rank)
-    return {"master": f"{folder}/{own}"} | {role: f"{folder}/{role}-{own}" for role in layout.states}
+    return {"master": f"{folder}/{own}"} | {role: f"{folder}/{role}-{own}" for role in blueprint.states_of(group[0][0], layout)}
 
 
 def is_swapped(layout: Layout, numel: int) -> bool:
@@ -118,6 +118,10 @@ class Holder:
     @property
     def stages(self) -> list[int]:
         return stages_of(self.pp_rank, self.layout.mesh.pp, self.layout.schedule)
+
+    def states_of(self, tensor: Tensor) -> tuple[str, ...]:
+        """Names what the optimizer keeps for a trained tensor; those of a group, and so of a flat tensor, have the same states."""
+        return self.blueprint.states_of(tensor, self.layout)
 
     def model_file(self, rank: int = 0) -> str:
         return model_file(self.layout, self.pp_rank, self.tp_rank, rank)
@@ -192,7 +196,7 @@ def _zero0_states(holder: Holder) -> Placed:
     for g, group in enumerate(holder.groups):
         for j, (tensor, numel) in enumerate(group):
             for rank, file in files:
-                for role in holder.layout.states:
+                for role in holder.states_of(tensor):
                     yield tensor, rank, role, [Piece(file, (*state, number, role), 0, 0, numel)]
                 if not plain:
                     yield tensor, rank, "master", [Piece(file, ("optimizer", "fp32_groups", g, j), 0, 0, numel)]
@@ -204,9 +208,10 @@ def _flat_states(holder: Holder) -> Placed:
     layout, tensors = holder.layout, flat_tensors(holder.groups, holder.layout)
     for index, (group, numel, extents) in enumerate(flat_groups(holder.groups, layout)):
         swapped = is_swapped(layout, numel)
-        keys = _zero3_keys(index, layout.states) if layout.zero_stage == 3 else _zero12_keys(group, layout.states)
+        states = holder.states_of(tensors[index][0][0])
+        keys = _zero3_keys(index, states) if layout.zero_stage == 3 else _zero12_keys(group, states)
         for (tensor, _), pieces in zip(tensors[index], extents, strict=True):
-            for role, ep_rank in itertools.product(("master", *layout.states), holder.ep_ranks(tensor)):
+            for role, ep_rank in itertools.product(("master", *states), holder.ep_ranks(tensor)):
                 if swapped:
                     names = [swap_files(holder.blueprint, layout, tensors[index], holder.tp_rank, at.rank)[role] for at in pieces]
                     yield tensor, ep_rank, role, [Piece(name, (), at.offset, at.start, at.stop) for at, name in zip(pieces, names, strict=True)]

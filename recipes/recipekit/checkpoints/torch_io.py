@@ -32,11 +32,11 @@ class TorchStates:
         writes = torch.distributed.get_rank() == 0
         file, failure = next(holders(blueprint, layout)).model_file(), None
         if not self.optimizer.state:  # every step so far was skipped for its overflow
-            self._make_states(layout, dict.fromkeys(layout.scalars, 0.0))
+            self._make_states(blueprint, layout, dict.fromkeys(layout.scalars, 0.0))
         opened: TensorFiles | None = None
         if writes:
             try:
-                create(step, blueprint, layout, Carried(_numbers(self.optimizer), _scalars(self.optimizer, layout), self.counts))
+                create(step, blueprint, layout, Carried(_numbers(self.optimizer, blueprint), _scalars(self.optimizer, layout), self.counts))
                 opened = open_checkpoint(step, blueprint, layout, writable=True)
             except (OSError, RuntimeError) as error:
                 failure = error
@@ -57,7 +57,7 @@ class TorchStates:
         """Reads what this rank holds of each tensor and, if a step has been taken, of the optimizer's states; and the counts, but for the JSON."""
         carried = read_carried(step, blueprint, layout)
         if begun:
-            self._make_states(layout, carried.scalars)
+            self._make_states(blueprint, layout, carried.scalars)
         opened = open_checkpoint(step, blueprint, layout)
         for tensor, role, part in self._pieces(blueprint, layout, states=begun):
             local, start = _own(part)
@@ -66,10 +66,10 @@ class TorchStates:
         opened.close()
         self.counts |= carried.counts | {"ds_config": self.counts["ds_config"]}
 
-    def _make_states(self, layout: Layout, scalars: dict[str, float]) -> None:
-        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
-            counted = {name: torch.tensor(value) for name, value in scalars.items()}
-            self.optimizer.state[parameter] = counted | {role: torch.zeros_like(parameter) for role in layout.states}
+    def _make_states(self, blueprint: Blueprint, layout: Layout, scalars: dict[str, float]) -> None:
+        for tensor in (tensor for tensor in blueprint.tensors if tensor.group is not None):
+            parameter, counted = self.kept[tensor.name], {name: torch.tensor(value) for name, value in scalars.items()}
+            self.optimizer.state[parameter] = counted | {role: torch.zeros_like(parameter) for role in blueprint.states_of(tensor, layout)}
 
     def _pieces(self, blueprint: Blueprint, layout: Layout, states: bool) -> Any:
         """Yields (tensor, role, what holds it) of all that a step folder has, in the same order on every rank."""
@@ -77,7 +77,7 @@ class TorchStates:
             value = self.kept[tensor.name]
             yield tensor, "weight" if tensor.group is None else "master", value
             if states and tensor.group is not None:
-                for role in layout.states:
+                for role in blueprint.states_of(tensor, layout):
                     yield tensor, role, self.optimizer.state[value][role]
 
 
@@ -96,10 +96,10 @@ def _bits(value: torch.Tensor) -> Any:
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).numpy().view(BITS[flat.element_size()])
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Returns the numbers of each optimizer group: 0 decays, 1 does not (optim/groups.py)."""
+def _numbers(optimizer: torch.optim.Optimizer, blueprint: Blueprint) -> dict[int, dict[str, Any]]:
+    """Returns the learning rate, betas and the like of each optimizer group, by its number in the blueprint."""
     groups = {group["name"]: {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups}
-    return {number: groups[name] for number, name in enumerate(("matrices", "vectors")) if name in groups}
+    return {number: groups[group.name] for number, group in enumerate(blueprint.groups) if group.name in groups}
 
 
 def _scalars(optimizer: torch.optim.Optimizer, layout: Layout) -> dict[str, float]:

@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 
 from ..engine import Engine
 from ..kernels.attention import VARLEN
+from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, sequence
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, stages_of
 from ..parallel.groups import Groups
-from ..parallel.plans import plans_of, published_plans
+from ..parallel.param_groups import check_named
+from ..parallel.plans import adapted_plans, plans_of
 from ..parallel.tensor import Cut
 from ..recipe import Recipe
 from ..refusal import refuse
@@ -77,9 +79,8 @@ def build_model(
     whole part besides what it keeps; without `groups` all on one process, and transformers' model as it is. `divide` is called with each layer that is filled,
     and with the model at the end. A collective under ZeRO-3 and with `divide`. Raises `Refusal` if the files lack a parameter.
     """
-    dtype, facts = dtype_of(ds_config), TASKS[recipe.task]
-    where = computed_in(recipe.engine, recipe.precision, dtype), device, (recipe.micro_batch, recipe.seq_len)
-    attention, note = choose_attention(recipe.attention, model_config, recipe.model, facts, *where)
+    dtype, facts, rows = dtype_of(ds_config), TASKS[recipe.task], (recipe.micro_batch, recipe.seq_len)
+    attention, note = choose_attention(recipe.attention, model_config, recipe.model, facts, computed_in(recipe.engine, recipe.precision, dtype), device, rows)
     empty = partial(empty_model, model_config, attention, recipe.model, recipe.recompute_every, facts.auto_class, groups is not None)
     whole = empty()
     architecture = type(whole).__name__  # `divide` may give the model another class
@@ -87,7 +88,7 @@ def build_model(
         sequence.apply(whole, attention, recipe.seq_len, groups)
     if groups and groups.mesh.ep > 1:
         expert.check(whole, groups.mesh.ep)
-    plans = plans_of(whole, recipe.plans, facts.plans)
+    plans = plans_of(whole, recipe.plans, facts.plans, by_matrix(ds_config))
     blueprint = draft(whole, plans)
     tp_mesh, summed = groups.tp_mesh if groups else None, frozenset[str]()
     if tp_mesh:
@@ -118,9 +119,10 @@ def build_model(
         why_logits = give(whole, [whole])
     make_trainable(models)
     if recipe.adapt is not None:
-        blueprint = draft(models[0], replace(published_plans(models[0]), no_decay=plans.no_decay))
+        blueprint = draft(models[0], adapted_plans(models[0], plans))
     elif weights is not None and not recipe.labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
+    check_named((tensor.name for tensor in blueprint.tensors if tensor.group is not None), plans)
     by_id = {id(parameter): name for name, parameter in filled.items()}
     return Built(architecture, attention, note, models, cuts, by_id, weights, split, blueprint, plans, why_logits, bool(norms_of(whole)))
 

@@ -11,7 +11,8 @@ from ..architectures.lookup import fitting_task, read_config
 from ..parallel import expert, pipeline
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, Tensor
-from ..parallel.plans import decays, ends_of, plans_of, published_plans
+from ..parallel.param_groups import group_of, numbered
+from ..parallel.plans import ends_of, plans_of, published_plans
 from ..refusal import Refusal
 from ..tasks.facts import TASKS, Plans
 from .causal import check_causal
@@ -45,16 +46,17 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
 
     experts = expert.blocks_of(model)
     divisible = {f"{block.name}.{own}" for block in experts for own in expert.FUSED}
-    tensors = []
-    for name, parameter in model.named_parameters():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        group = (0 if decays(name, len(shape), plans.no_decay) else 1) if parameter.requires_grad else None
+    tensors, shapes = [], {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()}
+    own = {name: group_of(name, len(shapes[name]), plans) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = numbered(own.values())
+    for name, shape in shapes.items():
+        group = groups.index(own[name]) if name in own else None
         tensors.append(Tensor(name, shape, group, rules.get(name), place(name), expert=name in divisible))
     for name, value in model.state_dict().items():
         if name not in named:
             tensors.append(Tensor(name, tuple(value.shape), None, None, place(name), str(value.dtype).removeprefix("torch.")))
     aliases = {name: (first, place(name)) for name, parameter in named.items() if (first := first_names[id(parameter)]) != name}
-    return Blueprint(tuple(tensors), aliases, len(blocks), bool(plans.tp), blocks=experts)
+    return Blueprint(tuple(tensors), aliases, len(blocks), bool(plans.tp), blocks=experts, groups=groups)
 
 
 def published_blueprint(folder: Path) -> Blueprint:

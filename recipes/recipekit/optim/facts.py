@@ -18,6 +18,7 @@ EVERYWHERE = "on CUDA"  # the same code of torch runs there
 class Facts:
     """Describes an optimizer. Each state is an fp32 tensor of the weight's shape, each scalar one fp32 number of a weight.
 
+    `matrices`: what it keeps for the weights that it takes for matrices, in place of `states`; None: it has one rule for all weights.
     `added`: option of optimizer.params -> the states that it adds where it is set. `scalars` follow from the count of steps and
     the group's numbers, so all weights of a group have the same. `acts_on`: an update of ELEMENT reads one element of gradient
     and states, so flat partitions change nothing; that of TENSOR needs the whole weight. `host`: the row of DeepSpeed's own
@@ -28,6 +29,7 @@ class Facts:
 
     states: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ("step",)
+    matrices: tuple[str, ...] | None = None
     added: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     acts_on: str = ELEMENT
     family: str = ""  # the algorithm's name in checkpoints, where it is not the row's
@@ -96,7 +98,14 @@ def family_of(ds_config: Mapping[str, Any]) -> str:
     return facts_of(ds_config).family or spelled((ds_config.get("optimizer") or {}).get("type", "AdamW"))
 
 
-def states_of(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names the states that the optimizer of a checked JSON keeps for a weight, each of its shape and in fp32."""
+def states_of(ds_config: Mapping[str, Any], matrix: bool = False) -> tuple[str, ...]:
+    """Names the states that the optimizer of a checked JSON keeps for a weight, each of its shape and in fp32. `matrix`: it takes that for a matrix."""
     row, params = facts_of(ds_config), (ds_config.get("optimizer") or {}).get("params", {})
+    if matrix and row.matrices is not None:
+        return row.matrices
     return (*row.states, *(name for option, names in row.added.items() if params.get(option) for name in names))
+
+
+def by_matrix(ds_config: Mapping[str, Any]) -> bool:
+    """Says whether the optimizer of a checked JSON has a rule of its own for matrices."""
+    return facts_of(ds_config).matrices is not None

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from ..mesh import Mesh
+from .param_groups import FIRST, Group
 
 MOST_EXPERTS = 178_956_971  # elements of an optimizer group of divided experts (DeepSpeed 0.19.8, moe/utils.py)
 
@@ -20,7 +21,7 @@ MOST_EXPERTS = 178_956_971  # elements of an optimizer group of divided experts 
 class Tensor:
     """A parameter, or a buffer that checkpoints keep.
 
-    `group` is its optimizer group, None for a frozen parameter or a buffer. `cut` = (dim, blocks): tensor parallelism
+    `group` is the number of its optimizer group, None for a frozen parameter or a buffer. `cut` = (dim, blocks): tensor parallelism
     divides each of `blocks` equal blocks of dimension dim over the tensor ranks (a fused gate and up projection has two);
     None: every tensor rank has it whole. `place`: "first", "last" or "ends" (both) of the pipeline stages, "every", or the
     number of the layer it belongs to.
@@ -67,7 +68,7 @@ class Blueprint:
 
     `aliases`: further names of tied parameters, with their places. `num_layers` 0: no pipeline plan. `published`: of a
     model read from files, where those hold each tensor, and each file's keys with their dtypes (as safetensors names them).
-    `blocks`: where its experts are; none if it has none, or DeepSpeed does not divide them.
+    `blocks`: where its experts are; none if it has none, or DeepSpeed does not divide them. `groups`: what the numbers of optimizer groups mean.
     """
 
     tensors: tuple[Tensor, ...]
@@ -77,11 +78,17 @@ class Blueprint:
     published: dict[str, Stored] = dataclasses.field(default_factory=dict)
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # file -> {key: dtype}
     blocks: tuple[Block, ...] = ()
+    groups: tuple[Group, ...] = FIRST
 
     @property
     def num_experts(self) -> int:
         """The experts of a block, 0 if the model has none that can be divided."""
         return next((tensor.shape[0] for tensor in self.tensors if tensor.expert), 0)
+
+    def states_of(self, tensor: Tensor, layout: "Layout") -> tuple[str, ...]:
+        """The states that the optimizer keeps for a trained tensor, each in fp32 and of its shape. Those of a group are the same."""
+        assert tensor.group is not None, f"{tensor.name} is not trained"
+        return layout.states if layout.of_matrices is None or not self.groups[tensor.group].matrix else layout.of_matrices
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -93,8 +100,9 @@ class Blueprint:
         )
         stored = {name: Stored(tuple(tuple(keys) for keys in item["parts"]), item["stacked"], item["dim"]) for name, item in saved["published"].items()}
         blocks = tuple(Block(**item) for item in saved.get("blocks", ()))  # none before experts were converted
+        groups = tuple(Group(**item) for item in saved.get("groups", ())) or FIRST  # there were no others before learning rates had scales
         aliases = {alias: tuple(of) for alias, of in saved["aliases"].items()}
-        return Blueprint(**(saved | {"tensors": tensors, "published": stored, "aliases": aliases, "blocks": blocks}))
+        return Blueprint(**(saved | {"tensors": tensors, "published": stored, "aliases": aliases, "blocks": blocks, "groups": groups}))
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,8 @@ class Layout:
     swap_align: int = 1024  # bytes; the files' sizes are multiples of it
     swap_first: int = 0  # DeepSpeed's number (ds_id) of the model's first parameter; the files are named after such numbers
     algorithm: str = "Adam"  # of the optimizer, as optim/facts.py names it
-    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # what it keeps for each trained weight: fp32 tensors of its shape
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # what it keeps for a trained weight: fp32 tensors of its shape
+    of_matrices: tuple[str, ...] | None = None  # what it keeps for its matrices in place of these; None: the same
     scalars: tuple[str, ...] = ("step",)  # and single numbers, the same for all weights of a group
 
     @property
@@ -128,7 +137,7 @@ class Layout:
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Layout":
         """Reads a layout; one that names no optimizer was saved when there was Adam only."""
-        made: dict[str, Any] = {name: tuple(saved[name]) for name in ("bounds", "states", "scalars") if name in saved}
+        made: dict[str, Any] = {name: tuple(saved[name]) for name in ("bounds", "states", "of_matrices", "scalars") if saved.get(name) is not None}
         made["mesh"] = Mesh(**saved["mesh"])
         return Layout(**(saved | made))
 

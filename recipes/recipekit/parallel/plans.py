@@ -13,10 +13,11 @@ from transformers.distributed.tensor_parallel import replace_layer_number_by_wil
 from ..tasks.facts import Plans
 
 
-def plans_of(model: PreTrainedModel, own: Plans, task: Plans) -> Plans:
+def plans_of(model: PreTrainedModel, own: Plans, task: Plans, by_matrix: bool = False) -> Plans:
     """Resolves the plans of a whole model: names for patterns; without a plan for an axis, that is empty.
 
     `own` is the recipe's: what it names is kept, though the model has no such module, to be refused where it is used.
+    `by_matrix`: its optimizer has a rule of its own for matrices; else there are none.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     kind: Any = model.config.model_type
@@ -29,6 +30,8 @@ def plans_of(model: PreTrainedModel, own: Plans, task: Plans) -> Plans:
         tp=tp,
         tp_local=own.tp_local or task.tp_local,
         no_decay=(*own.no_decay, *task.no_decay),
+        lr_scale=own.lr_scale,
+        matrices=(own.matrices or task.matrices) if by_matrix else (),
     )
     return plans if pp else replace(plans, pp=_with_head(plans.pp, task.pp, modules))
 
@@ -38,9 +41,9 @@ def published_plans(model: PreTrainedModel) -> Plans:
     return plans_of(model, Plans(), Plans())
 
 
-def decays(name: str, dims: int, no_decay: tuple[str, ...]) -> bool:
-    """Says whether a parameter decays: matrices do, vectors (norms, biases) and what `no_decay` names do not."""
-    return dims >= 2 and not any(fnmatchcase(name, pattern) for pattern in no_decay)
+def adapted_plans(model: PreTrainedModel, plans: Plans) -> Plans:
+    """Resolves the plans of a model that an adapter goes round, made of the one with `plans`."""
+    return replace(published_plans(model), no_decay=plans.no_decay, lr_scale=plans.lr_scale, matrices=plans.matrices)
 
 
 def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:

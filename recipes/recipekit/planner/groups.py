@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 from math import prod
 
-from ..parallel.blueprint import Layout, Tensor, local_shape
+from ..parallel.blueprint import Blueprint, Layout, Tensor, local_shape
 
 
 @dataclass(frozen=True)
 class Group:
     """Counts the elements of each parameter of one optimizer group in a rank's shard, and the ranks over which ZeRO
-    divides them.
+    divides them. `matrix`: to the optimizer they are matrices.
     """
 
     numels: tuple[int, ...]
     ranks: int
+    matrix: bool = False
 
     @property
     def numel(self) -> int:
@@ -50,8 +51,8 @@ class Group:
         return runs
 
 
-def groups_of(tensors: list[Tensor], layout: Layout) -> tuple[list[Group], list[int]]:
-    """Divides the tensors of a rank into the optimizer's groups and the elements of each frozen parameter. Divided experts
+def groups_of(blueprint: Blueprint, tensors: list[Tensor], layout: Layout) -> tuple[list[Group], list[int]]:
+    """Divides the tensors of the model that a rank holds into the optimizer's groups and the elements of each frozen parameter. Divided experts
     are groups of their own.
     """
     ep = layout.mesh.ep
@@ -66,4 +67,4 @@ def groups_of(tensors: list[Tensor], layout: Layout) -> tuple[list[Group], list[
             frozen.append(numel)
         else:
             found.setdefault((tensor.group, expert), []).append(numel)
-    return [Group(tuple(found[key]), layout.partitions // (ep if key[1] else 1)) for key in sorted(found)], frozen
+    return [Group(tuple(found[key]), layout.partitions // (ep if key[1] else 1), blueprint.groups[key[0]].matrix) for key in sorted(found)], frozen

@@ -59,13 +59,13 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
     with the padding that all ranks have.
     """
     tensors = held(blueprint, layout, pp_rank)
-    groups, frozen = groups_of(tensors, layout)
+    groups, frozen = groups_of(blueprint, tensors, layout)
     zero = ds_config.get("zero_optimization", {})
     of_class = {"torch": _plain, "FP16_UnfusedOptimizer": _unfused, "BF16_Optimizer": _bf16, "DeepSpeedZeroOptimizer": _zero_1_2}
     if load.engine == "ddp":
         terms = _ddp(groups, frozen, ds_config, load)
     elif load.engine == "fsdp2":
-        terms = _fsdp2(tensors, layout.mesh.dp, ds_config, load)
+        terms = _fsdp2(tensors, groups, layout.mesh.dp, ds_config, load)
     elif zero.get("stage", 0) == 3:
         persistent = [numel for numel in _numels(tensors, layout.mesh.tp) if numel <= zero.get("stage3_param_persistence_threshold", 100_000)]
         terms = _zero_3(groups, frozen, persistent, ds_config, load)
@@ -94,7 +94,7 @@ def _plain(groups: list[Group], frozen: list[int], ds_config: dict[str, Any], lo
     return [
         Term(ACCELERATOR, "parameters, fp32", 4 * (sum(numels) + sum(frozen))),
         Term(ACCELERATOR, "gradients, fp32", 4 * sum(numels), _held(load)),
-        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, numels)),
+        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, groups, [group.numel for group in groups])),
         Term(ACCELERATOR, "copy of the gradients that are summed", _copied(groups, 4, 0), (REDUCE,)),
         _temporaries(ds_config, [group.numel for group in groups]),
     ]
@@ -111,14 +111,14 @@ def _ddp(groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load
     return [
         Term(ACCELERATOR, "parameters, fp32", 4 * (sum(numels) + sum(frozen))),
         Term(ACCELERATOR, "gradients, fp32, in the buckets", 4 * sum(numels)),
-        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, numels)),
+        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, groups, [group.numel for group in groups])),
         Term(ACCELERATOR, "gradients of the first step, beside the buckets, fp32", 4 * own, (BACKWARD, REDUCE)),
         Term(ACCELERATOR, "copies of the matrices, bf16", 2 * (sum(numels) + sum(frozen)) if load.half else 0, (LOSS, BACKWARD), bound=True),
         _temporaries(ds_config, [group.numel for group in groups]),
     ]
 
 
-def _fsdp2(tensors: list[Tensor], ranks: int, ds_config: dict[str, Any], load: Load) -> list[Term]:
+def _fsdp2(tensors: list[Tensor], groups: list[Group], ranks: int, ds_config: dict[str, Any], load: Load) -> list[Term]:
     """FSDP2 of torch (fsdp/_fully_shard): each parameter's rows divided over the ranks, of which the first has the most.
 
     A layer is gathered whole while it computes; what lies outside of the layers stays so from the forward pass to the end
@@ -136,7 +136,7 @@ def _fsdp2(tensors: list[Tensor], ranks: int, ds_config: dict[str, Any], load: L
     return [
         Term(ACCELERATOR, "parameters, fp32", 4 * sum(part.values())),
         Term(ACCELERATOR, "gradients, fp32", 4 * sum(by_group), _held(load)),
-        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, by_group)),
+        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, groups, by_group)),
         Term(ACCELERATOR, "weights outside of the layers, gathered", width * root, (LOSS, BACKWARD, REDUCE)),
         Term(ACCELERATOR, "their gradients", width * root, (BACKWARD, REDUCE)),
         Term(ACCELERATOR, "copy of these that is summed, fp32", 4 * root, (REDUCE,)),
@@ -156,7 +156,7 @@ def _unfused(groups: list[Group], frozen: list[int], ds_config: dict[str, Any], 
         Term(ACCELERATOR, "parameters, bf16", 2 * (sum(numels) + sum(frozen))),
         Term(ACCELERATOR, "gradients, bf16", 2 * sum(numels), _held(load)),
         Term(ACCELERATOR, "master weights, fp32", 4 * sum(numels)),
-        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, numels)),
+        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, groups, [group.numel for group in groups])),
         Term(ACCELERATOR, "copy of the gradients that are summed", _copied(groups, 2, more), (REDUCE,)),
         Term(ACCELERATOR, "gradients of the master weights, fp32", 4 * sum(numels), (STEP,)),
         _temporaries(ds_config, [group.numel for group in groups]),
@@ -178,7 +178,7 @@ def _bf16(groups: list[Group], frozen: list[int], ds_config: dict[str, Any], loa
         Term(ACCELERATOR, "gradients of a micro-batch, bf16", *made),
         Term(ACCELERATOR, "sums of gradients, fp32", 4 * flat),
         Term(ACCELERATOR, "master weights, fp32", 4 * sum(parts)),
-        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, parts)),
+        Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, groups, parts)),
         Term(ACCELERATOR, "copy of the gradients that are summed", _copied(groups, 4, sent, flat=True), (REDUCE,)),
         _temporaries(ds_config, parts),
     ]
@@ -204,7 +204,7 @@ def _zero_1_2(groups: list[Group], frozen: list[int], ds_config: dict[str, Any],
     terms = [
         Term(ACCELERATOR, f"parameters, {dtype}", width * (flat + sum(frozen))),
         _pinned(home, "master weights, fp32", [4 * part for part in parts], pin, load),
-        Term(home, "optimizer states, fp32", _state_bytes(ds_config, parts)),
+        Term(home, "optimizer states, fp32", _state_bytes(ds_config, groups, parts)),
         Term(ACCELERATOR, f"reduce buckets, {_name(sent)}", sent * buckets, (BACKWARD, REDUCE)),
         Term(ACCELERATOR, "copies while a bucket is summed", (sent + 4) * min(bucket, sum(numels)), (BACKWARD, REDUCE), bound=True),
         Term(ACCELERATOR, "gradients that exceed a bucket", width * (largest if largest > bucket else 0), (BACKWARD,)),
@@ -265,7 +265,7 @@ def _zero_3(groups: list[Group], frozen: list[int], persistent: list[int], ds_co
         Term(ACCELERATOR, "copies while a bucket is summed", (sent + sums) * min(bucket, sum(numels)), (BACKWARD,), bound=True),
         _pinned(ACCELERATOR if home == ACCELERATOR else HOST, f"sums of gradients, {_name(sums)}", [sums * sum(parts)], pin, load),
         *_zero_3_parameters(groups, frozen_parts, max(map(sum, sub_groups), default=0), ds_config, load),
-        *_zero_3_optimizer(sub_groups, ds_config, load),
+        *_zero_3_optimizer(sub_groups, _state_bytes(ds_config, groups, [sum(group.parts()) for group in groups]), ds_config, load),
     ]
 
 
@@ -306,12 +306,12 @@ def _zero_3_parameters(groups: list[Group], frozen_parts: int, largest: int, ds_
     return terms
 
 
-def _zero_3_optimizer(sub_groups: list[list[int]], ds_config: dict[str, Any], load: Load) -> list[Term]:
-    """What ZeRO-3's optimizer keeps, and needs in a step. `sub_groups`: elements of each partition in it."""
+def _zero_3_optimizer(sub_groups: list[list[int]], states: int, ds_config: dict[str, Any], load: Load) -> list[Term]:
+    """What ZeRO-3's optimizer keeps, `states` bytes besides the masters, and needs in a step. `sub_groups`: elements of each partition in it."""
     offload = ds_config["zero_optimization"].get("offload_optimizer", {})
     home, sizes = HOMES[offload.get("device", "none")], [sum(run) for run in sub_groups]
     masters = 4 * sum(sizes)
-    terms = [Term(home, "master weights, fp32", masters), Term(home, "optimizer states, fp32", _state_bytes(ds_config, sizes))]
+    terms = [Term(home, "master weights, fp32", masters), Term(home, "optimizer states, fp32", states)]
     if home == ACCELERATOR:
         copied = [sum(run) for run in sub_groups if len(run) > 1]
         terms.append(Term(ACCELERATOR, "flat gradients of a sub-group, fp32", 4 * max(copied, default=0), (STEP,)))
@@ -348,11 +348,11 @@ def _copied(groups: list[Group], width: int, sent: int, flat: bool = False) -> i
     return max(copies)
 
 
-def _state_bytes(ds_config: dict[str, Any], numels: list[int]) -> int:
-    """Returns the bytes that the optimizer keeps for flat tensors of so many elements, without the four bytes of each
-    one's step counter.
+def _state_bytes(ds_config: dict[str, Any], groups: list[Group], numels: list[int]) -> int:
+    """Returns the bytes that the optimizer keeps for so many elements of each group, without the four bytes of each flat
+    tensor's step counter.
     """
-    return 4 * len(states_of(ds_config)) * sum(numels)
+    return sum(4 * len(states_of(ds_config, group.matrix)) * numel for group, numel in zip(groups, numels, strict=True))
 
 
 def _temporaries(ds_config: dict[str, Any], numels: list[int]) -> Term:

@@ -19,10 +19,12 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
     model, plans = empty_of(plan)
     refuse_degrees(plan, model, plans)
-    terms = fullest(plan, *drawn_up(plan))
+    blueprint, layout, load = drawn_up(plan)
+    terms = fullest(plan, blueprint, layout, load)
     model = recipe.adapt(model) if recipe.adapt else model
     size = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    kept = [(tensor.numel, states_of(plan.ds_config, blueprint.groups[tensor.group].matrix)) for tensor in blueprint.tensors if tensor.group is not None]
     mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
     width = 2 if mixed else 4
     saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1
@@ -35,7 +37,7 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     return {
         "host": total(terms, HOST) + device_memory,
         "NVMe": total(terms, NVME),
-        "checkpoint": (size if stage < 3 else size - trained) * width + trained * ((4 if mixed or stage else 0) + 4 * len(states_of(plan.ds_config))),
+        "checkpoint": (size if stage < 3 else size - trained) * width + sum(numel * 4 * (len(states) + bool(mixed or stage)) for numel, states in kept),
         "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next one is complete before the oldest is removed
         "export": size * width if recipe.export else 0,
     }

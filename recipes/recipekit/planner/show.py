@@ -1,7 +1,6 @@
 """Prints a dry run: layout, batch arithmetic, resolved JSON and memory, with a verdict if the device is known."""
 
 import json
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -12,9 +11,11 @@ from ..model.attention import choose_attention
 from ..model.describe import draft
 from ..model.empty import empty_model
 from ..model.head import give_losses_where_exact
+from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, tensor
 from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds
-from ..parallel.plans import plans_of, published_plans
+from ..parallel.param_groups import check_named
+from ..parallel.plans import adapted_plans, plans_of
 from ..plan import Plan
 from ..tasks.facts import PACKED, TASKS, Facts, Plans
 from ..tasks.find import task_called
@@ -146,7 +147,7 @@ def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
     assert plan.model_config is not None
     model = empty_model(plan.model_config, attention_of(plan)[0], recipe.model, recipe.recompute_every, facts.auto_class)
-    return model, plans_of(model, recipe.plans, facts.plans)
+    return model, plans_of(model, recipe.plans, facts.plans, by_matrix(plan.ds_config))
 
 
 def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> tuple[Blueprint, Layout, Load]:
@@ -156,8 +157,9 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
     whole = model
     if recipe.adapt is not None:
         model = recipe.adapt(model)
-        plans = replace(published_plans(model), no_decay=plans.no_decay)
+        plans = adapted_plans(model, plans)
     blueprint = draft(model, plans)
+    check_named((tensor.name for tensor in blueprint.tensors if tensor.group is not None), plans)
     places, classes = outputs(model, recipe.facts, recipe.seq_len // mesh.sp)
     load = Load(
         micro_batch=recipe.micro_batch * recipe.facts.rows_each,

@@ -28,7 +28,7 @@ def make(built: Built, groups: Groups, ds_config: dict[str, Any], loss: Callable
         say(f"pipeline, {pipeline_schedule}: {describe(built.blueprint, built.split.bounds)}")
         model = pipeline.assemble(built.models, groups, loss, pipeline_schedule, built.split.num_stages)
         pipeline.share(model, groups)
-    trained: Any = parameter_groups(model, built.plans.no_decay)  # a list of groups, which DeepSpeed takes but does not annotate
+    trained: Any = parameter_groups(model, built.plans)  # a list of groups, which DeepSpeed takes but does not annotate
     named: Any = {"model": model, "model_parameters": trained, "optimizer": _optimizer(ds_config, groups)}
     made: Any = deepspeed.initialize(**named, config=ds_config, mpu=groups.mpu, dist_init_required=False)[0]
     return repaired(made)

@@ -17,7 +17,7 @@ from ..hosts.build_facts import build_facts, versions
 from ..kernels import deterministic
 from ..model.build import Built
 from ..model.empty import empty_model
-from ..optim.facts import facts_of, family_of, states_of
+from ..optim.facts import by_matrix, facts_of, family_of, states_of
 from ..parallel.blueprint import Layout
 from ..plan import Plan
 from ..planner.devices import DEVICES
@@ -53,6 +53,7 @@ def layout_of(plan: Plan, engine: Engine, built: Built) -> Layout:
         swapped=swapper is not None,
         algorithm=family_of(plan.ds_config),
         states=states_of(plan.ds_config),
+        of_matrices=states_of(plan.ds_config, matrix=True) if by_matrix(plan.ds_config) else None,
         scalars=facts_of(plan.ds_config).scalars,
         **swap,
     )

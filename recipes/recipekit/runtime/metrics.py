@@ -32,15 +32,17 @@ def _flops_of(ready: Ready, batches: list[MicroBatch]) -> list[int]:
     return [units, *keys_seen(batches, ready.flops.per_key, ready.flops.both_ways)]
 
 
-def metrics_of(ready: Ready, step: int, result: Mapping[str, Any], data_state: StreamState, seconds: float, data_wait: float) -> dict[str, Any]:
-    """The metrics of one step, of which `result` is what `train_step` returned; a collective after the last step."""
+def metrics_of(
+    ready: Ready, step: int, result: Mapping[str, Any], data_state: StreamState, seconds: float, data_wait: float, lr: float | None
+) -> dict[str, Any]:
+    """The metrics of one step, of which `result` is what `train_step` returned, and `lr` what it was given; a collective after the last step."""
     recipe, mesh = ready.plan.recipe, ready.plan.mesh
     last = step == ready.plan.last_step or bool(result["stop"])
     metrics = {
         "step": step,
         "loss": result["loss"],
         "grad_norm": result["grad_norm"],
-        "lr": ready.engine.optimizer.param_groups[0]["lr"],
+        "lr": ready.engine.optimizer.param_groups[0]["lr"] if lr is None else lr,
         "tokens": ready.state["tokens"],
         "step_s": seconds,
         "tokens_per_s": result["tokens"] / seconds,

@@ -159,7 +159,7 @@ def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dic
     return TorchEngine(
         module=module,
         called=called,
-        optimizer=_optimizer(parameter_groups(module, built.plans.no_decay), ds_config, groups.dp_group if kind == "fsdp2" else None),
+        optimizer=_optimizer(parameter_groups(module, built.plans), ds_config, groups.dp_group if kind == "fsdp2" else None),
         device=device,
         group=groups.dp_group,
         accumulation=ds_config["gradient_accumulation_steps"],

@@ -9,7 +9,7 @@ PACKED, SAMPLES = "packed", "samples"
 
 @dataclass(frozen=True)
 class Plans:
-    """Says of a model's modules where a pipeline is cut, how tensors are cut, and which parameters do not decay.
+    """Says of a model's modules where a pipeline is cut, how tensors are cut, and how an optimizer treats its parameters.
 
     Names are those of `named_modules`, or patterns in which `*` stands for any characters. A recipe's plan beats the one
     that the model publishes, which beats the task's; of the task's, names that a model does not have are left out.
@@ -20,6 +20,8 @@ class Plans:
     tp: Mapping[str, str] = field(default_factory=dict)  # module -> a tensor-parallel style of transformers
     tp_local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # class of a module -> its attributes that count what is cut: divided by tp
     no_decay: tuple[str, ...] = ()  # parameters without weight decay, besides vectors
+    lr_scale: Mapping[str, float] = field(default_factory=dict)  # parameter -> factor of its learning rate; of several the first that fits
+    matrices: tuple[str, ...] = ()  # parameters that an optimizer with a rule of its own for matrices takes for such, if they have two dimensions
     unfit: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # type of a model -> axes for which a task's names are there but do not fit it
 
 

@@ -1,0 +1,142 @@
+"""Groups with a learning rate of their own: each weight moves as in plain PyTorch, and what is saved and resumed holds them apart."""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipekit.checkpoints.step_folder import open_step
+from recipekit.command import parse
+from recipekit.mesh import Mesh
+from recipekit.model import build as model_module
+from recipekit.optim.groups import parameter_groups
+from recipekit.parallel.blueprint import Blueprint, Layout
+from recipekit.parallel.param_groups import FIRST
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.run_folder import find_resume, identity
+from recipekit.tasks.facts import Plans
+from reference import TEXT, Trained, train_plain
+from test_engines import TORCH
+from test_optimizers import RECIPE, check_round_trip, config_of
+from test_parity import STEPS, Case, accumulating, compare, each, pinned, recipe_for, strategy
+
+SCALES = {"*.embed_tokens.weight": 0.5, "model.layers.0.*": 2.0, "model.norm.weight": 0.1}
+
+
+def scale(name: str) -> float:
+    return next((factor for pattern, factor in SCALES.items() if fnmatchcase(name, pattern)), 1.0)
+
+
+@functools.cache
+def reference(model: str) -> Trained:
+    os.environ.pop("WORLD_SIZE", None)
+    recipe = dataclasses.replace(recipe_for(model, attention="sdpa"), ds_config=strategy("zero0"), out="/nonexistent")
+    plan = make_plan(parse(recipe, Path("groups.py"), ["--tiny", *pinned(recipe)]))
+    assert plan.model_config is not None
+    return train_plain(plan.recipe, plan.model_config, STEPS, plain=dataclasses.replace(TEXT, scale=scale))
+
+
+def train_in_layout(recipe: Recipe, file: str, out: str) -> int:
+    """Runs on every rank of a pool: the real loop."""
+    from recipekit.train import main
+
+    recipe = dataclasses.replace(recipe, ds_config={} if file in TORCH else strategy(file), out=out)
+    engine = ["--engine", file, "--precision", "fp32"] if file in TORCH else []
+    sys.argv = ["groups.py"]
+    return main(make_plan(parse(recipe, Path("groups.py"), ["--tiny", *pinned(recipe), *engine])))
+
+
+CASES = [
+    Case("zero2 dp2", 2, "zero2"),
+    *(
+        dataclasses.replace(case, slow=True)
+        for case in (
+            Case("zero0 tp2", 2, "zero0", {"tp": 2}),
+            Case("zero1 pp2, tied", 2, "zero1", {"pp": 2}, model="tied"),
+            Case("zero3 dp4", 4, "zero3"),
+            Case("ddp", 2, "ddp"),
+            Case("fsdp2", 2, "fsdp2"),
+        )
+    ),
+]
+
+
+@each(CASES)
+def test_each_weight_moves_at_its_own_rate(pools: Any, tmp_path: Path, case: Case) -> None:
+    """And the rate that is reported is the recipe's, whichever group comes first."""
+    recipe = recipe_for(case.model, **accumulating(case.world, **case.layout), lr_scale=SCALES)
+    codes = pools.run(case.world, train_in_layout, recipe=recipe, file=case.file, out=str(tmp_path / "run"))
+    assert codes == [0] * case.world, codes
+    compare(tmp_path / "run", reference(case.model))
+    blueprint = open_step(tmp_path / "run").blueprint
+    assert {tensor.name: blueprint.groups[tensor.group].lr_scale for tensor in blueprint.tensors if tensor.group is not None} == {
+        tensor.name: scale(tensor.name) for tensor in blueprint.tensors if not tensor.buffer
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("convert_to", ["", "zero3"])
+def test_groups_go_on_bit_for_bit_and_through_another_layout(pools: Any, tmp_path: Path, convert_to: str) -> None:
+    recipe = dataclasses.replace(RECIPE, lr_scale={"*.embed_tokens.weight": 0.5, "*norm.weight": 2})
+    check_round_trip(pools, tmp_path, config_of("zero2", "AdamW", {"torch_adam": True}), convert_to, recipe)
+
+
+# Without ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_without_scales_groups_are_what_they_were() -> None:
+    """In optimizers and in files: two names, two numbers; and files that know of no others are read."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2, bias=False)})
+    assert [{key: value for key, value in group.items() if key != "params"} for group in parameter_groups(model)] == [
+        {"name": "matrices"},
+        {"weight_decay": 0.0, "name": "vectors"},
+    ]
+    blueprint, layout = Blueprint((), {}, 0, False), Layout(Mesh(), 2, "DeepSpeedZeroOptimizer", "float32")
+    assert blueprint.groups == FIRST
+    old = json.loads(json.dumps(blueprint.to_json())), json.loads(json.dumps(layout.to_json()))
+    del old[0]["groups"], old[1]["of_matrices"]
+    assert (Blueprint.from_json(old[0]), Layout.from_json(old[1])) == (blueprint, layout)
+
+
+def test_groups_of_scales_come_after_the_first_two() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2)})
+    groups = parameter_groups(model, Plans(lr_scale={"a.*": 0.5, "*": 2.0}, no_decay=("a.weight",)))
+    assert [(group["name"], group["lr_scale"], group.get("weight_decay"), len(group["params"])) for group in groups] == [
+        ("vectors, lr x 0.5", 0.5, 0.0, 2),
+        ("vectors, lr x 2", 2.0, 0.0, 1),
+        ("matrices, lr x 2", 2.0, None, 1),
+    ]
+
+
+def planned(folder: Path, *argv: str, **changes: Any) -> Any:
+    os.environ.pop("WORLD_SIZE", None)
+    return make_plan(parse(dataclasses.replace(RECIPE, **changes), Path("groups.py"), ["--tiny", "--out", str(folder / "run"), *argv]))
+
+
+def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"lr_scale of '\*\.wte\.\*': names no parameter that is trained; write a name, or a pattern with \*"):
+        plan = planned(tmp_path, lr_scale={"*.wte.*": 0.5})
+        model_module.build_model(plan.recipe, plan.model_config, None, plan.ds_config, torch.device("cpu"))
+    with pytest.raises(Refusal, match="lr_scale of 'a' = 0: must be a positive number"):
+        planned(tmp_path, lr_scale={"a": 0})
+    scheduled = strategy("zero2") | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
+    with pytest.raises(Refusal, match="the scheduler block of the JSON sets the rates itself"):
+        planned(tmp_path, lr_scale={"*": 0.5}, ds_config=scheduled, warmup_steps=0)
+
+
+def test_a_run_goes_on_with_its_own_scales_only(tmp_path: Path) -> None:
+    plan = planned(tmp_path, lr_scale={"*norm*": 0.5})
+    (tmp_path / "run").mkdir()
+    saved = {"identity": identity(plan.recipe, plan.model_config), "recipe": {"tiny": True}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(saved))
+    assert find_resume(plan.recipe, tmp_path / "run", plan.model_config, True) == tmp_path / "run"
+    with pytest.raises(Refusal, match=r"lr_scale = nothing: the run in .* has {'\*norm\*': 0.5}; start a new run"):
+        planned(tmp_path)
