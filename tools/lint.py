@@ -29,7 +29,7 @@ from recipekit.architectures.lookup import model_config
 from recipekit.command import recipe_of
 from recipekit.data.mixture import domains_of
 from recipekit.mesh import make_mesh
-from recipekit.optim.facts import FACTS
+from recipekit.optim.facts import FACTORS, FACTS
 from recipekit.optim.facts import Facts as OptimizerFacts
 from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
@@ -200,6 +200,9 @@ def _kept(facts: OptimizerFacts) -> str:
     more = [f"with {option} also {' and '.join(map(_code, names))}" for option, names in facts.added.items()]
     if facts.host is not None and facts.host.states != facts.states:
         more.append(f"offloaded, where DeepSpeed computes it, {' and '.join(map(_code, facts.host.states))}")
+    if facts.states == FACTORS:
+        rows, columns, elements = map(_code, FACTORS)
+        return f"of a vector {elements}, of other weights {rows} and {columns}, a number for each row and column"
     return ", ".join([" and ".join(map(_code, facts.states)) or "nothing", *more])
 
 

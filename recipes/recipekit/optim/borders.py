@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..parallel.blueprint import Layout, Tensor, flat_groups, flat_tensors, groups_of, local_shape
 from ..parallel.groups import Groups
 from ..refusal import refuse
-
-PIECE = 1 << 24  # elements that are squared in fp64 at a time
+from .facts import AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _own(parameter: torch.Tensor) -> Part:
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """Returns the sum of the squares, () fp64."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for piece in flat.split(PIECE):
+    for piece in flat.split(AT_ONCE):
         total += piece.double().square().sum()
     return total
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from ..mesh import Mesh
+from ..optim.facts import FACTORS, state_sizes
 from .param_groups import FIRST, Group
 
 MOST_EXPERTS = 178_956_971  # elements of an optimizer group of divided experts (DeepSpeed 0.19.8, moe/utils.py)
@@ -86,8 +87,10 @@ class Blueprint:
         return next((tensor.shape[0] for tensor in self.tensors if tensor.expert), 0)
 
     def states_of(self, tensor: Tensor, layout: "Layout") -> tuple[str, ...]:
-        """The states that the optimizer keeps for a trained tensor, each in fp32 and of its shape. Those of a group are the same."""
+        """The states that the optimizer keeps for a trained tensor, in fp32. Those of a group are the same, but for Adafactor's."""
         assert tensor.group is not None, f"{tensor.name} is not trained"
+        if layout.factored:
+            return tuple(state_sizes(tensor.shape, tensor.numel))
         return layout.states if layout.of_matrices is None or not self.groups[tensor.group].matrix else layout.of_matrices
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +125,7 @@ class Layout:
     swap_align: int = 1024  # bytes; the files' sizes are multiples of it
     swap_first: int = 0  # DeepSpeed's number (ds_id) of the model's first parameter; the files are named after such numbers
     algorithm: str = "Adam"  # of the optimizer, as optim/facts.py names it
-    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # what it keeps for a trained weight: fp32 tensors of its shape
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # what it keeps for a trained weight: fp32 tensors of its shape, or FACTORS
     of_matrices: tuple[str, ...] | None = None  # what it keeps for its matrices in place of these; None: the same
     scalars: tuple[str, ...] = ("step",)  # and single numbers, the same for all weights of a group
 
@@ -130,6 +133,11 @@ class Layout:
     def partitions(self) -> int:
         """Ranks that ZeRO divides a parameter over; sequence ranks are data ranks to it."""
         return self.mesh.dp * self.mesh.sp
+
+    @property
+    def factored(self) -> bool:
+        """The states are those of Adafactor, which parallel/factors.py places."""
+        return self.states == FACTORS
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
