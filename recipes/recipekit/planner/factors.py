@@ -19,7 +19,7 @@ def with_factors(terms: list[Term], tensors: list[Tensor], layout: Layout, zero:
         elements = sum(sum(state_sizes(tensor.shape, -(-tensor.numel // layout.mesh.dp)).values()) for tensor in trained)
     else:
         layout = replace(layout, zero_stage=zero.get("stage", 0), sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)))
-        elements = max(elements_of(tensors, layout, 0).values(), default=0)
+        elements = max((most for tp_rank in range(layout.mesh.tp) for most in elements_of(tensors, layout, tp_rank).values()), default=0)
     found = []
     for term in terms:
         if term.what.startswith("optimizer states"):
