@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,10 @@ def test_rows_and_columns_go_through_every_kind_of_layout_and_back(pools: Any, t
     results = pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / "whole"), "--save_every", "2"])
     assert [code for code, _ in results] == [0, 0], results
     second = tmp_path / "whole" / "checkpoints" / "step_00000002"
+    trained = [tensor for tensor in open_step(second).blueprint.tensors if tensor.group is not None]
+    lines = sum(prod(tensor.shape[:-1]) + prod(tensor.shape) // tensor.shape[-2] for tensor in trained if len(tensor.shape) > 1)
+    vectors = sum(tensor.numel for tensor in trained if len(tensor.shape) == 1)
+    assert all(found["bytes"] <= 4 * (lines + -(-vectors // 4) * 2) for _, found in results), "more than rows, columns and half of the vectors, padded to 2"
     was, source = open_step(second), second
     for number, asked in enumerate(WAY):
         now = open_step(source)
@@ -278,7 +283,11 @@ def test_the_states_of_another_optimizer_are_refused(pools: Any, tmp_path: Path)
     """Adam's moments are no momentum. Another spelling of the same algorithm goes on, and so does the same one."""
     recipe = dataclasses.replace(RECIPE, ds_config=config_of("zero2", "SGD", {"momentum": 0.9}))
     assert [code for code, _ in pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--stop_at", "2"])] == [0, 0]
-    for name, params, says in (("Adamax", {}, "Adamax (exp_avg, exp_inf)"), ("SGD", {}, "SGD (no states)")):
+    for name, params, says in (
+        ("Adamax", {}, "Adamax (exp_avg, exp_inf)"),
+        ("SGD", {}, "SGD (no states)"),
+        ("Adafactor", {}, "Adafactor (row_var, col_var, variance)"),
+    ):
         other = dataclasses.replace(recipe, ds_config=config_of("zero2", name, params))
         (code, _), _ = pools.run(2, kept, recipe=other, argv=["--out", str(tmp_path / "run"), "--resume", str(tmp_path / "run")])
         assert isinstance(code, str) and "the states of SGD (momentum_buffer)" in code and says in code and "to-hf" in code, code

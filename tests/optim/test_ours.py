@@ -19,7 +19,7 @@ from recipekit.command import parse
 from recipekit.mesh import Mesh
 from recipekit.optim.adafactor import Adafactor, boxes
 from recipekit.optim.adagrad import Adagrad
-from recipekit.optim.borders import borders_of
+from recipekit.optim.borders import Borders, Part, borders_of
 from recipekit.optim.lamb import Lamb
 from recipekit.optim.lion import Lion
 from recipekit.parallel.blueprint import Layout, Tensor, flat_groups, groups_of, held
@@ -300,6 +300,29 @@ def test_adafactor_is_torchs_and_the_papers(numbers: dict[str, Any]) -> None:
         found.append(weights)
     for theirs in found[1:]:
         assert all(torch.allclose(ours, value, rtol=1e-6, atol=1e-7) for ours, value in zip(found[0], theirs, strict=True))
+
+
+def test_adafactor_keeps_a_flat_parameter_tensor_by_tensor() -> None:
+    """Vectors, matrices and a convolution in one flat tensor with padding, as a group of ZeRO's is on one rank; what it keeps is what they need."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in ((5,), (7, 5), (3, 4, 3, 2), (2,), (4, 6))]
+    gradients = [[torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)]
+    weights = [torch.nn.Parameter(value.clone()) for value in start]
+    flat, parts, at = torch.nn.Parameter(torch.cat([*(value.flatten() for value in start), torch.zeros(3)])), [], 0
+    for value in start:
+        parts.append(Part(at, at + value.numel(), tuple(value.shape)))
+        at += value.numel()
+    ours, theirs = Adafactor([flat], lr=0.1, weight_decay=0.1), torch.optim.Adafactor(weights, lr=0.1, weight_decay=0.1)
+    ours.borders = Borders({flat: parts})
+    for step in gradients:
+        flat.grad = torch.cat([*(gradient.flatten() for gradient in step), torch.ones(3)])
+        for value, gradient in zip(weights, step, strict=True):
+            value.grad = gradient
+        ours.step()
+        theirs.step()
+    assert torch.allclose(flat, torch.cat([*(value.flatten() for value in weights), torch.zeros(3)]), rtol=1e-6, atol=1e-7)
+    rows, columns = 7 + 3 * 4 * 3 + 4, 5 + 3 * 4 * 2 + 6
+    assert {name: value.numel() for name, value in ours.state[flat].items()} == {"step": 1, "row_var": rows, "col_var": columns, "variance": 7}
 
 
 @pytest.mark.parametrize("shape", [(11,), (4, 6), (3, 4, 5), (1, 7, 3), (2, 1, 4)], ids=str)
