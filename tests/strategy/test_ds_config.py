@@ -419,11 +419,10 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
     resolved, lines = resolve.resolve(config, RECIPE, Mesh(dp=4), LLAMA)
     rounded = ["gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16; zero1.json sums them in fp32"]
     assert "auto" not in json.dumps(resolved) and lines == (rounded if file.stem == "zero0" else [])
-    sgd = resolved["optimizer"]["type"] == "SGD"
-    own = {"momentum": 0.9, "dampening": 0, "nesterov": True, "fused": True} if sgd else {"betas": [0.8, 0.97], "eps": 3e-7}
-    numbers = {"lr": 7e-4, "weight_decay": 0.07} | own
-    params = resolved["optimizer"]["params"]
-    assert (params if sgd else {key: params[key] for key in numbers}) == numbers
+    kind, params = resolved["optimizer"]["type"], resolved["optimizer"]["params"]
+    whole = {"SGD": {"momentum": 0.9, "dampening": 0, "nesterov": True, "fused": True}, "Adafactor": {}}  # those that take none of betas and one eps
+    numbers = {"lr": 7e-4, "weight_decay": 0.07} | whole.get(kind, {"betas": [0.8, 0.97], "eps": 3e-7})
+    assert (params if kind in whole else {key: params[key] for key in numbers}) == numbers
     assert (resolved["train_batch_size"], resolved["train_micro_batch_size_per_gpu"], resolved["gradient_accumulation_steps"]) == (24, 3, 2)
     parsed = DeepSpeedConfig(resolve.resolve(config, RECIPE, Mesh(), LLAMA)[0])
     assert parsed.gradient_clipping == 0.7 and parsed.bfloat16_config.enabled and parsed.bfloat16_config.check_grad_overflow

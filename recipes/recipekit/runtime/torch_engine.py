@@ -175,7 +175,7 @@ def _optimizer(trained: list[dict[str, Any]], ds_config: dict[str, Any], partiti
     if (make := ours.maker(ds_config)) is None:
         numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
         return torch.optim.AdamW(trained, **numbers)
-    made = make(trained)
+    made: Any = make(trained)
     if hasattr(made, "borders"):
         made.borders = Borders(partitions=partitions)
     return made
