@@ -11,7 +11,7 @@ ROWS, COLUMNS, ELEMENTS = FACTORS
 
 
 def state_of(tensor: Tensor, state: str) -> Tensor:
-    """The tensor that is kept as a state: of the weight's shape, or (..., R) and (..., C) of a weight (..., R, C).
+    """Returns the tensor that is kept as a state: of the weight's shape, or (..., R) and (..., C) of a weight (..., R, C).
 
     What tensor parallelism cuts by rows has cut rows and whole columns, and the reverse.
     """
@@ -37,7 +37,7 @@ class Kept:
 
 
 def kept_of(flat: list[tuple[Tensor, int]], extents: list[list[Extent]], layout: Layout, tp_rank: int) -> Iterator[Kept]:
-    """The states of one flat tensor of ZeRO-1, -2 or -3 on all its data ranks, as optim/adafactor.py makes them: one tensor's after the other's.
+    """Yields the states of one flat tensor of ZeRO-1, -2 or -3 on all its data ranks, as optim/adafactor.py makes them: one tensor's after the other's.
 
     `flat` and `extents` are those of `flat_tensors` and `flat_groups`. A rank has one part of a tensor at most.
     """
@@ -51,7 +51,7 @@ def kept_of(flat: list[tuple[Tensor, int]], extents: list[list[Extent]], layout:
 
 
 def sizes_of(groups: list[list[tuple[Tensor, int]]], layout: Layout, tp_rank: int) -> list[dict[int, Counter[str]]]:
-    """The elements of each state, by data rank, for every parameter that an optimizer has of such groups: ZeRO's flat tensors, without ZeRO the tensors.
+    """Counts the elements of each state, by data rank, for every parameter that an optimizer has of such groups: ZeRO's flat tensors, without ZeRO the tensors.
 
     Without ZeRO rank 0 stands for all.
     """
@@ -68,7 +68,7 @@ def sizes_of(groups: list[list[tuple[Tensor, int]]], layout: Layout, tp_rank: in
 
 
 def elements_of(tensors: list[Tensor], layout: Layout, tp_rank: int) -> Counter[int]:
-    """The elements of all states that each data rank keeps of the tensors that it holds (`held`). Without ZeRO rank 0 stands for all."""
+    """Counts the elements of all states that each data rank keeps of the tensors that it holds (`held`). Without ZeRO rank 0 stands for all."""
     found = Counter[int]()
     for own in sizes_of(groups_of(tensors, layout, tp_rank), layout, tp_rank):
         found.update({rank: sizes.total() for rank, sizes in own.items()})
