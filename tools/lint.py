@@ -29,7 +29,7 @@ from recipekit.architectures.lookup import model_config
 from recipekit.command import recipe_of
 from recipekit.data.mixture import domains_of
 from recipekit.mesh import Mesh, make_mesh
-from recipekit.optim.facts import FACTS
+from recipekit.optim.facts import FACTORS, FACTS
 from recipekit.optim.facts import Facts as OptimizerFacts
 from recipekit.phases import Ramp
 from recipekit.plan import check_mixture
@@ -210,6 +210,9 @@ def _kept(facts: OptimizerFacts) -> str:
         more.append(f"offloaded, where DeepSpeed computes it, {' and '.join(map(_code, facts.host.states))}")
     if facts.matrices is not None:
         more.append(f"but for a matrix {' and '.join(map(_code, facts.matrices))}")
+    if facts.states == FACTORS:
+        rows, columns, elements = map(_code, FACTORS)
+        return f"of a vector {elements}, of other weights {rows} and {columns}, a number for each row and column"
     return ", ".join([" and ".join(map(_code, facts.states)) or "nothing", *more])
 
 

@@ -7,10 +7,12 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from job import metrics, numbers
@@ -18,7 +20,7 @@ from recipekit.checkpoints import convert, manifest
 from recipekit.checkpoints.create import read_carried
 from recipekit.checkpoints.step_folder import open_step, target_layout
 from recipekit.command import parse
-from recipekit.optim.facts import FACTS, facts_of, states_of
+from recipekit.optim.facts import FACTORS, FACTS, facts_of, states_of
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
@@ -41,6 +43,7 @@ TRAIN = {  # what every rank trains with, and the options that add a state
     "ASGD": {},
     "Rprop": {},
     "Lamb": {},
+    "Adafactor": {},
     "Lion": {},
     "Adagrad": {"lr_decay": 0.01, "initial_accumulator_value": 0.1},
     "Muon": {"momentum": 0.9},
@@ -82,7 +85,8 @@ def kept(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, Any]]:
         found["bytes"] = 0
         for weight, states in engine.basic_optimizer.state.items():
             for name, value in states.items():
-                whole = getattr(value, "shape", ()) == weight.shape and weight.dim() > 0
+                whole = torch.is_tensor(value) and value.dim() > 0
+                assert not whole or value.shape == weight.shape or name in FACTORS, f"{name} has the shape {value.shape}"
                 found["states" if whole else "scalars"].add(name)
                 assert not whole or value.element_size() == 4, f"{name} is not fp32"
                 found["bytes"] += value.untyped_storage().nbytes() if whole else 0
@@ -106,7 +110,8 @@ def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_t
     assert [code for code, _ in results] == [0, 0], results
     for _, found in results:
         assert (found["states"], found["scalars"]) == ({*states_of(config), *states_of(config, matrix=True)}, set(facts_of(config).scalars))
-        assert found["bytes"] == found["planned"], found
+        assert found["bytes"] == found["planned"] or states_of(config) == FACTORS, found
+    assert max(found["bytes"] for _, found in results) == results[0][1]["planned"], "of Adafactor's the plan has those of the fullest rank"
     second, last = (folder / "whole" / "checkpoints" / f"step_{number:08d}" for number in (2, 4))
     if convert_to:
         step, there, back = open_step(second), folder / "there", folder / "back"
@@ -149,9 +154,49 @@ def test_an_optimizer_goes_through_another_layout_and_back(pools: Any, tmp_path:
     check_round_trip(pools, tmp_path, config_of("zero2", name, TRAIN[name]), convert_to="zero3")
 
 
+WAY: list[dict[str, int]] = [
+    {"dp": 4, "zero": 3},
+    {"dp": 1, "tp": 2, "zero": 2},
+    {"dp": 2, "tp": 2, "pp": 2, "zero": 1},
+    {"dp": 2, "tp": 1, "pp": 1, "zero": 0},
+    {"dp": 3, "tp": 2, "zero": 3},
+    {"dp": 2, "tp": 1, "zero": 2},
+]
+
+
+def test_rows_and_columns_go_through_every_kind_of_layout_and_back(pools: Any, tmp_path: Path) -> None:
+    """From ZeRO-2 and back bit for bit; on the way two tensor ranks go on from what they were given."""
+    recipe, config = dataclasses.replace(RECIPE, model="meta-llama/Llama-3.2-1B"), config_of("zero2", "Adafactor", {})
+    recipe = dataclasses.replace(recipe, ds_config=config)
+    results = pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / "whole"), "--save_every", "2"])
+    assert [code for code, _ in results] == [0, 0], results
+    second = tmp_path / "whole" / "checkpoints" / "step_00000002"
+    trained = [tensor for tensor in open_step(second).blueprint.tensors if tensor.group is not None]
+    lines = sum(prod(tensor.shape[:-1]) + prod(tensor.shape) // tensor.shape[-2] for tensor in trained if len(tensor.shape) > 1)
+    vectors = sum(tensor.numel for tensor in trained if len(tensor.shape) == 1)
+    assert all(found["bytes"] <= 4 * (lines + -(-vectors // 4) * 2) for _, found in results), "more than rows, columns and half of the vectors, padded to 2"
+    was, source = open_step(second), second
+    for number, asked in enumerate(WAY):
+        now = open_step(source)
+        convert.reshape(source, tmp_path / str(number), target_layout(was.blueprint, now.layout, **{"dp": None, "tp": None, "pp": None} | asked))
+        source = tmp_path / str(number)
+        assert tensors(source) == tensors(second) and not convert.verify(source)
+    assert open_step(source).layout == was.layout
+    losses = [line["loss"] for line in metrics(tmp_path / "whole")]
+    for name, folder, more in (("tp", tmp_path / "1", ["--tp", "2"]), ("back", source, [])):
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        shutil.rmtree(there := tmp_path / name / "checkpoints" / "step_00000002")
+        shutil.copytree(folder, there)
+        results = pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / name), "--resume", str(there), *more])
+        assert [code for code, _ in results] == [0, 0], results
+        assert [line["loss"] for line in metrics(tmp_path / name)] == pytest.approx(losses, rel=1e-5)
+    assert numbers(metrics(tmp_path / "back")) == numbers(metrics(tmp_path / "whole"))
+    assert tensors(tmp_path / "back" / "checkpoints" / "step_00000004") == tensors(tmp_path / "whole" / "checkpoints" / "step_00000004")
+
+
 @slow
 @pytest.mark.parametrize("file", ["zero2_cpu", "zero3_cpu"])
-@pytest.mark.parametrize("name", ["Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Muon"])
+@pytest.mark.parametrize("name", ["Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Adafactor", "Muon"])
 def test_an_offloaded_optimizer_goes_on_bit_for_bit(pools: Any, ops: Callable[[str], None], tmp_path: Path, name: str, file: str) -> None:
     if name in OFFLOADED:
         ops(OFFLOADED[name])
@@ -191,13 +236,14 @@ def test_lint_dry_run_and_start_refuse_for_the_same_reason(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
 def test_a_recipe_writes_the_key_of_untested_optimizers_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    """And says so where a JSON forbids it; lint does not advise the key to other scripts for LAMB, which would be another algorithm there."""
+    """And says so where a JSON forbids it; lint does not advise the key to other scripts for LAMB and Adafactor, which would be other algorithms there."""
     config = config_of("zero2", name, {})
     assert planned(monkeypatch, config, tmp_path) == ""
     assert "forbids this optimizer" in planned(monkeypatch, config | {"zero_allow_untested_optimizer": False}, tmp_path)
-    (tmp_path / "ds.json").write_text(json.dumps(config_of("zero2", "Lamb", {})))
-    _, lamb = lint(str(tmp_path / "ds.json"), "--json-only", "--world", "2")
-    assert "another algorithm" in lamb and "zero_allow_untested_optimizer" not in lamb
+    for other in ("Lamb", "Adafactor"):
+        (tmp_path / "ds.json").write_text(json.dumps(config_of("zero2", other, {})))
+        _, said = lint(str(tmp_path / "ds.json"), "--json-only", "--world", "2")
+        assert "another algorithm" in said and "zero_allow_untested_optimizer" not in said
 
 
 UNREAD = [
@@ -206,6 +252,8 @@ UNREAD = [
     ("Lamb", {"eps_inside_sqrt": True}, {}, "optimizer.params.eps_inside_sqrt = true: is of DeepSpeed's LAMB"),
     ("Lamb", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves the borders of tensors"),
     ("Lamb", {}, {"parameter_alignment": True}, "zero_optimization.parameter_alignment = true: moves the borders of tensors"),
+    ("Adafactor", {"foreach": True}, {}, "optimizer.params.foreach = true: is of torch's own Adafactor"),
+    ("Adafactor", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves the borders of tensors"),
     ("Muon", {"torch_adam": True}, {}, "optimizer.params.torch_adam = true: is of DeepSpeed's Muon"),
     ("Muon", {"muon_lr": 0.02}, {}, "optimizer.params.muon_lr = 0.02: is of DeepSpeed's Muon; that of a recipe has one rate"),
     ("Muon", {"adam_w_mode": False}, {}, "optimizer.params.adam_w_mode = false: is of DeepSpeed's Muon"),
@@ -243,6 +291,7 @@ def test_the_states_of_another_optimizer_are_refused(pools: Any, tmp_path: Path)
     for name, params, says in (
         ("Adamax", {}, "Adamax (exp_avg, exp_inf)"),
         ("SGD", {}, "SGD (no states)"),
+        ("Adafactor", {}, "Adafactor (row_var, col_var, variance)"),
         ("Muon", {}, "Muon (exp_avg, exp_avg_sq, of matrices momentum_buffer)"),
     ):
         other = dataclasses.replace(recipe, ds_config=config_of("zero2", name, params))

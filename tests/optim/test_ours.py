@@ -1,8 +1,10 @@
-"""LAMB, Lion, Adagrad and Muon stay what they are, however the weights are divided: ten steps are those of tests/support/papers.py, which knows of no division."""
+"""LAMB, Adafactor, Lion, Adagrad and Muon stay what they are, however the weights are divided: ten steps are those of tests/support/papers.py, which knows of no division."""
 
 import dataclasses
 import functools
+import itertools
 import os
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,9 @@ from recipekit.command import parse
 from recipekit.mesh import Mesh
 from recipekit.optim import borders
 from recipekit.optim import muon as muon_module
+from recipekit.optim.adafactor import Adafactor, boxes
 from recipekit.optim.adagrad import Adagrad
-from recipekit.optim.borders import borders_of
+from recipekit.optim.borders import Borders, Part, borders_of
 from recipekit.optim.lamb import Lamb
 from recipekit.optim.lion import Lion
 from recipekit.optim.muon import NewtonSchulz
@@ -45,12 +48,22 @@ def adagrad(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimiz
     return torch.optim.Adagrad(groups, lr=recipe.lr, eps=recipe.eps)
 
 
+def adafactor(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
+    return papers.Adafactor(groups, lr=recipe.lr)
+
+
 def muon(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
     return papers.Muon(groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, momentum=0.95, adjust=True)
 
 
-PLAIN = {"Lamb": lamb, "Lion": lion, "Adagrad": adagrad, "Muon": muon}
-NUMBERS: dict[str, dict[str, Any]] = {"Lamb": {"lr": 1e-2}, "Lion": {"lr": 1e-4}, "Adagrad": {"lr": 1e-3}, "Muon": {"lr": 1e-3}}  # at which the loss falls
+PLAIN = {"Lamb": lamb, "Lion": lion, "Adagrad": adagrad, "Adafactor": adafactor, "Muon": muon}
+NUMBERS: dict[str, dict[str, Any]] = {  # at which the loss falls
+    "Lamb": {"lr": 1e-2},
+    "Lion": {"lr": 1e-4},
+    "Adagrad": {"lr": 1e-3},
+    "Adafactor": {"lr": 1e-2},
+    "Muon": {"lr": 1e-3},
+}
 OPTIONS: dict[str, dict[str, Any]] = {"Muon": {"ns_dtype": "fp32", "adjust_lr_fn": "match_rms_adamw"}}  # of the JSON
 # at 1e-2 a step of LAMB's multiplies the last places of bf16 by more than splitting a batch in four ways shows, with masters that agree as well as theirs
 HALF = NUMBERS | {"Lamb": {"lr": 2e-3}}
@@ -137,6 +150,13 @@ def test_lamb_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Ca
     check_borders(tmp_path / "run")
 
 
+@each(CASES)
+def test_adafactor_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Case) -> None:
+    run(pools, tmp_path / "run", "Adafactor", case)
+    compare(tmp_path / "run", reference("Adafactor", case.model, **case.both))
+    check_borders(tmp_path / "run")
+
+
 @each([dataclasses.replace(case, slow=case.name not in ("zero2 dp2", "zero3 tp2")) for case in CASES])
 def test_muon_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Case) -> None:
     """Whole matrices are orthogonalised, here in fp32: embeddings, tied or not, the head and all vectors move by AdamW."""
@@ -148,9 +168,9 @@ def test_muon_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Ca
     assert matrices == {name for name, tensor in trained.items() if len(tensor.shape) == 2 and (".layers." in name or ".h." in name)} != set()
 
 
-def check_borders(run: Path) -> Any:
-    """Returns the last step of a run, whose partitions cut tensors, and are larger than some."""
-    step = open_step(run)
+def check_borders(out: Path) -> Any:
+    """Returns the last step of a run, in whose partitions a border cuts a tensor, and some ranks have nothing of one."""
+    step = open_step(out)
     if step.layout.zero_stage in (1, 2) and step.layout.partitions > 1:
         holders = [
             [len(pieces) for pieces in extents] for _, _, extents in flat_groups(groups_of(held(step.blueprint, step.layout, 0), step.layout, 0), step.layout)
@@ -286,6 +306,58 @@ def test_lion_decays_as_the_paper_does() -> None:
             optimizer.step()
         found.append(weights)
     assert all(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("numbers", [{}, {"eps": (1e-3, 1e-2), "d": 1.5, "beta2_decay": -0.5}, {"maximize": True}], ids=str)
+def test_adafactor_is_torchs_and_the_papers(numbers: dict[str, Any]) -> None:
+    """Matrices, vectors, a convolution and a number, in several groups, with gradients that are clipped and that are not."""
+    generator = torch.Generator().manual_seed(0)
+    start = [0.1 * torch.randn(shape, generator=generator) for shape in ((7, 5), (1, 6), (3, 4, 3, 2), (5,), ())]
+    gradients = [[size * torch.randn(value.shape, generator=generator) for value in start] for size in (1e-2, 1.0, 1e-2, 1e-9)]
+    found = []
+    for kind in (Adafactor, torch.optim.Adafactor, *(() if "maximize" in numbers else (papers.Adafactor,))):
+        weights = [torch.nn.Parameter(value.clone()) for value in start]
+        optimizer = kind([{"params": weights[:3], "weight_decay": 0.1}, {"params": weights[3:], "weight_decay": 0.0}], lr=0.1, **numbers)
+        for step in gradients:
+            for value, gradient in zip(weights, step, strict=True):
+                value.grad = gradient.clone()
+            optimizer.step()
+        found.append(weights)
+    for theirs in found[1:]:
+        assert all(torch.allclose(ours, value, rtol=1e-6, atol=1e-7) for ours, value in zip(found[0], theirs, strict=True))
+
+
+def test_adafactor_keeps_a_flat_parameter_tensor_by_tensor() -> None:
+    """Vectors, matrices and a convolution in one flat tensor with padding, as a group of ZeRO's is on one rank; what it keeps is what they need."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in ((5,), (7, 5), (3, 4, 3, 2), (2,), (4, 6))]
+    gradients = [[torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)]
+    weights = [torch.nn.Parameter(value.clone()) for value in start]
+    flat, parts, at = torch.nn.Parameter(torch.cat([*(value.flatten() for value in start), torch.zeros(3)])), [], 0
+    for value in start:
+        parts.append(Part(at, at + value.numel(), tuple(value.shape)))
+        at += value.numel()
+    ours, theirs = Adafactor([flat], lr=0.1, weight_decay=0.1), torch.optim.Adafactor(weights, lr=0.1, weight_decay=0.1)
+    ours.borders = Borders({flat: parts})
+    for step in gradients:
+        flat.grad = torch.cat([*(gradient.flatten() for gradient in step), torch.ones(3)])
+        for value, gradient in zip(weights, step, strict=True):
+            value.grad = gradient
+        ours.step()
+        theirs.step()
+    assert torch.allclose(flat, torch.cat([*(value.flatten() for value in weights), torch.zeros(3)]), rtol=1e-6, atol=1e-7)
+    rows, columns = 7 + 3 * 4 * 3 + 4, 5 + 3 * 4 * 2 + 6
+    assert {name: value.numel() for name, value in ours.state[flat].items()} == {"step": 1, "row_var": rows, "col_var": columns, "variance": 7}
+
+
+@pytest.mark.parametrize("shape", [(11,), (4, 6), (3, 4, 5), (1, 7, 3), (2, 1, 4)], ids=str)
+def test_boxes_make_any_part_of_a_tensor(shape: tuple[int, ...]) -> None:
+    """Every range of elements, in order, in boxes of any size; what a border cuts off is in a box of its own."""
+    elements = torch.arange(prod(shape)).view(shape)
+    for start, stop, most in itertools.product(range(prod(shape) + 1), range(prod(shape) + 1), (1, 3, 7, 1000)):
+        found = [elements[box].flatten() for box in boxes(shape, start, stop, most)] if start <= stop else []
+        assert all(1 <= len(piece) <= most for piece in found)
+        assert torch.cat([elements.new_empty(0), *found]).tolist() == list(range(start, stop))
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])

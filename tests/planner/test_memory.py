@@ -359,3 +359,15 @@ def test_room_on_the_disk_is_counted_by_the_states_of_each_weight() -> None:
     needs, groups = count_needs(plan, on_gpu=False), drawn_up(plan)[0]
     matrices = sum(tensor.numel for tensor in groups.tensors if ".layers." in tensor.name and len(tensor.shape) == 2)
     assert needs["checkpoint"] == needs["export"] * (2 + 4 + 4 * 2) // 2 - 4 * matrices
+
+
+def test_room_on_the_disk_has_adafactors_rows_and_columns_once_for_each_holder() -> None:
+    """Under ZeRO-3 both ranks have a part of every weight."""
+    config = strategy("zero3", True) | {"optimizer": {"type": "Adafactor", "params": {"lr": "auto"}}}
+    recipe = replace(Recipe(model="meta-llama/Llama-3.2-1B"), ds_config=config)
+    plan = make_plan(parse(recipe, Path("room.py"), ["--tiny", "--dry_run", "--world", "2"]))
+    trained = [tensor for tensor in drawn_up(plan)[0].tensors if tensor.group is not None]
+    lines = sum(sum(tensor.shape) for tensor in trained if len(tensor.shape) == 2)
+    vectors = sum(tensor.numel for tensor in trained if len(tensor.shape) == 1)
+    assert count_needs(plan, on_gpu=False)["checkpoint"] == 4 * (sum(tensor.numel for tensor in trained) + 2 * lines + vectors)
+    assert sum(term.size for term in fullest(plan, *drawn_up(plan)) if term.what.startswith("optimizer states")) == 4 * (lines + vectors // 2)

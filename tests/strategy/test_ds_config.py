@@ -23,6 +23,7 @@ from recipekit.strategy.schema import at, schema
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
+OF_RECIPES = ("zero1_lamb", "zero2_adafactor", "zero2_muon")
 RECIPE = Recipe(model="org/model", global_batch=24, micro_batch=3, lr=7e-4, weight_decay=0.07, beta1=0.8, beta2=0.97, eps=3e-7, gradient_clipping=0.7, steps=50)
 LLAMA = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 261, "intermediate_size": 128}
 
@@ -198,6 +199,15 @@ BROKEN = {
         "optimizer.type",
         "use AdamW",
     ),
+    "Adafactor under ZeRO": (
+        "zero3",
+        {"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}},
+        {"json_only": True, "filled_by": "trainer"},
+        "optimizer.type",
+        "use AdamW; a recipe has a LAMB and an Adafactor of its own",
+    ),
+    "one number as Adafactor's eps": ("zero1", {"optimizer": {"type": "Adafactor", "params": {"eps": 1e-8}}}, {}, "optimizer.params.eps", "[null, 0.001]"),
+    "a negative eps of Adafactor": ("zero1", {"optimizer": {"type": "Adafactor", "params": {"eps": [-1, 0.1]}}}, {}, "optimizer.params.eps", "[null, 0.001]"),
     "SGD under ZeRO": (
         "zero2",
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
@@ -409,11 +419,10 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
     resolved, lines = resolve.resolve(config, RECIPE, Mesh(dp=4), LLAMA)
     rounded = ["gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16; zero1.json sums them in fp32"]
     assert "auto" not in json.dumps(resolved) and lines == (rounded if file.stem == "zero0" else [])
-    sgd = resolved["optimizer"]["type"] == "SGD"
-    own = {"momentum": 0.9, "dampening": 0, "nesterov": True, "fused": True} if sgd else {"betas": [0.8, 0.97], "eps": 3e-7}
-    numbers = {"lr": 7e-4, "weight_decay": 0.07} | own
-    params = resolved["optimizer"]["params"]
-    assert (params if sgd else {key: params[key] for key in numbers}) == numbers
+    kind, params = resolved["optimizer"]["type"], resolved["optimizer"]["params"]
+    whole = {"SGD": {"momentum": 0.9, "dampening": 0, "nesterov": True, "fused": True}, "Adafactor": {}}  # those that take none of betas and one eps
+    numbers = {"lr": 7e-4, "weight_decay": 0.07} | whole.get(kind, {"betas": [0.8, 0.97], "eps": 3e-7})
+    assert (params if kind in whole else {key: params[key] for key in numbers}) == numbers
     assert (resolved["train_batch_size"], resolved["train_micro_batch_size_per_gpu"], resolved["gradient_accumulation_steps"]) == (24, 3, 2)
     parsed = DeepSpeedConfig(resolve.resolve(config, RECIPE, Mesh(), LLAMA)[0])
     assert parsed.gradient_clipping == 0.7 and parsed.bfloat16_config.enabled and parsed.bfloat16_config.check_grad_overflow
@@ -580,9 +589,9 @@ def values(node: dict[str, Any]) -> st.SearchStrategy[Any]:
 def mutants(draw: st.DrawFn) -> tuple[dict[str, Any], str | None, Any]:
     """A shipped file with one key changed, added, misspelt or deleted; the key and its value if it was added or changed.
 
-    Not of LAMB's, which is zero1.json with an optimizer that DeepSpeed does not read from it.
+    Not of those of `OF_RECIPES`, which are zero1.json and zero2.json with an optimizer that DeepSpeed does not read from them.
     """
-    config = shipped(draw(st.sampled_from([file.stem for file in FILES if file.stem not in ("zero1_lamb", "zero2_muon")])))
+    config = shipped(draw(st.sampled_from([file.stem for file in FILES if file.stem not in OF_RECIPES])))
     if draw(st.integers(0, 4)) == 0:
         config["scheduler"] = copy.deepcopy(draw(st.sampled_from(SCHEDULES)))
     there = [path for path in LEAVES if at(config, path, ...) is not ...]

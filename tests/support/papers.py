@@ -50,6 +50,26 @@ class Lion(Plain):
         x -= group["lr"] * (c.sign() + group["weight_decay"] * x)
 
 
+class Adafactor(Plain):
+    """Algorithm 4 of Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235), with what
+    torch.optim.Adafactor states in its place: means for sums, lr for the constant 0.01 and as the factor of the decay, eps[0] as a
+    floor of the mean and of the root.
+    """
+
+    def rule(self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        t, lr, (eps1, eps2) = state["t"], group["lr"], group.get("eps", (None, 1e-3))
+        eps1 = torch.finfo(x.dtype).eps if eps1 is None else eps1
+        beta2 = 1 - t ** group.get("beta2_decay", -0.8)
+        alpha = max(eps2, math.sqrt(float((x.double() ** 2).mean()))) * min(lr, 1 / math.sqrt(t))
+        x -= lr * group["weight_decay"] * x
+        means = {"v": g * g} if x.dim() < 2 else {"r": (g * g).mean(-1, keepdim=True), "c": (g * g).mean(-2, keepdim=True)}
+        for name, mean in means.items():
+            state[name] = beta2 * state.get(name, torch.zeros_like(mean)) + (1 - beta2) * mean
+        v = state["v"] if x.dim() < 2 else state["r"] * state["c"] / state["r"].mean(-2, keepdim=True).clamp(min=eps1)
+        u = g / v.sqrt().clamp(min=eps1)
+        x -= alpha / max(1.0, math.sqrt(float((u.double() ** 2).mean())) / group.get("d", 1.0)) * u
+
+
 class Muon(Plain):
     """Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), as torch.optim.Muon averages, in fp32; AdamW for what is no matrix.
 

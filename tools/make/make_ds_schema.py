@@ -324,6 +324,8 @@ RANGES: dict[str, Node] = {
     "initial_accumulator_value": {"type": ["number"], "min": 0},
     "foreach": {"type": ["boolean", "null"]},
     "fused": {"type": ["boolean", "null"]},
+    "beta2_decay": {"max": 0},
+    "d": {"min": 1},
     "ns_method": {"type": ["string"], "enum": ["gram", "standard"], "default": "gram"},
     "per_head_muon": {"type": ["boolean"], "default": False},
     "warmup_type": {"enum": ["log", "linear"]},
@@ -390,6 +392,8 @@ def optimizers() -> dict[str, Node]:
         raise SystemExit(f"DeepSpeed's optimizers are now {ds.DEEPSPEED_OPTIMIZERS}; adapt optimizers() in {__file__}")
     for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
         found[name] = {"torch_name": True, "device": parameters(getattr(torch.optim, name))}
+    adafactor = parameters(torch.optim.Adafactor) | {"eps": {"type": ["array"], "default": [None, 0.001], "items": "any", "length": 2}}
+    found["Adafactor"] = {"torch_name": True, "device": adafactor}
     return found
 
 

@@ -115,7 +115,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
 
 def _compare(copy: Copy, read: TensorFiles, written: TensorFiles, effort: Effort) -> None:
     """Raises `Refusal` if a tensor in the output differs from the source's after the cast."""
-    for start, stop in chunks(copy.tensor.numel, unit_of(copy.tensor, read, written), effort.chunk):
+    for start, stop in chunks(copy.tensor.numel, unit_of(copy, read, written), effort.chunk):
         wanted = cast(read.read(copy.tensor, copy.role, start, stop), read.dtype_of(copy.tensor, copy.role), written.dtype_of(copy.tensor, "weight"))
         if not np.array_equal(wanted, written.read(copy.tensor, "weight", start, stop)):
             raise refuse(f"{written.folder}: {copy.tensor.name}", "is not what was written there", "check the disk, and convert again")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..parallel.blueprint import Blueprint, Tensor
+from ..parallel.factors import state_of
 from . import manifest, torch_files
 from .digest import digest
 from .direct_files import DirectFiles
@@ -43,7 +44,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Copy:
-    """Names a tensor in one role of the source, and the roles of its copy in the target (none: the tensor is only read)."""
+    """Names a tensor (of an optimizer's state that tensor) in one role of the source, and the roles of its copy in the target (none: the tensor is only read)."""
 
     tensor: Tensor
     role: str
@@ -73,7 +74,7 @@ def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None
             wanted = (role, *(["weight"] if role == "master" else []), *(["master"] if role == "weight" and trained else []))
             to = tuple(own for own in wanted if target is not None and (tensor.name, own) in target.shards)
             if target is None or to:
-                found.append(Copy(tensor, role, to))
+                found.append(Copy(state_of(tensor, role), role, to))
     return found
 
 
@@ -96,7 +97,7 @@ def run(
 
     def parts() -> Iterator[tuple[Copy, int, int]]:
         for copy in rest:
-            unit = unit_of(copy.tensor, source, *([target] if target else []))
+            unit = unit_of(copy, source, *([target] if target else []))
             spans = chunks(copy.tensor.numel, unit, effort.chunk) if copy.tensor.numel else [(0, 0)]
             yield from ((copy, start, stop) for start, stop in spans)
 
@@ -191,7 +192,7 @@ def partial_digests(blueprint: Blueprint, source: TensorFiles, files: frozenset[
         spans = [_span(shard, piece) for shard in originals(source.shards[copy.tensor.name, copy.role]) for piece in shard.pieces if piece.file in files]
         if not spans:
             continue
-        total, unit = 0, unit_of(copy.tensor, source)
+        total, unit = 0, unit_of(copy, source)
         for start, stop in chunks(copy.tensor.numel, unit, chunk):
             inside = [(max(start, low), min(stop, high)) for low, high in spans if low < stop and high > start]
             if inside:
@@ -211,12 +212,12 @@ def _span(shard: Shard, piece: Piece) -> tuple[int, int]:
     return shard.base + piece.start // width * row, shard.base + -(-piece.stop // width) * row
 
 
-def unit_of(tensor: Tensor, *files: TensorFiles) -> int:
+def unit_of(copy: Copy, *files: TensorFiles) -> int:
     """Returns the elements of the largest row that a cut of any of the files takes apart."""
     unit = 1
     for opened in files:
-        for role in opened.roles(tensor):
-            shards = opened.shards[tensor.name, role]
+        for role in {copy.role, *copy.to}:
+            shards = opened.shards.get((copy.tensor.name, role), [])
             unit = max([unit, *(prod(shard.shape[shard.dim :]) for shard in shards if shard.dim is not None)])
     return unit
 

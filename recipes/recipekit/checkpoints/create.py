@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..parallel import factors
 from ..parallel.blueprint import Blueprint, Extent, Layout, Tensor, flat_groups, flat_tensors, held, holders_of, state_keys
 from . import expert_files, torch_files
 from .places import Holder, expert_optimizer_file, holders, is_swapped, layer_file, swap_files, swap_folder
@@ -140,7 +141,7 @@ def zero0_states(holder: Holder, carried: Carried) -> dict[str, Any]:
     for group in shapes:
         indices.append(list(range(first, first + len(group))))
         first += len(group)
-    optimizer = _base_optimizer(holder, carried, indices, shapes)
+    optimizer = _base_optimizer(holder, carried, 0, indices, shapes)
     if holder.layout.optimizer == "torch":
         return optimizer
     scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": carried.counts["global_steps"]}
@@ -157,7 +158,7 @@ def zero12_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]
     paddings = [max(0, min(size, (part + 1) * size - total)) for size, part, total in zip(sizes, own_parts, totals, strict=True)]
     own = {"partition_count": [holders_of(group, layout) for group in groups], "ds_version": version("deepspeed"), "clip_grad": carried.clipping}
     own |= {
-        "base_optimizer_state": _base_optimizer(holder, carried, [[number] for number in range(len(groups))], [[(size,)] for size in sizes]),
+        "base_optimizer_state": _base_optimizer(holder, carried, rank, [[number] for number in range(len(groups))], [[(size,)] for size in sizes]),
         "single_partition_of_fp32_groups": [FileTensor((size if bf16 else size - end,)) for size, end in zip(sizes, paddings, strict=True)],
         "group_paddings": paddings,
         "param_slice_mappings": [_slice_mapping(group, extents, part) for group, (_, _, extents), part in zip(groups, flats, own_parts, strict=True)],
@@ -178,7 +179,7 @@ def zero3_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]:
     layout, flats = holder.layout, flat_groups(holder.groups, holder.layout)
     kept = [0 if is_swapped(layout, size) else size for _, size, _ in flats]
     indices = [[index for index, flat in enumerate(flats) if flat[0] == number] for number in range(len(holder.groups))]
-    base = _base_optimizer(holder, carried, indices, [[(kept[index],) for index in own] for own in indices])
+    base = _base_optimizer(holder, carried, rank, indices, [[(kept[index],) for index in own] for own in indices])
     masters = [FileTensor((size,)) for size in kept]
     states = {"zero_stage": ZeroStage(3), "partition_count": layout.partitions, "fp32_flat_groups": masters, "optimizer_state_dict": base}
     return _scaler() | states | expert_files.optimizer_entries(holder, rank)
@@ -195,14 +196,21 @@ def _create_swap_files(folder: Path, holder: Holder, rank: int) -> None:
                     stream.truncate(-(-4 * size // layout.swap_align) * layout.swap_align)
 
 
-def _base_optimizer(holder: Holder, carried: Carried, indices: list[list[int]], shapes: list[list[tuple[int, ...]]]) -> dict[str, Any]:
-    """Makes the `state_dict()` of the optimizer that DeepSpeed wraps. `indices`, `shapes`: the numbers and shapes of the tensors of each group."""
+def _base_optimizer(holder: Holder, carried: Carried, rank: int, indices: list[list[int]], shapes: list[list[tuple[int, ...]]]) -> dict[str, Any]:
+    """Makes the `state_dict()` of the optimizer that DeepSpeed wraps on a data rank. `indices`, `shapes`: the numbers and shapes of the
+    tensors of each group.
+    """
     state, param_groups = {}, []
+    factored = factors.sizes_of(holder.groups, holder.layout, holder.tp_rank) if holder.layout.factored else None
     for group, numbers, sizes in zip(holder.groups, indices, shapes, strict=True):
         for index, shape in zip(numbers, sizes, strict=True):
             numbers_of_it = {name: carried.scalars.get(name, 0.0) for name in holder.layout.scalars}
             scalars = {name: int(value) if holder.layout.int_step else FileTensor((), value=value) for name, value in numbers_of_it.items()}
-            if kept := scalars | {role: FileTensor(shape) for role in holder.states_of(group[0][0])}:  # torch makes no entry without anything in it
+            if factored is not None:
+                states = {role: FileTensor((numel,)) for role, numel in factored[index].get(rank, {}).items()}
+            else:
+                states = {role: FileTensor(shape) for role in holder.states_of(group[0][0])}
+            if kept := scalars | states:  # torch makes no entry without anything in it
                 state[index] = kept
         number = group[0][0].group
         own = carried.groups.get(number if number is not None else -1, {}) | {"params": numbers}

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from ..parallel import factors
 from ..parallel.blueprint import (
     Blueprint,
+    Extent,
     Layout,
     Tensor,
     flat_groups,
@@ -158,7 +160,7 @@ def shards(blueprint: Blueprint, layout: Layout) -> dict[tuple[str, str], list[S
     for holder in holders(blueprint, layout):
         states = _zero0_states(holder) if layout.zero_stage == 0 else _flat_states(holder)
         for tensor, ep_rank, role, pieces in itertools.chain(states, _weights(holder)):
-            name, shard = _shard(holder, tensor, ep_rank, tuple(pieces))
+            name, shard = _shard(holder, factors.state_of(tensor, role), ep_rank, tuple(pieces))
             if shard is not None:
                 found.setdefault((name, role), []).append(shard)
     if layout.optimizer == "torch":  # this optimizer trains the weights themselves
@@ -195,9 +197,10 @@ def _zero0_states(holder: Holder) -> Placed:
     number = 0
     for g, group in enumerate(holder.groups):
         for j, (tensor, numel) in enumerate(group):
+            sizes = factors.state_sizes(holder.shapes[tensor.name], numel) if holder.layout.factored else dict.fromkeys(holder.states_of(tensor), numel)
             for rank, file in files:
-                for role in holder.states_of(tensor):
-                    yield tensor, rank, role, [Piece(file, (*state, number, role), 0, 0, numel)]
+                for role, size in sizes.items():
+                    yield tensor, rank, role, [Piece(file, (*state, number, role), 0, 0, size)]
                 if not plain:
                     yield tensor, rank, "master", [Piece(file, ("optimizer", "fp32_groups", g, j), 0, 0, numel)]
             number += 1
@@ -208,8 +211,11 @@ def _flat_states(holder: Holder) -> Placed:
     layout, tensors = holder.layout, flat_tensors(holder.groups, holder.layout)
     for index, (group, numel, extents) in enumerate(flat_groups(holder.groups, layout)):
         swapped = is_swapped(layout, numel)
-        states = holder.states_of(tensors[index][0][0])
+        states = layout.states if layout.factored else holder.states_of(tensors[index][0][0])
         keys = _zero3_keys(index, states) if layout.zero_stage == 3 else _zero12_keys(group, states)
+        if layout.factored:
+            yield from _factors(holder, tensors[index], extents, keys)
+            states = ()
         for (tensor, _), pieces in zip(tensors[index], extents, strict=True):
             for role, ep_rank in itertools.product(("master", *states), holder.ep_ranks(tensor)):
                 if swapped:
@@ -219,6 +225,20 @@ def _flat_states(holder: Holder) -> Placed:
                     ranks = [at.rank * len(holder.ep_ranks(tensor)) + ep_rank for at in pieces]
                     files = [holder.optimizer_file(rank) for rank in ranks]
                     yield tensor, ep_rank, role, [Piece(file, keys[role], at.offset, at.start, at.stop) for at, file in zip(pieces, files, strict=True)]
+
+
+def _factors(holder: Holder, flat: list[tuple[Tensor, int]], extents: list[list[Extent]], keys: dict[str, Keys]) -> Placed:
+    """Places Adafactor's states of a flat tensor: rows and columns whole on each rank that has a part of the tensor, of vectors that part."""
+    parts: dict[str, list[Piece]] = {}
+    for kept in factors.kept_of(flat, extents, holder.layout, holder.tp_rank):
+        piece = Piece(holder.optimizer_file(kept.rank), keys[kept.state], kept.offset, kept.start, kept.stop)
+        if kept.state == factors.ELEMENTS:
+            parts.setdefault(kept.tensor.name, []).append(piece)
+        else:
+            yield kept.tensor, 0, kept.state, [piece]
+    for tensor, _ in flat:
+        if tensor.name in parts:
+            yield tensor, 0, factors.ELEMENTS, parts[tensor.name]
 
 
 def _zero12_keys(group: int, states: tuple[str, ...]) -> dict[str, Keys]:

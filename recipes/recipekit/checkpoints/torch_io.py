@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..parallel.blueprint import Blueprint, Layout
+from ..parallel.factors import state_of
 from .create import Carried, create, read_carried
 from .places import holders
 from .tensor_files import BITS, TensorFiles, open_checkpoint
@@ -67,9 +68,11 @@ class TorchStates:
         self.counts |= carried.counts | {"ds_config": self.counts["ds_config"]}
 
     def _make_states(self, blueprint: Blueprint, layout: Layout, scalars: dict[str, float]) -> None:
+        make = getattr(self.optimizer, "new_states", None)  # of ours that keep others than tensors of the weight's shape
         for tensor in (tensor for tensor in blueprint.tensors if tensor.group is not None):
             parameter, counted = self.kept[tensor.name], {name: torch.tensor(value) for name, value in scalars.items()}
-            self.optimizer.state[parameter] = counted | {role: torch.zeros_like(parameter) for role in blueprint.states_of(tensor, layout)}
+            states = make(parameter) if make else {role: torch.zeros_like(parameter) for role in blueprint.states_of(tensor, layout)}
+            self.optimizer.state[parameter] = states | counted
 
     def _pieces(self, blueprint: Blueprint, layout: Layout, states: bool) -> Any:
         """Yields (tensor, role, what holds it) of all that a step folder has, in the same order on every rank."""
@@ -78,7 +81,7 @@ class TorchStates:
             yield tensor, "weight" if tensor.group is None else "master", value
             if states and tensor.group is not None:
                 for role in blueprint.states_of(tensor, layout):
-                    yield tensor, role, self.optimizer.state[value][role]
+                    yield state_of(tensor, role), role, self.optimizer.state[value][role]
 
 
 def _own(part: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -8,43 +8,46 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..parallel.blueprint import Layout, Tensor, flat_groups, flat_tensors, groups_of, runs
+from ..parallel.blueprint import Layout, Tensor, flat_groups, flat_tensors, groups_of, local_shape, runs
 from ..parallel.groups import Groups
 from ..refusal import refuse
-
-PIECE = 1 << 24  # elements that are squared in fp64 at a time
+from .facts import AT_ONCE
 
 
 @dataclass(frozen=True)
 class Part:
-    """Is what a rank has of one tensor: elements start..stop of a parameter of its optimizer; `cut`: other tensor ranks have others.
+    """Is what a rank has of one tensor: elements start..stop of a parameter of its optimizer.
 
-    `shape` is that of the whole tensor. Of it a tensor rank has a shard, in which this part begins at element `first`: the indices
-    `runs` of dimension `dim`, or all if it is not cut.
+    They are those from `first` on of a row-major tensor of `shape`. `cut`: the dimension of which other tensor ranks have other
+    indices, `whole` in all, and this one has `runs`; None: each tensor rank has the tensor whole.
     """
 
     start: int
     stop: int
-    cut: bool = False
     shape: tuple[int, ...] = ()
     first: int = 0
-    dim: int = 0
+    cut: int | None = None
+    whole: int = 0
     runs: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Returns the shape of the tensor before tensor ranks divided it."""
+        return tuple(self.whole if dim == self.cut else size for dim, size in enumerate(self.shape))
+
     def put(self, values: torch.Tensor, whole: torch.Tensor) -> None:
-        """Writes this part, (stop - start,), into the whole tensor."""
-        if not self.cut:
+        """Writes this part, (stop - start,), into the whole tensor, (*sizes,)."""
+        if self.cut is None:
             whole.view(-1)[self.first : self.first + len(values)] = values
             return
-        sizes = [stop - start for start, stop in self.runs]
-        shard = whole.new_zeros([sum(sizes) if dim == self.dim else size for dim, size in enumerate(self.shape)])
+        shard = whole.new_zeros(self.shape)
         shard.view(-1)[self.first : self.first + len(values)] = values
-        for (start, _), piece in zip(self.runs, shard.split(sizes, self.dim), strict=True):
-            whole.narrow(self.dim, start, piece.shape[self.dim]).copy_(piece)
+        for (start, stop), piece in zip(self.runs, shard.split([stop - start for start, stop in self.runs], self.cut), strict=True):
+            whole.narrow(self.cut, start, stop - start).copy_(piece)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this part, (stop - start,), of the whole tensor."""
-        shard = torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim) if self.cut else whole
+        """Returns this part, (stop - start,), of the whole tensor, (*sizes,)."""
+        shard = whole if self.cut is None else torch.cat([whole.narrow(self.cut, start, stop - start) for start, stop in self.runs], self.cut)
         return shard.reshape(-1)[self.first : self.first + self.stop - self.start]
 
 
@@ -63,25 +66,20 @@ class Borders:
     device: torch.device | None = None
 
     def of(self, parameter: torch.Tensor) -> list[Part]:
-        """Returns the parts that lie in a parameter. FSDP2 cuts rows as torch.chunk does."""
-        if parameter in self.parts:
-            return self.parts[parameter]
-        first, own = 0, local(parameter)
-        if isinstance(parameter, DTensor) and parameter.shape:
-            rows = -(-parameter.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
-            first = min(rows, parameter.shape[0]) * (parameter.numel() // max(1, parameter.shape[0]))
-        return [Part(0, own.numel(), shape=tuple(parameter.shape), first=first)]
+        return self.parts.get(parameter) or [_own(parameter)]
 
-    def add_up(self, sums: torch.Tensor, parts: list[Part]) -> torch.Tensor:
-        """Returns the sums (N, ...) of N tensors over all ranks that have parts of them, where `sums` are this rank's (a collective)."""
+    def add_up(self, sums: torch.Tensor, cut: list[slice]) -> torch.Tensor:
+        """Returns `sums` (N, ...) added up over all ranks that have parts of the same tensors (a collective); `cut`: those to which each
+        tensor rank adds something else.
+        """
         total = sums.to(self.device or sums.device)
         if self.partitions is not None:
             dist.all_reduce(total, group=self.partitions)
-        if self.tensor_ranks is not None and any(part.cut for part in parts):
-            cut = torch.tensor([number for number, part in enumerate(parts) if part.cut], device=total.device)
-            of_cut = total[cut]
+        if self.tensor_ranks is not None and cut:
+            of_cut = torch.cat([total[own] for own in cut])
             dist.all_reduce(of_cut, group=self.tensor_ranks)
-            total[cut] = of_cut
+            for own, added in zip(cut, of_cut.split([own.stop - own.start for own in cut]), strict=True):
+                total[own] = added
         return total.to(sums.device)
 
     def join(self, flat: torch.Tensor, wholes: list[torch.Tensor], parts: list[Part]) -> None:
@@ -89,7 +87,7 @@ class Borders:
         if self.partitions is not None:
             dist.all_reduce(flat, group=self.partitions)
         for whole, part in zip(wholes, parts, strict=True):
-            if self.tensor_ranks is not None and part.cut:
+            if self.tensor_ranks is not None and part.cut is not None:
                 dist.all_reduce(whole, group=self.tensor_ranks)
 
 
@@ -98,10 +96,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _own(parameter: torch.Tensor) -> Part:
+    """Returns what this rank has of a parameter that is a tensor of its own; FSDP2 divides its rows as torch.chunk does."""
+    numel, first = local(parameter).numel(), 0
+    if isinstance(parameter, DTensor):
+        rows = -(-parameter.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_local_rank()
+        first = min(rows, parameter.shape[0]) * (parameter.numel() // max(1, parameter.shape[0]))
+    return Part(0, numel, tuple(parameter.shape), first)
+
+
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """Returns the sum of the squares, () fp64."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for piece in flat.split(PIECE):
+    for piece in flat.split(AT_ONCE):
         total += piece.double().square().sum()
     return total
 
@@ -118,7 +125,8 @@ def borders_of(tensors: list[Tensor], layout: Layout, groups: Groups, optimizer:
         raise refuse(f"zero_optimization.sub_group_size = {layout.sub_group_size}", rule, "leave it out")
     parts: dict[torch.Tensor, list[Part]] = {}
     rank = groups.coords["dp"] * layout.mesh.sp + groups.coords["sp"]
-    for parameter, own in zip(_parameters(optimizer, layout.zero_stage), _parts(made[groups.coords["tp"]], layout, rank, groups.coords["tp"]), strict=True):
+    tp_rank = groups.coords["tp"]
+    for parameter, own in zip(_parameters(optimizer, layout.zero_stage), _parts(made[tp_rank], layout, rank, tp_rank), strict=True):
         assert own[-1].stop <= parameter.numel() and (layout.zero_stage or own[-1].stop == parameter.numel()), "it is not the tensor that the layout names"
         parts[parameter] = own
     return Borders(parts, optimizer.dp_process_group if layout.zero_stage else None, groups.tp_group, device)
@@ -133,20 +141,19 @@ def _parameters(optimizer: Any, stage: int) -> list[torch.Tensor]:
 
 def _parts(made: list[list[tuple[Tensor, int]]], layout: Layout, rank: int, tp_rank: int) -> Iterator[list[Part]]:
     """Yields for each parameter of the optimizer a data rank's parts of its tensors; a part may be empty."""
+
+    def part(tensor: Tensor, start: int, stop: int, first: int) -> Part:
+        shape = local_shape(tensor, layout.mesh.tp, tp_rank)
+        if tensor.cut is None or layout.mesh.tp == 1:
+            return Part(start, stop, shape, first)
+        return Part(start, stop, shape, first, tensor.cut[0], tensor.shape[tensor.cut[0]], tuple(runs(tensor, layout.mesh.tp, tp_rank)))
+
     if layout.zero_stage == 0:
-        yield from ([_part(tensor, layout, tp_rank, (0, numel, 0))] for group in made for tensor, numel in group)
+        yield from ([part(tensor, 0, numel, 0)] for group in made for tensor, numel in group)
         return
     for tensors, (_, _, extents) in zip(flat_tensors(made, layout), flat_groups(made, layout), strict=True):
         own = []
         for (tensor, _), pieces in zip(tensors, extents, strict=True):
             mine = [(at.offset, at.offset + at.stop - at.start, at.start) for at in pieces if at.rank == rank]
-            own.append(_part(tensor, layout, tp_rank, mine[0] if mine else (0, 0, 0)))
+            own.append(part(tensor, *(mine[0] if mine else (0, 0, 0))))
         yield own
-
-
-def _part(tensor: Tensor, layout: Layout, tp_rank: int, place: tuple[int, int, int]) -> Part:
-    """Makes the part of a tensor that lies at `place`: start, stop, and where it begins in the tensor rank's shard."""
-    start, stop, first = place
-    if tensor.cut is None or layout.mesh.tp == 1:
-        return Part(start, stop, False, tensor.shape, first)
-    return Part(start, stop, True, tensor.shape, first, tensor.cut[0], tuple(runs(tensor, layout.mesh.tp, tp_rank)))

@@ -6,15 +6,17 @@ their sources only. Rules, the dry run, save, load and the converter ask these r
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 ELEMENT, TENSOR = "element", "tensor"
+AT_ONCE = 1 << 22  # elements of which ours take sums at a time, and of an update those that Adafactor computes
 EVERYWHERE = "on CUDA"  # the same code of torch runs there
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Describes an optimizer. Each state is an fp32 tensor of the weight's shape, each scalar one fp32 number of a weight.
+    """Describes an optimizer. Each state is an fp32 tensor of the weight's shape, but for FACTORS, each scalar one fp32 number of a weight.
 
     `matrices`: what it keeps for the weights that it takes for matrices, in place of `states`; None: it has one rule for all weights.
     `added`: option of optimizer.params -> the states that it adds where it is set. `scalars` follow from the count of steps and
@@ -40,6 +42,7 @@ class Facts:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FACTORS = ("row_var", "col_var", "variance")  # a number for each row and column of a tensor, or for each element of a vector
 ADAM = Facts(MOMENTS, added={"amsgrad": ("max_exp_avg_sq",)}, family="Adam", host=Facts(MOMENTS, family="Adam"), tested=True, copies=1)
 MU = Facts(MOMENTS, lacks="needs the package mup, which is not pinned here", read="everywhere")
 FACTS: dict[str, Facts] = {
@@ -56,11 +59,19 @@ FACTS: dict[str, Facts] = {
     "Adagrad": Facts(("sum",), host=Facts(("exp_avg_sq",), tested=True), ours=True, copies=2),
     "Lion": Facts(("exp_avg",), host=Facts(MOMENTS, tested=True), ours=True, copies=1),  # the host's second moment stays zero, but is kept
     "Lamb": Facts(MOMENTS, acts_on=TENSOR, ours=True, copies=2),
+    "Adafactor": Facts(FACTORS, acts_on=TENSOR, ours=True, copies=5),
     "Muon": Facts(MOMENTS, matrices=("momentum_buffer",), acts_on=TENSOR, ours=True, copies=1),
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), MU),
 }
 GATHERED = 1 << 26  # elements of whole matrices that a step of Muon's gathers at a time, or those of the largest
 SWAPPED = ("Adam",)  # families whose states DeepSpeed's swap files were tried with
+
+
+def state_sizes(shape: tuple[int, ...], numel: int) -> dict[str, int]:
+    """Returns the elements of each state of FACTORS that is kept for `numel` elements, at least one, of a tensor."""
+    if len(shape) < 2:
+        return {"variance": numel}
+    return {"row_var": prod(shape[:-1]), "col_var": prod(shape) // shape[-2]}
 
 
 def facts_of(ds_config: Mapping[str, Any]) -> Facts:
@@ -83,7 +94,7 @@ def family_of(ds_config: Mapping[str, Any]) -> str:
 
 
 def states_of(ds_config: Mapping[str, Any], matrix: bool = False) -> tuple[str, ...]:
-    """Names the states that the optimizer of a checked JSON keeps for a weight, each of its shape and in fp32. `matrix`: it takes that for a matrix."""
+    """Names the states that the optimizer of a checked JSON keeps for weights, in fp32. `matrix`: of one that it takes for a matrix."""
     row, params = facts_of(ds_config), (ds_config.get("optimizer") or {}).get("params", {})
     if matrix and row.matrices is not None:
         return row.matrices

@@ -52,7 +52,8 @@ class Lamb(torch.optim.Optimizer):
                 parts.append(part)
                 pieces.append((weights[part.start : part.stop], direction[part.start : part.stop]))
         sums = torch.stack([torch.stack([square_sum(weights), square_sum(direction)]) for weights, direction in pieces])  # (tensors, 2)
-        weights_norms, norms = self.borders.add_up(sums, parts).sqrt().unbind(1)
+        cut = [slice(number, number + 1) for number, part in enumerate(parts) if part.cut is not None]
+        weights_norms, norms = self.borders.add_up(sums, cut).sqrt().unbind(1)
         ratios = torch.where((weights_norms > 0) & (norms > 0), weights_norms / norms, 1.0).float()
         for (weights, direction), ratio in zip(pieces, ratios, strict=True):
             weights.sub_(direction.mul_(ratio), alpha=group["lr"])

@@ -27,7 +27,7 @@ class Piece:
     @property
     def numel(self) -> int:
         """Counts the elements of the whole matrix."""
-        return prod(self.part.shape)
+        return prod(self.part.sizes)
 
 
 class NewtonSchulz(torch.optim.Optimizer):
@@ -117,7 +117,7 @@ class NewtonSchulz(torch.optim.Optimizer):
         """Updates what this rank has of some matrices (a collective)."""
         flat = torch.zeros(sum(piece.numel for piece in pieces), device=self.borders.device or pieces[0].weights.device)
         split = flat.split([piece.numel for piece in pieces])
-        wholes = [whole.view(piece.part.shape) for piece, whole in zip(pieces, split, strict=True)]  # (A, B) each
+        wholes = [whole.view(piece.part.sizes) for piece, whole in zip(pieces, split, strict=True)]  # (A, B) each
         for piece, whole in zip(pieces, wholes, strict=True):
             piece.part.put(piece.gradient.lerp(piece.momentum, group["momentum"]) if group["nesterov"] else piece.momentum, whole)
         self.borders.join(flat, wholes, [piece.part for piece in pieces])
@@ -127,7 +127,7 @@ class NewtonSchulz(torch.optim.Optimizer):
         if ranks > 1:
             dist.all_reduce(flat, group=self.borders.partitions)
         for piece, whole in zip(pieces, wholes, strict=True):
-            rate = group["lr"] * _factor(piece.part.shape, group["adjust_lr_fn"])
+            rate = group["lr"] * _factor(piece.part.sizes, group["adjust_lr_fn"])
             piece.weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(piece.part.take(whole).to(piece.weights.device), alpha=rate)
 
 

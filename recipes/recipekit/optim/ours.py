@@ -7,13 +7,20 @@ from typing import Any
 
 import torch
 
+from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .facts import facts_of, spelled
 from .lamb import Lamb
 from .lion import Lion
 from .muon import NewtonSchulz
 
-OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adagrad": Adagrad, "Lamb": Lamb, "Lion": Lion, "Muon": NewtonSchulz}
+OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adafactor": Adafactor,
+    "Adagrad": Adagrad,
+    "Lamb": Lamb,
+    "Lion": Lion,
+    "Muon": NewtonSchulz,
+}
 
 
 def maker(ds_config: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:

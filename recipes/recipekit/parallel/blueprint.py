@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from ..mesh import Mesh
+from ..optim.facts import FACTORS, state_sizes
 from .param_groups import FIRST, Group
 
 MOST_EXPERTS = 178_956_971  # elements of an optimizer group of divided experts (DeepSpeed 0.19.8, moe/utils.py)
@@ -91,8 +92,10 @@ class Blueprint:
         return {tensor.name: self.groups[tensor.group] for tensor in self.tensors if tensor.group is not None}
 
     def states_of(self, tensor: Tensor, layout: "Layout") -> tuple[str, ...]:
-        """The states that the optimizer keeps for a trained tensor, each in fp32 and of its shape. Those of a group are the same."""
+        """The states that the optimizer keeps for a trained tensor, in fp32. Those of a group are the same, but for Adafactor's."""
         assert tensor.group is not None, f"{tensor.name} is not trained"
+        if layout.factored:
+            return tuple(state_sizes(tensor.shape, tensor.numel))
         return layout.states if layout.of_matrices is None or not self.groups[tensor.group].matrix else layout.of_matrices
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +130,7 @@ class Layout:
     swap_align: int = 1024  # bytes; the files' sizes are multiples of it
     swap_first: int = 0  # DeepSpeed's number (ds_id) of the model's first parameter; the files are named after such numbers
     algorithm: str = "Adam"  # of the optimizer, as optim/facts.py names it
-    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # what it keeps for a trained weight: fp32 tensors of its shape
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # what it keeps for a trained weight: fp32 tensors of its shape, or FACTORS
     of_matrices: tuple[str, ...] | None = None  # what it keeps for its matrices in place of these; None: the same
     scalars: tuple[str, ...] = ("step",)  # and single numbers, the same for all weights of a group
 
@@ -140,6 +143,11 @@ class Layout:
     def kept(self) -> str:
         """What the optimizer keeps, in words."""
         return (", ".join(self.states) or "no states") + (f", of matrices {', '.join(self.of_matrices)}" if self.of_matrices is not None else "")
+
+    @property
+    def factored(self) -> bool:
+        """The states are those of Adafactor, which parallel/factors.py places."""
+        return self.states == FACTORS
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

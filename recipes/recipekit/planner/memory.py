@@ -12,8 +12,9 @@ from math import prod
 from typing import Any
 
 from ..kernels.blocks import columns_at_once
-from ..optim.facts import GATHERED, by_matrix, facts_of, states_of
+from ..optim.facts import FACTORS, GATHERED, by_matrix, facts_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, held, local_shape
+from .factors import with_factors
 from .groups import Group, groups_of
 from .pinned import ROUNDED_UP_TO, pinned_bytes
 from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term
@@ -73,6 +74,8 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
         terms = of_class[optimizer_class(ds_config)](groups, frozen, ds_config, load)
     if by_matrix(ds_config):
         terms.append(_whole_matrices(blueprint, tensors))
+    if states_of(ds_config) == FACTORS:
+        terms = with_factors(terms, tensors, layout, zero, load.engine)
     if load.background:
         copied = ("master weights", "optimizer states", *(("parameters",) if zero.get("stage", 0) < 3 or optimizer_class(ds_config) == "torch" else ()))
         size = sum(term.size for term in terms if term.what.startswith(copied) and term.place != NVME)

@@ -1,8 +1,13 @@
 """Counts what a run needs of a host: memory, and room for the files that the run writes."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 
-from ..optim.facts import states_of
+from ..optim.facts import FACTORS, states_of
+from ..parallel.blueprint import Blueprint, Layout, held
+from ..parallel.factors import elements_of
 from ..plan import Plan
 from ..refusal import Refusal
 from ..run_folder import CHECKPOINTS
@@ -24,7 +29,7 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     model = recipe.adapt(model) if recipe.adapt else model
     size = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    kept = [(tensor.numel, states_of(plan.ds_config, blueprint.groups[tensor.group].matrix)) for tensor in blueprint.tensors if tensor.group is not None]
+    states = sum(4 * numel for numel in _state_elements(plan, blueprint, layout))
     mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
     width = 2 if mixed else 4
     saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1
@@ -37,7 +42,19 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     return {
         "host": total(terms, HOST) + device_memory,
         "NVMe": total(terms, NVME),
-        "checkpoint": (size if stage < 3 else size - trained) * width + sum(numel * 4 * (len(states) + bool(mixed or stage)) for numel, states in kept),
+        "checkpoint": (size if stage < 3 else size - trained) * width + (4 * trained if mixed or stage else 0) + states,
         "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next one is complete before the oldest is removed
         "export": size * width if recipe.export else 0,
     }
+
+
+def _state_elements(plan: Plan, blueprint: Blueprint, layout: Layout) -> Iterator[int]:
+    """Yields numbers that add up to the elements of the optimizer's states in a checkpoint. Adafactor's rows and columns are there once for every holder."""
+    if states_of(plan.ds_config) != FACTORS:
+        trained = [(tensor.numel, tensor.group) for tensor in blueprint.tensors if tensor.group is not None]
+        yield from (numel * len(states_of(plan.ds_config, blueprint.groups[group].matrix)) for numel, group in trained)
+        return
+    layout = replace(layout, zero_stage=plan.ds_config["zero_optimization"]["stage"])
+    for pp_rank in range(layout.mesh.pp):
+        tensors = held(blueprint, layout, pp_rank)
+        yield from (elements_of(tensors, layout, tp_rank).total() for tp_rank in range(layout.mesh.tp))

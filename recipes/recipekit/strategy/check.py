@@ -14,7 +14,7 @@ from .batch import check_batch, no_batch
 from .divisions import check_dense_mask, check_divisions, check_pipeline
 from .numbers import DEGREES, SHARED, degrees_in, literals, number_of
 from .rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
-from .schema import AUTO, FILLED_BY, at, meant_by_auto, optimizer_name, optimizer_params, resembled, shown, walk
+from .schema import AUTO, FILLED_BY, at, meant_by_auto, optimizer_name, optimizer_params, resembled, shown, takes_number, walk
 from .shapes import count_layers, divisible
 
 # While one of these keys, or a block around it, is at fault or misspelt, no rule about combinations can be applied.
@@ -184,6 +184,7 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
     if name:
         takes = optimizer_params(clean, name)
         for field, key in (("weight_decay", "weight_decay"), ("beta1", "betas"), ("beta2", "betas"), ("eps", "eps")):
-            if field in typed and key not in takes:
-                found.append(Problem(f"--{field} {getattr(recipe, field)}", f"{name} takes no {key}, so it would be ignored", "drop the flag, or use AdamW"))
+            if field in typed and not takes_number(takes, key):
+                rule = f"{name} takes {'a pair as' if key in takes else 'no'} {key}, so it would be ignored"
+                found.append(Problem(f"--{field} {getattr(recipe, field)}", rule, "drop the flag, or use AdamW"))
     return found

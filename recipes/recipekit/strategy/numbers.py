@@ -36,7 +36,7 @@ def literals(config: dict[str, Any]) -> dict[str, Any]:
     for field, path in SHARED.items():
         block, _, last = path.rpartition(".")
         value = at(clean, block)[int(last)] if last.isdigit() and at(clean, block) else at(clean, path)
-        if value is not None and value != "auto":
+        if value is not None and value != "auto" and not isinstance(value, list):  # Adafactor's eps is a pair
             found[field] = value
     return found
 

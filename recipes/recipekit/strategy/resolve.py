@@ -7,7 +7,7 @@ from ..optim.facts import facts_of
 from ..recipe import Recipe
 from .numbers import degrees_in, literals
 from .rules import Facts
-from .schema import optimizer_name, optimizer_params, walk
+from .schema import optimizer_name, optimizer_params, takes_number, walk
 from .shapes import shape_of
 
 
@@ -41,7 +41,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     takes = optimizer_params(resolved, optimizer_name(resolved))
     numbers = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps}
     for key, number in numbers.items():
-        if key in takes and params.get(key, "auto") == "auto":
+        if takes_number(takes, key) and params.get(key, "auto") == "auto":
             params[key] = number
 
     kept = facts_of(resolved)

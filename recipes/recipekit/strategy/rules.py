@@ -450,12 +450,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.stock and f.stage > 0 and f.optimizer == "Lamb",
+        lambda f: f.stock and f.stage > 0 and f.optimizer in ("Lamb", "Adafactor"),
         "takes sums over whole weights, whose borders ZeRO hides in flat pieces: it would silently become another algorithm",
-        "use AdamW; a recipe has a LAMB of its own, which knows the borders",
+        "use AdamW; a recipe has a LAMB and an Adafactor of its own, which know the borders",
         REPLACES,
         "zero/stage_1_and_2.py, zero/stage3.py; run",
-        "ZeRO-1, 2, 3 + LAMB",
+        "ZeRO-1, 2, 3 + LAMB or Adafactor",
     ),
     Rule(
         "optimizer.type",
@@ -762,6 +762,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
             ("eps_inside_sqrt", "Lamb", "is of DeepSpeed's LAMB; the one of a recipe is the paper's, with eps outside of the root"),
             ("set_grad_none", "Lion", "is of DeepSpeed's Lion for CUDA; that of a recipe leaves gradients to the engine"),
             ("fused", "Adagrad", "is of torch's own Adagrad, which DeepSpeed makes anew without its groups; that of a recipe has no fused step"),
+            ("foreach", "Adafactor", "is of torch's own Adafactor; that of a recipe takes a part of one tensor after the other"),
             ("differentiable", "Adagrad", "records the step for a second gradient, which the weights of a model do not need"),
             ("muon_lr", "Muon", "is of DeepSpeed's Muon; that of a recipe has one rate, of which lr_scale makes others by name"),
             ("adam_lr", "Muon", "is of DeepSpeed's Muon; that of a recipe has one rate, of which lr_scale makes others by name"),

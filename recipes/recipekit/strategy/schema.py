@@ -67,6 +67,11 @@ def optimizer_params(config: dict[str, Any], name: str | None) -> dict[str, Node
     return variants.get(chosen) or variants.get("device", {})
 
 
+def takes_number(takes: dict[str, Node], key: str) -> bool:
+    """Returns True if a recipe's number goes into the key `key` of optimizer.params; Adafactor's eps is a pair, which only a JSON states."""
+    return key in takes and (key != "eps" or "array" not in takes[key]["type"])
+
+
 # Names of keys that an older DeepSpeed read and this one does not.
 FORMER = {"aio.thread_count": "intra_op_parallelism"}
 
@@ -250,6 +255,8 @@ def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: boo
             return Problem(where, f"must hold {node['length']} numbers", f"write {_example(node)}", FAILS)
         if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
             return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]", FAILS)
+        if path.endswith(".eps") and not all(_is(item, "number") and item >= 0 for item in (0 if value[0] is None else value[0], value[1])):
+            return Problem(where, "each must be at least 0, and the first may be null", "write [null, 0.001]", FAILS)
     return None
 
 

@@ -1,0 +1,30 @@
+"""Counts what Adafactor keeps and needs in place of tensors of the weights' shapes."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..optim.facts import AT_ONCE, FACTS, state_sizes
+from ..parallel.blueprint import Layout, Tensor
+from ..parallel.factors import elements_of
+from .terms import Term
+
+
+def with_factors(terms: list[Term], tensors: list[Tensor], layout: Layout, zero: dict[str, Any], engine: str) -> list[Term]:
+    """Returns the terms of a rank that holds such tensors as they are with Adafactor, of the data rank that keeps most of its states.
+
+    It adds up as many numbers as it keeps in fp64, twice, and computes its updates piece by piece.
+    """
+    if engine == "fsdp2":
+        trained = [tensor for tensor in tensors if tensor.group is not None]
+        elements = sum(sum(state_sizes(tensor.shape, -(-tensor.numel // layout.mesh.dp)).values()) for tensor in trained)
+    else:
+        layout = replace(layout, zero_stage=zero.get("stage", 0), sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)))
+        elements = max((most for tp_rank in range(layout.mesh.tp) for most in elements_of(tensors, layout, tp_rank).values()), default=0)
+    found = []
+    for term in terms:
+        if term.what.startswith("optimizer states"):
+            term = replace(term, size=4 * elements)
+        elif term.what.startswith("temporaries of the optimizer"):
+            term = replace(term, size=min(term.size, 4 * FACTS["Adafactor"].copies * AT_ONCE) + 16 * elements)
+        found.append(term)
+    return found
