@@ -15,7 +15,7 @@ from .engine import Engine
 from .kernels.documents import for_layers
 from .mesh import Mesh
 from .optim.schedules import lr_at
-from .parallel import pipeline, timeline
+from .parallel import pipeline, plans, timeline
 from .parallel.sequence import own_part
 from .plan import Plan
 from .refusal import Say
@@ -235,7 +235,11 @@ def loop(ready: Ready) -> int:
         batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
         lr = lr_at(recipe, step) if own_schedule else None
         more = numbers_of_rank(ready, batches)
-        with used.compared(engine, mesh, step, on=step == first), timeline.record(engine, on=step == drawn) as spans:
+        with (
+            plans.fitting(recipe.model, mesh, step == first),
+            used.compared(engine, mesh, step, on=step == first),
+            timeline.record(engine, on=step == drawn) as spans,
+        ):
             result = train_step(engine, ready.task, batches, lr, "bad data" if broken else stopper.requested, mesh, ready.sums, more)
         seconds = time.perf_counter() - begun
 

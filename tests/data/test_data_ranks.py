@@ -161,6 +161,7 @@ def test_a_launched_run_stops_with_exit_code_1(tmp_path: Path, ops: Callable[[st
         job.close()
 
 
+@pytest.mark.slow
 def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.jsonl").write_text(lines(texts(70, number)) + "nonsense\n[1]\n" + lines(texts(20, 10 + number)))

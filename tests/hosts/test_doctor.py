@@ -229,6 +229,7 @@ def test_a_host_that_never_comes(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_rank_whose_master_is_nowhere(tmp_path: Path) -> None:
     """192.0.2.1 is an address of documentation (RFC 5737): no packet to it is answered."""
     codes, text = Ranks(tmp_path, 2, ("--quick", "--patience", "3"), {}, {0}, {"MASTER_ADDR": "192.0.2.1"}).wait(60)

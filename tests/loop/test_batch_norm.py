@@ -91,7 +91,7 @@ CASES = [
     Case("zero0 dp2", 2, "zero0"),
     Case("zero1 dp4", 4, "zero1", slow=True),
     Case("zero2 dp2, checkpointing", 2, "zero2", {"activation_checkpointing": True}, slow=True),
-    Case("zero3 dp2", 2, "zero3"),
+    Case("zero3 dp2", 2, "zero3", slow=True),
     Case("zero1 pp2", 2, "zero1", PP2),
     Case("zero1 pp4", 4, "zero1", {"pp": 4}, slow=True),
     Case("zero0 pp2 dp2, checkpointing", 4, "zero0", PP2 | {"activation_checkpointing": True}, slow=True),

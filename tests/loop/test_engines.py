@@ -45,7 +45,8 @@ def exported(run: Path) -> dict[str, torch.Tensor]:
 
 CASES = [
     Case("ddp dp2", 2, "ddp"),
-    Case("fsdp2 dp4, tied", 4, "fsdp2", model="tied"),
+    Case("fsdp2 dp2, tied", 2, "fsdp2", model="tied"),
+    Case("fsdp2 dp4, tied", 4, "fsdp2", model="tied", slow=True),
     Case("ddp dp1", 1, "ddp", slow=True),
     Case("fsdp2 dp1", 1, "fsdp2", slow=True),
     Case("fsdp2 dp2", 2, "fsdp2", slow=True),

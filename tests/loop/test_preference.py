@@ -30,7 +30,7 @@ from recipekit.planner.flops import keys_seen, model_flops
 from recipekit.recipe import Recipe
 from recipekit.run_folder import numbers
 from recipekit.tasks.find import task_called
-from reference import Plain, Trained, train_plain
+from reference import Plain, Trained, num_right, train_plain
 from safetensors.torch import load_file
 from test_export import add_lora
 from test_images import convert
@@ -41,6 +41,7 @@ NUMBERS = dict(
     lr=3e-4, eps=1e-6, steps=STEPS, seq_len=128, global_batch=8, warmup_steps=2, weight_decay=0.1, eval_every=STEPS, eval_rows=6, wandb=False, seed=3
 )
 FLAGS = ("dataset", "micro_batch", "global_batch", "seq_len", "eval_rows", "warmup_steps", "tp", "pp", "sp", "ep")
+ROUNDING = 3e-6  # of a margin: 0.1 x the difference of sums of 340, each 2e-5 off in fp32 (measured beside fp64; a loss may be 7e-6 off)
 MEASURES = {"preference": ("accuracy", "margin", "rewards/chosen", "rewards/rejected"), "reward": ("accuracy", "margin")}
 
 
@@ -93,6 +94,11 @@ def answer_log_probabilities(model: Any, batch: dict[str, torch.Tensor]) -> torc
     return torch.where(labels >= 0, chosen, 0.0).sum(1).view(-1, 2)
 
 
+def preferred(rewards: torch.Tensor) -> float:
+    """Counts the pairs (N, 2) whose first answer has the larger reward."""
+    return float(num_right(rewards, torch.zeros(len(rewards), dtype=torch.int64)))
+
+
 class Dpo:
     """The loss of DPO against the weights of the first call. For an adapter the reference is the model below it."""
 
@@ -122,8 +128,10 @@ class Dpo:
 
     def told(self, model: Any, batch: dict[str, torch.Tensor]) -> list[float]:
         rewards = self.rewards(model, batch)[(batch["labels"] >= 0).flatten(1).any(1)]
-        better = rewards[:, 0] > rewards[:, 1]
-        return [float(value.sum()) for value in (better, rewards[:, 0] - rewards[:, 1], rewards[:, 0], rewards[:, 1])]
+        return [
+            preferred(rewards),
+            *(float(value.sum()) for value in (rewards[:, 0] - rewards[:, 1], rewards[:, 0], rewards[:, 1])),
+        ]
 
 
 def scores(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -141,8 +149,8 @@ def bradley_terry(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def told(model: Any, batch: dict[str, torch.Tensor]) -> list[float]:
-    chosen, rejected = scores(model, batch)[batch["labels"] >= 0].unbind(1)
-    return [float((chosen > rejected).sum()), float((chosen - rejected).sum())]
+    found = scores(model, batch)[batch["labels"] >= 0]
+    return [preferred(found), float((found[:, 0] - found[:, 1]).sum())]
 
 
 def rows_of(opens: Any, recipe: Recipe, model_config: dict[str, Any]) -> Any:
@@ -183,6 +191,12 @@ DPO = [
     Case("zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="untied", slow=True),
     Case("zero0 pp2, dualpipev", 2, "zero0", PP2 | {"pipeline_schedule": "dualpipev"}, model="qwen3", slow=True),
 ]
+LORA = [  # an adapter goes round the whole model: no tp, no pp
+    Case("zero2 dp2", 2, "zero2", model="qwen3", slow=True),
+    Case("zero0 dp1", 1, "zero0", {"micro_batch": 4}, model="qwen3", slow=True),
+    Case("zero1 dp4", 4, "zero1", {"micro_batch": 1}, model="qwen3", slow=True),
+    Case("zero3 dp2, checkpointing", 2, "zero3", {"activation_checkpointing": True}, model="qwen3", slow=True),
+]
 REWARD = [
     Case("zero2 dp2", 2, "zero2", model="qwen3"),
     Case("zero3 dp2", 2, "zero3", model="qwen3", slow=True),
@@ -210,19 +224,25 @@ def lines(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def check_case(pools: Any, tmp_path: Path, task: str, case: Case) -> None:
+def check_case(pools: Any, tmp_path: Path, task: str, case: Case, lora: bool = False) -> None:
     recipe, out = recipe_for(task, case.model, **case.layout, **case.numbers), tmp_path / "run"
-    codes = pools.run(case.world, train_pairs, recipe=recipe, config=strategy(case.file), out=str(out))
+    codes = pools.run(case.world, train_pairs, recipe=recipe, config=strategy(case.file), out=str(out), lora=lora)
     assert codes == [0] * case.world
-    expected = reference(task, case.model, **case.numbers)
-    compare(out, expected)
+    expected = reference(task, case.model, lora, **case.numbers)
+    compare(out, expected, check_weights=not lora)
     last = last_line(out)
-    assert [last[f"eval_{name}"] for name in MEASURES[task]] == pytest.approx(expected.right, rel=1e-4, abs=1e-6)
+    assert [last[f"eval_{name}"] for name in MEASURES[task]] == pytest.approx(expected.right, rel=1e-4, abs=ROUNDING)
     for line, right in zip(lines(out)[1:], expected.right_of_steps[1:], strict=True):  # in the first step of DPO all rewards are 0
-        assert [line[name] for name in MEASURES[task]] == pytest.approx(right, rel=1e-4, abs=1e-6)
+        assert [line[name] for name in MEASURES[task]] == pytest.approx(right, rel=1e-4, abs=ROUNDING)
     assert last["samples"] == last["tokens"] == STEPS * NUMBERS["global_batch"]
     own = {f"{before}{name}" for before in ("", "eval_") for name in MEASURES[task]}
     assert own <= last.keys() <= page().keys() and own <= OF_PAIRS, "recipes/METRICS.md has a row for each key"
+    if lora:
+        made, adapter = exported(out / "hf"), {name.replace(".default.", "."): value for name, value in expected.weights.items() if "lora_" in name}
+        assert made.keys() == adapter.keys()
+        worst = max((made[name] - value).abs().max().item() for name, value in adapter.items())
+        assert worst <= 1e-5, f"a weight of the adapter differs by {worst}"
+        assert abs(last["eval_rewards/chosen"]) > 1e-3, "the adapter has learned something"
 
 
 @each(DPO)
@@ -236,19 +256,10 @@ def test_reward_models_train_like_plain_pytorch(pools, tmp_path, case):
     check_case(pools, tmp_path, "reward", case)
 
 
-@pytest.mark.slow
-def test_an_adapter_is_trained_against_the_model_below_it(pools, tmp_path):
-    """DPO with LoRA under ZeRO-2 on two ranks: losses, norms and rewards of plain PyTorch, whose reference has the adapter switched off."""
-    recipe = recipe_for("preference")
-    assert pools.run(2, train_pairs, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / "run"), lora=True) == [0, 0]
-    expected = reference("preference", "qwen3", lora=True)
-    compare(tmp_path / "run", expected, check_weights=False)
-    last = last_line(tmp_path / "run")
-    assert [last[f"eval_{name}"] for name in MEASURES["preference"]] == pytest.approx(expected.right, rel=1e-4, abs=1e-6)
-    assert abs(last["eval_rewards/chosen"]) > 1e-3, "the adapter has learned something"
-    made = exported(tmp_path / "run" / "hf")
-    worst = max((made[name.replace(".default.", ".")] - value).abs().max().item() for name, value in expected.weights.items())
-    assert worst <= 1e-5, f"a weight of the adapter differs by {worst}"
+@each(LORA)
+def test_an_adapter_is_trained_against_the_model_below_it(pools, tmp_path, case):
+    """DPO with LoRA is DPO of plain PyTorch, whose reference has the adapter switched off."""
+    check_case(pools, tmp_path, "preference", case, lora=True)
 
 
 # What is kept -----------------------------------------------------------------------------------------------------

@@ -70,7 +70,9 @@ def short_documents(tmp_path_factory) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("layout", ["pp2 tp2", "pp2 checkpointing", pytest.param("pp2 dualpipev", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("pp2 tp2", marks=pytest.mark.slow), "pp2 checkpointing", pytest.param("pp2 dualpipev", marks=pytest.mark.slow)]
+)
 def test_stages_keep_packed_documents_apart(pools, tmp_path, layout, short_documents):
     """Later stages need the positions and the documents of their own micro-batch, in training, what is recomputed, and evaluation: with others the losses are others."""
     expected = reference("tied", dataset=short_documents)
@@ -157,13 +159,14 @@ def test_a_plan_that_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     "rows", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 16]
 )  # of micro-batches: fewer than DualPipeV takes, fewer than a step has, and more
-@pytest.mark.parametrize("layout", [{"pp": 2}, DUALPIPEV], ids=["1f1b", "dualpipev"])
+@pytest.mark.parametrize("layout", [pytest.param({"pp": 2}, marks=pytest.mark.slow), DUALPIPEV], ids=["1f1b", "dualpipev"])
 def test_any_number_of_held_out_rows_is_evaluated(pools, tmp_path, layout, rows):
     """Evaluated in the middle too, so that the steps after it show that it leaves nothing behind."""
     pools.run(2, train_in_layout, recipe=recipe_for("untied", **layout, eval_rows=rows, eval_every=4), config=strategy("zero1"), out=str(tmp_path / "run"))
     compare(tmp_path / "run", reference("untied", eval_rows=rows))
 
 
+@pytest.mark.slow
 def test_dualpipev_resumes_where_it_stopped(pools, tmp_path):
     for stop_at in (5, 0):
         pools.run(2, train_in_layout, recipe=recipe_for("tied", **DUALPIPEV, stop_at=stop_at), config=strategy("zero1"), out=str(tmp_path / "run"))

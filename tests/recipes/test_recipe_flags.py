@@ -319,11 +319,15 @@ STAGE = "accelerate launch --zero_stage 3: is read by a script with an Accelerat
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--num_processes", "1"], []),
+        pytest.param(["--num_processes", "1"], [], marks=pytest.mark.slow),
         ([*ONE, "--mixed_precision", "bf16", "--gradient_accumulation_steps", "1", "--offload_param_device", "none", "--dynamo_backend", "no"], []),
         ([*ONE, "--zero_stage", "3", "--gradient_accumulation_steps", "4"], ["--gradient_accumulation_steps 4: ", STAGE]),
-        (["--num_processes", "1", "--mixed_precision", "fp16", "--dynamo_backend", "inductor"], ["--mixed_precision fp16: ", "--dynamo_backend INDUCTOR: "]),
-        (["--num_processes", "1", "--use_fsdp"], ["accelerate launch --use_fsdp: "]),
+        pytest.param(
+            ["--num_processes", "1", "--mixed_precision", "fp16", "--dynamo_backend", "inductor"],
+            ["--mixed_precision fp16: ", "--dynamo_backend INDUCTOR: "],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["--num_processes", "1", "--use_fsdp"], ["accelerate launch --use_fsdp: "], marks=pytest.mark.slow),
     ],
     ids=lambda value: value[-1] if value else "nothing",
 )
@@ -340,8 +344,12 @@ def test_flags_of_accelerate_that_no_recipe_reads_are_refused(tmp_path: Path, fl
 
 @pytest.mark.parametrize(
     ("flags", "ranks"),
-    [(["--num_processes", "2"], 0), (["--cpu", "--num_processes", "2"], 0), (["--num_processes", "1"], 1), (["--multi_gpu", "--num_processes", "2"], 2)],
-    ids=["several", "several on the CPU", "one", "as the refusal says"],
+    [
+        pytest.param(["--num_processes", "2"], 0, id="several"),
+        pytest.param(["--cpu", "--num_processes", "2"], 0, id="several on the CPU", marks=pytest.mark.slow),
+        pytest.param(["--num_processes", "1"], 1, id="one", marks=pytest.mark.slow),
+        pytest.param(["--multi_gpu", "--num_processes", "2"], 2, id="as the refusal says", marks=pytest.mark.slow),
+    ],
 )
 def test_accelerate_starts_as_many_ranks_as_it_was_asked_for(tmp_path: Path, flags: list[str], ranks: int) -> None:
     """Without several GPUs it silently started one of several."""

@@ -366,6 +366,7 @@ def rank_1_is_killed_after_rank_0_has_done(peers: Peers) -> None:
     time.sleep(60 * (os.environ["RANK"] == "2"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_done_leaves_the_telling_to_another(ranks: Callable[..., Any]) -> None:
     (code, said), _, (other_code, told) = ranks(rank_1_is_killed_after_rank_0_has_done)
     assert (code, said, other_code) == (1, "", 1) and told.startswith("rank 2: lost rank 1 on "), said + told

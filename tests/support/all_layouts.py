@@ -10,63 +10,57 @@ that was broken off goes on. Measured: see the page. Exit code: 1 if one failed.
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 from pool import FOLDERS, Pools, environment
 
 os.environ.update(environment())
 sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
 
-import test_batch_norm  # noqa: E402
-import test_images  # noqa: E402
-import test_masked  # noqa: E402
-import test_preference  # noqa: E402
-from test_parity import Case  # noqa: E402
-
-Failed = pytest.fail.Exception  # no Exception
-
 
 class Model(NamedTuple):
-    """Names a model of a task, and what judges a layout of it; where micro_batch is of what it computes, the reference has it too."""
+    """Names a model of a task, and the test that judges a layout of it; where micro_batch is of what it computes, the reference has it too."""
 
     task: str
-    judge: Callable[[Pools, Path, Case], Any]
+    test: str  # FILE.FUNCTION
     of_case: str = ""  # its name in the cases of its tests
+    options: dict[str, Any] = {}  # noqa: RUF012 (of the test)
     tp: bool = True
+    pp: bool = True
     numbers: tuple[str, ...] = ()
     splits: tuple[int, ...] = (1, 2)
 
 
-def pairs(task: str) -> Callable[[Pools, Path, Case], Any]:
-    return lambda pools, folder, case: test_preference.check_case(pools, folder, task, case)
-
-
+MASKED, PAIRS = "test_masked.test_masked_language_models_train_like_plain_pytorch", "test_preference.check_case"
 MODELS = {
-    "BERT": Model("masked_lm", test_masked.test_masked_language_models_train_like_plain_pytorch, "bert"),
-    "ModernBERT": Model("masked_lm", test_masked.test_masked_language_models_train_like_plain_pytorch, "modernbert"),
-    "Qwen3 with DPO": Model("preference", pairs("preference"), "qwen3"),
-    "Qwen3 as a reward model": Model("reward", pairs("reward"), "qwen3"),
-    "ViT": Model("image_classification", test_images.test_image_classifiers_train_like_plain_pytorch, "vit"),
-    "ResNet": Model("image_classification", test_batch_norm.test_resnet_trains_like_plain_pytorch, tp=False, numbers=("micro_batch",), splits=(2, 4)),
+    "BERT": Model("masked_lm", MASKED, "bert"),
+    "ModernBERT": Model("masked_lm", MASKED, "modernbert"),
+    "Qwen3 with DPO": Model("preference", PAIRS, "qwen3", {"task": "preference"}),
+    "Qwen3 with DPO and LoRA": Model("preference", PAIRS, "qwen3", {"task": "preference", "lora": True}, tp=False, pp=False),
+    "Qwen3 as a reward model": Model("reward", PAIRS, "qwen3", {"task": "reward"}),
+    "ViT": Model("image_classification", "test_images.test_image_classifiers_train_like_plain_pytorch", "vit"),
+    "ResNet": Model("image_classification", "test_batch_norm.test_resnet_trains_like_plain_pytorch", tp=False, numbers=("micro_batch",), splits=(2, 4)),
 }
 DEGREES = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))  # dp, tp, pp
 STAGES = (0, 1, 2, 3)
 
 
-def cases(model: Model) -> Iterator[Case]:
+def cases(model: Model) -> Iterator[Any]:
+    from test_parity import Case
+
     for stage in STAGES:
         for micro_batch in model.splits:
             for dp, tp, pp in DEGREES:
-                if (pp > 1 and stage > 1) or (tp > 1 and not model.tp):
+                if (pp > 1 and (stage > 1 or not model.pp)) or (tp > 1 and not model.tp):
                     continue
                 fields = {"micro_batch": micro_batch, "tp": tp, "pp": pp}
                 numbers = {name: fields.pop(name) for name in model.numbers}
@@ -77,12 +71,16 @@ def column(dp: int, tp: int, pp: int) -> str:
     return "_".join(f"{name}{degree}" for name, degree in (("dp", dp), ("tp", tp), ("pp", pp)) if degree > 1 or name == "dp")
 
 
-def judged(model: Model, pools: Pools, case: Case) -> str:
+def judged(model: Model, pools: Pools, case: Any) -> str:
     """Returns "equal", or the last line of what is wrong."""
+    import pytest  # these imports are seconds that --help need not wait for
+
+    file, _, function = model.test.partition(".")
+    judge = getattr(importlib.import_module(file), function)
     with tempfile.TemporaryDirectory(prefix="layout_") as folder:
         try:
-            model.judge(pools, Path(folder), case)
-        except (Exception, Failed) as error:
+            judge(pools, Path(folder), case=case, **model.options)
+        except (Exception, pytest.fail.Exception) as error:  # the latter is no Exception
             return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"[:300]
     return "equal"
 
@@ -107,8 +105,8 @@ on {datetime.date.today().isoformat()}: {made}.
 
 A cell is a run of ten steps in fp32 of a tiny model that has the parts of the real one: `=` where the losses and norms
 of each step are within 1e-5 (relative) of those of plain PyTorch in one process, all weights within 1e-5, and the
-metrics of held-out rows the same. Empty: DeepSpeed has no pipeline under ZeRO-2 and -3, and no plan cuts the
-convolutions of a ResNet over ranks.
+metrics of held-out rows the same. Empty: DeepSpeed has no pipeline under ZeRO-2 and -3, no plan cuts the
+convolutions of a ResNet over ranks, and an adapter goes round a whole model (all weights of the adapter are compared).
 {chr(10).join(lines)}
 """
 

@@ -42,6 +42,18 @@ def num_labels(batches: list[dict[str, torch.Tensor]]) -> int:
     return sum(int((batch["labels"] >= 0).sum()) for batch in batches)
 
 
+def num_right(scores: torch.Tensor, labels: torch.Tensor, most: int = 1) -> int:
+    """Counts by scikit-learn the rows of scores (N, classes) whose label (N,) is among the `most` largest; a label below 0 is none."""
+    from sklearn.metrics import accuracy_score, top_k_accuracy_score  # a second of imports, which no rank needs
+
+    scores, labels = scores[labels >= 0], labels[labels >= 0]
+    if not len(labels):
+        return 0
+    if most == 1:
+        return int(accuracy_score(labels.numpy(), scores.argmax(-1).numpy(), normalize=False))
+    return int(top_k_accuracy_score(labels.numpy(), scores.numpy(), k=most, normalize=False, labels=range(scores.shape[1])))
+
+
 def learning_rate(recipe: Recipe, step: int) -> float:
     """Gives the rate of step 1, 2, ...: it rises by equal parts to lr, which step `warmup_steps` has, and falls to min_lr, which the last step has."""
     if step < recipe.warmup_steps:

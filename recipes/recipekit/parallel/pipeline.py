@@ -197,10 +197,11 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) 
 
 def _pack(hidden: torch.Tensor, output: Any) -> tuple[torch.Tensor, ...]:
     """(hidden states,), or for a layer that returns a tuple (hidden states, its other tensors, 1 or 0 for each of its places)."""
+    hidden = hidden.contiguous()  # torch 2.13 sends nothing else (SigLIP's is transposed)
     if not isinstance(output, tuple):
         return (hidden,)
     there = torch.tensor([int(torch.is_tensor(value)) for value in output], device=hidden.device)
-    return hidden, *(value for value in output[1:] if torch.is_tensor(value)), there
+    return hidden, *(value.contiguous() for value in output[1:] if torch.is_tensor(value)), there
 
 
 def _unpack(states: list[torch.Tensor], there: list[int]) -> tuple[torch.Tensor | None, ...]:

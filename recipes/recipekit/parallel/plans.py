@@ -1,16 +1,19 @@
 """Which plan a model is cut by: the recipe's, the one that the model publishes, or the task's."""
 
 import contextlib
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import OutOfMemoryError, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
+from ..mesh import Mesh
+from ..refusal import Refusal, refuse
 from ..tasks.facts import Plans
 
 
@@ -40,6 +43,28 @@ def plans_of(model: PreTrainedModel, own: Plans, task: Plans, matrices: tuple[st
 def published_plans(model: PreTrainedModel) -> Plans:
     """Resolves the plans that a model publishes."""
     return plans_of(model, Plans(), Plans())
+
+
+@contextlib.contextmanager
+def fitting(model: str, mesh: Mesh, on: bool) -> Iterator[None]:
+    """Turns what a model's own code raises while a plan cuts it into a `Refusal`, where it is on: a published plan may not fit the layers."""
+    try:
+        yield
+    except Exception as error:
+        cut = ", ".join(f"{axis} = {degree}" for axis, degree in (("tp", mesh.tp), ("pp", mesh.pp)) if degree > 1)
+        place = _raised_in(error)
+        if not (on and cut and place) or isinstance(error, Refusal | OutOfMemoryError):
+            raise
+        said = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+        rule = f"the code of {model} fails when it is cut so ({said}, in {place})"
+        raise refuse(cut, rule, "leave these degrees at 1; if it trains so, the plan that cuts it does not fit its layers") from error
+
+
+def _raised_in(error: BaseException) -> str:
+    """Names the function of transformers' models that raised an error; "" where none did, or where another rank has failed."""
+    calls = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    watched = [call for call in calls if call[0].startswith(("transformers.models.", "torch.distributed.", "deepspeed.comm."))]
+    return ".".join(watched[-1]).rpartition(".models.")[2] if watched and watched[-1][0].startswith("transformers.") else ""
 
 
 def adapted_plans(model: PreTrainedModel, plans: Plans) -> Plans:
