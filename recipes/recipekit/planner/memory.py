@@ -12,12 +12,12 @@ from math import prod
 from typing import Any
 
 from ..kernels.blocks import columns_at_once
-from ..optim.facts import FACTORS, GATHERED, by_matrix, facts_of, states_of
+from ..optim.facts import FACTORS, by_matrix, facts_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, held, local_shape
-from .factors import with_factors
 from .groups import Group, groups_of
 from .pinned import ROUNDED_UP_TO, pinned_bytes
 from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term
+from .whole_tensors import whole_matrices, with_factors
 
 LOGIT_BYTES = 12  # fp32 log-softmax, its gradient and that of the logits, alive together when the loss's backward begins
 BLOCK_BYTES = 8  # of a logit of a block, where the loss is computed in chunks: fp32 logits, and their exponentials (kernels/cross_entropy.py)
@@ -73,7 +73,7 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
     else:
         terms = of_class[optimizer_class(ds_config)](groups, frozen, ds_config, load)
     if by_matrix(ds_config):
-        terms.append(_whole_matrices(blueprint, tensors))
+        terms.append(whole_matrices(blueprint, tensors))
     if states_of(ds_config) == FACTORS:
         terms = with_factors(terms, tensors, layout, zero, load.engine)
     if load.background:
@@ -368,15 +368,6 @@ def _temporaries(ds_config: dict[str, Any], numels: list[int]) -> Term:
     own = row.family == "Adam" and not params.get("torch_adam")  # DeepSpeed's kernel
     size = 0 if own or params.get("fused") else 4 * row.copies * max(numels, default=0)
     return Term(ACCELERATOR, "temporaries of the optimizer, fp32", size, (STEP,), bound=row.family != "Adam")
-
-
-def _whole_matrices(blueprint: Blueprint, tensors: list[Tensor]) -> Term:
-    """Counts what a step of Muon's makes of whole matrices: those that are gathered at a time, and four of the size of the
-    largest while it is orthogonalised (optim/muon.py).
-    """
-    numels = [tensor.numel for tensor in tensors if tensor.group is not None and blueprint.groups[tensor.group].matrix]
-    largest = max(numels, default=0)
-    return Term(ACCELERATOR, "whole matrices, fp32", 4 * (max(largest, min(sum(numels), GATHERED)) + 4 * largest), (STEP,), bound=True)
 
 
 def _pinned(place: str, what: str, blocks: list[int], pin: bool, load: Load) -> Term:

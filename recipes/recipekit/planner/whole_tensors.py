@@ -1,12 +1,12 @@
-"""Counts what Adafactor keeps and needs in place of tensors of the weights' shapes."""
+"""Counts what optimizers of whole tensors keep and need: Adafactor's rows and columns, Muon's matrices."""
 
 from dataclasses import replace
 from typing import Any
 
-from ..optim.facts import AT_ONCE, FACTS, state_sizes
-from ..parallel.blueprint import Layout, Tensor
+from ..optim.facts import AT_ONCE, FACTS, GATHERED, state_sizes
+from ..parallel.blueprint import Blueprint, Layout, Tensor
 from ..parallel.factors import elements_of
-from .terms import Term
+from .terms import ACCELERATOR, STEP, Term
 
 
 def with_factors(terms: list[Term], tensors: list[Tensor], layout: Layout, zero: dict[str, Any], engine: str) -> list[Term]:
@@ -28,3 +28,12 @@ def with_factors(terms: list[Term], tensors: list[Tensor], layout: Layout, zero:
             term = replace(term, size=min(term.size, 4 * FACTS["Adafactor"].copies * AT_ONCE) + 16 * elements)
         found.append(term)
     return found
+
+
+def whole_matrices(blueprint: Blueprint, tensors: list[Tensor]) -> Term:
+    """Counts what a step of Muon's makes of whole matrices: those that are gathered at a time, and four of the size of the
+    largest while it is orthogonalised (optim/muon.py).
+    """
+    numels = [tensor.numel for tensor in tensors if tensor.group is not None and blueprint.groups[tensor.group].matrix]
+    largest = max(numels, default=0)
+    return Term(ACCELERATOR, "whole matrices, fp32", 4 * (max(largest, min(sum(numels), GATHERED)) + 4 * largest), (STEP,), bound=True)
