@@ -85,12 +85,12 @@ def judged(model: Model, pools: Pools, case: Any) -> str:
     return "equal"
 
 
-def page(found: dict[str, dict[str, str]], words: list[str]) -> str:
+def page(found: dict[str, dict[str, str]], dates: dict[str, str], words: list[str]) -> str:
     columns = [column(*degrees) for degrees in DEGREES]
     lines = []
     for name, cells in found.items():
         wrong = {case: cell for case, cell in cells.items() if cell != "equal"}
-        lines += [f"\n## {name} (`--task {MODELS[name].task}`): {len(cells) - len(wrong)} of {len(cells)} equal\n"]
+        lines += [f"\n## {name} (`--task {MODELS[name].task}`): {len(cells) - len(wrong)} of {len(cells)} equal\n", f"Its last cell ran on {dates[name]}.\n"]
         lines += ["| ZeRO | micro_batch | " + " | ".join(columns) + " |", "|---" * (2 + len(columns)) + "|"]
         for stage in STAGES:
             for micro_batch in MODELS[name].splits:
@@ -101,7 +101,7 @@ def page(found: dict[str, dict[str, str]], words: list[str]) -> str:
     return f"""# Every layout beside plain PyTorch
 
 Written by `python tests/support/all_layouts.py {" ".join(words)}`
-on {datetime.date.today().isoformat()}: {made}.
+with {made}.
 
 A cell is a run of ten steps in fp32 of a tiny model that has the parts of the real one: `=` where the losses and norms
 of each step are within 1e-5 (relative) of those of plain PyTorch in one process, all weights within 1e-5, and the
@@ -119,21 +119,22 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.results.touch()
     found: dict[str, dict[str, str]] = {name: {} for name in arguments.models}
+    dates = dict.fromkeys(arguments.models, "")
     for line in map(json.loads, arguments.results.read_text().splitlines()):
         if line["model"] in found:
-            found[line["model"]][line["case"]] = line["found"]
+            found[line["model"]][line["case"]], dates[line["model"]] = line["found"], line["date"]
     pools = Pools()
     for name in arguments.models:
         left = [case for case in cases(MODELS[name]) if case.name not in found[name]]
         for number, case in enumerate(left, 1):
             begun = time.monotonic()
-            found[name][case.name] = judged(MODELS[name], pools, case)
+            found[name][case.name], dates[name] = judged(MODELS[name], pools, case), datetime.date.today().isoformat()
             with arguments.results.open("a") as results:
-                results.write(json.dumps({"model": name, "case": case.name, "found": found[name][case.name]}) + "\n")
+                results.write(json.dumps({"model": name, "case": case.name, "found": found[name][case.name], "date": dates[name]}) + "\n")
             print(f"{name}, {number} of {len(left)}: {case.name}: {found[name][case.name]} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
     pools.close()
     words = [str(word) for word in sys.argv[1:]]
-    arguments.page.write_text(page(found, words))
+    arguments.page.write_text(page(found, dates, words))
     return int(any(cell != "equal" for cells in found.values() for cell in cells.values()))
 
 
