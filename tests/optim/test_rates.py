@@ -1,5 +1,6 @@
 """Groups with a learning rate of their own: each weight moves as in plain PyTorch, and what is saved and resumed holds them apart."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -13,16 +14,20 @@ from typing import Any
 import pytest
 import torch
 from job import metrics, numbers
+from recipekit.architectures.families import tiny_config
 from recipekit.checkpoints import convert
 from recipekit.checkpoints.step_folder import open_step, target_layout
 from recipekit.command import parse
 from recipekit.mesh import Mesh
 from recipekit.model import build as model_module
-from recipekit.model.describe import published_blueprint
+from recipekit.model.describe import draft, published_blueprint
+from recipekit.model.empty import empty_model
 from recipekit.optim.groups import parameter_groups
-from recipekit.parallel.blueprint import Blueprint, Layout
+from recipekit.parallel.blueprint import Blueprint, Layout, check_stages, stage_bounds
 from recipekit.parallel.param_groups import FIRST, group_of
+from recipekit.parallel.plans import published_plans
 from recipekit.plan import make_plan
+from recipekit.planner.show import drawn_up
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.run_folder import find_resume, identity
@@ -66,7 +71,6 @@ CASES = [
         dataclasses.replace(case, slow=True)
         for case in (
             Case("zero0 tp2", 2, "zero0", {"tp": 2}),
-            Case("zero1 pp2, tied", 2, "zero1", {"pp": 2}, model="tied"),
             Case("zero3 dp4", 4, "zero3"),
             Case("ddp", 2, "ddp"),
             Case("fsdp2", 2, "fsdp2"),
@@ -168,6 +172,25 @@ def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
     scheduled = strategy("zero2") | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
     with pytest.raises(Refusal, match="the scheduler block of the JSON sets the rates itself"):
         planned(tmp_path, lr_scale={"*": 0.5}, ds_config=scheduled, warmup_steps=0)
+
+
+def test_stages_of_a_pipeline_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They would wait for each other's norms: scales of what one stage has, and Muon where a stage has no embedding and no head."""
+    model = empty_model(tiny_config("llama", 264))  # of four layers
+    for plans, stages, lacks in (
+        (Plans(lr_scale={"model.layers.0.*": 2.0}), 2, "leaves stage 1 without the optimizer group 'vectors, lr x 2.0'"),
+        (Plans(lr_scale={"*.mlp.*": 2.0}), 4, ""),
+        (Plans(matrices=("*.layers.*",)), 2, ""),
+        (Plans(matrices=("*.layers.*",)), 4, "leaves stage 1 without the optimizer group 'matrices'"),
+    ):
+        blueprint = draft(model, dataclasses.replace(plans, pp=published_plans(model).pp))
+        with pytest.raises(Refusal, match=lacks) if lacks else contextlib.nullcontext():
+            check_stages(blueprint, stage_bounds(blueprint, stages))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = ["--tiny", "--pp", "2", "--out", str(tmp_path / "run")]
+    plan = make_plan(parse(dataclasses.replace(RECIPE, lr_scale={"model.layers.0.*": 2.0}), Path("groups.py"), argv))
+    with pytest.raises(Refusal, match="2 pipeline stages: leaves stage 1 without"):
+        drawn_up(plan)
 
 
 def test_a_run_goes_on_with_its_own_scales_only(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..refusal import refuse
 from ..tasks.facts import Facts
-from .blueprint import Blueprint, stage_bounds, stages_of
+from .blueprint import Blueprint, check_stages, stage_bounds, stages_of
 from .groups import Groups
 from .plans import ends_of, tied
 
@@ -82,7 +82,7 @@ def _guess(model: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
 
 
 def split(model: PreTrainedModel, blueprint: Blueprint, num_stages: int, plan: Mapping[str, str]) -> Split:
-    """The split into the stages of `stage_bounds`. Raises `Refusal` if the model has fewer blocks, or no plan."""
+    """The split into the stages of `stage_bounds`. Raises `Refusal` if the model has fewer blocks, or no plan, or if the stages' optimizer groups differ."""
     blocks = chain(model, plan)
     first, last = (tuple(name for name, where in plan.items() if where == place) for place in ("first", "last"))
     if num_stages > (count := blueprint.num_layers):
@@ -93,7 +93,9 @@ def split(model: PreTrainedModel, blueprint: Blueprint, num_stages: int, plan: M
         if any(name.startswith(f"{module}.") for module in last):
             rule = f"its head is its embedding and stands before it ({name}), so that the stages would call one weight by two names"
             raise refuse(f"pp > 1 with {type(model).__name__}", rule, "use --pp 1")
-    return Split(blocks, first, last, stage_bounds(blueprint, num_stages), tied(model))
+    bounds = stage_bounds(blueprint, num_stages)
+    check_stages(blueprint, bounds)
+    return Split(blocks, first, last, bounds, tied(model))
 
 
 class Away(nn.Module):
