@@ -626,7 +626,7 @@ def tree(thing: Any) -> Any:
 
 
 def test_no_mutated_file_is_silently_misread() -> None:
-    """600 mutants: never a traceback, DeepSpeed takes every accepted one, and none of their keys is without effect."""
+    """500 mutants: never a traceback, DeepSpeed takes every accepted one, and none of their keys is without effect."""
     import deepspeed
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -637,7 +637,7 @@ def test_no_mutated_file_is_silently_misread() -> None:
         resolved, _ = resolve.resolve(config, RECIPE, Mesh(), LLAMA)
         return resolved, tree(DeepSpeedConfig(copy.deepcopy(resolved))), numbers.degrees(config)
 
-    @settings(max_examples=600, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=500, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(mutants())
     def run(mutant: tuple[dict[str, Any], str | None, Any]) -> None:
         config, path, value = mutant
@@ -663,7 +663,7 @@ def test_no_mutated_file_is_silently_misread() -> None:
         assert (parsed, degrees) != (parsed_bare, degrees_bare), f"{path} = {value!r} changes nothing"
 
     run()
-    assert count["refused"] + count["accepted"] >= 600 and count["refused"] > 100 and count["compared"] > 60, count
+    assert count["refused"] + count["accepted"] >= 500 and count["refused"] > 100 and count["compared"] > 60, count
 
 
 def is_default(node: dict[str, Any], value: Any) -> bool:
