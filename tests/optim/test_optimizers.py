@@ -349,13 +349,14 @@ def try_blocks(recipes: list[Recipe], folder: str) -> list[str]:
     return ended
 
 
-def check_drawn(pools: Any, folder: Path, drawn: list[tuple[dict[str, Any], int, bool]]) -> None:
+def check_drawn(pools: Any, folder: Path, drawn: list[tuple[dict[str, Any], int, bool]]) -> int:
+    """Asserts that blocks train and are saved or are refused for what they say; returns how many trained."""
     recipes = [dataclasses.replace(RECIPE, steps=2, ds_config=strategy(f"zero{stage}", bf16) | {"optimizer": block}) for block, stage, bf16 in drawn]
     ended = pools.run(1, try_blocks, recipes=recipes, folder=str(folder), timeout=300)[0]
-    assert "trained" in ended, "not all may be refused"
     for (block, stage, bf16), end in zip(drawn, ended, strict=True):
         problems = end.splitlines()
         assert end == "trained" or all("optimizer" in line for line in problems), f"{block} at ZeRO-{stage}, {'bf16' if bf16 else 'fp32'}: {end}"
+    return ended.count("trained")
 
 
 DRAWN = st.tuples(blocks(), st.integers(0, 3), st.booleans())
@@ -364,11 +365,17 @@ DRAWN = st.tuples(blocks(), st.integers(0, 3), st.booleans())
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,), derandomize=True)
 @given(drawn=st.lists(DRAWN, min_size=4, max_size=4))
 def test_no_block_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
-    check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn)
+    assert check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn), "not all may be refused"
 
 
 @slow
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
-@given(drawn=st.lists(DRAWN, min_size=20, max_size=20))
-def test_no_block_of_many_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
-    check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn)
+def test_no_block_of_many_trains_and_then_cannot_be_saved(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    trained = []
+
+    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+    @given(drawn=st.lists(DRAWN, min_size=20, max_size=20))
+    def run(drawn: list[Any]) -> None:
+        trained.append(check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn))
+
+    run()
+    assert sum(trained), "not all may be refused"  # all of one list may be: hypothesis repeats what it has drawn
