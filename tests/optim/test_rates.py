@@ -23,8 +23,9 @@ from recipekit.model import build as model_module
 from recipekit.model.describe import draft, published_blueprint
 from recipekit.model.empty import empty_model
 from recipekit.optim.groups import parameter_groups
-from recipekit.parallel.blueprint import Blueprint, Layout, check_stages, stage_bounds
+from recipekit.parallel.blueprint import Blueprint, Layout, stage_bounds
 from recipekit.parallel.param_groups import FIRST, group_of
+from recipekit.parallel.pipeline import check_stages
 from recipekit.parallel.plans import published_plans
 from recipekit.plan import make_plan
 from recipekit.planner.show import drawn_up

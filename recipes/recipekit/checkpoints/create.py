@@ -201,7 +201,7 @@ def _base_optimizer(holder: Holder, carried: Carried, rank: int, indices: list[l
     tensors of each group.
     """
     state, param_groups = {}, []
-    factored = factors.sizes_of(holder.groups, holder.layout, holder.tp_rank) if holder.layout.factored else None
+    factored = factors.sizes_of(holder.groups, holder.layout, holder.shapes) if holder.layout.factored else None
     for group, numbers, sizes in zip(holder.groups, indices, shapes, strict=True):
         for index, shape in zip(numbers, sizes, strict=True):
             numbers_of_it = {name: carried.scalars.get(name, 0.0) for name in holder.layout.scalars}

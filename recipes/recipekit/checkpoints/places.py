@@ -230,7 +230,7 @@ def _flat_states(holder: Holder) -> Placed:
 def _factors(holder: Holder, flat: list[tuple[Tensor, int]], extents: list[list[Extent]], keys: dict[str, Keys]) -> Placed:
     """Places Adafactor's states of a flat tensor: rows and columns whole on each rank that has a part of the tensor, of vectors that part."""
     parts: dict[str, list[Piece]] = {}
-    for kept in factors.kept_of(flat, extents, holder.layout, holder.tp_rank):
+    for kept in factors.kept_of(flat, extents, holder.shapes):
         piece = Piece(holder.optimizer_file(kept.rank), keys[kept.state], kept.offset, kept.start, kept.stop)
         if kept.state == factors.ELEMENTS:
             parts.setdefault(kept.tensor.name, []).append(piece)

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..mesh import Mesh
 from ..optim.facts import FACTORS, state_sizes
-from ..refusal import refuse
 from .param_groups import FIRST, Group
 
 MOST_EXPERTS = 178_956_971  # elements of an optimizer group of divided experts (DeepSpeed 0.19.8, moe/utils.py)
@@ -223,22 +222,6 @@ def on_stage(place: str, stage: int, bounds: tuple[int, ...]) -> bool:
     if place.isdecimal():
         return bounds[stage] <= int(place) < bounds[stage + 1]
     return place == "every" or (stage == 0 and place in ("first", "ends")) or (stage == last and place in ("last", "ends"))
-
-
-def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
-    """Raises `Refusal` where the stages of a pipeline have parameters of other optimizer groups. The first two groups are on all.
-
-    DeepSpeed 0.19.8 adds up the norm of one group after the other over the stages (stage_1_and_2.py, scaled_global_norm): a
-    stage without one of them would wait for the others for ever.
-    """
-    own = [
-        {tensor.group for tensor in blueprint.tensors if tensor.group is not None and on_stage(tensor.place, stage, bounds)} for stage in range(len(bounds) - 1)
-    ]
-    if len(blueprint.groups) > len(FIRST) and any(groups != own[0] for groups in own):
-        every = set[int]().union(*own)
-        lacking = [(stage, blueprint.groups[number].name) for stage, groups in enumerate(own) for number in sorted(every - groups)]
-        rule = f"leaves stage {lacking[0][0]} without the optimizer group {lacking[0][1]!r}, and DeepSpeed adds up norms group by group over the stages"
-        raise refuse(f"{len(own)} pipeline stages", rule, "use --pp 1, or names in lr_scale and matrices that every stage has")
 
 
 def of_stage(blueprint: Blueprint, layout: Layout, stage: int) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Which rank keeps which of Adafactor's states: rows and columns of the tensors of which it has a part, of vectors its elements."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..optim.facts import FACTORS, state_sizes
@@ -36,32 +36,31 @@ class Kept:
     stop: int
 
 
-def kept_of(flat: list[tuple[Tensor, int]], extents: list[list[Extent]], layout: Layout, tp_rank: int) -> Iterator[Kept]:
+def kept_of(flat: list[tuple[Tensor, int]], extents: list[list[Extent]], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Kept]:
     """Yields the states of one flat tensor of ZeRO-1, -2 or -3 on all its data ranks, as optim/adafactor.py makes them: one tensor's after the other's.
 
-    `flat` and `extents` are those of `flat_tensors` and `flat_groups`. A rank has one part of a tensor at most.
+    `flat` and `extents` are those of `flat_tensors` and `flat_groups`, `shapes` those of the shards, by name. A rank has one part of a tensor at most.
     """
     sizes = Counter[tuple[int, str]]()
     for (tensor, _), pieces in zip(flat, extents, strict=True):
         for at in pieces:
-            for state, size in state_sizes(local_shape(tensor, layout.mesh.tp, tp_rank), at.stop - at.start).items():
+            for state, size in state_sizes(shapes[tensor.name], at.stop - at.start).items():
                 start = at.start if state == ELEMENTS else 0
                 yield Kept(tensor, state, at.rank, sizes[at.rank, state], start, start + size)
                 sizes[at.rank, state] += size
 
 
-def sizes_of(groups: list[list[tuple[Tensor, int]]], layout: Layout, tp_rank: int) -> list[dict[int, Counter[str]]]:
+def sizes_of(groups: list[list[tuple[Tensor, int]]], layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[int, Counter[str]]]:
     """Counts the elements of each state, by data rank, for every parameter that an optimizer has of such groups: ZeRO's flat tensors, without ZeRO the tensors.
 
     Without ZeRO rank 0 stands for all.
     """
     if layout.zero_stage == 0:
-        shapes = [(local_shape(tensor, layout.mesh.tp, tp_rank), numel) for group in groups for tensor, numel in group]
-        return [{0: Counter(state_sizes(shape, numel))} for shape, numel in shapes]
+        return [{0: Counter(state_sizes(shapes[tensor.name], numel))} for group in groups for tensor, numel in group]
     found = []
     for flat, (_, _, extents) in zip(flat_tensors(groups, layout), flat_groups(groups, layout), strict=True):
         own: dict[int, Counter[str]] = {}
-        for kept in kept_of(flat, extents, layout, tp_rank):
+        for kept in kept_of(flat, extents, shapes):
             own.setdefault(kept.rank, Counter())[kept.state] += kept.stop - kept.start
         found.append(own)
     return found
@@ -69,7 +68,7 @@ def sizes_of(groups: list[list[tuple[Tensor, int]]], layout: Layout, tp_rank: in
 
 def elements_of(tensors: list[Tensor], layout: Layout, tp_rank: int) -> Counter[int]:
     """Counts the elements of all states that each data rank keeps of the tensors that it holds (`held`). Without ZeRO rank 0 stands for all."""
-    found = Counter[int]()
-    for own in sizes_of(groups_of(tensors, layout, tp_rank), layout, tp_rank):
+    found, shapes = Counter[int](), {tensor.name: local_shape(tensor, layout.mesh.tp, tp_rank) for tensor in tensors}
+    for own in sizes_of(groups_of(tensors, layout, tp_rank), layout, shapes):
         found.update({rank: sizes.total() for rank, sizes in own.items()})
     return found

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from ..refusal import refuse
 from ..tasks.facts import Facts
-from .blueprint import Blueprint, check_stages, stage_bounds, stages_of
+from .blueprint import Blueprint, on_stage, stage_bounds, stages_of
 from .groups import Groups
+from .param_groups import FIRST
 from .plans import ends_of, tied
 
 
@@ -96,6 +97,22 @@ def split(model: PreTrainedModel, blueprint: Blueprint, num_stages: int, plan: M
     bounds = stage_bounds(blueprint, num_stages)
     check_stages(blueprint, bounds)
     return Split(blocks, first, last, bounds, tied(model))
+
+
+def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
+    """Raises `Refusal` where the stages of a pipeline have parameters of other optimizer groups. The first two groups are on all.
+
+    DeepSpeed 0.19.8 adds up the norm of one group after the other over the stages (stage_1_and_2.py, scaled_global_norm): a
+    stage without one of them would wait for the others for ever.
+    """
+    own = [
+        {tensor.group for tensor in blueprint.tensors if tensor.group is not None and on_stage(tensor.place, stage, bounds)} for stage in range(len(bounds) - 1)
+    ]
+    if len(blueprint.groups) > len(FIRST) and any(groups != own[0] for groups in own):
+        every = set[int]().union(*own)
+        lacking = [(stage, blueprint.groups[number].name) for stage, groups in enumerate(own) for number in sorted(every - groups)]
+        rule = f"leaves stage {lacking[0][0]} without the optimizer group {lacking[0][1]!r}, and DeepSpeed adds up norms group by group over the stages"
+        raise refuse(f"{len(own)} pipeline stages", rule, "use --pp 1, or names in lr_scale and matrices that every stage has")
 
 
 class Away(nn.Module):

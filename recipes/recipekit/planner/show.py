@@ -13,7 +13,7 @@ from ..model.empty import empty_model
 from ..model.head import give_losses_where_exact
 from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, tensor
-from ..parallel.blueprint import Blueprint, Layout, check_stages, describe, stage_bounds
+from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds
 from ..parallel.param_groups import check_named
 from ..parallel.plans import adapted_plans, plans_of
 from ..phases import rates
@@ -191,7 +191,7 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
         exact_pins=pins_exactly(),
     )
     layout = layout_of(mesh, blueprint, recipe.pipeline_schedule)
-    check_stages(blueprint, layout.bounds)
+    pipeline.check_stages(blueprint, layout.bounds)
     return blueprint, layout, load
 
 
