@@ -533,14 +533,12 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 
 def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
     """Runs the loop of every recipe, unchanged; it pauses after it has recorded a step."""
-    from recipekit.optim.repairs import keep_grad_norm, undo_hidden_step
+    from recipekit.runtime.deepspeed_engine import repaired
     from recipekit.runtime.prepare import Ready
     from recipekit.runtime.stopping import Stopper
     from recipekit.train import loop
 
-    engine = initialize(plan, model)
-    undo_hidden_step(engine)
-    keep_grad_norm(engine)
+    engine = repaired(initialize(plan, model))
 
     def train(pause: Callable[[], None]) -> int:
         def log(metrics: dict[str, Any]) -> None:
