@@ -1,5 +1,6 @@
 """Shared fixtures: worker pools, compiled ops, real weights, and an environment without network."""
 
+import json
 import os
 import re
 import signal
@@ -15,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pool import FOLDERS, ROOT, Pools, environment
+from pool import BEGAN_WITH, FOLDERS, OF_A_GPU, ROOT, Pools, environment
 
+os.environ.setdefault(BEGAN_WITH, json.dumps({name: os.environ[name] for name in OF_A_GPU if name in os.environ}))
 os.environ.update(environment())
 sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which every process of the tests would inherit

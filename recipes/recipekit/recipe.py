@@ -59,6 +59,11 @@ class Recipe:
         "auto",
         choices=("auto", "chunked", "whole"),
     )
+    compile: str = _say(
+        "norms and rotary embeddings as one kernel each, by torch.compile of the model's own code; auto: on GPUs that have what it takes",
+        "auto",
+        choices=("auto", "on", "off"),
+    )
     beta: float = _say("of DPO: how much a change of a log-probability against the start counts", 0.1)
     activation_checkpointing: bool = _say("recompute activations in the backward pass instead of keeping them", False)
     checkpoint_every: int = _say("with activation_checkpointing: recompute every N-th layer", 1)

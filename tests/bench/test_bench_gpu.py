@@ -72,7 +72,8 @@ def test_the_plan_is_read_from_what_dry_run_prints():
     host = "memory   host, each rank: 99.00 GiB = optimizer states\n"
     for printed in (one, host + two, f"{two}{host}verdict  states fit, activations not counted: 9.99 GiB of 139 GiB"):
         assert bench_gpu.read_plan(printed) == {"bytes": 12.5 * 2**30, "activations": False}
-    assert bench_gpu.read_plan(f"{two}            3.00  activations of 24 layers (in the forward)\n")["activations"] is True
+    besides = "memory   predicted besides, of a micro-batch: 34.40 GiB, at most 57.34 GiB with all of the above\n           34.15 GiB  all that 24 other layers keep\n"
+    assert bench_gpu.read_plan(f"{two}{besides}") == {"bytes": 57.34 * 2**30, "activations": True}
     assert bench_gpu.read_plan(host)["bytes"] is bench_gpu.read_plan("memory   not known: no such model")["bytes"] is None
 
 
@@ -122,6 +123,7 @@ def test_a_measure_is_on_by_itself(on: tuple[str, ...], tmp_path: Path):
     plan = make_plan(parse(recipe, ROOT / bench_gpu.QWEN, ["--tiny", "--dry_run", *bench_gpu.measure_flags(tmp_path, on)]))
     assert plan.recipe.attention == ("varlen" if "attention" in on else "sdpa")
     assert plan.recipe.loss == ("chunked" if "loss" in on else "whole")
+    assert plan.recipe.compile == ("on" if "compile" in on else "off")
     assert plan.ds_config["timers"]["throughput"]["enabled"] == ("timer" not in on)
     assert plan.ds_config["optimizer"]["params"]["fused"] == ("fused" in on)
     assert plan.ds_config["zero_optimization"]["overlap_comm"] == ("overlap" in on)

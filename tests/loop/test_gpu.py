@@ -1,7 +1,8 @@
 """What runs on CUDA only, on a GPU: `make test-gpu`. Nothing here was seen by the tests of a machine without one.
 
 A case runs in processes of its own, which see the GPUs that this one was started with: the other tests hide them.
-Two ranks share one GPU over gloo, since NCCL before 2.30 refuses that; over NCCL each has its own (`multi_gpu`).
+Two ranks share one GPU over gloo, since NCCL before 2.30 refuses that; over NCCL each has its own (`multi_gpu`). Gloo sends
+no GPU's tensors from rank to rank, as a pipeline does, and torch 2.11 crashes over it where a DTensor of a GPU is joined.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from device_cases import (
     wrong_weight,
 )
 from job import NANO, metrics
-from pool import ROOT, environment, free_port
+from pool import BEGAN_WITH, OF_A_GPU, ROOT, environment, free_port
 from recipekit.command import parse
 from recipekit.recipe import Recipe
 from test_attention import computes_on_a_gpu
@@ -42,13 +43,11 @@ from test_weights import save_tiny
 
 pytestmark = pytest.mark.gpu
 WITHIN = 1e-4  # of the CPU's losses, norms and weights after two steps in fp32: CUDA adds in another order
-HIDDEN = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")  # what pool.environment sets for the other tests
 
 
 def environment_of_gpus() -> dict[str, str]:
     """The environment of the tests, with the GPUs that pytest was started with."""
-    began = dict(pair.split("=", 1) for pair in Path("/proc/self/environ").read_text().split("\0") if "=" in pair)
-    return {name: value for name, value in environment().items() if name not in HIDDEN} | {name: began[name] for name in HIDDEN if name in began}
+    return {name: value for name, value in environment().items() if name not in OF_A_GPU} | json.loads(os.environ[BEGAN_WITH])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,6 +98,7 @@ def rank(folder: str) -> None:
         accelerator: Any = get_accelerator()
         accelerator._communication_backend_name = "gloo"
         do_without_shm_op()
+        torch.distributed.init_process_group("gloo")  # DeepSpeed would bind it to the GPU, and torch then split it as only NCCL can
         deepspeed.init_distributed("gloo", verbose=False)
     result = getattr(importlib.import_module(module), name)(**arguments)
     (Path(folder) / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))
@@ -109,10 +109,9 @@ def rank(folder: str) -> None:
 two_ranks_on_one_gpu = partial(run, world=2, gloo=True)
 
 
-@pytest.mark.parametrize("layout", [*QUICK, *SLOW])
+@pytest.mark.parametrize("layout", [layout for layout in (*QUICK, *SLOW) if "pp2" not in layout])
 def test_two_ranks_on_one_gpu_train_like_plain_pytorch(tmp_path: Path, layout: str) -> None:
-    check_training(two_ranks_on_one_gpu, tmp_path, layout, WITHIN)
-    assert (tmp_path / "run" / "schedule.png").exists() == ("pp2" in layout), "the device is waited for around each part of a pipeline's step"
+    check_training(two_ranks_on_one_gpu, tmp_path, layout, WITHIN, export="tp2" not in layout)
 
 
 @pytest.mark.parametrize("file", ["zero0", "zero1", "zero3"])
@@ -143,12 +142,21 @@ def joined(folder: str) -> str:
 
 
 def test_drawn_weights_are_those_of_the_cpu() -> None:
-    assert run(drawn_on_cuda, world=2, gloo=True) == [[], []]
+    assert run(drawn_on_cuda, world=2, gloo=True, tp=1) == [[], []]
 
 
-def drawn_on_cuda() -> list[str]:
-    torch.cuda.set_device(0)
-    return drawn_otherwise("cuda")
+@pytest.mark.multi_gpu
+def test_drawn_weights_of_two_gpus_are_those_of_the_cpu(gpus: int) -> None:
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    assert run(drawn_on_cuda, world=2, tp=2) == [[], []]
+
+
+def drawn_on_cuda(tp: int) -> list[str]:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl")
+    return drawn_otherwise("cuda", tp)
 
 
 def test_cuda_takes_what_the_second_device_takes() -> None:
@@ -172,6 +180,7 @@ def test_two_gpus_train_like_plain_pytorch(gpus: int, tmp_path: Path, layout: st
     if gpus < 2:
         pytest.skip("needs two GPUs")
     check_training(partial(run, world=2), tmp_path, layout, WITHIN)
+    assert (tmp_path / "run" / "schedule.png").exists() == ("pp2" in layout), "the device is waited for around each part of a pipeline's step"
 
 
 def started(out: str) -> dict[str, Any]:
@@ -215,7 +224,7 @@ def test_a_recipe_on_a_gpu_tells_of_it(gpus: int, tmp_path: Path) -> None:
     command = [sys.executable, str(NANO), "--tiny", "--steps", "3", "--out", str(tmp_path / "run"), "--no-wandb"]
     ran = subprocess.run(command, cwd=tmp_path, env=environment_of_gpus(), capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "compil" not in ran.stdout
+    assert "compiling" not in ran.stdout
     host = json.loads((tmp_path / "run" / "run.json").read_text())["host"]
     ask = "import torch; print(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory, sep='\\n')"
     told = subprocess.run([sys.executable, "-c", ask], env=environment_of_gpus(), capture_output=True, text=True, check=True).stdout
@@ -337,12 +346,15 @@ def test_the_doctor_names_cuda_and_the_gpus(gpus: int) -> None:
 def test_two_ranks_of_which_each_sees_one_gpu(tmp_path: Path) -> None:
     """As under `srun --gpus-per-task=1`: trained, or refused with its fix, but no "invalid device ordinal"."""
     visible = environment_of_gpus().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    own = {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": visible}
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": visible}
     command = [sys.executable, str(NANO), "--tiny", "--steps", "1", "--out", str(tmp_path / "run"), "--no-wandb"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment_of_gpus() | own, capture_output=True, text=True, timeout=300, check=False)
-    said = ran.stdout + ran.stderr
-    assert "Traceback" not in said and "invalid device ordinal" not in said and ran.returncode in (0, 1), said
-    assert ran.returncode == 0 or "gpus-per-task" in said, said
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    of = [environment_of_gpus() | shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    ranks = [subprocess.Popen(command, cwd=tmp_path, env=own, **pipes) for own in of]
+    said = "".join(process.communicate(timeout=300)[0] for process in ranks)
+    codes = {process.returncode for process in ranks}
+    assert "Traceback" not in said and "invalid device ordinal" not in said and codes in ({0}, {1}), said
+    assert codes == {0} or "gpus-per-task" in said, said
 
 
 def test_attention_of_packed_documents_is_the_softmax_of_each():

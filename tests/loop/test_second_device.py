@@ -71,7 +71,8 @@ def test_a_cut_weight_that_is_not_its_files_is_found(run: Callable[..., list[Any
 
 
 def test_drawn_weights_are_those_of_the_cpu(run: Callable[..., list[Any]]) -> None:
-    assert run(drawn_otherwise, device="second") == [[], []]
+    for tp in (1, 2):
+        assert run(drawn_otherwise, device="second", tp=tp) == [[], []]
 
 
 def test_a_checkpoint_copies_what_lies_on_the_device(run: Callable[..., list[Any]]) -> None:

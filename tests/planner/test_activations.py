@@ -16,6 +16,7 @@ from job import metrics
 from pool import ROOT, environment
 from recipekit.architectures.lookup import model_config
 from recipekit.command import parse
+from recipekit.kernels.compiled import compile_layers
 from recipekit.plan import make_plan
 from recipekit.planner.activations import activation_terms, layer_bytes, shape_of
 from recipekit.planner.terms import ACCELERATOR, BACKWARD, total
@@ -35,7 +36,7 @@ SIZE: dict[str, Any] = {
 }
 
 
-def saved(kind: str, layers: int, dtype: torch.dtype, checkpointed: bool = False, every: int = 1) -> list[tuple[tuple[int, ...], int]]:
+def saved(kind: str, layers: int, dtype: torch.dtype, checkpointed: bool = False, every: int = 1, compiled: str = "") -> list[tuple[tuple[int, ...], int]]:
     """Runs a real forward; (shape, bytes) of each storage that autograd keeps, but for weights, tokens and rotary angles."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type=kind, num_hidden_layers=layers, **SIZE)
@@ -44,13 +45,15 @@ def saved(kind: str, layers: int, dtype: torch.dtype, checkpointed: bool = False
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for number, layer in enumerate(model.model.layers):
             layer.gradient_checkpointing = number % every == 0
+    if compiled:
+        compile_layers([model], compiled == "layers")
     known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, tuple[tuple[int, ...], int]] = {}
     alive = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        turning = tensor.dim() >= 3 and not tensor.requires_grad and tensor.shape[-1] == SIZE["head_dim"]  # cos and sin, the same for all layers
+        turning = tensor.shape[-3:] == (1, TOKENS, SIZE["head_dim"])  # cos and sin, the same for all layers
         if storage._cdata not in known and tensor.is_floating_point() and not turning:
             kept[storage._cdata] = (tuple(tensor.shape), storage.nbytes())
             alive.append(tensor)
@@ -66,10 +69,16 @@ def bytes_of(found: list[tuple[tuple[int, ...], int]], last: int | None = None) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "mistral"])
-def test_a_layer_keeps_what_is_predicted(kind: str, dtype: torch.dtype):
-    one, three = (saved(kind, layers, dtype) for layers in (1, 3))
-    shape = shape_of(SIZE | {"model_type": kind})
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [
+        *((kind, "") for kind in ("llama", "qwen3", "qwen2", "mistral")),
+        *(pytest.param(kind, part, marks=pytest.mark.slow) for kind in ("llama", "qwen3", "qwen2", "mistral") for part in ("parts", "layers")),
+    ],
+)
+def test_a_layer_keeps_what_is_predicted(kind: str, compiled: str, dtype: torch.dtype):
+    one, three = (saved(kind, layers, dtype, compiled=compiled) for layers in (1, 3))
+    shape = shape_of(SIZE | {"model_type": kind}, compiled=compiled)
     assert shape is not None
     terms = layer_bytes(shape, dtype.itemsize)
     a_layer = (bytes_of(three) - bytes_of(one)) / 2 / TOKENS

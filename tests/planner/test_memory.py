@@ -241,6 +241,49 @@ def test_terms_are_the_live_storages(
             assert found["step"] == of("temporaries"), f"rank {rank}: {explained}"
 
 
+def gradients_before_the_end(recipe: Recipe, argv: list[str]) -> tuple[int, int]:
+    """Runs on every rank: bytes of the gradients outside of DeepSpeed's buckets when the last one is there, beside the term told for them."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from recipekit import train
+    from recipekit.planner.show import rank_plan
+
+    plan, found = make_plan(parse(recipe, Path("memory.py"), argv)), 0
+    backward = DeepSpeedEngine.backward
+
+    def watched(engine: Any, *arguments: Any, **more: Any) -> Any:
+        end = engine.optimizer.independent_gradient_partition_epilogue
+
+        def at_end() -> None:
+            nonlocal found
+            buckets = storages([bucket.buffer for bucket in engine.optimizer.ipg_buckets.values()])
+            own = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None and not storages(parameter.grad) <= buckets]
+            found = max(found, sum(gradient.nbytes for gradient in own))
+            end()
+
+        engine.optimizer.independent_gradient_partition_epilogue = at_end
+        try:
+            return backward(engine, *arguments, **more)
+        finally:
+            engine.optimizer.independent_gradient_partition_epilogue = end
+
+    with mock.patch.object(DeepSpeedEngine, "backward", watched):
+        assert train.main(plan) == 0
+    return found, sum(term.size for term in rank_plan(plan, 0) if term.what == "gradients that exceed a bucket")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_exceed_a_bucket_stay_until_the_end_of_backward(pools: Any, tmp_path: Path, world: int) -> None:
+    """So a bucket of "auto" holds each matrix of a layer."""
+    config = strategy("zero2", bf16=True)
+    config["zero_optimization"]["reduce_bucket_size"] = 2000
+    common: dict[str, Any] = dict(init="random", tokenizer="bytes", seq_len=16, micro_batch=2, global_batch=8, steps=1, wandb=False, export=False)
+    recipe = Recipe(model=odd_model(tmp_path / "model"), ds_config=config, **common)
+    ranks = pools.run(world, gradients_before_the_end, recipe=recipe, argv=["--out", str(tmp_path / "run")])
+    assert max(found for found, _ in ranks) == max(told for _, told in ranks) > 0
+    auto = make_plan(parse(replace(recipe, model="meta-llama/Llama-3.1-8B", ds_config="zero2.json"), Path("memory.py"), ["--out", str(tmp_path / "other")]))
+    assert auto.ds_config["zero_optimization"]["reduce_bucket_size"] == 4096 * 14336
+
+
 def test_the_loss_takes_twelve_bytes_a_logit() -> None:
     """When its backward begins; the bf16 logits are gone by then, since only their log-softmax is kept."""
     from recipekit.tasks import pretrain

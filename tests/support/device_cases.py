@@ -5,6 +5,8 @@
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from job import metrics
+from pool import ROOT
 from recipekit.command import parse
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
@@ -24,6 +27,7 @@ from test_model import ds_config, tiny_config
 from test_parity import strategy
 from test_weights import save_tiny
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 Run = Callable[..., list[Any]]
 RECIPE = Recipe(
@@ -76,8 +80,11 @@ def train_twice(recipe: Recipe, config: dict[str, Any], out: str, lora: bool = F
     return [main(make_plan(parse(recipe, Path("device.py"), stop))) for stop in (["--stop_at", "1"], [])]
 
 
-def check_training(run: Run, folder: Path, layout: str, within: float) -> None:
-    """Trains in a layout, stops and resumes; losses and norms (relative) and exported weights (absolute) are those of plain PyTorch on the CPU."""
+def check_training(run: Run, folder: Path, layout: str, within: float, export: bool = True) -> None:
+    """Trains in a layout, stops and resumes; losses and norms (relative) and exported weights (absolute) are those of plain PyTorch on the CPU.
+
+    Without `export` the weights are those of the checkpoint, by the converter.
+    """
     from safetensors.torch import load_file
 
     model, file, degrees = (QUICK | SLOW)[layout]
@@ -86,7 +93,12 @@ def check_training(run: Run, folder: Path, layout: str, within: float) -> None:
     config |= {key: 0.0 for key in config if key.endswith("pdrop")}  # what is dropped out differs from device to device
     (folder / "model" / "config.json").write_text(json.dumps(config))
     plain = dataclasses.replace(RECIPE, model=str(folder / "model"), dataset=mixture(folder / "data"))
-    assert run(train_twice, recipe=dataclasses.replace(plain, **degrees), config=strategy(file), out=str(folder / "run")) == [[0, 0]] * 2
+    recipe = dataclasses.replace(plain, **degrees, export=export)
+    assert run(train_twice, recipe=recipe, config=strategy(file), out=str(folder / "run")) == [[0, 0]] * 2
+    if not export:
+        subprocess.run([sys.executable, ROOT / "tools" / "convert_checkpoint.py", "to-hf", folder / "run", folder / "files"], check=True)
+        whole = AutoModelForCausalLM.from_pretrained(folder / "files", dtype=torch.float32)  # its files are named as published ones
+        whole.save_pretrained(folder / "run" / "hf", save_original_format=False)
     expected = train_plain(plain, config, plain.steps)
     lines = metrics(folder / "run")
     assert [line["loss"] for line in lines] == pytest.approx(expected.losses, rel=within)
@@ -130,17 +142,21 @@ def wrong_weight(folder: str, device: str) -> str:
     return ""
 
 
-def drawn_otherwise(device: str) -> list[str]:
-    """The parameters of a model that is drawn at random and cut on two ranks of the device, and is not the one drawn on the CPU."""
+def drawn_otherwise(device: str, tp: int) -> list[str]:
+    """The parameters of a model that is drawn at random and cut on two ranks of the device, by `tp` 2 or ZeRO-3, and is not the one drawn on the CPU."""
     from recipekit.mesh import make_mesh
     from recipekit.model.build import build_model
     from recipekit.model.export import whole_parameters
     from recipekit.parallel.groups import Groups
 
-    recipe, config, place = Recipe(model="none", init="random", seed=7), tiny_config("llama"), torch.device(device, 0)
+    recipe, config, place = (
+        Recipe(model="none", init="random", seed=7),
+        tiny_config("llama"),
+        torch.device(device, int(os.environ["LOCAL_RANK"]) if device == "cuda" else 0),
+    )
     expected = dict(build_model(recipe, config, None, ds_config(0), torch.device("cpu")).model.named_parameters())
     wrong = []
-    for stage, tp in ((1, 2), (3, 2), (3, 1)):
+    for stage in (1, 3) if tp > 1 else (3,):
         groups = Groups(make_mesh(2, tp=tp), place.type)
         built = build_model(dataclasses.replace(recipe, tp=tp), config, groups, ds_config(stage, 2, tp), place)
         got = dict(whole_parameters(built.model, built, groups, torch.float32))

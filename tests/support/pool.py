@@ -43,6 +43,10 @@ MOST_WORKERS = 10  # alive at a time: each holds up to 0.9 GB, and real weights 
 MOST_CASES = 20  # of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep their names
 
 
+OF_A_GPU = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")  # what `environment` sets, and tests of a GPU need as it was
+BEGAN_WITH = "TESTS_BEGAN_WITH"  # the variable that holds those two as JSON, for workers of pytest-xdist, too
+
+
 def environment() -> dict[str, str]:
     """What every process of the tests runs with: one thread, the CPU, no network, the project's own op cache."""
     return os.environ | {

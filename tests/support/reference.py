@@ -46,7 +46,7 @@ def num_right(scores: torch.Tensor, labels: torch.Tensor, most: int = 1) -> int:
     """Counts by scikit-learn the rows of scores (N, classes) whose label (N,) is among the `most` largest; a label below 0 is none."""
     from sklearn.metrics import accuracy_score, top_k_accuracy_score  # a second of imports, which no rank needs
 
-    scores, labels = scores[labels >= 0], labels[labels >= 0]
+    scores, labels = scores[labels >= 0].float(), labels[labels >= 0]  # numpy has no bf16
     if not len(labels):
         return 0
     if most == 1:

@@ -66,6 +66,7 @@ MEASURES = {
     "loss": "the loss in chunks, `--loss chunked`, not of whole logits",
     "timer": "no throughput timer of DeepSpeed, which waits for the device",
     "fused": "AdamW as one operation",
+    "compile": "layers and the loss compiled, `--compile on`",
     "overlap": "gradients summed while others are computed (overlap_comm)",
 }
 NONE_ON = "measures_off"  # the row that the others of part E are compared with
@@ -337,14 +338,15 @@ def measure_flags(folder: Path, on: Sequence[str]) -> list[str]:
     path = folder / f"zero2_{'_'.join(on) or 'none'}.json"
     path.write_text(json.dumps(config, indent=2))
     ways = {"attention": "varlen" if "attention" in on else "sdpa", "loss": "chunked" if "loss" in on else "whole"}
+    ways |= {"compile": "on" if "compile" in on else "off"}
     return flags(ways | {"deepspeed_config": path})
 
 
 def read_plan(printed: str) -> dict[str, Any]:
     """Reads what `--dry_run` printed: {"bytes": the most at a time on the accelerator or None, "activations": whether they are counted}."""
-    told = re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
+    counted = re.search(r"^memory +predicted besides, of a micro-batch: [^\n]*", printed, re.MULTILINE)
+    told = counted or re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
     sizes = [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])] if told else []
-    counted = re.search(r"^ +[\d.]+ +[^\n]*\bactivations\b", printed, re.MULTILINE)  # among the terms below that line
     return {"bytes": max(sizes) * 2**30 if sizes else None, "activations": bool(counted)}
 
 
@@ -434,10 +436,11 @@ def whole_1b(name: str, runs: str, *more: str) -> Row:
     return Row("B", name, 150, runs, FAST.format(MFU["1b"]), measure)
 
 
-def whole_3b(seq_len: int, rows: int) -> Row:
-    measure = partial(speed, recipe=QWEN, model="3b", shape=(seq_len, 2, rows), more=["--activation_checkpointing"], enough=5)
-    runs = f"3B, all weights, rows of {seq_len}, activation checkpointing"
-    return Row("C", f"3b_{seq_len}", 150, runs, FAST.format(MFU["3b"]), measure)
+def whole_3b(name: str, seq_len: int, rows: int, every: int = 1) -> Row:
+    more = ["--activation_checkpointing", "--checkpoint_every", str(every)]
+    measure = partial(speed, recipe=QWEN, model="3b", shape=(seq_len, 2, rows), more=more, enough=5)
+    runs = f"3B whole, rows of {seq_len}, {'each' if every == 1 else 'every second'} layer recomputed"
+    return Row("C", name, 150, runs, FAST.format(MFU["3b"]), measure)
 
 
 def measure_row(name: str, *on: str) -> Row:
@@ -469,8 +472,9 @@ ROWS = [
     whole_1b("1b_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
     Row("B", "1b_trainer", 200, "our loop and `transformers.Trainer` in turn, 16 rows a step", "the same losses to 1 %", beside_trainer),
     Row("C", "8b_lora", 220, "8B, LoRA, rows of 4096", f"{LORA_TOKENS:,} tokens/s; peak beside the plan", lora_8b),
-    whole_3b(4096, rows=16),
-    whole_3b(8192, rows=8),
+    whole_3b("3b_4096", 4096, rows=16),
+    whole_3b("3b_half", 4096, rows=16, every=2),
+    whole_3b("3b_8192", 8192, rows=8),
     Row("D", "loop", 150, "our loop and a bare one, SmolLM2-135M, rows of 2048", "5 ms outside the engine; wait under 1 %", loop_costs),
     Row("D", "checkpoint", 260, "a save of Qwen3-0.6B under ZeRO-2", "under 1 s in the background", stall_of_a_save),
     measure_row(NONE_ON),
@@ -483,11 +487,11 @@ BY_NAME = {row.name: row for row in ROWS}
 # What is kept -----------------------------------------------------------------------------------------------------
 
 
-def kept_rows(file: Path, key: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Reads the newest record of each row with this key; torn lines and lines with another key count for nothing."""
+def kept_rows(file: Path, key: dict[str, Any], any_code: bool = False) -> dict[str, dict[str, Any]]:
+    """Reads the newest record of each row with this key, or with another code, too; torn lines and lines with another key count for nothing."""
     found: dict[str, dict[str, Any]] = {}
     for record in records(file):
-        if record["key"] == key:
+        if (record["key"] | {"code": key["code"]} if any_code else record["key"]) == key:
             found[record["row"]] = record
     return found
 
@@ -569,7 +573,7 @@ def main(argv: list[str]) -> int:
     file = arguments.out.resolve() / "rows.jsonl"
     if arguments.no_run:
         last = next(reversed(records(file)), None)
-        kept, code = kept_rows(file, last["key"]) if last else {}, 0
+        kept, code = kept_rows(file, last["key"], any_code=True) if last else {}, 0
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit ends the running row
         kept, code = measure(arguments, file)
@@ -586,7 +590,9 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a trial on any machine; bars of speed and memory do not apply")
     parser.add_argument("--minutes", type=float, default=7.0, help="of a part, after which no row is begun (default: %(default)g)")
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="write what is kept as a page")
-    parser.add_argument("--no-run", "--no_run", action="store_true", help="run nothing; with --page: of the rows measured last")
+    parser.add_argument(
+        "--no-run", "--no_run", action="store_true", help="run nothing; with --page: of the rows measured last, by whatever code on that device"
+    )
     parser.add_argument("--list", action="store_true", help="show the rows and end")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -660,7 +666,7 @@ def commit() -> str:
 def page(kept: dict[str, dict[str, Any]]) -> str:
     """Writes the kept records as Markdown; a row without figures is named as one."""
     measured = [record for record in kept.values() if done(record)]
-    tables = []
+    codes, tables = {record["key"]["code"] for record in kept.values()}, []
     for part, title in PARTS.items():
         lines, found = [], []
         for row in [row for row in ROWS if row.part == part]:
@@ -668,6 +674,7 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {row.name} | {row.runs} | {row.bar} | {record['status'] if record else 'not measured'} |")
             if record is not None:
                 bars = f" ({record['bars']})" if record["bars"] else ""
+                bars += f" [code {record['key']['code']}]" if len(codes) > 1 else ""
                 found += wrap(f"- {row.name}: {record['measured']}{bars}", 120, subsequent_indent="  ")
         head = "| row | what runs | bar | result |\n|---|---|---|---|"
         tables.append("\n".join([f"## {part}: {title}\n\n{head}", *lines, *(["", *found] if found else []), ""]))
@@ -705,7 +712,8 @@ def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
     tiny = " **Tiny shapes: a trial that every row runs; its figures say nothing of a GPU.**" if key["tiny"] else ""
     when = " and ".join(dict.fromkeys((dates[0], dates[-1])))
     return f"""Written by `python tools/bench/bench_gpu.py` on {when}: {key["device"]}.
-{versions}; commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} pass.{tiny}"""
+{versions};
+commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} pass.{tiny}"""
 
 
 # Processes of their own ---------------------------------------------------------------------------------------------
@@ -720,6 +728,9 @@ def on_gloo(argv: list[str]) -> int:
 
     accelerator: Any = get_accelerator()
     accelerator._communication_backend_name = "gloo"
+    import torch
+
+    torch.distributed.init_process_group("gloo")  # DeepSpeed would bind it to the GPU, and torch then split it as only NCCL can
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
     return 0

@@ -16,8 +16,9 @@ from . import op_cache
 from .accounts import check_wandb_installed
 from .findings import Findings, Row
 from .gpus import check_gpus_seen, check_ordinal
-from .ops import check_ops
+from .ops import check_ops, check_torch_compile
 from .ports import check_master_port
+from .torch_builds import gpus_in_use
 
 
 def check_versions(requirements: Path) -> Findings:
@@ -51,6 +52,7 @@ def check_start(plan: Plan) -> list[Problem]:
         *check_ordinal(plan.command.local_rank),
         *check_master_port(plan.command.rank),
         *check_ops(plan.ds_config),
+        *(check_torch_compile(gpus_in_use()) if plan.recipe.compile == "on" else []),
         *check_wandb_installed(plan.recipe.wandb, plan.command.typed),
     ]
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ..task import IGNORE
 from .blocks import BLOCK, CPU_BLOCK, columns_at_once
+from .compiled import compiles, fused
 
 
 @dataclass(frozen=True)
@@ -101,16 +102,13 @@ class _TokenLosses(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, block):
                 logits = _logits(hidden, weight, bias, columns)
-                logits = (chain(logits) if chain else logits).to(exact)  # (N, columns)
+                logits = chain(logits) if chain else logits  # (N, columns)
+                logits = logits if compiles() else logits.to(exact)  # which leaves none in the other dtype
                 place, inside = _places(labels, columns, part)
-                target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
-                if likeliest:
-                    largest, column = logits.max(1)
+                largest, column = logits.max(1) if likeliest else (None, None)
+                if column is not None:
                     chosen = torch.where(largest > peak, column + columns.start, chosen)
-                else:
-                    largest = logits.amax(1)
-                before, peak = peak, torch.maximum(peak, largest)
-                total = total * (before - peak).exp() + (logits - peak.unsqueeze(1)).exp_().sum(1)
+                peak, target, total = _seen(logits, largest, place, inside, peak, target, total)
                 del logits  # before the next block's are made
         if part:
             own = peak
@@ -168,6 +166,17 @@ def _places(labels: torch.Tensor, columns: slice, part: Part | None) -> tuple[to
     return place.where(inside, 0).unsqueeze(1), inside
 
 
+@fused
+def _seen(
+    logits: torch.Tensor, largest: Any, place: Any, inside: Any, peak: torch.Tensor, target: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Adds a block's logits, (N, columns), to the largest, the label's, and the sum of exponentials of each token so far, (N,)."""
+    logits = logits.to(peak.dtype)
+    target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
+    before, peak = peak, torch.maximum(peak, logits.amax(1) if largest is None else largest)
+    return peak, target, total * (before - peak).exp() + (logits - peak.unsqueeze(1)).exp_().sum(1)
+
+
 def _gradient(logits: torch.Tensor, norm: torch.Tensor, each: torch.Tensor, chain: Chain | None, place: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
     """Computes the gradient of a block's logits, of their dtype: (probability - 1 at the label) times the gradient of the token's loss, through the chain."""
     if chain is None:
@@ -175,11 +184,20 @@ def _gradient(logits: torch.Tensor, norm: torch.Tensor, each: torch.Tensor, chai
     else:
         with torch.enable_grad():
             changed = chain(logits.requires_grad_())
-    gradient = (changed.detach() - norm.unsqueeze(1)).exp_()  # of the dtype of `norm`
-    # no scatter_add_: of a CUDA tensor of two dimensions torch 2.13 has no deterministic one
-    gradient.scatter_(1, place, gradient.gather(1, place) - inside.unsqueeze(1).to(gradient.dtype)).mul_(each)
-    gradient = gradient.to(changed.dtype)
+    gradient = _of_changed(changed.detach(), norm, each, place, inside)
     return gradient if chain is None else torch.autograd.grad(changed, logits, gradient)[0]
+
+
+@fused
+def _of_changed(changed: torch.Tensor, norm: torch.Tensor, each: torch.Tensor, place: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    gradient = (changed - norm.unsqueeze(1)).exp_()  # of the dtype of `norm`
+    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
+        label = (torch.arange(changed.shape[1], device=changed.device) == place) & inside.unsqueeze(1)
+        gradient = (gradient - label.to(gradient.dtype)) * each
+    else:
+        # no scatter_add_: of a CUDA tensor of two dimensions torch 2.13 has no deterministic one
+        gradient.scatter_(1, place, gradient.gather(1, place) - inside.unsqueeze(1).to(gradient.dtype)).mul_(each)
+    return gradient.to(changed.dtype)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

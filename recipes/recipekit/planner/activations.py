@@ -23,10 +23,11 @@ class Shape:
     heads: int
     inner: int
     normed: bool
+    compiled: str  # by kernels/compiled.py: nothing (""), norms ("parts") or layers as a whole ("layers")
     divided: bool  # rows lie on several ranks: attention's result is there twice, as heads of whole rows and as own rows of all heads
 
 
-def shape_of(config: dict[str, Any], tp: int = 1, sp: int = 1) -> Shape | None:
+def shape_of(config: dict[str, Any], tp: int = 1, sp: int = 1, compiled: str = "") -> Shape | None:
     """Reads a config.json; None for a layer of another kind."""
     if config.get("model_type") not in GATED:
         return None
@@ -34,22 +35,24 @@ def shape_of(config: dict[str, Any], tp: int = 1, sp: int = 1) -> Shape | None:
     shared = config.get("num_key_value_heads") or heads
     dim = config.get("head_dim") or hidden // heads
     repeated = sp // math.gcd(shared // tp or 1, sp)  # parallel/sequence.py: ranks with too few key-value heads get the same one
-    return Shape(hidden, heads * dim // tp, shared * dim * repeated // tp, heads // tp, config["intermediate_size"] // tp, GATED[config["model_type"]], sp > 1)
+    normed, inner = GATED[config["model_type"]], config["intermediate_size"]
+    return Shape(hidden, heads * dim // tp, shared * dim * repeated // tp, heads // tp, inner // tp, normed, compiled, sp > 1)
 
 
 def layer_bytes(shape: Shape, width: int) -> dict[str, int]:
     """Counts the bytes of a token that a layer's backward needs, by what they are of; `width`: bytes of an element in the layer.
 
-    A norm keeps its input in fp32, the normed one in `width` and its own result, which the products after it take. A gated MLP keeps the gate, its
-    activation, the other factor and their product. Attention keeps queries, keys, values, its result and a fp32 number for each head.
+    A norm keeps its input in fp32, the normed one in `width` and its own result, which the products after it take; compiled its input in `width` and
+    its result. A gated MLP keeps the gate, its activation, which a compiled layer computes again, the other factor and their product. Attention keeps
+    queries, keys, values, its result and a fp32 number for each head.
     """
-    norm = lambda elements: (4 + width) * elements  # noqa: E731  (without the result)
+    norm = lambda elements: (width if shape.compiled else 4 + width) * elements  # noqa: E731  (without the result)
     attention = width * (2 * shape.queries + 2 * shape.keys) + 4 * shape.heads
     attention += width * shape.queries if shape.divided else 0
     return {
         "norms": 2 * (norm(shape.hidden) + width * shape.hidden) + (norm(shape.queries) + norm(shape.keys) if shape.normed else 0),
         "attention": attention,
-        "MLP": 4 * width * shape.inner,
+        "MLP": (3 if shape.compiled == "layers" else 4) * width * shape.inner,
     }
 
 
@@ -60,7 +63,7 @@ def activation_terms(shape: Shape, tokens: int, width: int, layers: int, recompu
     recomputed = -(-layers // recompute_every) if recompute_every else 0
     of_layer = {what: tokens * size for what, size in layer_bytes(shape, width).items()}
     one = sum(of_layer.values())
-    last = tokens * (4 + 2 * width) * shape.hidden  # the last norm, and what the head takes
+    last = tokens * (2 * width if shape.compiled else 4 + 2 * width) * shape.hidden  # the last norm, and what the head takes
     terms = [
         Term(
             ACCELERATOR,

@@ -205,6 +205,10 @@ def _zero_1_2(groups: list[Group], frozen: list[int], ds_config: dict[str, Any],
     buckets = bucket * (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) or offloaded else 0
     sent = _sent(ds_config)
     stage_1, compact = zero["stage"] == 1, width == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
+    of_ranks = [[numel for group in groups for numel in group.touched(rank)] for rank in range(max((group.ranks for group in groups), default=1))]
+    exceeding = max(numel if numel > bucket else 0 for numel in (0, *numels))
+    if compact and not stage_1:  # they are kept until backward has ended (DeepSpeed 0.19.8: copy_grads_in_partition)
+        exceeding = max(exceeding, *(sum(numel for numel in touched if numel > bucket) for touched in of_ranks))
     step = () if load.accumulation > 1 else (REDUCE, STEP)
     terms = [
         Term(ACCELERATOR, f"parameters, {dtype}", width * (flat + sum(frozen))),
@@ -212,14 +216,13 @@ def _zero_1_2(groups: list[Group], frozen: list[int], ds_config: dict[str, Any],
         Term(home, "optimizer states, fp32", _state_bytes(ds_config, groups, parts)),
         Term(ACCELERATOR, f"reduce buckets, {_name(sent)}", sent * buckets, (BACKWARD, REDUCE)),
         Term(ACCELERATOR, "copies while a bucket is summed", (sent + 4) * min(bucket, sum(numels)), (BACKWARD, REDUCE), bound=True),
-        Term(ACCELERATOR, "gradients that exceed a bucket", width * (largest if largest > bucket else 0), (BACKWARD,)),
+        Term(ACCELERATOR, "gradients that exceed a bucket", width * exceeding, (BACKWARD,)),
     ]
     if stage_1:
         terms.append(Term(ACCELERATOR, f"gradients, {dtype}", width * sum(numels), (LOSS, BACKWARD, REDUCE) if load.accumulation > 1 else (REDUCE,)))
     if compact:
         terms.append(Term(ACCELERATOR, "sums of gradients, fp32", 4 * sum(parts), step))
     else:
-        of_ranks = [[numel for group in groups for numel in group.touched(rank)] for rank in range(max((group.ranks for group in groups), default=1))]
         kept = [width * numel for numel in max(of_ranks, key=sum)]
         if offloaded:
             terms.append(_pinned(HOST, f"sums of gradients, {dtype}", kept if load.accumulation > 1 else [], pin, load))

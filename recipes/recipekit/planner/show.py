@@ -18,6 +18,7 @@ from ..parallel.param_groups import check_named
 from ..parallel.plans import adapted_plans, plans_of
 from ..phases import rates
 from ..plan import Plan
+from ..strategy.compiling import layers_whole
 from ..tasks.facts import PACKED, TASKS, Facts, Plans
 from ..tasks.find import task_called
 from .activations import activation_terms, shape_of
@@ -114,12 +115,15 @@ def show_activations(activations: list[Term], terms: list[Term]) -> None:
 def activations_of(plan: Plan) -> list[Term]:
     """Predicts the activations of a rank; [] where no formula is known: of another layer, an adapter, a pipeline, another engine, or a dense mask."""
     recipe, mesh = plan.recipe, plan.mesh
-    shape = shape_of(plan.model_config or {}, mesh.tp, mesh.sp) if recipe.facts.rows == PACKED else None
+    model_config = plan.model_config or {}
+    compiled = ""
+    if recipe.compile == "on" or (recipe.compile == "auto" and seen_device(plan.command) is not None):
+        compiled = "layers" if layers_whole(model_config.get("model_type", ""), plan.ds_config, mesh.tp, mesh.sp, mesh.ep) else "parts"
+    shape = shape_of(model_config, mesh.tp, mesh.sp, compiled) if recipe.facts.rows == PACKED else None
     if shape is None or recipe.adapt is not None or mesh.pp > 1 or recipe.engine != "deepspeed" or attention_of(plan)[0] not in ("varlen", "flash_attention_2"):
         return []
-    assert plan.model_config is not None
     tokens = recipe.micro_batch * recipe.seq_len // mesh.sp
-    return activation_terms(shape, tokens, 4 if plan.precision == "fp32" else 2, plan.model_config["num_hidden_layers"], recipe.recompute_every)
+    return activation_terms(shape, tokens, 4 if plan.precision == "fp32" else 2, model_config["num_hidden_layers"], recipe.recompute_every)
 
 
 def show_verdict(terms: list[Term], name: str, memory: int) -> None:

@@ -16,6 +16,8 @@ from ..data.files import folder_classes
 from ..data.mixture import domains_of
 from ..data.request import request_of
 from ..engine import Engine
+from ..hosts.ops import check_torch_compile
+from ..kernels import compiled
 from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
 from ..model.export import export, save_small_files
@@ -23,10 +25,12 @@ from ..model.weights import fetch_config, published_names, weights_folder
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
-from ..refusal import Say
+from ..refusal import Problem, Refusal, Say
 from ..run_folder import CHECKPOINTS, EXPORT
+from ..strategy.compiling import layers_whole
 from ..task import Sums, Task
 from . import deepspeed_engine, torch_engine
+from .agree import shared_problems
 from .corpus import check_data
 from .facts import export_dtype, layout_of
 
@@ -106,6 +110,7 @@ def load_model(
         say(f"loss: of whole logits, not in chunks: {built.why_logits}")
     domains = len(domains_of(recipe.dataset))
     sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if domains > 1 else None)
+    compile_model(plan, model_config["model_type"], built, device, say)
     engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
     set_time_limit(limit)
     compared = check_weights(engine, built, groups)
@@ -125,6 +130,27 @@ def load_model(
         say(f"resumed from {source}")
     state["export_dtype"] = dtype
     return replace(loaded, state=state)
+
+
+def compile_model(plan: Plan, model_type: str, built: Built, device: torch.device, say: Say) -> None:
+    """Compiles what the field `compile` of a recipe says: the same on all ranks, which would else round apart (a collective)."""
+    recipe = plan.recipe
+    on = recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda" and torch.version.hip is None)
+    problems = check_torch_compile(device.type == "cuda") if on else []
+    if on and device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (7, 0):
+        card = f"{torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}"
+        problems.append(Problem(card, "is older than what Triton makes kernels for, 7.0", "--compile off"))
+    problems = shared_problems(Refusal(problems) if problems else None) if on else []
+    if problems and recipe.compile == "on":
+        raise Refusal(problems)
+    if problems:
+        say(f"compile: nothing is compiled: {problems[0]}")
+    compiled.switch(on and not problems, recipe.deterministic)
+    if on and not problems:
+        whole = layers_whole(model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep)
+        layers, norms, rotary = compiled.compile_layers(built.models, whole)
+        said = [f"{count} {what}" for count, what in ((layers, "layers"), (norms, "norms"), (rotary, "rotary embeddings")) if count]
+        say(f"compile: {', '.join([*said, 'and the loss'])}, in the first step")
 
 
 def make_engine(plan: Plan, built: Built, groups: Groups, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Engine:

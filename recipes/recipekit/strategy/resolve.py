@@ -50,16 +50,9 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     if kept.ours and facts.offload != "none":
         resolved["zero_force_ds_cpu_optimizer"] = False  # ours is updated on the host by torch
 
-    hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
-    bucket = max(hidden, 4096) ** 2  # elements; smaller buckets waste the network on many short messages
-    sizes = {
-        "reduce_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": int(0.9 * bucket),
-        "stage3_param_persistence_threshold": 10 * (hidden or 4096),
-    }
     zero = resolved.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
-    zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
+    zero |= {key: size for key, size in _sizes(model_config, facts.stage).items() if zero.get(key) == "auto"}
 
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
         resolved.pop(block, None)
@@ -70,3 +63,16 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     if mesh.ep > 1:
         resolved["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
     return resolved, lines
+
+
+def _sizes(model_config: dict[str, Any] | None, stage: int) -> dict[str, int]:
+    """Gives the numbers, in elements, that an "auto" stands for."""
+    hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
+    bucket = max(hidden, 4096) ** 2  # smaller buckets waste the network on many short messages
+    # beside sums in fp32 ZeRO-2 keeps each larger gradient until backward has ended (DeepSpeed 0.19.8: copy_grads_in_partition)
+    widest = hidden * shape_of(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim") if stage < 3 else 0
+    return {
+        "reduce_bucket_size": max(bucket, widest),
+        "stage3_prefetch_bucket_size": int(0.9 * bucket),
+        "stage3_param_persistence_threshold": 10 * (hidden or 4096),
+    }

@@ -1,0 +1,107 @@
+"""Norms and rotary embeddings as one kernel each give what the model's own code gives, alone and in every layout."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job import NANO, metrics
+from pool import environment
+from recipekit.kernels.compiled import compile_layers, is_norm
+from test_engines import run_engine
+from test_parity import Case, compare, each, reference
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ON = {"compile": "on"}
+
+
+def models(kind: str, dtype: torch.dtype) -> list[Any]:
+    """The same model twice."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type=kind, **SIZE, **({"head_dim": 16} if kind != "gpt2" else {}))
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).train()
+    return [plain, copy.deepcopy(plain)]
+
+
+def loss_and_gradients(model: Any, rows: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    loss = model(input_ids=rows, labels=rows).loss
+    loss.backward()
+    return loss.detach(), [parameter.grad.float() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "layers"])
+@pytest.mark.parametrize("kind", ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "mistral", "qwen2", "gemma2"))])
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_the_same_loss_and_gradients(kind: str, whole: bool, dtype: torch.dtype, within: float):
+    """Relative to the norm of each gradient; in bf16 a compiled kernel rounds once where the code as it is rounds several times."""
+    plain, compiled = models(kind, dtype)
+    norms = sum(is_norm(module) for module in compiled.modules())
+    assert norms > 2 and compile_layers([compiled], whole) == ((2, 1, 0) if whole else (0, norms, 2))
+    rows = torch.randint(0, 64, (2, 48))
+    (expected, theirs), (loss, ours) = (loss_and_gradients(model, rows) for model in (plain, compiled))
+    assert loss.item() == pytest.approx(expected.item(), rel=within)
+    for got, wanted in zip(ours, theirs, strict=True):
+        assert (got - wanted).norm() <= within * wanted.norm()
+
+
+def test_another_model_of_the_class_stays_as_it_is():
+    plain, compiled = models("llama", torch.float32)
+    own = type(plain.model.norm).forward
+    compile_layers([compiled], False)
+    assert "forward" in vars(compiled.model.norm) and "forward" in vars(compiled.model.layers[0].self_attn)
+    assert type(plain.model.norm).forward is own and not any("forward" in vars(module) for module in plain.modules())
+
+
+def test_a_compiler_that_is_missing_is_told_before_the_start(tmp_path: Path):
+    flags = ["--tiny", "--compile", "on", "--no-wandb", "--out", str(tmp_path / "run")]
+    ran = subprocess.run([sys.executable, str(NANO), *flags], env=environment() | {"CXX": "no-such-compiler"}, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr
+    assert "no-such-compiler: is not there for torch.compile" in ran.stderr and "or --compile off" in ran.stderr, ran.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_compiled_run_goes_on_bit_for_bit(tmp_path: Path):
+    lines = []
+    for name, stops in (("whole", ["0"]), ("parts", ["2", "0"])):
+        for stop in stops:
+            flags = ["--tiny", "--steps", "4", "--compile", "on", "--stop_at", stop, "--no-wandb", "--out", str(tmp_path / name)]
+            ran = subprocess.run([sys.executable, str(NANO), *flags], env=environment(), capture_output=True, text=True, timeout=300)
+            assert ran.returncode == 0, ran.stderr
+            assert "compile: 4 layers, 1 norms, and the loss, in the first step" in ran.stdout, ran.stdout
+        lines.append([(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name)])
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+
+
+LAYOUTS = [
+    Case("zero0 dp2", 2, "zero0", ON, slow=True),
+    Case("zero2 dp2", 2, "zero2", ON, slow=True),
+    Case("zero2 dp2, recomputed", 2, "zero2", ON | {"activation_checkpointing": True}, slow=True),
+    Case("zero3 dp2", 2, "zero3", ON, slow=True),
+    Case("zero3 dp2, recomputed", 2, "zero3", ON | {"activation_checkpointing": True}, slow=True),
+    Case("zero1 tp2", 2, "zero1", ON | {"tp": 2}, slow=True),
+    Case("zero3 tp2", 2, "zero3", ON | {"tp": 2}, model="qwen3", slow=True),
+    Case("zero1 pp2", 2, "zero1", ON | {"pp": 2}, slow=True),
+    Case("zero1 pp2, both ways", 2, "zero1", ON | {"pp": 2, "pipeline_schedule": "dualpipev"}, slow=True),
+    Case("zero3 sp2", 2, "zero3", ON | {"sp": 2}, slow=True),
+    Case("zero1 ep2", 2, "zero1", ON | {"ep": 2}, model="moe", slow=True),
+    Case("ddp dp2", 2, "ddp", ON, slow=True),
+    Case("fsdp2 dp2", 2, "fsdp2", ON, slow=True),
+]
+
+
+@each(LAYOUTS)
+def test_a_layout_trains_like_plain_pytorch(pools, tmp_path: Path, case: Case):
+    out = run_engine(pools, tmp_path / "run", case.file, case.world, case.model, **case.layout)
+    compare(out, reference(case.model))
