@@ -4,7 +4,7 @@ Eager PyTorch reads and writes each intermediate result: half of the time of a 1
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,9 +18,11 @@ _switched = {"on": False}
 
 def switch(on: bool, deterministic: bool = False) -> None:
     """Makes the functions that are `fused` compiled ones, or plain ones. `deterministic`: no kernel is chosen by how fast it was."""
+    _switched["on"] = on
+    if not on:
+        return
     import torch._inductor.config as inductor
 
-    _switched["on"] = on
     inductor.compile_threads = 1  # a pool of compilers in each rank would outlive a killed one, for a few small kernels
     inductor.deterministic = deterministic
 
@@ -32,11 +34,11 @@ def compiles() -> bool:
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function of tensors, which is compiled where it is called while `switch` is on, anew for each shape."""
-    compiled = torch.compile(function, dynamic=False)
+    compiled = cache(partial(torch.compile, function, dynamic=False))  # not before it is called: the compiler takes a second to import
 
     @wraps(function)
     def chosen(*arguments: Any) -> Any:
-        return (compiled if _switched["on"] else function)(*arguments)
+        return (compiled() if _switched["on"] else function)(*arguments)
 
     return chosen
 
