@@ -72,6 +72,23 @@ def test_a_compiler_that_is_missing_is_told_before_the_start(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_compiler_that_fails(asked: bool):
+    """Where it was asked for the run ends, else it goes on without."""
+    program = f"""
+import torch
+from recipekit.kernels import compiled
+compiled.switch(True, asked={asked})
+made = compiled.fused(lambda x: (x.sin() * 2).cos())(torch.ones(8))
+assert torch.equal(made, (torch.ones(8).sin() * 2).cos())
+"""
+    fresh = environment() | {"CXX": "false", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    ran = subprocess.run([sys.executable, "-c", program], env=fresh, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == int(asked), ran.stderr
+    assert ("InductorError" if asked else "WON'T CONVERT") in ran.stderr, ran.stderr[-2000:]
+
+
+@pytest.mark.slow
 def test_a_compiled_run_goes_on_bit_for_bit(tmp_path: Path):
     lines = []
     for name, stops in (("whole", ["0"]), ("parts", ["2", "0"])):

@@ -16,13 +16,19 @@ ROTARY = "apply_rotary_pos_emb"  # transformers' name of what turns queries and 
 _switched = {"on": False}
 
 
-def switch(on: bool, deterministic: bool = False) -> None:
-    """Makes the functions that are `fused` compiled ones, or plain ones. `deterministic`: no kernel is chosen by how fast it was."""
+def switch(on: bool, deterministic: bool = False, asked: bool = True) -> None:
+    """Makes the functions that are `fused` compiled ones, or plain ones.
+
+    `deterministic`: no kernel is chosen by how fast it was. Unless `asked` for, what cannot be compiled is computed as it is,
+    which torch tells in a warning.
+    """
     _switched["on"] = on
     if not on:
         return
+    import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
+    dynamo.suppress_errors = not asked
     inductor.compile_threads = 1  # a pool of compilers in each rank would outlive a killed one, for a few small kernels
     inductor.deterministic = deterministic
 

@@ -145,7 +145,7 @@ def compile_model(plan: Plan, model_type: str, built: Built, device: torch.devic
         raise Refusal(problems)
     if problems:
         say(f"compile: nothing is compiled: {problems[0]}")
-    compiled.switch(on and not problems, recipe.deterministic)
+    compiled.switch(on and not problems, recipe.deterministic, recipe.compile == "on")
     if on and not problems:
         whole = layers_whole(model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep)
         layers, norms, rotary = compiled.compile_layers(built.models, whole)
