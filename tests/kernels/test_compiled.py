@@ -10,7 +10,8 @@ import pytest
 import torch
 from job import NANO, metrics
 from pool import environment
-from recipekit.kernels.compiled import compile_layers, is_norm
+from recipekit.kernels.compiled import compile_layers, is_norm, switch
+from recipekit.kernels.cross_entropy import losses_and_tokens, token_losses
 from test_engines import run_engine
 from test_parity import Case, compare, each, reference
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -40,11 +41,19 @@ def loss_and_gradients(model: Any, rows: torch.Tensor) -> tuple[torch.Tensor, li
     return loss.detach(), [parameter.grad.float() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["parts", "layers"])
-@pytest.mark.parametrize("kind", ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "mistral", "qwen2", "gemma2"))])
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-def test_the_same_loss_and_gradients(kind: str, whole: bool, dtype: torch.dtype, within: float):
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+SAME = [(kind, whole, dtype) for kind in KINDS for whole in (False, True) for dtype in (torch.float32, torch.bfloat16)]
+QUICK = [("qwen3", False, torch.float32), ("llama", True, torch.float32)]
+WITHIN = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "dtype"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=f"{case[0]} {'layers' if case[1] else 'parts'} {case[2]}") for case in SAME],
+)
+def test_the_same_loss_and_gradients(kind: str, whole: bool, dtype: torch.dtype):
     """Relative to the norm of each gradient; in bf16 a compiled kernel rounds once where the code as it is rounds several times."""
+    within = WITHIN[dtype]
     plain, compiled = models(kind, dtype)
     norms = sum(is_norm(module) for module in compiled.modules())
     assert norms > 2 and compile_layers([compiled], whole) == ((2, 1, 0) if whole else (0, norms, 2))
@@ -53,6 +62,27 @@ def test_the_same_loss_and_gradients(kind: str, whole: bool, dtype: torch.dtype,
     assert loss.item() == pytest.approx(expected.item(), rel=within)
     for got, wanted in zip(ours, theirs, strict=True):
         assert (got - wanted).norm() <= within * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_the_same_losses_in_blocks(dtype: torch.dtype):
+    """With labels in each of the blocks, and some that count for nothing; the likeliest tokens, too."""
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(1000, 16, dtype=dtype), torch.randn(48, 16, dtype=dtype)
+    labels = torch.randint(0, 1000, (48,)).masked_fill_(torch.rand(48) < 0.2, -100)
+    found = []
+    try:
+        for on in (False, True):
+            switch(on)
+            inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            losses = token_losses(*inputs, None, labels, block=48 * 300)
+            (losses * torch.linspace(0.5, 2, 48)).sum().backward()
+            likeliest = losses_and_tokens(*inputs, None, labels, block=48 * 300)[1]
+            found.append([losses.detach(), *(tensor.grad.float() for tensor in inputs), likeliest.float()])
+    finally:
+        switch(False)
+    for plain, compiled in zip(*found, strict=True):
+        assert (compiled - plain).norm() <= WITHIN[dtype] * plain.norm()
 
 
 def test_another_model_of_the_class_stays_as_it_is():

@@ -51,7 +51,7 @@ class Case:
 
 
 CASES = [
-    Case("zero3, tied, soft cap", "zero3", model="gemma2"),
+    Case("zero3, tied, soft cap", "zero3", model="gemma2", slow=True),
     Case("tp2", "zero1", TP2, rows=VOCABULARY // 2),
     Case("pp2", "zero1", {"pp": 2}, slow=True),
     Case("lora", "zero3", {"adapt": add_lora}, slow=True),
