@@ -275,7 +275,7 @@ def gradients_before_the_end(recipe: Recipe, argv: list[str]) -> tuple[int, int]
 def test_gradients_that_exceed_a_bucket_stay_until_the_end_of_backward(pools: Any, tmp_path: Path, world: int) -> None:
     """So a bucket of "auto" holds each matrix of a layer."""
     config = strategy("zero2", bf16=True)
-    config["zero_optimization"]["reduce_bucket_size"] = 2000
+    config["zero_optimization"]["reduce_bucket_size"] = 100
     common: dict[str, Any] = dict(init="random", tokenizer="bytes", seq_len=16, micro_batch=2, global_batch=8, steps=1, wandb=False, export=False)
     recipe = Recipe(model=odd_model(tmp_path / "model"), ds_config=config, **common)
     ranks = pools.run(world, gradients_before_the_end, recipe=recipe, argv=["--out", str(tmp_path / "run")])
