@@ -60,7 +60,7 @@ class Recipe:
         choices=("auto", "chunked", "whole"),
     )
     compile: str = _say(
-        "norms and rotary embeddings as one kernel each, by torch.compile of the model's own code; auto: on GPUs that have what it takes",
+        "layers, or their norms and rotary embeddings, and the loss in few kernels, by torch.compile; auto: on GPUs that have what it takes",
         "auto",
         choices=("auto", "on", "off"),
     )

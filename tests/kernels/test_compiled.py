@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings as one kernel each give what the model's own code gives, alone and in every layout."""
+"""What is compiled gives what the model's own code gives: layers as a whole, norms and rotary embeddings, the loss; alone and in every layout."""
 
 import copy
 import subprocess
@@ -12,8 +12,9 @@ from job import NANO, metrics
 from pool import environment
 from recipekit.kernels.compiled import compile_layers, is_norm, switch
 from recipekit.kernels.cross_entropy import losses_and_tokens, token_losses
-from test_engines import run_engine
-from test_parity import Case, compare, each, reference
+from recipekit.recipe import Recipe
+from test_export import add_lora
+from test_parity import Case, accumulating, compare, each, recipe_for, reference, strategy, train_in_layout
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZE: dict[str, Any] = {
@@ -109,8 +110,10 @@ def test_a_compiler_that_fails(asked: bool):
 import torch
 from recipekit.kernels import compiled
 compiled.switch(True, asked={asked})
-made = compiled.fused(lambda x: (x.sin() * 2).cos())(torch.ones(8))
-assert torch.equal(made, (torch.ones(8).sin() * 2).cos())
+x = torch.ones(8, requires_grad=True)
+made = compiled.fused(lambda x: (x.sin() * 2).cos())(x)
+made.sum().backward()
+assert torch.equal(made, (torch.ones(8).sin() * 2).cos()) and x.grad is not None
 """
     fresh = environment() | {"CXX": "false", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     ran = subprocess.run([sys.executable, "-c", program], env=fresh, capture_output=True, text=True, timeout=100)
@@ -126,7 +129,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(tmp_path: Path):
             flags = ["--tiny", "--steps", "4", "--compile", "on", "--stop_at", stop, "--no-wandb", "--out", str(tmp_path / name)]
             ran = subprocess.run([sys.executable, str(NANO), *flags], env=environment(), capture_output=True, text=True, timeout=300)
             assert ran.returncode == 0, ran.stderr
-            assert "compile: 4 layers, 1 norms, and the loss, in the first step" in ran.stdout, ran.stdout
+            assert "compile: 4 layers as a whole, 1 norms outside of them, the loss in chunks, at first use" in ran.stdout, ran.stdout
         lines.append([(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name)])
     assert lines[0] == lines[1] and len(lines[0]) == 4
 
@@ -140,15 +143,53 @@ LAYOUTS = [
     Case("zero1 tp2", 2, "zero1", ON | {"tp": 2}, slow=True),
     Case("zero3 tp2", 2, "zero3", ON | {"tp": 2}, model="qwen3", slow=True),
     Case("zero1 pp2", 2, "zero1", ON | {"pp": 2}, slow=True),
+    Case("zero1 pp2, recomputed", 2, "zero1", ON | {"pp": 2, "activation_checkpointing": True}, slow=True),
+    Case("zero3 dp2, recomputed, a norm at the end", 2, "zero3", ON | {"activation_checkpointing": True}, model="gemma2", slow=True),
     Case("zero1 pp2, both ways", 2, "zero1", ON | {"pp": 2, "pipeline_schedule": "dualpipev"}, slow=True),
     Case("zero3 sp2", 2, "zero3", ON | {"sp": 2}, slow=True),
     Case("zero1 ep2", 2, "zero1", ON | {"ep": 2}, model="moe", slow=True),
-    Case("ddp dp2", 2, "ddp", ON, slow=True),
-    Case("fsdp2 dp2", 2, "fsdp2", ON, slow=True),
+    Case("ddp dp2", 2, "", ON | {"engine": "ddp", "precision": "fp32"}, slow=True),
+    Case("fsdp2 dp2", 2, "", ON | {"engine": "fsdp2", "precision": "fp32"}, slow=True),
 ]
 
 
+def train_compiled(recipe: Recipe, config: dict[str, Any], out: str) -> int:
+    """Runs on every rank of a pool: the real loop, in which something has to be compiled."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    code = train_in_layout(recipe, config, out)
+    assert counters["stats"]["unique_graphs"] > 1, counters
+    return code
+
+
 @each(LAYOUTS)
-def test_a_layout_trains_like_plain_pytorch(pools, tmp_path: Path, case: Case):
-    out = run_engine(pools, tmp_path / "run", case.file, case.world, case.model, **case.layout)
-    compare(out, reference(case.model))
+def test_a_layout_trains_like_plain_pytorch(pools: Any, tmp_path: Path, case: Case):
+    recipe = recipe_for(case.model, **accumulating(case.world, **case.layout))
+    config = strategy(case.file) if case.file else {}
+    assert pools.run(case.world, train_compiled, recipe=recipe, config=config, out=str(tmp_path / "run")) == [0] * case.world
+    compare(tmp_path / "run", reference(case.model))
+
+
+@pytest.mark.slow
+def test_an_adapter_keeps_layers_in_parts(pools: Any, tmp_path: Path):
+    """Whose modules an adapter has put inside the layers; the same losses as without."""
+    lines = []
+    for way in ("on", "off"):
+        recipe = recipe_for("untied", **accumulating(2), compile=way, adapt=add_lora)
+        case = train_compiled if way == "on" else train_in_layout
+        assert pools.run(2, case, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / way)) == [0, 0]
+        lines.append([(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / way)])
+    for ours, plain in zip(*lines, strict=True):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_what_has_nothing_to_compile_is_refused(tmp_path: Path):
+    flags = ["--tiny", "--steps", "1", "--compile", "on", "--loss", "whole", "--no-wandb", "--out", str(tmp_path / "run")]
+    command = [sys.executable, str(NANO.with_name("gpt2_124m_zero0.py")), *flags]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr, ran.stderr
+    assert "compile = on: there is nothing in GPT2LMHeadModel that it would compile; leave it out" in ran.stderr, ran.stderr

@@ -280,8 +280,10 @@ def test_gradients_that_exceed_a_bucket_stay_until_the_end_of_backward(pools: An
     recipe = Recipe(model=odd_model(tmp_path / "model"), ds_config=config, **common)
     ranks = pools.run(world, gradients_before_the_end, recipe=recipe, argv=["--out", str(tmp_path / "run")])
     assert max(found for found, _ in ranks) == max(told for _, told in ranks) > 0
-    auto = make_plan(parse(replace(recipe, model="meta-llama/Llama-3.1-8B", ds_config="zero2.json"), Path("memory.py"), ["--out", str(tmp_path / "other")]))
-    assert auto.ds_config["zero_optimization"]["reduce_bucket_size"] == 4096 * 14336
+    for file, size in (("zero2", 4096 * 14336), ("zero3", 4096**2)):
+        large = replace(recipe, model="meta-llama/Llama-3.1-8B", ds_config=f"{file}.json")
+        auto = make_plan(parse(large, Path("memory.py"), ["--out", str(tmp_path / "other")]))
+        assert auto.ds_config["zero_optimization"]["reduce_bucket_size"] == size
 
 
 def test_the_loss_takes_twelve_bytes_a_logit() -> None:

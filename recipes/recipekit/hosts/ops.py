@@ -102,11 +102,16 @@ def _usable(op: Op) -> bool:
 
 def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
     """Finds the tools that are missing to compile `ops`."""
-    what = f"to compile {', '.join(op.title for op in ops)}"
-    problems = check_compilers(what)
-    compiler, found = _compilers()[0], any(problem.where.startswith("compiler") for problem in problems)
+    what, problems = f"to compile {', '.join(op.title for op in ops)}", []
+    compiler, c_compiler = _compilers()
+    found = [name for name in dict.fromkeys((compiler[0], c_compiler[0])) if not shutil.which(name)]
+    if found:
+        problems.append(
+            Problem(f"compiler {' and '.join(found)}", f"is not there {what}", "install one (Debian, Ubuntu: apt-get install g++), or set CXX and CC")
+        )
     if not shutil.which("ninja", path=_path()):
         problems.append(Problem("ninja", f"is not there {what}", f"{sys.executable} -m pip install -r requirements.txt"))
+    problems += _check_headers(what)
     if any("async_io" in op.parts or "gds" in op.parts for op in ops) and not found and (why := _link(compiler, "io_setup(1, 0)", "libaio.h", ["-laio"])):
         problems.append(Problem("libaio", f"async_io, which NVMe offload needs, does not compile without it ({why})", LIBAIO))
     if cuda and (compiled_against := [op for op in ops if op.cuda]):
@@ -114,24 +119,27 @@ def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
     return problems
 
 
-def check_compilers(what: str) -> list[Problem]:
-    """Finds what is missing of that with which everything is compiled: C and C++ compilers, and Python's headers."""
-    problems = []
-    if missing := [name for name in dict.fromkeys(command[0] for command in _compilers()) if not shutil.which(name)]:
-        problems.append(
-            Problem(f"compiler {' and '.join(missing)}", f"is not there {what}", "install one (Debian, Ubuntu: apt-get install g++), or set CXX and CC")
-        )
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        problems.append(Problem("Python.h", f"is not there {what}", f"install {python}-dev (Debian, Ubuntu) or {python}-devel (Fedora)"))
-    return problems
+def _check_headers(what: str) -> list[Problem]:
+    if (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return []
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return [Problem("Python.h", f"is not there {what}", f"install {python}-dev (Debian, Ubuntu) or {python}-devel (Fedora)")]
 
 
 def check_torch_compile(cuda: bool) -> list[Problem]:
-    """Finds what torch.compile lacks on this host: on a GPU it makes its kernels with Triton, on a CPU with the C++ compiler."""
-    problems = check_compilers("for torch.compile")
+    """Finds what torch.compile lacks on this host: on a GPU it makes kernels with Triton and a C compiler, on a CPU with g++ (or CC, CXX)."""
+    what, problems = "for torch.compile", _check_headers("for torch.compile")
+    named = shlex.split(os.environ.get("CC" if cuda else "CXX", ""))[:1] or (["gcc", "clang"] if cuda else ["g++"])
+    if not any(map(shutil.which, named)):
+        problems.insert(0, Problem(f"compiler {' or '.join(named)}", f"is not there {what}", f"install one, or set {'CC' if cuda else 'CXX'}"))
     if cuda and importlib.util.find_spec("triton") is None:
-        problems.append(Problem("triton", "is not there for torch.compile on a GPU", "install the triton that torch's wheel for CUDA asks for"))
+        problems.append(Problem("triton", f"is not there {what} on a GPU", "install the triton that torch's wheel for CUDA asks for"))
+    if cuda:
+        import torch
+
+        if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < (7, 0):
+            card = f"{torch.cuda.get_device_name()} of compute capability {capability[0]}.{capability[1]}"
+            problems.append(Problem(card, "is older than what Triton makes kernels for, 7.0", "use another GPU"))
     return [replace(problem, fix=f"{problem.fix}; or --compile off") for problem in problems]
 
 

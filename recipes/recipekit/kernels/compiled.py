@@ -26,9 +26,11 @@ def switch(on: bool, deterministic: bool = False, asked: bool = True) -> None:
     if not on:
         return
     import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
     dynamo.suppress_errors = not asked
+    functorch.force_non_lazy_backward_lowering = not asked  # else a backward pass is compiled when it is first run, where no error is suppressed
     inductor.compile_threads = 1  # a pool of compilers in each rank would outlive a killed one, for a few small kernels
     inductor.deterministic = deterministic
 
@@ -66,10 +68,10 @@ def compile_layers(models: Iterable[nn.Module], whole: bool) -> tuple[int, int, 
             inside |= {id(part) for part in module.modules()}
             module.forward = MethodType(_once(made, forward, torch.compile), module)
             if module.gradient_checkpointing:
-                # To stop early torch raises an error where the last tensor is saved, inside what was compiled: a SystemError on CUDA (2.11)
-                recompute: Any = module._gradient_checkpointing_func
+                # To stop early torch raises an error where the last tensor is saved, here inside what was compiled: a SystemError in torch 2.11.
+                # Not so where ZeRO-3 works inside: past the early stop its hooks release weights that the backward pass has gathered.
                 layer: Any = module
-                layer._gradient_checkpointing_func = partial(recompute, early_stop=False)
+                layer._gradient_checkpointing_func = partial(layer._gradient_checkpointing_func, early_stop=False)
             found[0] += 1
         elif is_norm(module):
             module.forward = MethodType(_once(made, forward, torch.compile), module)

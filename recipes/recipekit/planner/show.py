@@ -117,7 +117,7 @@ def activations_of(plan: Plan) -> list[Term]:
     recipe, mesh = plan.recipe, plan.mesh
     model_config = plan.model_config or {}
     compiled = ""
-    if recipe.compile == "on" or (recipe.compile == "auto" and seen_device(plan.command) is not None):
+    if recipe.compile == "on" or (recipe.compile == "auto" and (seen_device(plan.command) or ("",))[0].startswith("NVIDIA")):
         compiled = "layers" if layers_whole(model_config.get("model_type", ""), plan.ds_config, mesh.tp, mesh.sp, mesh.ep) else "parts"
     shape = shape_of(model_config, mesh.tp, mesh.sp, compiled) if recipe.facts.rows == PACKED else None
     if shape is None or recipe.adapt is not None or mesh.pp > 1 or recipe.engine != "deepspeed" or attention_of(plan)[0] not in ("varlen", "flash_attention_2"):

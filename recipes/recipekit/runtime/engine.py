@@ -25,7 +25,7 @@ from ..model.weights import fetch_config, published_names, weights_folder
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
-from ..refusal import Problem, Refusal, Say
+from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS, EXPORT
 from ..strategy.compiling import layers_whole
 from ..task import Sums, Task
@@ -133,24 +133,25 @@ def load_model(
 
 
 def compile_model(plan: Plan, model_type: str, built: Built, device: torch.device, say: Say) -> None:
-    """Compiles what the field `compile` of a recipe says: the same on all ranks, which would else round apart (a collective)."""
+    """Compiles what the field `compile` of a recipe says: where all ranks can, since a rank that cannot would round otherwise (a collective)."""
     recipe = plan.recipe
     on = recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda" and torch.version.hip is None)
     problems = check_torch_compile(device.type == "cuda") if on else []
-    if on and device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (7, 0):
-        card = f"{torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}"
-        problems.append(Problem(card, "is older than what Triton makes kernels for, 7.0", "--compile off"))
     problems = shared_problems(Refusal(problems) if problems else None) if on else []
     if problems and recipe.compile == "on":
         raise Refusal(problems)
     if problems:
         say(f"compile: nothing is compiled: {problems[0]}")
     compiled.switch(on and not problems, recipe.deterministic, recipe.compile == "on")
-    if on and not problems:
-        whole = layers_whole(model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep)
-        layers, norms, rotary = compiled.compile_layers(built.models, whole)
-        said = [f"{count} {what}" for count, what in ((layers, "layers"), (norms, "norms"), (rotary, "rotary embeddings")) if count]
-        say(f"compile: {', '.join([*said, 'and the loss'])}, in the first step")
+    if not on or problems:
+        return
+    whole = recipe.adapt is None and layers_whole(model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep)
+    layers, norms, rotary = compiled.compile_layers(built.models, whole)
+    counts = ((layers, "layers as a whole"), (norms, "norms outside of them" if layers else "norms"), (rotary, "rotary embeddings"))
+    said = [f"{count} {what}" for count, what in counts if count] + ["the loss in chunks"] * (built.why_logits is None)
+    if not said and recipe.compile == "on":
+        raise refuse("compile = on", f"there is nothing in {built.architecture} that it would compile", "leave it out")
+    say(f"compile: {', '.join(said) or 'nothing of this model'}, at first use")
 
 
 def make_engine(plan: Plan, built: Built, groups: Groups, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Engine:

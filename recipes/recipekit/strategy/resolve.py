@@ -52,7 +52,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
 
     zero = resolved.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
-    zero |= {key: size for key, size in _sizes(model_config, facts.stage).items() if zero.get(key) == "auto"}
+    zero |= {key: size for key, size in _sizes(model_config, facts.stage, mesh.tp).items() if zero.get(key) == "auto"}
 
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
         resolved.pop(block, None)
@@ -65,12 +65,12 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     return resolved, lines
 
 
-def _sizes(model_config: dict[str, Any] | None, stage: int) -> dict[str, int]:
+def _sizes(model_config: dict[str, Any] | None, stage: int, tp: int) -> dict[str, int]:
     """Gives the numbers, in elements, that an "auto" stands for."""
     hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
     bucket = max(hidden, 4096) ** 2  # smaller buckets waste the network on many short messages
     # beside sums in fp32 ZeRO-2 keeps each larger gradient until backward has ended (DeepSpeed 0.19.8: copy_grads_in_partition)
-    widest = hidden * shape_of(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim") if stage < 3 else 0
+    widest = hidden * (shape_of(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * hidden) // tp if stage == 2 else 0
     return {
         "reduce_bucket_size": max(bucket, widest),
         "stage3_prefetch_bucket_size": int(0.9 * bucket),
