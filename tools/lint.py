@@ -29,7 +29,7 @@ from recipekit.architectures.lookup import model_config
 from recipekit.command import recipe_of
 from recipekit.data.mixture import domains_of
 from recipekit.mesh import Mesh, make_mesh
-from recipekit.optim.facts import FACTORS, FACTS
+from recipekit.optim.facts import FACTORS, FACTS, GRADIENT
 from recipekit.optim.facts import Facts as OptimizerFacts
 from recipekit.phases import Ramp
 from recipekit.plan import check_mixture
@@ -199,6 +199,8 @@ def optimizer_table() -> str:
 
 
 def _where(facts: OptimizerFacts) -> str:
+    if facts.acts_on == GRADIENT:
+        return "ZeRO-0, and torch's DDP, computed by a class of recipekit/optim"
     stages = "ZeRO-0, -1, -2 and -3"
     return f"{stages}, and torch's DDP and FSDP2, computed by a class of recipekit/optim" if facts.ours else stages
 
@@ -213,6 +215,8 @@ def _kept(facts: OptimizerFacts) -> str:
     if facts.states == FACTORS:
         rows, columns, elements = map(_code, FACTORS)
         return f"of a vector {elements}, of other weights {rows} and {columns}, a number for each row and column"
+    if facts.acts_on == GRADIENT:
+        more.append("and for each rank what it has still to send")
     return ", ".join([" and ".join(map(_code, facts.states)) or "nothing", *more])
 
 

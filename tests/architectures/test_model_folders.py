@@ -236,6 +236,7 @@ def test_a_start_ends_with_the_refusal_alone(saved, tmp_path, name):
     assert done.returncode == 1 and head == "refused: 1 problem" and says in line and done.stdout == ""
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_start_refuse_a_model_that_reads_ahead(pools, saved, tmp_path):
     folder, says = made(saved, tmp_path / "model", LOOKED_AT["llama both ways"]), LOOKED_AT["llama both ways"][2]
     results = pools.run(2, train, recipe=BASE, argv=["--out", str(tmp_path / "run"), "--model", str(folder)])

@@ -19,6 +19,7 @@ def test_the_three_ways_compute_the_same_loss_and_whole_logits_keep_most():
     assert found["whole"]["kept"] >= 4 * 512 * 3000 > 100 * found["chunked"]["kept"]
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_a_page(tmp_path: Path):
     argv = [sys.executable, ROOT / "tools/bench/bench_loss.py", "--tokens", "64", "--vocabulary", "500", "--rounds", "1", "--page", tmp_path / "page.md"]
     subprocess.run(argv, env=environment(), check=True, timeout=120)

@@ -195,6 +195,7 @@ def test_the_converter_writes_the_files_of_deepspeed_at_every_stage(pools, tmp_p
     assert_same_files(tmp_path / "hf", tmp_path / "run" / "hf")
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, tmp_path):
     from test_weights import save_tiny
 

@@ -332,7 +332,8 @@ def rss_anon() -> int:
     return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lines", marks=pytest.mark.slow), "parquet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lines", "parquet"])
 def test_memory_is_flat_over_10_000_batches(tmp_path, kind):
     own = texts(2000, 1)
     if kind == "lines":

@@ -170,7 +170,7 @@ def addresses(server: Server, kind: str) -> str:
     return ",".join(f"{server.url}/{name}" for name in server.files if name.endswith(kind))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("kind", ["parquet", pytest.param("jsonl", marks=pytest.mark.slow)])
 def test_a_bad_server_changes_nothing(server, kind, tmp_path):
     """Every kind of fault amid the reading: the rows are those of the same files on disk, and each wait is told once."""
     for name, content in server.files.items():

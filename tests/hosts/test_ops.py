@@ -206,7 +206,8 @@ print("weights", [round(value, 3) for value in weight.tolist()])
 """
 
 
-@pytest.mark.parametrize("signed", [pytest.param(True, id="by a host of this kind"), pytest.param(False, id="by plain DeepSpeed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signed", [pytest.param(True, id="by a host of this kind"), pytest.param(False, id="by plain DeepSpeed")])
 def test_an_op_in_a_folder_that_is_not_ours_is_used_and_not_locked(tmp_path: Path, ops: Callable[[str], None], signed: bool) -> None:
     """On a disk that nobody can write, without a compiler, ninja or a lock."""
     ops("cpu_adam")

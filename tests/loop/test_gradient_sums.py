@@ -70,7 +70,7 @@ def test_the_page_tells_of_every_file_that_can_be_measured() -> None:
     assert {*told(), "zero3_nvme"} == {*NAMES}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "zero3_nvme"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "zero2_cpu" else ()) for name in NAMES if name != "zero3_nvme"])
 def test_gradients_are_summed_as_the_page_says(name: str, pools: Pools, tmp_path: Path, ops) -> None:
     if "cpu" in name:
         ops("cpu_adam")

@@ -104,7 +104,7 @@ CASES = [
     Case("vit zero0 dp1", 1, "zero0", {"micro_batch": 4}, model="vit"),
     Case("vit zero1 dp4", 4, "zero1", {"micro_batch": 1}, model="vit", slow=True),
     Case("vit zero2 dp2, checkpointing", 2, "zero2", {"activation_checkpointing": True}, model="vit"),
-    Case("vit zero3 dp2", 2, "zero3", model="vit"),
+    Case("vit zero3 dp2", 2, "zero3", model="vit", slow=True),
     Case("vit zero1 tp2", 2, "zero1", TP2, model="vit"),
     Case("vit zero1 pp3", 3, "zero1", {"pp": 3}, model="vit", slow=True),
     Case("vit zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="vit", slow=True),

@@ -129,7 +129,7 @@ def reference(model: str, bf16: bool = False, **changes: Any) -> Trained:
 TP2, PP2 = {"tp": 2}, {"pp": 2}
 CASES = [  # pairs of stage, dp, split, tp, pp
     Case("bert zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="bert", slow=True),
-    Case("bert zero1 pp2", 2, "zero1", PP2, model="bert"),
+    Case("bert zero1 pp2", 2, "zero1", PP2, model="bert", slow=True),
     Case("modernbert zero3 dp2, checkpointing", 2, "zero3", {"activation_checkpointing": True}, model="modernbert", slow=True),
     Case("bert zero2 dp4", 4, "zero2", {"micro_batch": 1}, {"whole_words": True}, model="bert", slow=True),
     Case("bert zero3 tp2, whole logits", 2, "zero3", TP2 | {"micro_batch": 4, "loss": "whole"}, model="bert", slow=True),

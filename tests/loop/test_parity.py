@@ -173,7 +173,7 @@ CASES = [
     Case("zero0 tp2", 2, "zero0", TP2),
     Case("zero1 tp2", 2, "zero1", TP2),
     Case("zero2 tp2", 2, "zero2", TP2, slow=True),
-    Case("zero3 tp2", 2, "zero3", TP2),
+    Case("zero3 tp2", 2, "zero3", TP2, slow=True),
     Case("zero0 tp2 dp2", 4, "zero0", TP2, slow=True),
     Case("zero1 tp2 dp2", 4, "zero1", TP2, slow=True),
     Case("zero3 tp2 dp2", 4, "zero3", TP2, slow=True),
@@ -316,7 +316,7 @@ def test_a_fused_adamw_is_as_near_to_adamw_as_the_plain_one():
     [
         pytest.param("zero0", "untied", {}, marks=pytest.mark.slow),
         ("zero1", "untied", {}),
-        ("zero2", "untied", {}),
+        pytest.param("zero2", "untied", {}, marks=pytest.mark.slow),
         pytest.param("zero3", "untied", {}, marks=pytest.mark.slow),
         pytest.param("zero1", "tied", {"pp": 2}, marks=pytest.mark.slow),
     ],
@@ -368,7 +368,8 @@ def adam_steps(steps: int, weight_decay: float) -> tuple[float, float, float]:
     return tuple((a.double() - b).abs().max().item() for a, b in ((mine, theirs), (mine, exact), (theirs, exact)))
 
 
-@pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_cpu_adam_is_adamw(pools, ops, weight_decay):
     """DeepSpeed's CPU Adam after 100 steps is as near to AdamW in fp64 as torch's fp32 AdamW is; without decay the two agree to one rounding."""
     ops("cpu_adam")

@@ -181,7 +181,7 @@ def reference(task: str, model: str, lora: bool = False, **changes: Any) -> Trai
 
 TP2, PP2 = {"tp": 2}, {"pp": 2}
 DPO = [
-    Case("zero3 dp2", 2, "zero3", model="qwen3"),
+    Case("zero3 dp2", 2, "zero3", model="qwen3", slow=True),
     Case("zero1 pp2", 2, "zero1", PP2, model="qwen3"),
     Case("zero0 dp1", 1, "zero0", {"micro_batch": 4}, model="untied", slow=True),
     Case("zero1 dp4", 4, "zero1", {"micro_batch": 1}, model="qwen3", slow=True),

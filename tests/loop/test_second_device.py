@@ -51,7 +51,8 @@ def install() -> None:
     prepare.start = lambda *arguments: (start(*arguments), device)[1]
 
 
-@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*QUICK, *SLOW])
 def test_a_run_is_that_of_the_cpu(run: Callable[..., list[Any]], ops: Callable[[str], None], tmp_path: Path, layout: str) -> None:
     if "on the CPU" in layout:
         ops("cpu_adam")

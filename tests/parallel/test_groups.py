@@ -93,6 +93,7 @@ def wait_longer_than_the_limit(folder: str, seconds: float) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_long_work_of_rank_0_outlasts_the_limit(pools: Any, tmp_path: Path) -> None:
     """Asking a server, checking a checkpoint, converting one, opening data."""
     for made, damaged, refused, problems in pools.run(2, wait_longer_than_the_limit, folder=str(tmp_path), seconds=0.3):

@@ -42,6 +42,7 @@ CASES = [
 
 
 SLOW = (
+    "sp2 zero1, packed rows",
     "sp2 zero1, one document a row",
     "sp2 zero3, one document a row, checkpointed activations",
     "sp2 dp2 zero2, packed rows",

@@ -106,7 +106,7 @@ LAYOUTS = [
     pytest.param({"ds_config": "zero2.json"}, id="zero2", marks=slow),
     pytest.param({"ds_config": "zero3.json"}, id="zero3", marks=slow),
     pytest.param({"ds_config": "zero1.json", "tp": 2}, id="zero1 tp2", marks=slow),
-    pytest.param({"ds_config": "zero2.json", "model": GPT2}, id="zero2 dropout"),
+    pytest.param({"ds_config": "zero2.json", "model": GPT2}, id="zero2 dropout", marks=slow),
     pytest.param({"ds_config": "zero3.json", "model": GPT2, "activation_checkpointing": True}, id="zero3 dropout, recomputed", marks=slow),
     pytest.param({"ds_config": "zero0.json", "model": GPT2}, id="zero0 dropout", marks=slow),
     pytest.param({"ds_config": "zero3.json", "tp": 2}, id="zero3 tp2", marks=slow),

@@ -92,8 +92,13 @@ def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
 
 
 def test_the_shipped_files_are_clean_for_whoever_fills_them() -> None:
-    """But for those of optimizers that are recipes' own: DeepSpeed's LAMB and Adafactor would be other algorithms under ZeRO, its Muon does not read what ours does."""
-    own = {"zero1_lamb": "another algorithm", "zero2_adafactor": "another algorithm", "zero2_muon": "is of the Muon of a recipe"}
+    """But for those of optimizers that are recipes' own: DeepSpeed has no 1-bit Adam, its LAMB and Adafactor would be
+    other algorithms under ZeRO, its Muon does not read what ours does."""
+    own = {"zero0_onebit": "a recipe has a 1-bit Adam of its own"} | {
+        "zero1_lamb": "another algorithm",
+        "zero2_adafactor": "another algorithm",
+        "zero2_muon": "is of the Muon of a recipe",
+    }
     for file in sorted((ROOT / "ds_configs").glob("*.json")):
         for library in ("trainer", "accelerate"):
             code, text = lint(str(file), "--filled-by", library)

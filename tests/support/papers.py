@@ -92,3 +92,62 @@ class Muon(Plain):
         for _ in range(5):
             u = 3.4445 * u - 4.7750 * u @ u.T @ u + 2.0315 * u @ u.T @ u @ u.T @ u
         x -= group["lr"] * (0.2 * math.sqrt(max(rows, columns)) if group["adjust"] else math.sqrt(max(1, rows / columns))) * u
+
+
+class OneBitAdam:
+    """Algorithm 1 of Tang et al., "1-bit Adam" (arXiv 2102.02888), with all workers in one process; AdamW up to `freeze_step`.
+
+    `step` takes the gradients of each worker. The second compression is of the parts that the workers serve: all tensors in a row, padded to
+    whole bytes of signs for each worker. Elements whose v is zero when it is frozen take no part. A sign that flips moves a weight by as
+    much as a step does, so that sums and products are rounded here as torch's optimizers round them.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], workers: int, freeze_step: int, betas: tuple[float, float], eps: float):
+        self.groups, self.workers, self.freeze_step, self.betas, self.eps = groups, workers, freeze_step, betas, eps
+        self.tensors = [(weights, group) for group in groups for weights in group["params"]]
+        sizes = [weights.numel() for weights, _ in self.tensors]
+        part = -(-sum(sizes) // (8 * workers)) * 8
+        self.whose = torch.arange(sum(sizes)) // part  # worker that serves an element
+        self.which = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))  # tensor that an element is of
+        self.m, self.v, self.t = torch.zeros(sum(sizes)), torch.zeros(sum(sizes)), 0
+        self.worker_errors, self.server_error = [torch.zeros(sum(sizes)) for _ in range(workers)], torch.zeros(sum(sizes))
+
+    def signs(self, z: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        """Gives each element the root mean square of those that `of` numbers alike, and its sign."""
+        live = self.v > 0
+        squares, counts = (
+            torch.zeros(int(of.max()) + 1, dtype=torch.float64).index_add_(0, of[live], values[live])
+            for values in (z.double() ** 2, torch.ones_like(z, dtype=torch.float64))
+        )
+        roots = (squares / counts.clamp(min=1)).sqrt().float()[of]
+        return torch.where(live, torch.where(z < 0, -roots, roots), 0.0)
+
+    @torch.no_grad()
+    def step(self, gradients: list[list[torch.Tensor]], most: float = 0.0) -> float:
+        """Takes a step, with gradients clipped to the norm `most` before the freeze; returns the norm, of the momentum after it."""
+        self.t += 1
+        (beta1, beta2), own = self.betas, [torch.cat([value.flatten() for value in each]) for each in gradients]
+        if self.t <= self.freeze_step:
+            g = torch.stack(own).mean(0)
+            norm = math.sqrt(float((g.double() ** 2).sum()))
+            if most and norm > most:
+                g = g * (most / norm)
+            self.m = beta1 * self.m + (1 - beta1) * g
+            self.v = beta2 * self.v + (1 - beta2) * g * g
+        else:
+            sent = []
+            for number, g in enumerate(own):
+                z = self.worker_errors[number].add(self.m, alpha=beta1).add(g, alpha=1 - beta1)
+                sent.append(self.signs(z := torch.where(self.v > 0, z, 0.0), self.which))
+                self.worker_errors[number] = z - sent[-1]
+            z = self.server_error + sum(sent) / self.workers
+            self.m = self.signs(z, self.which * self.workers + self.whose)
+            self.server_error = z - self.m
+            norm = math.sqrt(float((self.m.double() ** 2).sum()))
+        v = self.v / (1 - beta2 ** min(self.t, self.freeze_step))
+        u, at = self.m / (v.sqrt() + self.eps), 0
+        for weights, group in self.tensors:
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            weights.add_(u[at : at + weights.numel()].view_as(weights), alpha=-group["lr"] / (1 - beta1**self.t))
+            at += weights.numel()
+        return norm

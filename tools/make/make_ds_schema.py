@@ -394,6 +394,9 @@ def optimizers() -> dict[str, Node]:
         found[name] = {"torch_name": True, "device": parameters(getattr(torch.optim, name))}
     adafactor = parameters(torch.optim.Adafactor) | {"eps": {"type": ["array"], "default": [None, 0.001], "items": "any", "length": 2}}
     found["Adafactor"] = {"torch_name": True, "device": adafactor}
+    freeze_step = {"type": ["integer"], "min": 1, "required": True}
+    one_bit = {name: torch_adam[name] for name in ("betas", "eps")} | {"freeze_step": freeze_step} | {name: torch_adam[name] for name in ("lr", "weight_decay")}
+    found["OneBitAdam"] = {"any_case": True, "device": one_bit}  # of recipes only (recipekit/optim/one_bit.py): DeepSpeed has removed its own
     return found
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..architectures import safetensors_files
 from ..parallel.blueprint import Blueprint, Layout
 from ..refusal import refuse
-from . import create, manifest
+from . import create, errors, manifest
 from .copying import Copy, Effort, cast, chunks, copies, partial_digests, run, share_work, unit_of
 from .journal import Journal
 from .published import published_as, shapes_of
@@ -31,6 +31,7 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     """
     effort = effort or Effort()
     step = open_step(source)
+    errors.check(step.folder, layout)
     if not any(tensor.group is not None for tensor in step.blueprint.tensors):
         rule = "is of ZeRO-0 and another program: its optimizer states have no names"
         raise refuse(str(step.folder), rule, "take its weights: to-hf, then from-hf")
@@ -51,6 +52,8 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     for rank in range(layout.mesh.world):
         if ranks:
             shutil.copyfile(step.folder / f"rng_rank_{rank % ranks}.pt", journal.folder / f"rng_rank_{rank}.pt")
+    for path in step.folder.glob(errors.FILES):
+        shutil.copyfile(path, journal.folder / path.name)
     (journal.folder / "hf_files").mkdir(exist_ok=True)
     for path in step.small_files:
         shutil.copyfile(path, journal.folder / "hf_files" / path.name)

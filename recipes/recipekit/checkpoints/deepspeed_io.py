@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ..parallel.blueprint import Layout
-from . import torch_files
+from . import errors, torch_files
 from .places import expert_optimizer_file
 
 
@@ -105,7 +105,7 @@ class DeepSpeedStates:
         self.made._copy_recovery_script = lambda _: None
         self.files.snapshots, self.made.checkpoint_engine = background, self.files
         self.made.save_checkpoint(str(step.parent), tag=step.name, save_latest=False)
-        return self.files.take()
+        return self.files.take() + errors.kept(self.made.basic_optimizer, step, dist.get_rank(), background)
 
     def load(self, step: Path, blueprint: Any, layout: Layout, begun: bool) -> None:
         """Lets DeepSpeed load its files, and mends what DeepSpeed 0.19.8 restores wrongly."""

@@ -17,7 +17,7 @@ from ..parallel.blueprint import Blueprint, Layout, Tensor
 from ..parallel.groups import waiting_group
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS
-from . import convert, copying, manifest
+from . import convert, copying, errors, manifest
 from .deepspeed_io import read_pickle
 from .manifest import BLUEPRINT, MANIFEST, STATE
 from .state import SavedState, State
@@ -62,6 +62,7 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
         rule = f"was written by another layout ({was}) than this one ({layout}), and {UNDESCRIBED}"
         raise refuse(f"resume from {step}", rule, "start once with the same ranks, degrees and strategy: what that run saves is converted")
     before = Blueprint.from_json(saved)
+    errors.check(step, layout)
     differ = _differences(before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0)
     if differ:
         raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was made with, or --out NEW")
@@ -113,7 +114,10 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
         # an engine may restore the saved numbers, though the user may have changed them (--resume PATH), and only those that the
         # optimizer of the other layout had
         group.update({key: value for key, value in own.items() if key not in ("params", "lr", "initial_lr", "step") or key not in group})
-    place_counts(getattr(engine.optimizer, "optimizer", engine.optimizer))
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    place_counts(inner)
+    own_errors = source / errors.file_of(dist.get_rank())
+    errors.restore(inner, read_pickle(own_errors) if own_errors.exists() else None, state["step"])
     if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
         restore_generator_states(read_pickle(generators))
     dist.barrier(waiting_group())

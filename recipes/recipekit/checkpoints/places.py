@@ -26,6 +26,7 @@ from ..parallel.blueprint import (
     state_keys,
 )
 from ..parallel.divided import Part, divide
+from . import errors
 from .torch_files import Keys
 
 STATE = ("optimizer_state_dict", "base_optimizer_state", "state")
@@ -303,4 +304,5 @@ def expected_bytes(blueprint: Blueprint, layout: Layout) -> int:
     """Counts the bytes of the tensors that a checkpoint holds, every copy included."""
     width = {"weight": 4 if layout.dtype == "float32" else 2}
     found = shards(blueprint, layout)
-    return sum((piece.stop - piece.start) * width.get(role, 4) for (_, role), own in found.items() for shard in own for piece in shard.pieces)
+    of_tensors = sum((piece.stop - piece.start) * width.get(role, 4) for (_, role), own in found.items() for shard in own for piece in shard.pieces)
+    return of_tensors + errors.expected(blueprint, layout)

@@ -13,7 +13,7 @@ from ..refusal import Problem, Refusal, refuse
 from ..run_folder import CHECKPOINTS, FACTS
 from ..strategy.divisions import check_tp
 from ..strategy.shapes import divisors
-from . import manifest, other_programs
+from . import errors, manifest, other_programs
 from .state import State
 
 UNDESCRIBED = "its divided experts were saved before checkpoints described them"
@@ -111,6 +111,7 @@ def target_layout(
     if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, pp):
         problems.append(Problem("fp16", "its loss scaler is not carried from one ZeRO stage to another", "use the same --zero"))
     problems += _check_ep(blueprint, degrees) if ep > 1 else []
+    problems += errors.check_degrees(was, degrees, zero)
     if problems:
         raise Refusal(problems)
     bounds = stage_bounds(blueprint, pp) if pp > 1 else ()

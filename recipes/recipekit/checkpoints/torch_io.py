@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.factors import state_of
+from . import errors
 from .create import Carried, create, read_carried
 from .places import holders
 from .tensor_files import BITS, TensorFiles, open_checkpoint
@@ -24,8 +25,8 @@ class TorchStates:
     optimizer: torch.optim.Optimizer
     counts: dict[str, Any]
 
-    def save(self, step: Path, blueprint: Blueprint, layout: Layout, background: bool) -> list[tuple[None, Path]]:
-        """Gathers one tensor after the other, which the first rank writes; returns the files that this rank wrote (a collective).
+    def save(self, step: Path, blueprint: Blueprint, layout: Layout, background: bool) -> list[tuple[Any, Path]]:
+        """Gathers one tensor after the other, which the first rank writes; returns what this rank has to write, and the files that it wrote (a collective).
 
         Raises what the disk raises, on the first rank only, after the last tensor: the others wait there.
         """
@@ -52,7 +53,7 @@ class TorchStates:
             opened.close()
         if failure is not None:
             raise failure
-        return [(None, step / file)] if writes else []
+        return ([(None, step / file)] if writes else []) + errors.kept(self.optimizer, step, torch.distributed.get_rank(), background)
 
     def load(self, step: Path, blueprint: Blueprint, layout: Layout, begun: bool) -> None:
         """Reads what this rank holds of each tensor and, if a step has been taken, of the optimizer's states; and the counts, but for the JSON."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-ELEMENT, TENSOR = "element", "tensor"
+ELEMENT, TENSOR, GRADIENT = "element", "tensor", "gradient"
 AT_ONCE = 1 << 22  # elements of which ours take sums at a time, and of an update those that Adafactor computes
 EVERYWHERE = "on CUDA"  # the same code of torch runs there
 
@@ -21,7 +21,8 @@ class Facts:
     `matrices`: what it keeps for the weights that it takes for matrices, in place of `states`; None: it has one rule for all weights.
     `added`: option of optimizer.params -> the states that it adds where it is set. `scalars` follow from the count of steps and
     the group's numbers, so all weights of a group have the same. `acts_on`: an update of ELEMENT reads one element of gradient
-    and states, so flat partitions change nothing; that of TENSOR needs the whole weight. `host`: the row of DeepSpeed's own
+    and states, so flat partitions change nothing; that of TENSOR needs the whole weight; that of GRADIENT takes those of each
+    rank before they are added up, and a rank keeps errors of its own besides. `host`: the row of DeepSpeed's own
     implementation for optimizers that are offloaded to the host. `ours`: a class of optim/ours.py computes it, not DeepSpeed or
     torch. `lacks`: why it is refused. `tested`: DeepSpeed takes it under ZeRO without zero_allow_untested_optimizer. `copies`:
     the most tensors of a group's size that torch's step, or ours, makes beside the states.
@@ -61,6 +62,7 @@ FACTS: dict[str, Facts] = {
     "Lamb": Facts(MOMENTS, acts_on=TENSOR, ours=True, copies=2),
     "Adafactor": Facts(FACTORS, acts_on=TENSOR, ours=True, copies=5),
     "Muon": Facts(MOMENTS, matrices=("momentum_buffer",), acts_on=TENSOR, ours=True, copies=1),
+    "OneBitAdam": Facts(MOMENTS, acts_on=GRADIENT, ours=True, copies=1),
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), MU),
 }
 GATHERED = 1 << 26  # elements of whole matrices that a step of Muon's gathers at a time, or those of the largest
@@ -99,6 +101,12 @@ def states_of(ds_config: Mapping[str, Any], matrix: bool = False) -> tuple[str, 
     if matrix and row.matrices is not None:
         return row.matrices
     return (*row.states, *(name for option, names in row.added.items() if params.get(option) for name in names))
+
+
+def error_sizes(numel: int, ranks: int) -> tuple[int, int]:
+    """Returns the elements of the two errors that a rank keeps beside states for `numel` weights, once an optimizer of GRADIENT sends signs."""
+    part = -(-numel // (8 * ranks)) * 8  # whole bytes of signs
+    return part * ranks, part
 
 
 def by_matrix(ds_config: Mapping[str, Any]) -> bool:

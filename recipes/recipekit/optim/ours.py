@@ -13,6 +13,7 @@ from .facts import facts_of, spelled
 from .lamb import Lamb
 from .lion import Lion
 from .muon import NewtonSchulz
+from .one_bit import OneBitAdam
 
 OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adafactor": Adafactor,
@@ -20,6 +21,7 @@ OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Lamb": Lamb,
     "Lion": Lion,
     "Muon": NewtonSchulz,
+    "OneBitAdam": OneBitAdam,
 }
 
 

@@ -9,6 +9,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from ..parallel import expert
+from .one_bit import OneBitAdam
 
 
 class DeepSpeedEngine(Protocol):
@@ -23,6 +24,7 @@ class DeepSpeedEngine(Protocol):
     micro_steps: int  # micro-batches that it has taken
     _config: Any
     _global_grad_norm: Any
+    enable_backward_allreduce: bool
     _take_model_step: Callable[..., None]
     clip_fp32_gradients: Callable[[], None]
 
@@ -54,11 +56,33 @@ def accumulate(engine: DeepSpeedEngine, micro_batches: int) -> None:
     is_gradient_accumulation_boundary), so after its own set_train_batch_size a first step may end early: after three steps of two, one of four would
     end after two. It counts from here.
     """
+    if isinstance(engine.basic_optimizer, OneBitAdam):
+        _leave_gradients(engine, engine.basic_optimizer)
     if (before := engine.gradient_accumulation_steps()) == micro_batches:
         return
     engine._config.train_batch_size = engine.train_batch_size() // before * micro_batches
     engine._config.gradient_accumulation_steps = engine.micro_batches = micro_batches
     engine.micro_steps = 0
+
+
+def _leave_gradients(engine: DeepSpeedEngine, optimizer: OneBitAdam) -> None:
+    """Leaves the gradients of the next step as each rank has them, not summed and not clipped, where its optimizer sends signs."""
+    engine.enable_backward_allreduce = not optimizer.compresses  # where it is False DeepSpeed tells all ranks of an overflow on one
+    if optimizer.compresses:
+        engine._config.gradient_clipping = 0.0
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            engine.optimizer.clip_grad = 0.0
+
+
+def keep_momentum_norm(engine: DeepSpeedEngine) -> None:
+    """Makes grad_norm that of the momentum, where the optimizer sends signs: a gradient of all ranks is never made."""
+    if isinstance(optimizer := engine.basic_optimizer, OneBitAdam):
+
+        def tell(applied: bool) -> None:
+            if optimizer.norm is not None:
+                engine._global_grad_norm = optimizer.norm
+
+        after_step(engine, tell)
 
 
 def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:

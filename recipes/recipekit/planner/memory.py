@@ -12,12 +12,12 @@ from math import prod
 from typing import Any
 
 from ..kernels.blocks import columns_at_once
-from ..optim.facts import FACTORS, by_matrix, facts_of, states_of
+from ..optim.facts import FACTORS, GRADIENT, by_matrix, facts_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, held, local_shape
 from .groups import Group, groups_of
 from .pinned import ROUNDED_UP_TO, pinned_bytes
 from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term
-from .whole_tensors import whole_matrices, with_factors
+from .whole_tensors import signs, whole_matrices, with_factors
 
 LOGIT_BYTES = 12  # fp32 log-softmax, its gradient and that of the logits, alive together when the loss's backward begins
 BLOCK_BYTES = 8  # of a logit of a block, where the loss is computed in chunks: fp32 logits, and their exponentials (kernels/cross_entropy.py)
@@ -74,6 +74,8 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
         terms = of_class[optimizer_class(ds_config)](groups, frozen, ds_config, load)
     if by_matrix(ds_config):
         terms.append(whole_matrices(blueprint, tensors))
+    if facts_of(ds_config).acts_on == GRADIENT:
+        terms += signs([group.numel for group in groups], layout.partitions)
     if states_of(ds_config) == FACTORS:
         terms = with_factors(terms, tensors, layout, zero, load.engine)
     if load.background:

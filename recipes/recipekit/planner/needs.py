@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from ..optim.facts import FACTORS, states_of
+from ..optim.facts import FACTORS, GRADIENT, error_sizes, facts_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, held
 from ..parallel.factors import elements_of
 from ..plan import Plan
@@ -30,6 +30,8 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     size = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     states = sum(4 * numel for numel in _state_elements(plan, blueprint, layout))
+    if facts_of(plan.ds_config).acts_on == GRADIENT:
+        states += 4 * layout.mesh.world * sum(error_sizes(trained, layout.mesh.dp))
     mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
     width = 2 if mixed else 4
     saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1

@@ -1,9 +1,9 @@
-"""Counts what optimizers of whole tensors keep and need: Adafactor's rows and columns, Muon's matrices."""
+"""Counts what optimizers of whole tensors keep and need: Adafactor's rows and columns, Muon's matrices, 1-bit Adam's errors and signs."""
 
 from dataclasses import replace
 from typing import Any
 
-from ..optim.facts import AT_ONCE, FACTS, GATHERED, state_sizes
+from ..optim.facts import AT_ONCE, FACTS, GATHERED, error_sizes, state_sizes
 from ..parallel.blueprint import Blueprint, Layout, Tensor
 from ..parallel.factors import elements_of
 from .terms import ACCELERATOR, STEP, Term
@@ -37,3 +37,13 @@ def whole_matrices(blueprint: Blueprint, tensors: list[Tensor]) -> Term:
     numels = [tensor.numel for tensor in tensors if tensor.group is not None and blueprint.groups[tensor.group].matrix]
     largest = max(numels, default=0)
     return Term(ACCELERATOR, "whole matrices, fp32", 4 * (max(largest, min(sum(numels), GATHERED)) + 4 * largest), (STEP,), bound=True)
+
+
+def signs(numels: list[int], ranks: int) -> list[Term]:
+    """Counts what 1-bit Adam keeps from freeze_step on for groups of so many elements, and the signs that a step sends and is sent (optim/one_bit.py)."""
+    own, part = error_sizes(sum(numels), ranks)
+    made = 13 * min(own, AT_ONCE)  # of the elements of a piece: fp32 twice, their bits as bytes three times, and as truth values twice
+    return [
+        Term(ACCELERATOR, "errors of signs, fp32", 4 * (own + part)),
+        Term(ACCELERATOR, "signs that are sent, and their making", own // 4 + part // 8 + made, (STEP,), bound=True),
+    ]

@@ -14,7 +14,7 @@ from ..model.build import Built
 from ..optim import ours
 from ..optim.borders import borders_of
 from ..optim.groups import parameter_groups
-from ..optim.repairs import accumulate, after_step, before_step, keep_grad_norm, undo_hidden_step
+from ..optim.repairs import accumulate, after_step, before_step, keep_grad_norm, keep_momentum_norm, undo_hidden_step
 from ..parallel import pipeline
 from ..parallel.blueprint import Blueprint, Layout, describe, held
 from ..parallel.groups import Groups
@@ -31,6 +31,8 @@ def make(built: Built, groups: Groups, ds_config: dict[str, Any], loss: Callable
     trained: Any = parameter_groups(model, built.blueprint.trained)  # a list of groups, which DeepSpeed takes but does not annotate
     named: Any = {"model": model, "model_parameters": trained, "optimizer": _optimizer(ds_config, groups)}
     made: Any = deepspeed.initialize(**named, config=ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    if hasattr(made.basic_optimizer, "ranks"):  # it sends to them itself
+        made.basic_optimizer.ranks = groups.dp_group
     return repaired(made)
 
 
@@ -52,6 +54,7 @@ def repaired(made: Any) -> Engine:
     """Mends what `deepspeed.initialize` made, and gives it what an `Engine` has besides."""
     undo_hidden_step(made)
     keep_grad_norm(made)
+    keep_momentum_norm(made)
     states = DeepSpeedStates(made)
     made.accumulate = partial(accumulate, made)
     made.before_step, made.after_step = partial(before_step, made), partial(after_step, made)

@@ -21,6 +21,7 @@ from ..model.build import Built
 from ..optim import ours
 from ..optim.borders import Borders
 from ..optim.groups import parameter_groups
+from ..optim.one_bit import OneBitAdam
 from ..parallel.groups import Groups
 
 PIECE = 1 << 24  # elements of a gradient that are squared in fp64 at a time
@@ -58,7 +59,8 @@ class TorchEngine:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if isinstance(self.called, DistributedDataParallel):
-            self.called.require_backward_grad_sync = self.is_gradient_accumulation_boundary()  # as its no_sync() does around a forward
+            # as its no_sync() does around a forward
+            self.called.require_backward_grad_sync = self.is_gradient_accumulation_boundary() and not self.compresses
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             return self.called(*inputs, **named)
 
@@ -68,6 +70,11 @@ class TorchEngine:
     def accumulate(self, micro_batches: int) -> None:
         assert self.taken == 0, "within a step"
         self.accumulation = micro_batches
+
+    @property
+    def compresses(self) -> bool:
+        """Says whether the optimizer takes the gradients of the next step as each rank has them, not summed and not clipped."""
+        return isinstance(self.optimizer, OneBitAdam) and self.optimizer.compresses
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.taken + 1 == self.accumulation
@@ -88,12 +95,14 @@ class TorchEngine:
         for act in reversed(self.watchers):
             act()
         self.grad_norm = self._grad_norm()
-        if self.clipping > 0:
+        if self.clipping > 0 and not self.compresses:
             factor = torch.clamp(self.clipping / (self.grad_norm + 1e-6), max=1.0)
             for parameter in self.trained.values():
                 _local(parameter.grad).mul_(factor)
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
+        if isinstance(self.optimizer, OneBitAdam) and self.optimizer.norm is not None:
+            self.grad_norm = self.optimizer.norm
         self.scaler.update()
         # zeros, where DDP sums: its gradients are views of its buckets, and stay there
         self.optimizer.zero_grad(set_to_none=self.called is self.module)
@@ -164,7 +173,7 @@ def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dic
     return TorchEngine(
         module=module,
         called=called,
-        optimizer=_optimizer(parameter_groups(module, built.blueprint.trained), ds_config, groups.dp_group if kind == "fsdp2" else None),
+        optimizer=_optimizer(parameter_groups(module, built.blueprint.trained), ds_config, groups.dp_group, kind == "fsdp2"),
         device=device,
         group=groups.dp_group,
         accumulation=ds_config["gradient_accumulation_steps"],
@@ -175,14 +184,16 @@ def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dic
     )
 
 
-def _optimizer(trained: list[dict[str, Any]], ds_config: dict[str, Any], partitions: Any) -> torch.optim.Optimizer:
-    """Makes torch's AdamW, or the optimizer of ours that a JSON names; `partitions`: the ranks that each have a part of every tensor."""
+def _optimizer(trained: list[dict[str, Any]], ds_config: dict[str, Any], ranks: Any, divided: bool) -> torch.optim.Optimizer:
+    """Makes torch's AdamW, or the optimizer of ours that a JSON names; `divided`: each of the data-parallel ranks has a part of every tensor."""
     if (make := ours.maker(ds_config)) is None:
         numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
         return torch.optim.AdamW(trained, **numbers)
     made: Any = make(trained)
     if hasattr(made, "borders"):  # it needs whole tensors
-        made.borders = Borders(partitions=partitions)
+        made.borders = Borders(partitions=ranks if divided else None)
+    if hasattr(made, "ranks"):  # it sends to them itself
+        made.ranks = ranks
     return made
 
 

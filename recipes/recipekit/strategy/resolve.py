@@ -10,6 +10,8 @@ from .rules import Facts
 from .schema import optimizer_name, optimizer_params, takes_number, walk
 from .shapes import shape_of
 
+WARM_UP = 15  # percent of the steps that an "auto" of 1-bit Adam's freeze_step stands for
+
 
 def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
     """Returns the JSON as DeepSpeed gets it, and one line for each recipe default that a literal of the JSON beats.
@@ -43,6 +45,9 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     for key, number in numbers.items():
         if takes_number(takes, key) and params.get(key, "auto") == "auto":
             params[key] = number
+
+    if params.get("freeze_step") == "auto":
+        params["freeze_step"] = max(1, recipe.steps * WARM_UP // 100)
 
     kept = facts_of(resolved)
     if facts.stage > 0 and not kept.tested:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..optim.facts import ADAM, FACTS, SWAPPED, TENSOR, facts_of
+from ..optim.facts import ADAM, FACTS, GRADIENT, SWAPPED, TENSOR, facts_of
 from ..optim.facts import Facts as Kept
 from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES
 from .schema import at, schema
@@ -528,12 +528,14 @@ RULES: tuple[Rule, ...] = (
         FAILS,
         "torch/optim/optimizer.py; run",
     ),
-    _told(
-        "1-bit Adam, 0/1 Adam, 1-bit LAMB",
+    Rule(
+        "optimizer.type",
+        lambda f: f.stock and f.optimizer == "OneBitAdam",
+        "was removed from DeepSpeed, with 0/1 Adam and 1-bit LAMB; older versions refuse ZeRO with them",
+        "use AdamW, or a DeepSpeed below 0.19; a recipe has a 1-bit Adam of its own, without ZeRO",
         FAILS,
-        "were removed; older versions refuse ZeRO with them",
-        "use AdamW, or a DeepSpeed below 0.19",
         "config.py, DEEPSPEED_OPTIMIZERS; run",
+        "1-bit Adam, 0/1 Adam, 1-bit LAMB",
     ),
     _told(
         "an optimizer of the script + ZeRO offload",
@@ -790,6 +792,41 @@ RECIPE_RULES: tuple[Rule, ...] = (
             "",
         )
         for key in ("round_robin_gradients", "parameter_alignment")
+    ),
+    Rule(
+        "optimizer.type",
+        lambda f: f.stage > 0 and _kept(f).acts_on == GRADIENT,
+        "takes the gradients of each rank before they are added up, which ZeRO does while it divides them",
+        "use a JSON of stage 0, or AdamW",
+        APPLIES,
+        "",
+    ),
+    *(
+        Rule(
+            "optimizer.type",
+            lambda f, axis=axis: f.degree(axis) > 1 and _kept(f).acts_on == GRADIENT,
+            "is of data-parallel ranks that have the whole model",
+            f"use --{axis} 1, or AdamW",
+            APPLIES,
+            "",
+        )
+        for axis in ("tp", "pp", "sp", "ep")
+    ),
+    Rule(
+        "fp16.enabled",
+        lambda f: f.dtype == "fp16" and _kept(f).acts_on == GRADIENT,
+        "skips a step where a gradient overflows, and the gradients of the ranks are not the same with this optimizer",
+        'set "fp16": {"enabled": false}, "bf16": {"enabled": true}',
+        APPLIES,
+        "",
+    ),
+    Rule(
+        "gradient_allreduce_op",
+        lambda f: f.get("gradient_allreduce_op").lower() == "sum" and _kept(f).acts_on == GRADIENT,
+        "this optimizer takes the mean over the ranks",
+        'write "mean" or delete it',
+        APPLIES,
+        "",
     ),
     Rule(
         "optimizer.type",

@@ -23,6 +23,7 @@ AUTO = (
     "gradient_clipping",
     "optimizer.params.lr",
     "optimizer.params.weight_decay",
+    "optimizer.params.freeze_step",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
@@ -80,7 +81,7 @@ TAKEN_OUT = {"adam_w_mode": ("AdamW",), "fp32_optimizer_states": ("Adam", "AdamW
 
 # Program -> the further keys that it fills; "": nobody fills anything.
 # (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py and dataclasses.py)
-_BOTH = {*AUTO, "fp16.enabled", "bf16.enabled"} | {
+_BOTH = {*AUTO, "fp16.enabled", "bf16.enabled"} - {"optimizer.params.freeze_step"} | {
     f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 }
 _PLUGIN = {f"zero_optimization.offload_{what}.{key}" for what in ("optimizer", "param") for key in ("device", "nvme_path")}

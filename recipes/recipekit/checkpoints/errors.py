@@ -1,0 +1,70 @@
+"""Keeps what each rank has still to send of an optimizer that sends signs (optim/one_bit.py): a file for each rank, which no other number of ranks can take over."""
+
+from pathlib import Path
+from typing import Any
+
+from ..optim.facts import FACTS, GRADIENT, error_sizes
+from ..parallel.blueprint import Blueprint, Layout
+from ..refusal import Problem, refuse
+
+FILES = "errors_rank_*.pt"
+
+
+def file_of(rank: int) -> str:
+    return FILES.replace("*", str(rank))
+
+
+def sends_signs(layout: Layout) -> bool:
+    """Says whether the optimizer of a layout takes the gradients of each rank."""
+    return layout.algorithm in FACTS and FACTS[layout.algorithm].acts_on == GRADIENT
+
+
+def expected(blueprint: Blueprint, layout: Layout) -> int:
+    """Counts the bytes of all ranks' files once signs are sent, without those that name them."""
+    trained = sum(tensor.numel for tensor in blueprint.tensors if tensor.group is not None)
+    return 4 * layout.partitions * sum(error_sizes(trained, layout.partitions)) if sends_signs(layout) else 0
+
+
+def kept(optimizer: Any, step: Path, rank: int, background: bool) -> list[tuple[Any, Path]]:
+    """Returns [(what a rank is to write, where)]: nothing before signs are sent. In the background they are copies."""
+    if (errors := getattr(optimizer, "errors", None)) is None:
+        return []
+    values = {name: value.cpu().clone() if background else value for name, value in vars(errors).items()}
+    return [(values, step / file_of(rank))]
+
+
+def restore(optimizer: Any, saved: dict[str, Any] | None, step: int) -> None:
+    """Gives an optimizer the errors of its rank, None where signs have not been sent. Raises `Refusal` where it would take them for those of a later step."""
+    if not hasattr(optimizer, "errors"):
+        return
+    optimizer.errors = None
+    if saved is None:
+        return
+    if (freeze_step := optimizer.param_groups[0]["freeze_step"]) >= step:
+        rule = f"the checkpoint of step {step} has sent signs before, and keeps no second moment that could go on"
+        raise refuse(f"optimizer.params.freeze_step = {freeze_step}", rule, "leave it as it was when the run began")
+    optimizer.errors = optimizer.new_errors()
+    for name, value in vars(optimizer.errors).items():
+        value.copy_(saved[name])
+
+
+def check(step: Path, layout: Layout) -> None:
+    """Raises `Refusal` if a step folder holds errors, and the ranks of a layout are others."""
+    ranks = len(list(step.glob(FILES)))
+    if ranks and ranks != layout.mesh.world:
+        rule = f"holds what {ranks} ranks have still to send each other, signs of another {layout.mesh.world} ranks would be wrong by that"
+        fix = f"go on with {ranks} ranks; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
+        raise refuse(str(step), rule, fix)
+
+
+def check_degrees(was: Layout, degrees: dict[str, int], zero: int) -> list[Problem]:
+    """Refuses a layout that the optimizer of a checkpoint does not have."""
+    if not sends_signs(was):
+        return []
+    asked = degrees | {"zero": zero}
+    rule = f"the checkpoint is of {was.algorithm}, which has data-parallel ranks with the whole model only"
+    return [
+        Problem(f"{name} = {asked[name]}", rule, f"use --{name} {least}")
+        for name, least in (("tp", 1), ("pp", 1), ("ep", 1), ("zero", 0))
+        if asked[name] != least
+    ]

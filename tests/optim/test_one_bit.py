@@ -1,0 +1,368 @@
+"""1-bit Adam on real ranks is that of tests/support/papers.py, which has all workers in one process; it goes on with as many ranks as it has had, and with no others."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import papers
+import pytest
+import torch
+from job import metrics, numbers
+from recipekit.checkpoints import convert, manifest
+from recipekit.checkpoints.errors import FILES
+from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.command import parse
+from recipekit.data.request import request_of
+from recipekit.data.stream import open_stream
+from recipekit.model.build import build_model
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from reference import learning_rate, num_labels, tokenizer_of
+from test_engines import exported
+from test_parity import Case as Layout
+from test_parity import each, pinned, recipe_for, strategy
+from test_resume import BASE, train
+
+slow = pytest.mark.slow
+STEPS = 60
+NAME = "OneBitAdam"
+
+
+def config_of(freeze_step: Any, bf16: bool = False) -> dict[str, Any]:
+    return strategy("zero0_onebit", bf16) | {"optimizer": {"type": NAME, "params": {"freeze_step": freeze_step}}}
+
+
+def recipe_of(model: str, workers: int, **changes: Any) -> Recipe:
+    """One micro-batch for each worker, whose gradient then has the same bits in one process."""
+    return recipe_for(model, **{"steps": STEPS, "eval_every": 0, "lr": 1e-3, "micro_batch": 8 // workers, "keep": 0} | changes)
+
+
+@dataclasses.dataclass
+class Simulated:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    at_freeze: dict[str, float]  # how far weights and moments lie apart there, relative to the largest of each tensor
+
+
+def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -> Simulated:
+    """Runs in one process of a pool: the workers of the paper, one after the other.
+
+    From the freeze on it goes on with the weights and moments of `step_folder`, which ranks have saved there: bits that their sum of
+    gradients has rounded otherwise would flip signs.
+    """
+    import recipekit.train as loop
+    from recipekit.checkpoints.deepspeed_io import read_pickle
+    from recipekit.task import Sums
+    from recipekit.tasks.find import task_called
+
+    plan = make_plan(parse(dataclasses.replace(recipe, ds_config=strategy("zero0"), out="/nonexistent"), Path("one_bit.py"), ["--tiny", *pinned(recipe)]))
+    assert plan.model_config is not None
+    torch.manual_seed(0)
+    task, model = task_called(recipe.task), build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model
+    trained = [value for value in model.parameters() if value.requires_grad]
+    matrices, vectors = ([value for value in trained if (value.ndim >= 2) == decays] for decays in (True, False))
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = papers.OneBitAdam(groups, workers, freeze_step, (recipe.beta1, recipe.beta2), recipe.eps)
+    streams = [open_stream(request_of(plan.recipe), tokenizer_of(plan.recipe), dp=workers, dp_rank=rank) for rank in range(workers)]
+    found = Simulated([], [], {}, {})
+    for step in range(1, recipe.steps + 1):
+        if step == freeze_step + 1:
+            saved = read_pickle(Path(step_folder) / "mp_rank_00_model_states.pt")
+            states = [saved["optimizer"]["state"][number] for number in range(len(optimizer.tensors))]
+            moments = [torch.cat([state[name].flatten() for state in states]) for name in ("exp_avg", "exp_avg_sq")]
+            pairs = {"m": (optimizer.m, moments[0]), "v": (optimizer.v, moments[1])} | {
+                name: (value.detach().clone(), saved["module"][name]) for name, value in model.named_parameters()
+            }
+            found.at_freeze = {name: float((own - theirs).abs().max() / theirs.abs().max()) for name, (own, theirs) in pairs.items()}
+            optimizer.m, optimizer.v = (moment.clone() for moment in moments)
+            model.load_state_dict(saved["module"])
+        own = [next(stream)[0] for stream in streams]
+        tokens, loss, gradients = sum(map(num_labels, own)), 0.0, []
+        for [batch] in own:
+            model.zero_grad()
+            summed = loop.summed_loss(task, task.forward(model, loop.to_device(batch, torch.device("cpu"))), batch, Sums())
+            loss += summed.item()
+            (summed * (workers / torch.tensor(tokens))).backward()
+            gradients.append([torch.zeros_like(value) if value.grad is None else value.grad.clone() for value, _ in optimizer.tensors])
+        for group in groups:
+            group["lr"] = learning_rate(recipe, step)
+        found.losses.append(loss / tokens)
+        found.norms.append(optimizer.step(gradients, recipe.gradient_clipping))
+    for stream in streams:
+        stream.close()
+    found.weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    return found
+
+
+def in_layout(recipe: Recipe, engine: str, config: dict[str, Any], out: str) -> tuple[int, list[int]]:
+    """Runs on every rank: the real loop; (exit code, bytes that this rank sent in each step to others, as a ring would)."""
+    import recipekit.train as loop
+    import torch.distributed as dist
+
+    sent: list[int] = [0]
+    own: dict[str, Any] = {}
+    step = loop.train_step
+
+    def counting(name: str, position: int, share: Any) -> None:
+        call = own[name] = getattr(dist, name)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            tensor = (*arguments, *named.values())[position]  # DeepSpeed names the first one
+            sent[-1] += int(share(dist.get_world_size(named.get("group"))) * tensor.numel() * tensor.element_size())
+            return call(*arguments, **named)
+
+        setattr(dist, name, counted)
+
+    def stepping(*arguments: Any) -> Any:
+        sent.append(0)
+        return step(*arguments)
+
+    counting("all_reduce", 0, lambda ranks: 2 * (ranks - 1) / ranks)
+    counting("all_gather", 1, lambda ranks: ranks - 1)
+    counting("all_to_all_single", 1, lambda ranks: (ranks - 1) / ranks)
+    loop.train_step = stepping
+    try:
+        more = ["--engine", "ddp", "--precision", "fp32"] if engine == "ddp" else []
+        sys.argv = ["one_bit.py"]
+        recipe = dataclasses.replace(recipe, ds_config=config, out=out)
+        return loop.main(make_plan(parse(recipe, Path("one_bit.py"), ["--tiny", *pinned(recipe), *more]))), sent[1:]
+    finally:
+        loop.train_step = step
+        for name, call in own.items():
+            setattr(dist, name, call)
+
+
+CASES = [
+    Layout("dp2, 12 steps", 2, "zero0", numbers={"steps": 12}),
+    Layout("dp2", 2, "zero0", slow=True),
+    Layout("dp4", 4, "zero0", slow=True),
+    Layout("dp1", 1, "zero0", slow=True),
+    Layout("ddp dp2", 2, "ddp", slow=True),
+    Layout("ddp dp4", 4, "ddp", slow=True),
+    Layout("dp2, tied", 2, "zero0", model="tied", slow=True),
+    Layout("dp2, gpt2", 2, "zero0", model="gpt2", slow=True),
+    Layout("dp2, moe", 2, "zero0", model="moe", slow=True),
+]
+
+
+@each(CASES)
+def test_ranks_are_the_workers_of_the_paper(pools: Any, tmp_path: Path, case: Layout) -> None:
+    """Losses of all steps within 1e-6, of which two thirds send signs, and all weights; and what these weigh on the wire."""
+    recipe = recipe_of(case.model, case.world, loss="whole", **case.both)
+    freeze_step = recipe.steps // 3
+    recipe = dataclasses.replace(recipe, save_every=freeze_step)
+    results = pools.run(case.world, in_layout, recipe=recipe, engine=case.file, config=config_of(freeze_step), out=str(tmp_path / "run"))
+    assert [code for code, _ in results] == [0] * case.world
+    step_folder = str(tmp_path / "run" / "checkpoints" / f"step_{freeze_step:08d}")
+    expected = pools.run(1, simulate, recipe=recipe, workers=case.world, freeze_step=freeze_step, step_folder=step_folder)[0]
+    lines = metrics(tmp_path / "run")
+    apart = max(abs(line["loss"] / loss - 1) for line, loss in zip(lines, expected.losses, strict=True))
+    print(f"{case.name}: losses within {apart:.1e}, at the freeze all within {max(expected.at_freeze.values()):.1e}")
+    assert max(expected.at_freeze.values()) < 1e-5
+    assert [line["loss"] for line in lines] == pytest.approx(expected.losses, rel=1e-6)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(expected.norms, rel=1e-5)
+    assert expected.losses[-1] < expected.losses[freeze_step] - recipe.steps / 300, "nothing is learned by signs"
+    found = exported(tmp_path / "run")
+    assert found.keys() == expected.weights.keys()
+    assert max(float((found[name] - value).abs().max()) for name, value in expected.weights.items()) < 1e-6
+    dense = 2 * (case.world - 1) / case.world * 4 * sum(value.numel() for value in found.values())
+    for _, sent in results:
+        print(f"{case.name}: {max(sent[freeze_step:])} bytes a step and rank; dense fp32 {dense:.0f}")
+        if case.world > 1:
+            assert max(sent[freeze_step:]) < dense / 15
+            assert case.file == "ddp" or min(sent[:freeze_step]) >= dense, "what is counted is not all"  # DDP's sums are made below Python
+
+
+@slow
+def test_signs_learn_as_much_as_adam_does(pools: Any, tmp_path: Path) -> None:
+    """The held-out loss after 300 steps, 45 of them before the freeze, lies within the spread of five seeds of AdamW."""
+
+    def ended(name: str, config: dict[str, Any], seed: int) -> float:
+        recipe = recipe_of("untied", 2, steps=300, eval_every=300, eval_rows=64, warmup_steps=20, seed=seed)
+        results = pools.run(2, in_layout, recipe=recipe, engine="zero0", config=config, out=str(tmp_path / name))
+        assert [code for code, _ in results] == [0, 0]
+        return metrics(tmp_path / name)[-1]["eval_loss"]
+
+    adam = [ended(f"adam{seed}", strategy("zero0"), seed) for seed in range(5)]
+    signs = ended("signs", config_of("auto"), 0)
+    print(f"AdamW {adam}, 1-bit {signs}")
+    assert min(adam) <= signs <= max(adam)
+
+
+# Bytes ------------------------------------------------------------------------------------------------------------
+
+
+def live(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, int]]:
+    """Runs on every rank: the loop, and the bytes of the states and errors after its last step, as they are and as planned."""
+    import recipekit.train as loop
+    from recipekit.planner.show import rank_plan
+
+    found: dict[str, int] = {}
+    train_step, load_model = loop.train_step, loop.load_model
+
+    def planning(plan: Any, *rest: Any) -> Any:
+        for what in ("optimizer states", "errors of signs"):
+            found[f"planned {what}"] = sum(term.size for term in rank_plan(plan, 0) if term.what.startswith(what))
+        return load_model(plan, *rest)
+
+    def watching(engine: Any, *rest: Any) -> Any:
+        result, optimizer = train_step(engine, *rest), getattr(engine, "basic_optimizer", engine.optimizer)
+        states = [value for own in optimizer.state.values() for value in own.values() if value.dim() > 0]
+        found["optimizer states"] = sum(value.untyped_storage().nbytes() for value in states)
+        found["errors of signs"] = sum(value.untyped_storage().nbytes() for value in vars(optimizer.errors).values()) if optimizer.errors else 0
+        return result
+
+    loop.train_step, loop.load_model = watching, planning
+    try:
+        return train(recipe, argv)[0], found
+    finally:
+        loop.train_step, loop.load_model = train_step, load_model
+
+
+SHORT = dataclasses.replace(BASE, steps=6, warmup_steps=1, lr=1e-3, eval_every=0, ds_config=config_of(3))
+
+
+def go(pools: Any, out: Path, *argv: str, world: int = 2, recipe: Recipe = SHORT, refused: str = "") -> dict[str, int]:
+    results = pools.run(world, live, recipe=recipe, argv=["--out", str(out), *argv])
+    if refused:
+        assert all(isinstance(result, str) and refused in result for result, _ in results), results
+    else:
+        assert [result for result, _ in results] == [0] * world, results
+    return results[0][1]
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
+def test_states_and_errors_are_as_planned(pools: Any, tmp_path: Path, world: int) -> None:
+    found = go(pools, tmp_path / "run", world=world)
+    assert found["optimizer states"] == found["planned optimizer states"] > 0
+    assert found["errors of signs"] == found["planned errors of signs"] > 0
+    assert go(pools, tmp_path / "before", "--stop_at", "3", world=world)["errors of signs"] == 0
+    planned = 0
+    for out, errors in ((tmp_path / "run", found["errors of signs"]), (tmp_path / "before", 0)):
+        [step] = (out / "checkpoints").glob("step_*")
+        files = list(step.glob(FILES))
+        assert len(files) == (world if errors else 0)
+        assert all(errors < path.stat().st_size < errors + 4000 for path in files)
+        planned = planned or open_step(step).layout.mesh.world
+    assert planned == world
+
+
+# Stop and go on ---------------------------------------------------------------------------------------------------
+
+ENGINES = [pytest.param([], id="deepspeed"), pytest.param(["--engine", "ddp", "--precision", "fp32"], id="ddp", marks=slow)]
+
+
+@pytest.mark.parametrize("argv", ENGINES)
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=slow), True], ids=["fp32", "bf16"])
+def test_a_run_goes_on_bit_for_bit(pools: Any, tmp_path: Path, argv: list[str], bf16: bool) -> None:
+    """Stopped before the freeze, with its last step, and with what ranks have still to send."""
+    argv = [*argv[:3], "bf16"] if argv and bf16 else argv
+    recipe = dataclasses.replace(SHORT, ds_config=config_of(3, bf16), save_in_background=not argv)
+    go(pools, tmp_path / "whole", *argv, "--save_every", "1", recipe=recipe)
+    for stop_at in (2, 3, 4):
+        go(pools, tmp_path / str(stop_at), *argv, "--stop_at", str(stop_at), recipe=recipe)
+        go(pools, tmp_path / str(stop_at), *argv, recipe=recipe)
+        assert numbers(metrics(tmp_path / str(stop_at))) == numbers(metrics(tmp_path / "whole"))
+        last = [tmp_path / name / "checkpoints" / "step_00000006" for name in (str(stop_at), "whole")]
+        assert manifest.read(last[0])["tensors"] == manifest.read(last[1])["tensors"]
+        for rank in range(2):
+            own, other = (torch.load(step / FILES.replace("*", str(rank)), weights_only=True) for step in last)
+            assert own.keys() == other.keys() == {"worker", "server"} and all(torch.equal(own[name], other[name]) for name in own)
+            assert all(value.any() for value in own.values())
+
+
+@slow
+def test_a_run_goes_on_under_the_other_engine(pools: Any, tmp_path: Path) -> None:
+    """With the errors of its ranks, whether a conversion lies between or not."""
+    ddp = ["--engine", "ddp", "--precision", "fp32"]
+    go(pools, tmp_path / "whole")
+    go(pools, tmp_path / "run", *ddp, "--stop_at", "4")
+    go(pools, tmp_path / "run", "--stop_at", "5")
+    go(pools, tmp_path / "run", *ddp)
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    bf16 = dataclasses.replace(SHORT, ds_config=config_of(3, bf16=True))
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    more = dataclasses.replace(bf16, steps=8)
+    go(pools, tmp_path / "half", recipe=more)
+    assert len(metrics(tmp_path / "half")) == 8
+
+
+def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Path) -> None:
+    """By a start and by the converter, with the reason, and nothing is lost; before it they go on. What cannot be is refused by the converter, too."""
+    out = tmp_path / "run"
+    go(pools, out, "--stop_at", "2")
+    early = tmp_path / "early"
+    shutil.copytree(out, early)
+    go(pools, early, "--stop_at", "3", world=1)
+    go(pools, out, "--stop_at", "4")
+    go(pools, out, world=1, refused="holds what 2 ranks have still to send each other")
+    assert len(metrics(out)) == 4
+    step = open_step(out)
+    with pytest.raises(Refusal, match="holds what 2 ranks have still to send each other"):
+        convert.reshape(out, tmp_path / "four", target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None))
+    for degrees in ({"zero": 1}, {"tp": 2, "dp": 1}, {"pp": 2, "dp": 1}):
+        with pytest.raises(Refusal, match=f"{next(iter(degrees))} = .*the checkpoint is of OneBitAdam, which has data-parallel ranks"):
+            target_layout(step.blueprint, step.layout, **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees)
+    raised = dataclasses.replace(SHORT, ds_config=config_of(5))
+    go(pools, out, recipe=raised, refused="optimizer.params.freeze_step = 5: the checkpoint of step 4 has sent signs before")
+    adamw = dataclasses.replace(SHORT, ds_config=strategy("zero0"))
+    go_other = pools.run(2, train, recipe=adamw, argv=["--out", str(out), "--resume", str(out)])
+    assert all("holds the states of OneBitAdam" in str(result) for result, _ in go_other), go_other
+    go(pools, out)
+    assert len(metrics(out)) == 6
+
+
+# What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "said"),
+    [
+        (config_of(3) | {"zero_optimization": {"stage": 1}}, [], 'optimizer.type = "OneBitAdam": takes the gradients of each rank before'),
+        (config_of(3), ["--tp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --tp 1'),
+        (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --pp 1'),
+        (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --sp 1'),
+        (config_of(3) | {"fp16": {"enabled": True}}, [], "fp16.enabled = true: skips a step where a gradient overflows"),
+        (config_of(3) | {"gradient_allreduce_op": "sum"}, [], 'gradient_allreduce_op = "sum": this optimizer takes the mean'),
+        (config_of(3), ["--engine", "fsdp2"], "optimizer.type = OneBitAdam with engine = fsdp2: takes the gradients"),
+        (config_of(3), ["--engine", "ddp", "--precision", "fp16"], "optimizer.type = OneBitAdam with precision = fp16: skips"),
+        (config_of(0), [], "optimizer.params.freeze_step = 0"),
+        (config_of(2.5), [], "optimizer.params.freeze_step = 2.5"),
+        (strategy("zero0") | {"optimizer": {"type": NAME, "params": {}}}, [], "optimizer.params.freeze_step"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], argv: list[str], said: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refusal) as refused:
+        make_plan(parse(dataclasses.replace(SHORT, ds_config=config), Path("one_bit.py"), ["--tiny", "--out", str(tmp_path / "run"), *argv]))
+    assert said in str(refused.value), refused.value
+
+
+@pytest.mark.parametrize(("steps", "frozen"), [(112_500, 16_875), (20, 3), (3, 1)])
+def test_auto_is_a_share_of_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, frozen: int) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    recipe = dataclasses.replace(SHORT, steps=steps, ds_config="zero0_onebit.json")
+    plan = make_plan(parse(recipe, Path(__file__), ["--tiny", "--out", str(tmp_path / "run")]))
+    assert json.loads(json.dumps(plan.ds_config))["optimizer"]["params"]["freeze_step"] == frozen
+
+
+# Without ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_sign_is_a_bit() -> None:
+    from recipekit.optim.one_bit import pack, signed
+
+    values = torch.tensor([1.0, -1.0, 0.0, -0.0, 2.0, -3.0, float("inf"), -float("inf")] * 3)
+    packed = pack(values)
+    assert packed.dtype == torch.uint8 and packed.tolist() == [0b01011101] * 3
+    for start in range(24):
+        for stop in range(start, 25):
+            expected = torch.where(values[start:stop] >= 0, 0.5, -0.5)
+            assert torch.equal(signed(packed, start, stop, torch.tensor(0.5)), expected)
