@@ -1,7 +1,7 @@
 PYTHON := .venv/bin/python
 # what .venv is made with: make setup PYTHON3=python3.12
 PYTHON3 ?= python3
-# The tests that start no ranks. Those that do come after them, they wait for compiled ops; at last those with deadlines.
+# The tests that start no ranks. Those that do come after them: they wait for compiled ops.
 FAST := $(PYTHON) -m pytest -n 3 --dist loadfile -m "not slow and not gpu and not multi_gpu and not processes"
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
@@ -29,8 +29,7 @@ quickstart: setup
 
 test: setup
 	$(FAST)
-	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and pooled"
-	$(PYTHON) -m pytest -m "not slow and not gpu and not multi_gpu and processes and not pooled"
+	$(PYTHON) -m pytest -m "not slow and not gpu and not multi_gpu and processes"
 
 test-slow: setup
 	$(PYTHON) -m pytest -m "slow and not gpu and not multi_gpu"

@@ -7,7 +7,7 @@ is, and ranks send each other one bit of each momentum, twice: 81 MB a step and 
 Gradients are neither summed nor clipped from there on, and grad_norm is that of the momentum. A token that no row has
 held before stays as it is but for its decay. A run goes on with as many ranks as it has had, since each keeps what it
 has still to send. Steps and rates are those of bert_large_mlm_zero1; `hosts` is a DeepSpeed hostfile.
-Needs: 32 x 24 GB GPUs (6.4 GiB of states each; activations of 64 rows add 12.5). Measured: not measured.
+Needs: 32 x 24 GB GPUs (5.7 GiB of states each; activations of 64 rows add 12.5). Measured: not measured.
 On fewer GPUs micro-batches are added up in bf16. Less memory: --activation_checkpointing.
 """
 

@@ -45,8 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"pools", "ops"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
-        if "pools" in getattr(item, "fixturenames", ()):
-            item.add_marker("pooled")
     items.sort(key=lambda item: item.get_closest_marker("processes") is not None)  # the others run while the ops are compiled
 
 

@@ -84,7 +84,7 @@ def make_plan(command: Command) -> Plan:
             config, path = json_file.load(recipe.ds_config, command.folder)
     of_json = baseline.own_optimizer(config)
     notes += baseline.say_engine(recipe.engine, recipe.precision, recipe.ds_config, command.typed, of_json)
-    problems += baseline.check_optimizer(recipe, of_json)
+    problems += baseline.check_optimizer(recipe.engine, recipe.precision, of_json)
     if recipe.engine != "deepspeed":
         config, path = baseline.own_config(of_json), None
     recipe, written = _merge_json(recipe, config, command.typed, notes)

@@ -30,7 +30,8 @@ STATISTICS = "micro_batch"  # is part of a run whose model has BatchNorm: its ro
 IDENTITY = (
     *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "image_field", "label_field", "augment"),
     *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch", "batch_ramp"),
-    *("steps", "lr", "min_lr", "lr_scale", "warmup_steps", "decay_steps", "schedule", "weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
+    *("steps", "lr", "min_lr", "lr_scale", "layer_decay", "warmup_steps", "decay_steps", "schedule"),
+    *("weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
 LOWERED = ("warmup_steps", "decay_steps", "batch_ramp")  # where fewer steps are typed (`Recipe.shortened`)
 OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them

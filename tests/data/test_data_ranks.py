@@ -138,6 +138,7 @@ def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(pools: Any, tmp_pat
     assert f"step {last + 1} cannot be made: {tmp_path}/{says}" in results[0][1], results[0][1]
 
 
+@pytest.mark.slow
 def test_a_stop_while_data_are_waited_for_leaves_a_checkpoint(pools: Any, tmp_path: Path) -> None:
     """The data stay away for longer than a rank that was told to stop may live."""
     (tmp_path / "a.jsonl").write_text(lines(texts(200, 1)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pool import ROOT, Pools
 
-OURS = ("zero1_lamb", "zero2_adafactor", "zero2_muon")  # zero1.json and zero2.json with an optimizer that DeepSpeed does not make
+OURS = ("zero0_onebit", "zero1_lamb", "zero2_adafactor", "zero2_muon")  # a plain file with an optimizer that DeepSpeed does not make
 NAMES = [path.stem for path in sorted((ROOT / "ds_configs").glob("*.json")) if path.stem not in OURS]
 ELEMENTS = 2**16  # more than ZeRO-3 leaves whole on every rank
 MICRO_BATCHES = 4

@@ -118,6 +118,7 @@ def train_with_other_steps(recipe: Recipe, config: dict[str, Any], out: str) -> 
     return codes
 
 
+@pytest.mark.slow
 def test_the_count_of_steps_is_where_the_optimizer_looks_for_it(run: Callable[..., list[Any]], tmp_path: Path) -> None:
     """A checkpoint that was written with the other step of the optimizer, fused or not, has it on the other side."""
     save_tiny(tmp_path / "model", "llama")

@@ -68,7 +68,7 @@ def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]
     return weights
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama_tied", "mixtral"))])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "llama_tied", "mixtral"))])
 def test_the_engine_holds_the_files(pools, tmp_path, kind):
     """transformers saves the experts of a mixture one by one, and the model holds them in one tensor."""
     expected = dict(save_tiny(tmp_path, kind).named_parameters())
@@ -200,6 +200,7 @@ def gigabyte(tmp_path_factory) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_zero3_never_holds_the_whole_model(pools, gigabyte):
     """Loading 1 GB on 2 ranks: each rank's anonymous memory grows by less than 0.75 GB."""
     growth = [one for one, _ in pools.run(2, load_growth, timeout=180, folder=gigabyte, tp=1, pp=1)]

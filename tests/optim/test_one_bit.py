@@ -259,21 +259,21 @@ ENGINES = [pytest.param([], id="deepspeed"), pytest.param(["--engine", "ddp", "-
 
 @pytest.mark.parametrize("argv", ENGINES)
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=slow), True], ids=["fp32", "bf16"])
-def test_a_run_goes_on_bit_for_bit(pools: Any, tmp_path: Path, argv: list[str], bf16: bool) -> None:
+@pytest.mark.parametrize("stop_at", [pytest.param(2, marks=slow), pytest.param(3, marks=slow), 4])
+def test_a_run_goes_on_bit_for_bit(pools: Any, tmp_path: Path, argv: list[str], bf16: bool, stop_at: int) -> None:
     """Stopped before the freeze, with its last step, and with what ranks have still to send."""
     argv = [*argv[:3], "bf16"] if argv and bf16 else argv
     recipe = dataclasses.replace(SHORT, ds_config=config_of(3, bf16), save_in_background=not argv)
     go(pools, tmp_path / "whole", *argv, "--save_every", "1", recipe=recipe)
-    for stop_at in (2, 3, 4):
-        go(pools, tmp_path / str(stop_at), *argv, "--stop_at", str(stop_at), recipe=recipe)
-        go(pools, tmp_path / str(stop_at), *argv, recipe=recipe)
-        assert numbers(metrics(tmp_path / str(stop_at))) == numbers(metrics(tmp_path / "whole"))
-        last = [tmp_path / name / "checkpoints" / "step_00000006" for name in (str(stop_at), "whole")]
-        assert manifest.read(last[0])["tensors"] == manifest.read(last[1])["tensors"]
-        for rank in range(2):
-            own, other = (torch.load(step / FILES.replace("*", str(rank)), weights_only=True) for step in last)
-            assert own.keys() == other.keys() == {"worker", "server"} and all(torch.equal(own[name], other[name]) for name in own)
-            assert all(value.any() for value in own.values())
+    go(pools, tmp_path / str(stop_at), *argv, "--stop_at", str(stop_at), recipe=recipe)
+    go(pools, tmp_path / str(stop_at), *argv, recipe=recipe)
+    assert numbers(metrics(tmp_path / str(stop_at))) == numbers(metrics(tmp_path / "whole"))
+    last = [tmp_path / name / "checkpoints" / "step_00000006" for name in (str(stop_at), "whole")]
+    assert manifest.read(last[0])["tensors"] == manifest.read(last[1])["tensors"]
+    for rank in range(2):
+        own, other = (torch.load(step / FILES.replace("*", str(rank)), weights_only=True) for step in last)
+        assert own.keys() == other.keys() == {"worker", "server"} and all(torch.equal(own[name], other[name]) for name in own)
+        assert all(value.any() for value in own.values())
 
 
 @slow
@@ -311,6 +311,8 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
             target_layout(step.blueprint, step.layout, **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees)
     raised = dataclasses.replace(SHORT, ds_config=config_of(5))
     go(pools, out, recipe=raised, refused="optimizer.params.freeze_step = 5: the checkpoint of step 4 has sent signs before")
+    scaled = dataclasses.replace(SHORT, lr_scale={"*norm*": 0.5})
+    go(pools, out, "--resume", str(out), recipe=scaled, refused="of weights in another order: that of the optimizer's groups; go on with the lr_scale")
     adamw = dataclasses.replace(SHORT, ds_config=strategy("zero0"))
     go_other = pools.run(2, train, recipe=adamw, argv=["--out", str(out), "--resume", str(out)])
     assert all("holds the states of OneBitAdam" in str(result) for result, _ in go_other), go_other

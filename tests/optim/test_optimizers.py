@@ -138,7 +138,7 @@ def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_t
     assert tensors(folder / "resumed" / "checkpoints" / last.name) == tensors(last)
 
 
-QUICK = {("RMSprop", 3, False), ("SGD", 0, True)}
+QUICK = {("RMSprop", 3, False)}
 TRAINED = [
     (name, stage, bf16) for name in TRAIN for stage in (range(1) if name in WITHOUT_ZERO else range(4)) for bf16 in (False, True) if (stage, bf16) != (2, False)
 ]
@@ -169,17 +169,20 @@ WAY: list[dict[str, int]] = [
 
 
 @slow
-def test_rows_and_columns_go_through_every_kind_of_layout_and_back(pools: Any, tmp_path: Path) -> None:
-    """From ZeRO-2 and back bit for bit; on the way two tensor ranks go on from what they were given."""
-    recipe, config = dataclasses.replace(RECIPE, model="meta-llama/Llama-3.2-1B"), config_of("zero2", "Adafactor", {})
+@pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Lion", "Adagrad", "Muon"])
+def test_ours_go_through_every_kind_of_layout_and_back(pools: Any, tmp_path: Path, name: str) -> None:
+    """From ZeRO-2 and back bit for bit; on the way two tensor ranks, and two stages, go on from what they were given."""
+    recipe, config = dataclasses.replace(RECIPE, model="meta-llama/Llama-3.2-1B"), config_of("zero2", name, TRAIN[name])
     recipe = dataclasses.replace(recipe, ds_config=config)
     results = pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / "whole"), "--save_every", "2"])
     assert [code for code, _ in results] == [0, 0], results
     second = tmp_path / "whole" / "checkpoints" / "step_00000002"
-    trained = [tensor for tensor in open_step(second).blueprint.tensors if tensor.group is not None]
-    lines = sum(prod(tensor.shape[:-1]) + prod(tensor.shape) // tensor.shape[-2] for tensor in trained if len(tensor.shape) > 1)
-    vectors = sum(tensor.numel for tensor in trained if len(tensor.shape) == 1)
-    assert all(found["bytes"] <= 4 * (lines + -(-vectors // 4) * 2) for _, found in results), "more than rows, columns and half of the vectors, padded to 2"
+    if name == "Adafactor":
+        trained = [tensor for tensor in open_step(second).blueprint.tensors if tensor.group is not None]
+        lines = sum(prod(tensor.shape[:-1]) + prod(tensor.shape) // tensor.shape[-2] for tensor in trained if len(tensor.shape) > 1)
+        vectors = sum(tensor.numel for tensor in trained if len(tensor.shape) == 1)
+        most = 4 * (lines + -(-vectors // 4) * 2)
+        assert all(found["bytes"] <= most for _, found in results), "more than rows, columns and half of the vectors, padded to 2"
     was, source = open_step(second), second
     for number, asked in enumerate(WAY):
         now = open_step(source)
@@ -188,13 +191,18 @@ def test_rows_and_columns_go_through_every_kind_of_layout_and_back(pools: Any, t
         assert tensors(source) == tensors(second) and not convert.verify(source)
     assert open_step(source).layout == was.layout
     losses = [line["loss"] for line in metrics(tmp_path / "whole")]
-    for name, folder, more in (("tp", tmp_path / "1", ["--tp", "2"]), ("back", source, [])):
-        shutil.copytree(tmp_path / "whole", tmp_path / name)
-        shutil.rmtree(there := tmp_path / name / "checkpoints" / "step_00000002")
-        shutil.copytree(folder, there)
-        results = pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / name), "--resume", str(there), *more])
+    one = dataclasses.replace(recipe, ds_config=config_of("zero1", name, TRAIN[name]))
+    for folder, there, degrees, start in (
+        ("tp", tmp_path / "1", ["--tp", "2"], recipe),
+        ("pp", tmp_path / "2", ["--pp", "2"], one),
+        ("back", source, [], recipe),
+    ):
+        shutil.copytree(tmp_path / "whole", tmp_path / folder)
+        shutil.rmtree(own := tmp_path / folder / "checkpoints" / "step_00000002")
+        shutil.copytree(there, own)
+        results = pools.run(2, kept, recipe=start, argv=["--out", str(tmp_path / folder), "--resume", str(own), *degrees])
         assert [code for code, _ in results] == [0, 0], results
-        assert [line["loss"] for line in metrics(tmp_path / name)] == pytest.approx(losses, rel=1e-5)
+        assert [line["loss"] for line in metrics(tmp_path / folder)] == pytest.approx(losses, rel=1e-5)
     assert numbers(metrics(tmp_path / "back")) == numbers(metrics(tmp_path / "whole"))
     assert tensors(tmp_path / "back" / "checkpoints" / "step_00000004") == tensors(tmp_path / "whole" / "checkpoints" / "step_00000004")
 

@@ -43,17 +43,19 @@ from test_weights import save_tiny
 SCALES = {"*.embed_tokens.weight": 0.5, "model.layers.0.*": 2.0, "model.norm.weight": 0.1}
 
 
-def scale(name: str) -> float:
-    return next((factor for pattern, factor in SCALES.items() if fnmatchcase(name, pattern)), 1.0)
+def scale(name: str, layer_decay: float = 1.0) -> float:
+    """Of a Llama with four layers: three of them are behind layer 0, all four behind the embedding, with the head behind these."""
+    behind = 5 if "embed_tokens" in name else 4 - int(name.split(".")[2]) if ".layers." in name else 0
+    return next((factor for pattern, factor in SCALES.items() if fnmatchcase(name, pattern)), 1.0) * layer_decay**behind
 
 
 @functools.cache
-def reference(model: str) -> Trained:
+def reference(model: str, layer_decay: float = 1.0) -> Trained:
     os.environ.pop("WORLD_SIZE", None)
     recipe = dataclasses.replace(recipe_for(model, attention="sdpa"), ds_config=strategy("zero0"), out="/nonexistent")
     plan = make_plan(parse(recipe, Path("groups.py"), ["--tiny", *pinned(recipe)]))
     assert plan.model_config is not None
-    return train_plain(plan.recipe, plan.model_config, STEPS, plain=dataclasses.replace(TEXT, scale=scale))
+    return train_plain(plan.recipe, plan.model_config, STEPS, plain=dataclasses.replace(TEXT, scale=functools.partial(scale, layer_decay=layer_decay)))
 
 
 def train_in_layout(recipe: Recipe, file: str, out: str) -> int:
@@ -71,6 +73,9 @@ CASES = [
     *(
         dataclasses.replace(case, slow=True)
         for case in (
+            Case("zero2 dp2, layers", 2, "zero2", numbers={"layer_decay": 0.5}),
+            Case("zero3 tp2, layers", 2, "zero3", {"tp": 2}, numbers={"layer_decay": 0.75}),
+            Case("fsdp2, layers", 2, "fsdp2", numbers={"layer_decay": 0.5}),
             Case("zero0 tp2", 2, "zero0", {"tp": 2}),
             Case("zero3 dp4", 4, "zero3"),
             Case("ddp", 2, "ddp"),
@@ -83,13 +88,13 @@ CASES = [
 @each(CASES)
 def test_each_weight_moves_at_its_own_rate(pools: Any, tmp_path: Path, case: Case) -> None:
     """And the rate that is reported is the recipe's, whichever group comes first."""
-    recipe = recipe_for(case.model, **accumulating(case.world, **case.layout), lr_scale=SCALES)
+    recipe = recipe_for(case.model, **accumulating(case.world, **case.layout), lr_scale=SCALES, **case.both)
     codes = pools.run(case.world, train_in_layout, recipe=recipe, file=case.file, out=str(tmp_path / "run"))
     assert codes == [0] * case.world, codes
-    compare(tmp_path / "run", reference(case.model))
+    compare(tmp_path / "run", reference(case.model, **case.both))
     blueprint = open_step(tmp_path / "run").blueprint
     assert {tensor.name: blueprint.groups[tensor.group].lr_scale for tensor in blueprint.tensors if tensor.group is not None} == {
-        tensor.name: scale(tensor.name) for tensor in blueprint.tensors if not tensor.buffer
+        tensor.name: pytest.approx(scale(tensor.name, **case.both)) for tensor in blueprint.tensors if not tensor.buffer
     }
 
 
@@ -174,6 +179,42 @@ def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="the scheduler block of the JSON sets the rates itself"):
         planned(tmp_path, lr_scale={"*": 0.5}, ds_config=scheduled, warmup_steps=0)
 
+    for value in (0, -0.5, 1.5):
+        with pytest.raises(Refusal, match=rf"layer_decay = {value}: must lie above 0, and not above 1"):
+            planned(tmp_path, layer_decay=value)
+    with pytest.raises(Refusal, match=r"layer_decay = 0\.5: scales the rate of the recipe's schedule, and the scheduler block"):
+        planned(tmp_path, layer_decay=0.5, ds_config=scheduled, warmup_steps=0)
+    unknown = Plans(layer_decay=0.5, pp={"nowhere": "split"})
+    with pytest.raises(Refusal, match=r"layer_decay = 0\.5: no list of layers of LlamaForCausalLM is known; leave it out, or give the recipe a pp_plan"):
+        draft(empty_model(tiny_config("llama", 264)), unknown)
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "argv", "before", "within", "behind"),
+    [
+        (
+            "masked_lm",
+            "google-bert/bert-large-uncased",
+            [],
+            "bert.embeddings.LayerNorm.weight",
+            "bert.encoder.layer.{}.",
+            "cls.predictions.transform.dense.weight",
+        ),
+        ("image_classification", "google/vit-large-patch16-224-in21k", ["--num_labels", "5"], "vit.embeddings.cls_token", "vit.{}.", "classifier.weight"),
+        ("pretrain", "openai-community/gpt2", [], "transformer.wte.weight", "transformer.h.{}.", "transformer.ln_f.weight"),
+    ],
+)
+def test_layers_move_the_less_the_nearer_they_are_to_the_input(
+    tmp_path: Path, task: str, model: str, argv: list[str], before: str, within: str, behind: str
+) -> None:
+    plan = planned(tmp_path, *argv, task=task, model=model, layer_decay=0.5)
+    found, _, _ = drawn_up(plan)
+    scales = {name: group.lr_scale for name, group in found.trained.items()}
+    assert (scales[before], scales[behind]) == (0.5 ** (found.num_layers + 1), 1.0)
+    for number in range(found.num_layers):
+        own = {factor for name, factor in scales.items() if within.format(number) in name or f".layer.{number}." in name}
+        assert own == {0.5 ** (found.num_layers - number)}
+
 
 def test_stages_of_a_pipeline_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They would wait for each other's norms: scales of what one stage has, and Muon where a stage has no embedding and no head."""
@@ -181,6 +222,7 @@ def test_stages_of_a_pipeline_without_a_group_are_refused(monkeypatch: pytest.Mo
     for plans, stages, lacks in (
         (Plans(lr_scale={"model.layers.0.*": 2.0}), 2, "leaves stage 1 without the optimizer group 'vectors, lr x 2.0'"),
         (Plans(lr_scale={"*.mlp.*": 2.0}), 4, ""),
+        (Plans(layer_decay=0.5), 2, "leaves stage 0 without the optimizer group"),
         (Plans(matrices=("*.layers.*",)), 2, ""),
         (Plans(matrices=("*.layers.*",)), 4, "leaves stage 1 without the optimizer group 'matrices'"),
     ):

@@ -33,6 +33,7 @@ def test_divided_experts_train_like_plain_pytorch(pools, tmp_path, world, file):
     compare(tmp_path / "run", reference("moe"))
 
 
+@pytest.mark.slow
 def test_whole_experts_train_like_plain_pytorch_under_zero3(pools, tmp_path):
     pools.run(2, train_in_layout, recipe=recipe_for("moe", **accumulating(2)), config=strategy("zero3"), out=str(tmp_path / "run"))
     compare(tmp_path / "run", reference("moe"))

@@ -39,7 +39,7 @@ FORKS.set_forkserver_preload(
     ]
 )
 LINEAR: Any = None  # torch.nn.functional.linear as it was, in a worker
-MOST_WORKERS = 7 if "PYTEST_XDIST_WORKER" in os.environ else 10  # alive at a time: each holds up to 0.9 GB, and real weights need 5 GB a rank of the 24 GB
+MOST_WORKERS = 10  # alive at a time: each holds up to 0.9 GB, and real weights need 5 GB a rank of the 24 GB
 MOST_CASES = 20  # of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep their names
 
 

@@ -41,6 +41,7 @@ from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, flags
+    "own": (2, []),  # that of the recipe
     "zero1": (2, ["--deepspeed_config", "zero1.json"]),
     "zero2": (2, ["--deepspeed_config", "zero2.json"]),
     "zero3": (2, ["--deepspeed_config", "zero3.json"]),
@@ -277,7 +278,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200, help="in all (default: %(default)s; 15 to 60 s each on two cores)")
     parser.add_argument("--chain", type=int, default=25, help="kills of one job, at most (default: %(default)s)")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="whose --tiny is run (default: recipes/llama_nano_zero2.py)")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="taken in turn (default: all)")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        default=[name for name in LAYOUTS if name != "own"],
+        help="taken in turn; own: as the recipe is (default: all others)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and targets (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the jobs run (default: a temporary folder, removed if all went well)")
     arguments = parser.parse_args(argv)

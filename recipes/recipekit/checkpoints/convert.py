@@ -31,7 +31,7 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     """
     effort = effort or Effort()
     step = open_step(source)
-    errors.check(step.folder, layout)
+    errors.check(step.folder, layout, step.blueprint, blueprint or step.blueprint)
     if not any(tensor.group is not None for tensor in step.blueprint.tensors):
         rule = "is of ZeRO-0 and another program: its optimizer states have no names"
         raise refuse(str(step.folder), rule, "take its weights: to-hf, then from-hf")

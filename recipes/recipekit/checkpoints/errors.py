@@ -48,13 +48,22 @@ def restore(optimizer: Any, saved: dict[str, Any] | None, step: int) -> None:
         value.copy_(saved[name])
 
 
-def check(step: Path, layout: Layout) -> None:
-    """Raises `Refusal` if a step folder holds errors, and the ranks of a layout are others."""
-    ranks = len(list(step.glob(FILES)))
-    if ranks and ranks != layout.mesh.world:
+def check(step: Path, layout: Layout, was: Blueprint, now: Blueprint) -> None:
+    """Raises `Refusal` if a step folder holds errors, and the ranks of a layout are others, or the order of weights in the optimizer."""
+    if not (ranks := len(list(step.glob(FILES)))):
+        return
+    if _row(was) != _row(now):
+        rule = "holds what its ranks have still to send each other, of weights in another order: that of the optimizer's groups"
+        raise refuse(str(step), rule, "go on with the lr_scale, layer_decay and no_decay that the run began with")
+    if ranks != layout.mesh.world:
         rule = f"holds what {ranks} ranks have still to send each other, signs of another {layout.mesh.world} ranks would be wrong by that"
         fix = f"go on with {ranks} ranks; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
         raise refuse(str(step), rule, fix)
+
+
+def _row(blueprint: Blueprint) -> list[str]:
+    """Lists the trained weights as the optimizer has them, group by group."""
+    return [name for name, _ in sorted(blueprint.trained.items(), key=lambda item: blueprint.groups.index(item[1]))]
 
 
 def check_degrees(was: Layout, degrees: dict[str, int], zero: int) -> list[Problem]:

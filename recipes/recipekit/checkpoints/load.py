@@ -62,10 +62,10 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
         rule = f"was written by another layout ({was}) than this one ({layout}), and {UNDESCRIBED}"
         raise refuse(f"resume from {step}", rule, "start once with the same ranks, degrees and strategy: what that run saves is converted")
     before = Blueprint.from_json(saved)
-    errors.check(step, layout)
     differ = _differences(before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0)
     if differ:
         raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was made with, or --out NEW")
+    errors.check(step, layout, before, blueprint)
     return state, same and [tensor.group for tensor in before.tensors] == [tensor.group for tensor in blueprint.tensors]
 
 

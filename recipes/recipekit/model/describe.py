@@ -11,9 +11,9 @@ from ..architectures.lookup import fitting_task, read_config
 from ..parallel import expert, pipeline
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, Tensor
-from ..parallel.param_groups import group_of, numbered
+from ..parallel.param_groups import group_of, layer_scale, numbered
 from ..parallel.plans import ends_of, hidden_matrices, plans_of, published_plans
-from ..refusal import Refusal
+from ..refusal import Refusal, refuse
 from ..tasks.facts import TASKS, Plans
 from .causal import check_causal
 from .empty import CAUSAL, empty_model
@@ -48,7 +48,15 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
     divisible = {f"{block.name}.{own}" for block in experts for own in expert.FUSED}
     tensors, shapes = [], {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()}
     matrices = hidden_matrices(model, plans.matrices)
-    own = {name: group_of(name, len(shapes[name]), plans, name in matrices) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if plans.layer_decay != 1 and not blocks:
+        raise refuse(
+            f"layer_decay = {plans.layer_decay}", f"no list of layers of {type(model).__name__} is known", "leave it out, or give the recipe a pp_plan"
+        )
+    own = {
+        name: group_of(name, len(shapes[name]), plans, name in matrices, layer_scale(place(name), len(blocks), plans.layer_decay))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     groups = numbered(own.values())
     for name, shape in shapes.items():
         group = groups.index(own[name]) if name in own else None

@@ -109,7 +109,7 @@ class OneBitAdam(torch.optim.Optimizer):
         found, at = [], 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                state, gradient = self.state[parameter], None if parameter.grad is None else parameter.grad.view(-1)
+                state, gradient = self.state[parameter], None if parameter.grad is None else parameter.grad.reshape(-1)
                 found.append(Span(at, at + parameter.numel(), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), gradient, group["betas"][0]))
                 at += parameter.numel()
         return found

@@ -41,10 +41,23 @@ def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:
     return (*FIRST, *sorted(set(groups) - set(FIRST)))
 
 
-def group_of(name: str, dims: int, plans: Plans, matrix: bool = False) -> Group:
-    """Returns the group of a trained parameter. Matrices decay; vectors (norms, biases) and what `no_decay` names do not."""
+def layer_scale(place: str, num_layers: int, layer_decay: float) -> float:
+    """Returns the factor of the learning rate at a place of a blueprint: 1 behind the layers, layer_decay in the last of them, and so on to what is before them.
+
+    As Clark et al. fine-tune ("ELECTRA", arXiv 2003.10555) and Bao et al. ("BEiT", arXiv 2106.08254). What is at no place of a pipeline has the whole rate.
+    """
+    if place.isdecimal():
+        return layer_decay ** (num_layers - int(place))
+    return layer_decay ** (num_layers + 1) if place in ("first", "ends") else 1.0
+
+
+def group_of(name: str, dims: int, plans: Plans, matrix: bool = False, of_layer: float = 1.0) -> Group:
+    """Returns the group of a trained parameter. Matrices decay; vectors (norms, biases) and what `no_decay` names do not.
+
+    `of_layer`: the factor of its layer's learning rate, besides the one that `lr_scale` names.
+    """
     scale = next((scale for pattern, scale in plans.lr_scale.items() if _named(name, [pattern])), 1.0)
-    return Group(matrix, dims >= 2 and not _named(name, plans.no_decay), float(scale))
+    return Group(matrix, dims >= 2 and not _named(name, plans.no_decay), float(scale) * of_layer)
 
 
 def check_named(found: Mapping[str, Group], plans: Plans, by_recipe: tuple[str, ...] = ()) -> None:

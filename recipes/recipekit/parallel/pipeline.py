@@ -112,7 +112,7 @@ def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
         every = set[int]().union(*own)
         lacking = [(stage, blueprint.groups[number].name) for stage, groups in enumerate(own) for number in sorted(every - groups)]
         rule = f"leaves stage {lacking[0][0]} without the optimizer group {lacking[0][1]!r}, and DeepSpeed adds up norms group by group over the stages"
-        raise refuse(f"{len(own)} pipeline stages", rule, "use --pp 1, or names in lr_scale and matrices that every stage has")
+        raise refuse(f"{len(own)} pipeline stages", rule, "use --pp 1, or lr_scale and matrices with names that every stage has, without layer_decay")
 
 
 class Away(nn.Module):

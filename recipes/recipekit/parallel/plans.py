@@ -35,6 +35,7 @@ def plans_of(model: PreTrainedModel, own: Plans, task: Plans, matrices: tuple[st
         tp_local=own.tp_local or task.tp_local,
         no_decay=(*own.no_decay, *task.no_decay),
         lr_scale=own.lr_scale,
+        layer_decay=own.layer_decay,
         matrices=(own.matrices or matrices) if matrices else (),
     )
     return plans if pp else replace(plans, pp=_with_head(plans.pp, task.pp, modules))
@@ -69,7 +70,8 @@ def _raised_in(error: BaseException) -> str:
 
 def adapted_plans(model: PreTrainedModel, plans: Plans) -> Plans:
     """Resolves the plans of a model that an adapter goes round, made of the one with `plans`."""
-    return replace(published_plans(model), no_decay=plans.no_decay, lr_scale=plans.lr_scale, matrices=plans.matrices)
+    own = {"no_decay": plans.no_decay, "lr_scale": plans.lr_scale, "layer_decay": plans.layer_decay, "matrices": plans.matrices}
+    return replace(published_plans(model), **own)
 
 
 def hidden_matrices(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:

@@ -49,15 +49,15 @@ def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     return found
 
 
-def check_optimizer(recipe: Recipe, optimizer: dict[str, Any] | None) -> list[Problem]:
+def check_optimizer(engine: str, precision: str, optimizer: dict[str, Any] | None) -> list[Problem]:
     """Refuses an engine of torch, or its precision, for an optimizer of ours that takes the gradients of each rank."""
-    if recipe.engine not in NAMES or optimizer is None or FACTS[spelled(optimizer["type"])].acts_on != GRADIENT:
+    if engine not in NAMES or optimizer is None or FACTS[spelled(optimizer["type"])].acts_on != GRADIENT:
         return []
     found, where = [], f"optimizer.type = {optimizer['type']} with"
-    if recipe.engine == "fsdp2":
+    if engine == "fsdp2":
         rule = "takes the gradients of each rank before they are added up, which FSDP2 does while it divides them"
         found.append(Problem(f"{where} engine = fsdp2", rule, "use --engine ddp, or a JSON with AdamW"))
-    if recipe.precision == "fp16":
+    if precision == "fp16":
         rule = "skips a step where a gradient overflows, and the gradients of the ranks are not the same with this optimizer"
         found.append(Problem(f"{where} precision = fp16", rule, "use --precision bf16 or fp32"))
     return found

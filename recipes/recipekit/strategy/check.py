@@ -177,9 +177,10 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
             for field in fields
             if field in typed
         ]
-    if "scheduler" in clean and recipe.lr_scale:
-        rule = "scales the rate of the recipe's schedule, and the scheduler block of the JSON sets the rates itself"
-        found.append(Problem(f"lr_scale = {recipe.lr_scale}", rule, "leave it out, or delete the block"))
+    for field, nothing in (("lr_scale", None), ("layer_decay", 1.0)):
+        if "scheduler" in clean and (value := getattr(recipe, field) or nothing) != nothing:
+            rule = "scales the rate of the recipe's schedule, and the scheduler block of the JSON sets the rates itself"
+            found.append(Problem(f"{field} = {value}", rule, "leave it out, or delete the block"))
     name = optimizer_name(clean)
     if name:
         takes = optimizer_params(clean, name)
