@@ -6,6 +6,7 @@ from typing import Any
 from ..optim.facts import FACTS, GRADIENT, error_sizes
 from ..parallel.blueprint import Blueprint, Layout
 from ..refusal import Problem, refuse
+from ..run_folder import STRATEGY
 
 FILES = "errors_rank_*.pt"
 
@@ -42,7 +43,7 @@ def restore(optimizer: Any, saved: dict[str, Any] | None, step: int) -> None:
         return
     if (freeze_step := optimizer.param_groups[0]["freeze_step"]) >= step:
         rule = f"the checkpoint of step {step} has sent signs before, and keeps no second moment that could go on"
-        raise refuse(f"optimizer.params.freeze_step = {freeze_step}", rule, "leave it as it was when the run began")
+        raise refuse(f"optimizer.params.freeze_step = {freeze_step}", rule, f"write the number of the run's {STRATEGY} into the JSON")
     optimizer.errors = optimizer.new_errors()
     for name, value in vars(optimizer.errors).items():
         value.copy_(saved[name])
