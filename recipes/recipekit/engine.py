@@ -35,7 +35,7 @@ class Engine(Protocol):
     def eval_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...
 
     # Calls a function once a step, between the last backward pass and the optimizer: every gradient is there, summed over
-    # the ranks and not yet clipped, and no weight has changed. What is added later acts earlier.
+    # the ranks (where the optimizer takes it so) and not yet clipped, and no weight has changed. What is added later acts earlier.
     before_step: Callable[[Callable[[], None]], None]
     # Calls a function once a step, after the optimizer, with whether the weights have changed: no where a gradient overflowed.
     after_step: Callable[[Callable[[bool], None]], None]

@@ -101,7 +101,7 @@ class Recipe:
         choices=("cosine", "linear", "constant", "wsd"),
     )
     decay_steps: int = _say("of wsd: the last steps, in which the learning rate falls; a tenth of all is usual", 0)
-    layer_decay: float = _say("what the learning rate of a layer is multiplied with, once for each layer behind it; 1: no", 1.0)
+    layer_decay: float = _say("what the learning rate of a layer is multiplied with, once for each layer behind it and once for the head; 1: no", 1.0)
     weight_decay: float = _say("AdamW weight decay of matrices; vectors (norms, biases) are not decayed", 0.1)
     beta1: float = _say("AdamW beta1", 0.9)
     beta2: float = _say("AdamW beta2", 0.95)
@@ -219,6 +219,10 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         for name, factor in (recipe.lr_scale or {}).items()
         if type(factor) not in (int, float) or not 0 < factor < math.inf
     ]
+    if recipe.layer_decay != 1 and recipe.adapt is not None:
+        problems.append(
+            Problem(f"layer_decay = {recipe.layer_decay}", "is for the layers themselves, and this recipe trains an adapter of them", "leave it out")
+        )
     if not 0 < recipe.layer_decay <= 1:
         problems.append(Problem(f"layer_decay = {recipe.layer_decay}", "must lie above 0, and not above 1", "for example --layer_decay 0.75"))
     if recipe.merge and recipe.adapt is None:

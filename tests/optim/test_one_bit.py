@@ -287,10 +287,9 @@ def test_a_run_goes_on_under_the_other_engine(pools: Any, tmp_path: Path) -> Non
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "whole")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     bf16 = dataclasses.replace(SHORT, ds_config=config_of(3, bf16=True))
-    shutil.copytree(tmp_path / "whole", tmp_path / "half")
-    more = dataclasses.replace(bf16, steps=8)
-    go(pools, tmp_path / "half", recipe=more)
-    assert len(metrics(tmp_path / "half")) == 8
+    go(pools, tmp_path / "half", "--stop_at", "4")
+    go(pools, tmp_path / "half", recipe=bf16)
+    assert [line["loss"] for line in metrics(tmp_path / "half")] == pytest.approx(losses[1], rel=1e-2)
 
 
 def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
             target_layout(step.blueprint, step.layout, **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees)
     raised = dataclasses.replace(SHORT, ds_config=config_of(5))
     go(pools, out, recipe=raised, refused="optimizer.params.freeze_step = 5: the checkpoint of step 4 has sent signs before")
-    scaled = dataclasses.replace(SHORT, lr_scale={"*norm*": 0.5})
+    scaled = dataclasses.replace(SHORT, lr_scale={"*.layers.0.*": 0.5})
     go(pools, out, "--resume", str(out), recipe=scaled, refused="of weights in another order: that of the optimizer's groups; go on with the lr_scale")
     adamw = dataclasses.replace(SHORT, ds_config=strategy("zero0"))
     go_other = pools.run(2, train, recipe=adamw, argv=["--out", str(out), "--resume", str(out)])
@@ -331,6 +330,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
         (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --pp 1'),
         (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --sp 1'),
         (config_of(3) | {"fp16": {"enabled": True}}, [], "fp16.enabled = true: skips a step where a gradient overflows"),
+        (config_of(3) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, [], 'torch_autocast.dtype = "float16": skips a step where a gradient'),
         (config_of(3) | {"gradient_allreduce_op": "sum"}, [], 'gradient_allreduce_op = "sum": this optimizer takes the mean'),
         (config_of(3), ["--engine", "fsdp2"], "optimizer.type = OneBitAdam with engine = fsdp2: takes the gradients"),
         (config_of(3), ["--engine", "ddp", "--precision", "fp16"], "optimizer.type = OneBitAdam with precision = fp16: skips"),
@@ -353,6 +353,63 @@ def test_auto_is_a_share_of_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path:
     recipe = dataclasses.replace(SHORT, steps=steps, ds_config="zero0_onebit.json")
     plan = make_plan(parse(recipe, Path(__file__), ["--tiny", "--out", str(tmp_path / "run")]))
     assert json.loads(json.dumps(plan.ds_config))["optimizer"]["params"]["freeze_step"] == frozen
+
+
+def test_a_freeze_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plan = make_plan(parse(dataclasses.replace(SHORT, ds_config=config_of(6)), Path("one_bit.py"), ["--tiny", "--out", str(tmp_path / "run")]))
+    assert "optimizer.params.freeze_step: 6 of 6 steps, so that no signs are sent" in plan.notes
+
+
+def rare_rows(steps: int) -> float:
+    """Runs on a rank: the largest weight of a table of which a gradient reaches few rows in a step, some of them hardly ever; with beta2 and eps of a recipe."""
+    from recipekit.optim.one_bit import OneBitAdam
+
+    generator = torch.Generator().manual_seed(0)
+    table = torch.nn.Parameter(0.02 * torch.randn(2000, 16, generator=generator))
+    optimizer = OneBitAdam([table], freeze_step=steps - 200, lr=1e-4, betas=(0.9, 0.95), eps=1e-8)
+    often = 1 / torch.arange(1, 2001)
+    for _ in range(steps):
+        rows = torch.multinomial(often, 64, generator=generator)
+        table.grad = torch.zeros(2000, 16).index_add_(0, rows, 0.01 * torch.randn(64, 16, generator=generator))
+        optimizer.step()
+    return table.detach().abs().max().item()
+
+
+def test_rows_that_gradients_seldom_reach_do_not_run_away(pools: Any) -> None:
+    """Their second moment has decayed to next to nothing at the freeze; 200 steps of signs at such a rate move a weight by 0.2 at most, ten times what AdamW does."""
+    [largest] = pools.run(1, rare_rows, steps=700)
+    assert largest < 0.3, largest
+
+
+def watched_norms(recipe: Recipe, argv: list[str]) -> list[float]:
+    """Runs on every rank: the loop with bf16, where the gradients of one step of signs are not finite and its loss is."""
+    import recipekit.train as loop
+
+    norms, train_step = [], loop.train_step
+
+    def spoiling(engine: Any, *rest: Any) -> Any:
+        if len(norms) == 4:
+            weight = next(parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+            handle = weight.register_hook(lambda gradient: gradient * float("nan"))
+        result = train_step(engine, *rest)
+        if len(norms) == 4:
+            handle.remove()
+        norms.append(result["grad_norm"])
+        return result
+
+    loop.train_step = spoiling
+    try:
+        train(recipe, argv)
+        return norms
+    finally:
+        loop.train_step = train_step
+
+
+def test_a_gradient_that_is_not_finite_is_seen_among_signs(pools: Any, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(SHORT, ds_config=config_of(3, bf16=True))
+    for norms in pools.run(2, watched_norms, recipe=recipe, argv=["--out", str(tmp_path / "run")]):
+        assert len(norms) == 5 and not torch.tensor(norms[-1]).isfinite() and torch.tensor(norms[:-1]).isfinite().all(), norms
 
 
 # Without ranks ----------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ QUICK = [
 ]
 NAMES = {case.name for case in QUICK}
 ALL = [stages(family, layout, zero, slow=True) for family in FAMILIES for layout in LAYOUTS for zero in ("zero0", "zero1")]
+ALL += [stages("hy_v4", "pp2", zero, slow=True) for zero in ("zero0", "zero1")]  # its layers make streams of each token
 CASES = QUICK + [case for case in ALL if case.name not in NAMES]
 
 

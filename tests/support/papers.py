@@ -122,6 +122,13 @@ class OneBitAdam:
         roots = (squares / counts.clamp(min=1)).sqrt().float()[of]
         return torch.where(live, torch.where(z < 0, -roots, roots), 0.0)
 
+    def freeze(self) -> None:
+        """Frees v of its bias; and what the paper has not: no v that is there is less than a hundredth of the mean of those of its tensor."""
+        self.v /= 1 - self.betas[1] ** self.freeze_step
+        for own in self.v.split([weights.numel() for weights, _ in self.tensors]):
+            least = 0.01 * own.sum() / max(1, int((own > 0).sum()))
+            own.copy_(torch.where(own > 0, own.clamp(min=least), 0.0))
+
     @torch.no_grad()
     def step(self, gradients: list[list[torch.Tensor]], most: float = 0.0) -> float:
         """Takes a step, with gradients clipped to the norm `most` before the freeze; returns the norm, of the momentum after it."""
@@ -135,6 +142,8 @@ class OneBitAdam:
             self.m = beta1 * self.m + (1 - beta1) * g
             self.v = beta2 * self.v + (1 - beta2) * g * g
         else:
+            if self.t == self.freeze_step + 1:
+                self.freeze()
             sent = []
             for number, g in enumerate(own):
                 z = self.worker_errors[number].add(self.m, alpha=beta1).add(g, alpha=1 - beta1)
@@ -144,7 +153,7 @@ class OneBitAdam:
             self.m = self.signs(z, self.which * self.workers + self.whose)
             self.server_error = z - self.m
             norm = math.sqrt(float((self.m.double() ** 2).sum()))
-        v = self.v / (1 - beta2 ** min(self.t, self.freeze_step))
+        v = self.v / (1 - beta2**self.t) if self.t <= self.freeze_step else self.v
         u, at = self.m / (v.sqrt() + self.eps), 0
         for weights, group in self.tensors:
             weights.mul_(1 - group["lr"] * group["weight_decay"])

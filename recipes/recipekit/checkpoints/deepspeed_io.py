@@ -105,7 +105,9 @@ class DeepSpeedStates:
         self.made._copy_recovery_script = lambda _: None
         self.files.snapshots, self.made.checkpoint_engine = background, self.files
         self.made.save_checkpoint(str(step.parent), tag=step.name, save_latest=False)
-        return self.files.take() + errors.kept(self.made.basic_optimizer, step, dist.get_rank(), background)
+        for value, path in errors.kept(self.made.basic_optimizer, step, dist.get_rank()):
+            self.files.save(value, str(path))
+        return self.files.take()
 
     def load(self, step: Path, blueprint: Any, layout: Layout, begun: bool) -> None:
         """Lets DeepSpeed load its files, and mends what DeepSpeed 0.19.8 restores wrongly."""

@@ -26,27 +26,28 @@ def expected(blueprint: Blueprint, layout: Layout) -> int:
     return 4 * layout.partitions * sum(error_sizes(trained, layout.partitions)) if sends_signs(layout) else 0
 
 
-def kept(optimizer: Any, step: Path, rank: int, background: bool) -> list[tuple[Any, Path]]:
-    """Returns [(what a rank is to write, where)]: nothing before signs are sent. In the background they are copies."""
-    if (errors := getattr(optimizer, "errors", None)) is None:
-        return []
-    values = {name: value.cpu().clone() if background else value for name, value in vars(errors).items()}
-    return [(values, step / file_of(rank))]
+def kept(optimizer: Any, step: Path, rank: int) -> list[tuple[Any, Path]]:
+    """Returns [(what a rank is to write, where)]: nothing before signs are sent."""
+    errors = getattr(optimizer, "errors", None)
+    return [] if errors is None else [(dict(vars(errors)), step / file_of(rank))]
 
 
-def restore(optimizer: Any, saved: dict[str, Any] | None, step: int) -> None:
-    """Gives an optimizer the errors of its rank, None where signs have not been sent. Raises `Refusal` where it would take them for those of a later step."""
-    if not hasattr(optimizer, "errors"):
-        return
-    optimizer.errors = None
-    if saved is None:
-        return
-    if (freeze_step := optimizer.param_groups[0]["freeze_step"]) >= step:
+def check_frozen(optimizer: Any, folder: Path, step: int) -> None:
+    """Raises `Refusal` if a step folder holds errors, and an optimizer would not send signs before a later step."""
+    if hasattr(optimizer, "errors") and any(folder.glob(FILES)) and (freeze_step := optimizer.param_groups[0]["freeze_step"]) >= step:
         rule = f"the checkpoint of step {step} has sent signs before, and keeps no second moment that could go on"
-        raise refuse(f"optimizer.params.freeze_step = {freeze_step}", rule, f"write the number of the run's {STRATEGY} into the JSON")
-    optimizer.errors = optimizer.new_errors()
-    for name, value in vars(optimizer.errors).items():
-        value.copy_(saved[name])
+        raise refuse(
+            f"optimizer.params.freeze_step = {freeze_step}", rule, f'write the number of the run\'s {STRATEGY} into the JSON: "auto" follows from steps'
+        )
+
+
+def restore(optimizer: Any, saved: dict[str, Any] | None) -> None:
+    """Gives an optimizer the errors of its rank, None where signs have not been sent."""
+    if hasattr(optimizer, "errors"):
+        optimizer.errors = None if saved is None else optimizer.new_errors()
+    if saved is not None:
+        for name, value in vars(optimizer.errors).items():
+            value.copy_(saved[name])
 
 
 def check(step: Path, layout: Layout, was: Blueprint, now: Blueprint) -> None:
@@ -57,7 +58,7 @@ def check(step: Path, layout: Layout, was: Blueprint, now: Blueprint) -> None:
         rule = "holds what its ranks have still to send each other, of weights in another order: that of the optimizer's groups"
         raise refuse(str(step), rule, "go on with the lr_scale, layer_decay and no_decay that the run began with")
     if ranks != layout.mesh.world:
-        rule = f"holds what {ranks} ranks have still to send each other, signs of another {layout.mesh.world} ranks would be wrong by that"
+        rule = f"holds what {ranks} ranks have still to send each other, which {layout.mesh.world} cannot take over"
         fix = f"go on with {ranks} ranks; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
         raise refuse(str(step), rule, fix)
 

@@ -53,7 +53,7 @@ class TorchStates:
             opened.close()
         if failure is not None:
             raise failure
-        return ([(None, step / file)] if writes else []) + errors.kept(self.optimizer, step, torch.distributed.get_rank(), background)
+        return ([(None, step / file)] if writes else []) + errors.kept(self.optimizer, step, torch.distributed.get_rank())
 
     def load(self, step: Path, blueprint: Blueprint, layout: Layout, begun: bool) -> None:
         """Reads what this rank holds of each tensor and, if a step has been taken, of the optimizer's states; and the counts, but for the JSON."""

@@ -1,5 +1,6 @@
 """1-bit Adam: after a warm-up the ranks send each other the signs of their momenta in place of gradients."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from .borders import square_sum
 from .facts import AT_ONCE, error_sizes
 
-POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
+FLOOR = 0.01  # least second moment of an element that has one, of the mean of its tensor
 
 
 @dataclass
@@ -37,6 +38,9 @@ class OneBitAdam(torch.optim.Optimizer):
     C[z] is the sign of each element, one bit, times the root mean square of the tensor's, so that |C[z]| = |z|; of the second, of the part of a
     tensor that a rank has. Parts are equal, of all tensors in a row. A weight whose v is 0, which no gradient has reached before, as that of a
     position beyond every row, has no scale: it only decays from there on, and counts in no root mean square.
+
+    Beyond the paper, v is at least FLOOR of its tensor's mean when it is frozen: an element that gradients reach seldom, as the row of a rare
+    token, is sent the tensor's scale in every step, and divided by its own small v the weight would run away.
 
     `ranks`: the group of the data-parallel ranks. The engine asks `compresses` before a step whether it is to leave its gradients
     as they are; then `norm`, () fp64, is that of m afterwards. Errors belong to a rank and to a number of ranks.
@@ -96,7 +100,9 @@ class OneBitAdam(torch.optim.Optimizer):
     def _freeze(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["exp_avg_sq"].div_(1 - group["betas"][1] ** float(self.state[parameter]["step"]))
+                squares = self.state[parameter]["exp_avg_sq"].div_(1 - group["betas"][1] ** float(self.state[parameter]["step"]))
+                least = FLOOR * squares.sum() / (squares != 0).sum().clamp(min=1)
+                squares.copy_(torch.where(squares != 0, squares.clamp(min=least), 0.0))
         self.errors = self.new_errors()
 
     def new_errors(self) -> Errors:
@@ -110,7 +116,8 @@ class OneBitAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state, gradient = self.state[parameter], None if parameter.grad is None else parameter.grad.reshape(-1)
-                found.append(Span(at, at + parameter.numel(), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), gradient, group["betas"][0]))
+                live = state["exp_avg_sq"].view(-1) != 0
+                found.append(Span(at, at + parameter.numel(), state["exp_avg"].view(-1), live, gradient, group["betas"][0]))
                 at += parameter.numel()
         return found
 
@@ -122,7 +129,7 @@ class OneBitAdam(torch.optim.Optimizer):
             own = worker[span.start : span.stop].add_(span.moment, alpha=span.beta1)
             if span.gradient is not None:
                 own.add_(span.gradient, alpha=1 - span.beta1)
-            own.mul_(span.squares != 0)
+            own.mul_(span.live)
         signs, scales = compress(worker, spans, 0)
         received, scales_of = torch.empty_like(signs), scales.new_empty(world, len(spans))
         dist.all_to_all_single(received, signs, group=self.ranks)
@@ -136,7 +143,7 @@ class OneBitAdam(torch.optim.Optimizer):
                 for rank in range(world):
                     at = rank * part + begin - first
                     total += signed(received, at, at + end - begin, scales_of[rank, number])
-                server[begin - first : end - first].add_(total.div_(world).mul_(span.live(begin, end)))
+                server[begin - first : end - first].add_(total.div_(world).mul_(span.lives(begin, end)))
         signs, scales = compress(server, spans, first)
         dist.all_gather(list(received.view(world, -1)), signs, group=self.ranks)
         dist.all_gather(list(scales_of), scales, group=self.ranks)
@@ -145,7 +152,7 @@ class OneBitAdam(torch.optim.Optimizer):
         for rank in range(world):
             for number, span, start, stop in overlaps(spans, rank * part, (rank + 1) * part):
                 for begin, end in pieces(start, stop):
-                    mean = signed(received, begin, end, scales_of[rank, number]).mul_(span.live(begin, end))
+                    mean = signed(received, begin, end, scales_of[rank, number]).mul_(span.lives(begin, end))
                     span.moment[begin - span.start : end - span.start] = mean
                     self.norm += square_sum(mean)
         self.norm.sqrt_()
@@ -153,18 +160,18 @@ class OneBitAdam(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Span:
-    """Is a tensor among all in a row: elements start..stop, and its flat states; `gradient` None: this rank has none."""
+    """Describes a tensor in the row of all: its elements start..stop there, its momentum, which elements have a scale (bool), and this rank's gradient, all flat."""
 
     start: int
     stop: int
     moment: torch.Tensor
-    squares: torch.Tensor
+    live: torch.Tensor
     gradient: torch.Tensor | None
     beta1: float
 
-    def live(self, start: int, stop: int) -> torch.Tensor:
-        """Says of elements start..stop of the row whether they have a scale, (stop - start,) bool."""
-        return self.squares[start - self.start : stop - self.start] != 0
+    def lives(self, start: int, stop: int) -> torch.Tensor:
+        """Returns `live` of elements start..stop of the row."""
+        return self.live[start - self.start : stop - self.start]
 
 
 def overlaps(spans: list[Span], start: int, stop: int) -> Iterator[tuple[int, Span, int, int]]:
@@ -181,26 +188,28 @@ def pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def compress(values: torch.Tensor, spans: list[Span], first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes from `values` (N,), elements first.. of the row, what can be said with a bit each, and returns that: signs (N / 8,) uint8, scales (tensors,)."""
+    """Returns what is sent of `values` (N,), the elements of the row from `first` on: signs (N / 8,) uint8, and scales (tensors,). Subtracts it from them."""
     signs, scales = pack(values), values.new_zeros(len(spans))
     for number, span, start, stop in overlaps(spans, first, first + len(values)):
-        counted = sum((span.live(begin, end).sum() for begin, end in pieces(start, stop)), torch.zeros((), device=values.device))
-        scales[number] = (square_sum(values[start - first : stop - first]) / counted.clamp(min=1)).sqrt()
+        scales[number] = (square_sum(values[start - first : stop - first]) / span.lives(start, stop).sum().clamp(min=1)).sqrt()
         for begin, end in pieces(start, stop):
             sent = signed(signs, begin - first, end - first, scales[number])
-            values[begin - first : end - first].sub_(sent.mul_(span.live(begin, end)))
+            values[begin - first : end - first].sub_(sent.mul_(span.lives(begin, end)))
     return signs, scales
+
+
+@functools.cache
+def _powers(device: torch.device) -> torch.Tensor:
+    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
     """Returns a bit for each of N values, N a multiple of 8, as (N / 8,) uint8: the lowest bit of a byte is the first one's; set: not negative."""
-    powers = torch.tensor(POWERS, dtype=torch.uint8, device=values.device)
-    found = [((piece >= 0).view(-1, 8) * powers).sum(1, dtype=torch.uint8) for piece in values.split(AT_ONCE)]
+    found = [((piece >= 0).view(-1, 8) * _powers(values.device)).sum(1, dtype=torch.uint8) for piece in values.split(AT_ONCE)]
     return torch.cat(found)
 
 
 def signed(signs: torch.Tensor, start: int, stop: int, scale: torch.Tensor) -> torch.Tensor:
     """Returns `scale` with the signs of elements start..stop of what `pack` packed, (stop - start,)."""
-    powers = torch.tensor(POWERS, dtype=torch.uint8, device=signs.device)
-    whole = (signs[start // 8 : -(-stop // 8)].unsqueeze(1) & powers).view(-1) != 0
+    whole = (signs[start // 8 : -(-stop // 8)].unsqueeze(1) & _powers(signs.device)).view(-1) != 0
     return torch.where(whole[start % 8 : start % 8 + stop - start], scale, -scale)

@@ -79,14 +79,15 @@ def keep_momentum_norm(engine: DeepSpeedEngine) -> None:
     if isinstance(optimizer := engine.basic_optimizer, OneBitAdam):
 
         def tell(applied: bool) -> None:
-            if optimizer.norm is not None:
+            if applied and optimizer.norm is not None:
                 engine._global_grad_norm = optimizer.norm
 
         after_step(engine, tell)
 
 
 def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:
-    """Calls `act` once a step, between the last backward pass and the optimizer: every gradient is there, summed over the ranks, and nothing has changed yet.
+    """Calls `act` once a step, between the last backward pass and the optimizer: every gradient is there, summed over the ranks (but for signs of 1-bit Adam),
+    and nothing has changed yet.
 
     The only such place that DeepSpeed 0.19.8 has under every ZeRO stage and under a pipeline. What is added later acts earlier.
     """

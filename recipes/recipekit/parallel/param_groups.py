@@ -44,7 +44,7 @@ def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:
 def layer_scale(place: str, num_layers: int, layer_decay: float) -> float:
     """Returns the factor of the learning rate at a place of a blueprint: 1 behind the layers, layer_decay in the last of them, and so on to what is before them.
 
-    As Clark et al. fine-tune ("ELECTRA", arXiv 2003.10555) and Bao et al. ("BEiT", arXiv 2106.08254). What is at no place of a pipeline has the whole rate.
+    As Bao et al. fine-tune ("BEiT", arXiv 2106.08254). What is at no place of a pipeline has the whole rate.
     """
     if place.isdecimal():
         return layer_decay ** (num_layers - int(place))

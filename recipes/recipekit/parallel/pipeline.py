@@ -173,7 +173,8 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) 
     def as_received(*args: Any, **kwargs: Any) -> torch.Tensor:
         """Stands for an embedding: zeros of the true shape, from which masks are made; the first `Away` replaces what comes of them."""
         hidden = received[0][0] if isinstance(received[0], tuple) else received[0]
-        return hidden.new_zeros(()).expand(hidden.shape)  # one element of memory
+        shape = (*hidden.shape[:2], hidden.shape[-1]) if facts.of_tokens else hidden.shape  # a layer may have made streams of each token
+        return hidden.new_zeros(()).expand(shape)  # one element of memory
 
     for number, name in enumerate(split.blocks):
         if number < start:

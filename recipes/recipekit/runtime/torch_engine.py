@@ -94,9 +94,9 @@ class TorchEngine:
         self.scaler.unscale_(self.optimizer)
         for act in reversed(self.watchers):
             act()
-        self.grad_norm = self._grad_norm()
-        if self.clipping > 0 and not self.compresses:
-            factor = torch.clamp(self.clipping / (self.grad_norm + 1e-6), max=1.0)
+        self.grad_norm = norm = None if self.compresses else self._grad_norm()
+        if norm is not None and self.clipping > 0:
+            factor = torch.clamp(self.clipping / (norm + 1e-6), max=1.0)
             for parameter in self.trained.values():
                 _local(parameter.grad).mul_(factor)
         scale = self.scaler.get_scale()

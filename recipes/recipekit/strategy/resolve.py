@@ -10,7 +10,7 @@ from .rules import Facts
 from .schema import optimizer_name, optimizer_params, takes_number, walk
 from .shapes import shape_of
 
-WARM_UP = 15  # percent of the steps that an "auto" of 1-bit Adam's freeze_step stands for
+FREEZE_PERCENT = 15  # of the steps, which an "auto" of 1-bit Adam's freeze_step stands for
 
 
 def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
@@ -47,7 +47,9 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
             params[key] = number
 
     if params.get("freeze_step") == "auto":
-        params["freeze_step"] = max(1, recipe.steps * WARM_UP // 100)
+        params["freeze_step"] = max(1, recipe.steps * FREEZE_PERCENT // 100)
+    if params.get("freeze_step", 0) >= recipe.steps:
+        lines.append(f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so that no signs are sent")
 
     kept = facts_of(resolved)
     if facts.stage > 0 and not kept.tested:

@@ -15,6 +15,7 @@ from .schema import at, schema
 
 ZERO = "zero_optimization"
 OPTIMIZER = f"{ZERO}.offload_optimizer"
+HALF = ("fp16", "float16", "half")  # words for a dtype
 PARAM = f"{ZERO}.offload_param"
 
 
@@ -817,6 +818,14 @@ RECIPE_RULES: tuple[Rule, ...] = (
         lambda f: f.dtype == "fp16" and _kept(f).acts_on == GRADIENT,
         "skips a step where a gradient overflows, and the gradients of the ranks are not the same with this optimizer",
         'set "fp16": {"enabled": false}, "bf16": {"enabled": true}',
+        APPLIES,
+        "",
+    ),
+    Rule(
+        "torch_autocast.dtype",
+        lambda f: f.get("torch_autocast.enabled") and f.get("torch_autocast.dtype").removeprefix("torch.") in HALF and _kept(f).acts_on == GRADIENT,
+        "skips a step where a gradient overflows, and the gradients of the ranks are not the same with this optimizer",
+        'write "bf16", or set "torch_autocast.enabled" to false',
         APPLIES,
         "",
     ),

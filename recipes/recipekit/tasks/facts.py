@@ -22,7 +22,7 @@ class Plans:
     tp_local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # class of a module -> its attributes that count what is cut: divided by tp
     no_decay: tuple[str, ...] = ()  # parameters without weight decay, besides vectors
     lr_scale: Mapping[str, float] = field(default_factory=dict)  # parameter -> factor of its learning rate; of several the first that fits
-    layer_decay: float = 1.0  # further factor of it for each layer behind the parameter's, of all layers for what is before them
+    layer_decay: float = 1.0  # further factor of it for each layer behind the parameter's, and for the head
     matrices: tuple[str, ...] = ()  # parameters among which an optimizer with a rule of its own for matrices finds them (`hidden_matrices`)
     unfit: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # type of a model -> axes for which a task's names are there but do not fit it
 
