@@ -94,8 +94,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
     (betas, eps, weight decay, clipping, ...) stay those of this start. Another optimizer takes the weights of step 0 only.
     """
     state, same = check(step, blueprint, layout)
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    errors.check_frozen(inner, step, state["step"])
+    errors.check_frozen(engine, step, state["step"])
     source = step
     if not same:
         source = scratch / step.name
@@ -116,6 +115,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
         # an engine may restore the saved numbers, though the user may have changed them (--resume PATH), and only those that the
         # optimizer of the other layout had
         group.update({key: value for key, value in own.items() if key not in ("params", "lr", "initial_lr", "step") or key not in group})
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     place_counts(inner)
     own_errors = source / errors.file_of(dist.get_rank())
     errors.restore(inner, read_pickle(own_errors) if own_errors.exists() else None)
