@@ -71,8 +71,8 @@ def family(model_type: str) -> str:
 def recipe_for(model: str, **changes: Any) -> Recipe:
     """`model` is a key of MODELS, or the model type of a family."""
     name = family(model) if model not in MODELS else without_dropout(MODELS[model]) if model == "gpt2" else MODELS[model]
-    if model == "gemma2":
-        changes["attention"] = "eager"  # its soft caps are in no other
+    if model in ("gemma2", "hy_v4"):
+        changes["attention"] = "eager"  # soft caps, streams of tokens: in no other
     return Recipe(model=name, ds_config={}, **(NUMBERS | {"micro_batch": 1} | changes))
 
 

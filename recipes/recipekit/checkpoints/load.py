@@ -94,7 +94,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
     (betas, eps, weight decay, clipping, ...) stay those of this start. Another optimizer takes the weights of step 0 only.
     """
     state, same = check(step, blueprint, layout)
-    errors.check_frozen(engine, step, state["step"])
+    errors.check_frozen(engine, step, state)
     source = step
     if not same:
         source = scratch / step.name
