@@ -214,20 +214,25 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         problems.append(
             Problem(f"checkpoint_every = {recipe.checkpoint_every}", "nothing is recomputed without activation_checkpointing", "add --activation_checkpointing")
         )
-    problems += [
-        Problem(f"lr_scale of {name!r} = {factor!r}", "must be a positive number", f"for example lr_scale={{{name!r}: 0.5}} in the recipe")
-        for name, factor in (recipe.lr_scale or {}).items()
-        if type(factor) not in (int, float) or not 0 < factor < math.inf
-    ]
-    if recipe.layer_decay != 1 and recipe.adapt is not None:
-        problems.append(
-            Problem(f"layer_decay = {recipe.layer_decay}", "is for the layers themselves, and this recipe trains an adapter of them", "leave it out")
-        )
-    if not 0 < recipe.layer_decay <= 1:
-        problems.append(Problem(f"layer_decay = {recipe.layer_decay}", "must lie above 0, and not above 1", "for example --layer_decay 0.75"))
+    problems += _check_rates(recipe.lr_scale or {}, recipe.layer_decay, recipe.adapt is not None)
     if recipe.merge and recipe.adapt is None:
         problems.append(Problem("merge = True", "this recipe trains no adapter, there is nothing to merge", "leave --merge out"))
     return problems
+
+
+def _check_rates(scales: dict[str, Any], layer_decay: float, adapted: bool) -> list[Problem]:
+    """Refuses factors of learning rates that are none, and those of layers where an adapter is trained."""
+    found = [
+        Problem(f"lr_scale of {name!r} = {factor!r}", "must be a positive number", f"for example lr_scale={{{name!r}: 0.5}} in the recipe")
+        for name, factor in scales.items()
+        if type(factor) not in (int, float) or not 0 < factor < math.inf
+    ]
+    where = f"layer_decay = {layer_decay}"
+    if layer_decay != 1 and adapted:
+        found.append(Problem(where, "is for the layers themselves, and this recipe trains an adapter of them", "leave it out"))
+    if not 0 < layer_decay <= 1:
+        found.append(Problem(where, "must lie above 0, and not above 1", "for example --layer_decay 0.75"))
+    return found
 
 
 AXES = ("tp", "pp", "sp", "ep")

@@ -7,7 +7,6 @@ from ..optim.facts import FACTS, GRADIENT, error_sizes
 from ..parallel.blueprint import Blueprint, Layout
 from ..refusal import Problem, refuse
 from ..run_folder import STRATEGY
-from .state import State
 
 FILES = "errors_rank_*.pt"
 
@@ -33,13 +32,12 @@ def kept(optimizer: Any, step: Path, rank: int) -> list[tuple[Any, Path]]:
     return [] if errors is None else [(dict(vars(errors)), step / file_of(rank))]
 
 
-def check_frozen(engine: Any, folder: Path, state: State) -> None:
-    """Raises `Refusal` if a step folder holds errors, and the optimizer of an engine would not send signs before a later step."""
-    if any(folder.glob(FILES)) and (freeze_step := engine.optimizer.param_groups[0]["freeze_step"]) >= state["step"]:
-        rule = f"the checkpoint of step {state['step']} has sent signs before, and keeps no second moment that could go on"
-        raise refuse(
-            f"optimizer.params.freeze_step = {freeze_step}", rule, f'write the number of the run\'s {STRATEGY} into the JSON: "auto" follows from steps'
-        )
+def check_frozen(freeze_step: int, step: int) -> None:
+    """Raises `Refusal` if errors of a step are given to an optimizer that would not send signs before a later one."""
+    if freeze_step >= step:
+        rule = f"the checkpoint of step {step} has sent signs before, and keeps no second moment that could go on"
+        fix = f'write the number of the run\'s {STRATEGY} into the JSON: "auto" follows from steps'
+        raise refuse(f"optimizer.params.freeze_step = {freeze_step}", rule, fix)
 
 
 def restore(optimizer: Any, saved: dict[str, Any] | None) -> None:

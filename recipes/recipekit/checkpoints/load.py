@@ -94,7 +94,8 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
     (betas, eps, weight decay, clipping, ...) stay those of this start. Another optimizer takes the weights of step 0 only.
     """
     state, same = check(step, blueprint, layout)
-    errors.check_frozen(engine, step, state)
+    if any(step.glob(errors.FILES)):
+        errors.check_frozen(engine.optimizer.param_groups[0]["freeze_step"], state["step"])
     source = step
     if not same:
         source = scratch / step.name

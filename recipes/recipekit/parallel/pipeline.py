@@ -173,8 +173,7 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) 
     def as_received(*args: Any, **kwargs: Any) -> torch.Tensor:
         """Stands for an embedding: zeros of the true shape, from which masks are made; the first `Away` replaces what comes of them."""
         hidden = received[0][0] if isinstance(received[0], tuple) else received[0]
-        shape = (*hidden.shape[:2], hidden.shape[-1]) if facts.of_tokens else hidden.shape  # a layer may have made streams of each token
-        return hidden.new_zeros(()).expand(shape)  # one element of memory
+        return hidden.new_zeros(()).expand(_embedded(hidden, facts.of_tokens))  # one element of memory
 
     for number, name in enumerate(split.blocks):
         if number < start:
@@ -213,6 +212,11 @@ def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) 
 
     model.forward, model.last_stage, model.handed = forward, last, ()
     return absent if last else [*absent, *split.last]
+
+
+def _embedded(hidden: torch.Tensor, of_tokens: bool) -> tuple[int, ...]:
+    """Returns the shape of what an embedding gave a layer that returned `hidden`: it may have made streams of each token."""
+    return (*hidden.shape[:2], hidden.shape[-1]) if of_tokens else tuple(hidden.shape)
 
 
 def _pack(hidden: torch.Tensor, output: Any) -> tuple[torch.Tensor, ...]:

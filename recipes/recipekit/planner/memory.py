@@ -79,12 +79,8 @@ def rank_terms(blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], 
     if states_of(ds_config) == FACTORS:
         terms = with_factors(terms, tensors, layout, zero, load.engine)
     if load.background:
-        copied = (
-            "master weights",
-            "optimizer states",
-            "errors of signs",
-            *(("parameters",) if zero.get("stage", 0) < 3 or optimizer_class(ds_config) == "torch" else ()),
-        )
+        weights = ("parameters",) if zero.get("stage", 0) < 3 or optimizer_class(ds_config) == "torch" else ()
+        copied = ("master weights", "optimizer states", "errors of signs", *weights)
         size = sum(term.size for term in terms if term.what.startswith(copied) and term.place != NVME)
         terms.append(Term(HOST, "copy of the states for a save in the background", size))
     logits = load.micro_batch * load.seq_len * load.vocabulary if pp_rank == layout.mesh.pp - 1 or layout.schedule == "dualpipev" else 0
