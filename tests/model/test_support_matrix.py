@@ -19,7 +19,7 @@ def written() -> dict[str, dict[str, str]]:
     rows: dict[str, dict[str, str]] = {}
     for line in SUPPORT.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == len(support_matrix.LAYOUTS) + 2 and cells[1][:1] in ("✓", "✗"):
+        if len(cells) == len(support_matrix.LAYOUTS) + 3 and cells[1][:1] in ("✓", "✗"):
             rows[cells[0]] = dict(zip(support_matrix.LAYOUTS, (cell[0] for cell in cells[1:]), strict=False))
     return rows
 
