@@ -21,6 +21,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import psutil
 from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port as free_port  # tests take it from here
 
@@ -40,6 +41,7 @@ FORKS.set_forkserver_preload(
 )
 LINEAR: Any = None  # torch.nn.functional.linear as it was, in a worker
 MOST_WORKERS = 10  # alive at a time: each holds up to 0.9 GB, and real weights need 5 GB a rank of the 24 GB
+HEAVY = 2 << 30  # bytes of a rank at which a pool ends after its case: what DeepSpeed 0.19.8 locks for swap files (4 GB a rank) it never gives back
 MOST_CASES = 20  # of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep their names
 
 
@@ -128,6 +130,10 @@ class Pool:
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
+    @property
+    def heavy(self) -> bool:
+        return any(psutil.Process(process.pid).memory_info().rss > HEAVY for process in self.processes if process.is_alive())
+
     def close(self) -> None:
         for connection in self.connections.values():
             connection.close()
@@ -163,7 +169,10 @@ class Pools:
         for other, pool in self.pools.items():
             if other != world:
                 pool.rest()
-        return self.pools[world].run(case, timeout, **arguments)
+        results = self.pools[world].run(case, timeout, **arguments)
+        if self.pools[world].heavy:
+            self.pools.pop(world).close()
+        return results
 
     def close(self) -> None:
         for pool in self.pools.values():

@@ -114,6 +114,11 @@ class Saver:
             self.thread = None
             self._agree()
 
+    def close(self) -> None:
+        """Lets the save in the background end, whatever becomes of it: Python aborts where it ends beside a thread that writes."""
+        if self.thread is not None:
+            self.thread.join()
+
     def check_room(self) -> None:
         """Raises `Refusal` on every rank if the disk has no room for one checkpoint (a collective): better now than hours later."""
         if dist.get_rank() == 0:

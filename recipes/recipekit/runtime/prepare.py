@@ -1,5 +1,6 @@
 """What happens once before the first step, and all that the loop then works with."""
 
+import contextlib
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,31 +88,35 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
     recipe, rank0 = plan.recipe, plan.command.rank == 0
     coords, documents = loaded.groups.coords, VARLEN in loaded.built.attention
     stream = open_data(plan, loaded.task, loaded.processor, coords["dp"], cast("StreamState | None", state["data"]), say, documents)
-    check_same_data(stream)
-    if problems := shared_problems(stream.error_ahead()):
-        raise Refusal(problems)
-    held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say, documents)
-    facts = run_facts(plan, loaded.model_config, loaded.built.has_norms)
-    saver = open_saver(loaded)
-    if rank0:
-        save.put_aside_later(saver.folder, state["step"], say)
-        write_facts(plan, facts, stream.files)
-    stopper = Stopper(recipe.grace)
-    tracker = open_tracker(
-        name=f"{plan.command.name}_{plan.mesh}",
-        run_dir=plan.out,
-        config=facts,
-        is_main=rank0,
-        start_step=state["step"],
-        last_step=plan.last_step,
-        wandb=recipe.wandb,
-        project=recipe.project,
-        stopping=lambda: stopper.requested is not None,
-    )
-    if peers:
-        peers.way_on = partial(way_on, recipe.resume, plan.out)
-        peers.last_words = partial(tracker.finish, 1)
-    flops, peak = speed_limits(loaded, facts["host"]["device"], say)
+    with contextlib.ExitStack() as refused:  # Python aborts where it ends beside a thread that reads; `peers` is the first to see an exception, as in the loop
+        refused.callback(stream.close)
+        refused.enter_context(peers or contextlib.nullcontext())
+        check_same_data(stream)
+        if problems := shared_problems(stream.error_ahead()):
+            raise Refusal(problems)
+        held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say, documents)
+        facts = run_facts(plan, loaded.model_config, loaded.built.has_norms)
+        saver = open_saver(loaded)
+        if rank0:
+            save.put_aside_later(saver.folder, state["step"], say)
+            write_facts(plan, facts, stream.files)
+        stopper = Stopper(recipe.grace)
+        tracker = open_tracker(
+            name=f"{plan.command.name}_{plan.mesh}",
+            run_dir=plan.out,
+            config=facts,
+            is_main=rank0,
+            start_step=state["step"],
+            last_step=plan.last_step,
+            wandb=recipe.wandb,
+            project=recipe.project,
+            stopping=lambda: stopper.requested is not None,
+        )
+        if peers:
+            peers.way_on = partial(way_on, recipe.resume, plan.out)
+            peers.last_words = partial(tracker.finish, 1)
+        flops, peak = speed_limits(loaded, facts["host"]["device"], say)
+        refused.pop_all()
     return Ready(plan, loaded.task, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.sums, flops, peak)
 
 
