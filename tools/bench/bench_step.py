@@ -94,7 +94,8 @@ def page(commit: str, rows: dict[int, list[tuple[float, float]]], steps: int, wo
 Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.date.today().isoformat()}:
 {os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, torch {version("torch")}, deepspeed {version("deepspeed")}, transformers {version("transformers")}.
 
-`{RECIPE} --tiny` on {RANKS} ranks, rows packed of documents of 100 to 1,000 bytes, a token each; {number} rounds of {steps} steps.
+`{RECIPE} --tiny` on {RANKS} ranks, rows packed of documents of 100 to 1,000 bytes, a token each;
+{number} rounds of {steps} steps.
 
 | tokens of a row | {commit}: ms a step | this tree: ms a step | faster by, median | all rounds |
 |---|---|---|---|---|
