@@ -63,3 +63,5 @@ def test_a_test_that_fails_twice_fails(repository: Path) -> None:
 
 def test_only_the_slow_tests_themselves_make_a_file_another() -> None:
     assert slow_tests(QUICK) == slow_tests("import os\n" + QUICK + "\ndef helper(): ...\n") != slow_tests(QUICK.replace("True", "1"))
+    short = QUICK.replace("@pytest.mark.slow", "slow = pytest.mark.slow\n\n@slow")
+    assert slow_tests(short) != slow_tests(short.replace("True", "1"))

@@ -1,4 +1,4 @@
-"""LAMB where people use it: with sixteen times the rows a step it reaches, token for token, what a run of small batches does."""
+"""LAMB where people use it: with sixteen times the rows a step it comes as far, token for token, as a run of small batches."""
 
 import dataclasses
 import json
@@ -54,23 +54,24 @@ def held_out_loss(pools: Any, recipe: Recipe, optimizer: str | None, **numbers: 
     shape = {"micro_batch": batch // world, "global_batch": batch, "steps": steps, "warmup_steps": 3 * steps // 20, "eval_every": steps}
     with tempfile.TemporaryDirectory() as out:
         made = dataclasses.replace(recipe, **engine, **shape, **numbers)
-        pools.run(world, train_in_layout, timeout=1200, recipe=made, config=config, out=f"{out}/run")
+        assert pools.run(world, train_in_layout, timeout=1200, recipe=made, config=config, out=f"{out}/run") == [0] * world
         lines = metrics(Path(out) / "run")
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     return lines[-1]["eval_loss"]
 
 
 @pytest.mark.slow
-def test_lamb_reaches_the_loss_of_small_batches_where_adamw_does_not(pools: Any, tmp_path: Path) -> None:
+def test_lamb_reaches_the_loss_of_small_batches_where_adamw_at_its_rate_does_not(pools: Any, tmp_path: Path) -> None:
     """Three seeds each: AdamW of one row a step; 16 rows and as many tokens with LAMB, with AdamW at LAMB's rate, and with AdamW at the base run's.
 
     Measured on 2026-11-26 (2 CPU cores, torch 2.13, 14 minutes): 1.603 (1.602 to 1.603); LAMB 1.621 (1.609 to 1.630), 1.1 % above it; AdamW at
     LAMB's rate 1.746 (1.704 to 1.789), 8.9 % above; at its own 1.851. Rates were chosen in plain PyTorch, one seed each: for the base run 1e-3 (3e-4, 2e-3 and 3e-3 were
-    worse, 1.5e-3 0.6 % better), for LAMB 1.4e-2 (1e-2, 1.7e-2 and 2e-2 were worse). With half the steps LAMB was 3 % above the base run there.
+    worse, 1.5e-3 0.6 % better), for LAMB 1.4e-2 (1e-2, 1.7e-2 and 2e-2 were worse), and there AdamW at 4e-3, the base run's times the root of 16, was
+    5.7 % above the base run. With half the steps LAMB was 3 % above it. The seeds and rows of those trials are not the test's.
     """
     recipe, found = of_bytes(tmp_path), {}
     for name, optimizer, numbers in (("base", None, BASE), ("LAMB", "Lamb", LAMB), ("AdamW, LAMB's rate", "AdamW", LAMB), ("AdamW, its own", "AdamW", BASE)):
         found[name] = [held_out_loss(pools, recipe, optimizer, seed=seed, **numbers) for seed in range(3)]
         print(f"{name}: {mean(found[name]):.3f} {[round(loss, 3) for loss in found[name]]}", flush=True)
     assert mean(found["LAMB"]) < 1.02 * mean(found["base"]), found
-    assert min(found["AdamW, LAMB's rate"] + found["AdamW, its own"]) > 1.05 * max(found["base"]), found
+    assert min(mean(found["AdamW, LAMB's rate"]), mean(found["AdamW, its own"])) > 1.05 * mean(found["base"]), found

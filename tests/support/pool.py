@@ -132,7 +132,10 @@ class Pool:
 
     @property
     def heavy(self) -> bool:
-        return any(psutil.Process(process.pid).memory_info().rss > HEAVY for process in self.processes if process.is_alive())
+        try:
+            return any(psutil.Process(process.pid).memory_info().rss > HEAVY for process in self.processes)
+        except psutil.Error:  # one has just ended: the next case sees it
+            return False
 
     def close(self) -> None:
         for connection in self.connections.values():

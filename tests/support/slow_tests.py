@@ -12,6 +12,7 @@ import argparse
 import ast
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -47,7 +48,7 @@ def slow_tests(text: str) -> str:
     made = [
         "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
         for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and "attr='slow'" in "".join(map(ast.dump, node.decorator_list))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and re.search("(attr|id)='slow'", "".join(map(ast.dump, node.decorator_list)))
     ]
     return hashlib.blake2b("\n".join(made).encode(), digest_size=8).hexdigest()
 

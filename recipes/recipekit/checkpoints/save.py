@@ -115,8 +115,11 @@ class Saver:
             self._agree()
 
     def close(self) -> None:
-        """Lets the save in the background end, whatever becomes of it: Python aborts where it ends beside a thread that writes."""
-        if self.thread is not None:
+        """Lets the save in the background end after an error of a single rank; of several, `failure.Peers` ends each at once.
+
+        Python aborts where it ends beside a thread that writes.
+        """
+        if self.thread is not None and dist.get_world_size() == 1:
             self.thread.join()
 
     def check_room(self) -> None:
