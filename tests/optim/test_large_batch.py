@@ -44,7 +44,7 @@ def of_bytes(folder: Path) -> Recipe:
 
 
 def held_out_loss(pools: Any, recipe: Recipe, optimizer: str | None, **numbers: Any) -> float:
-    """Trains to the end; returns the loss of the rows held out. Without an optimizer it is the base run, in plain DDP: a quarter of the seconds."""
+    """Trains to the end; returns the loss of the rows held out. Without an optimizer it is the base run, by torch's DDP of one rank."""
     if optimizer is None:
         world, config, engine, batch, steps = 1, {}, {"engine": "ddp", "precision": "fp32"}, ROWS, STEPS
     else:
