@@ -87,7 +87,18 @@ def test_documents_of_one_length_are_computed_where_they_lie(lengths, dtype):
 @pytest.mark.parametrize("window", [0, 3])
 def test_its_gradient_is_the_derivative(window, causal):
     inputs, documents = drawn([4, 1, 6, 4], (2, 1), torch.float64, d=4)
-    assert torch.autograd.gradcheck(lambda *three: by_document(*three, documents, 0.5, window, causal)[0], inputs)
+    assert torch.autograd.gradcheck(lambda *three: varlen(*three, documents, 6, 0.5, window, causal), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [0, 16])
+def test_as_an_operation_for_compilers_it_gives_the_same_bits(window, dtype):
+    found = []
+    for attention in (lambda *given: varlen(*given, 0.5, window), lambda *given: by_document(*given[:4], 0.5, window)[0]):
+        inputs, documents = drawn(LENGTHS, (4, 2), dtype)
+        output = attention(*inputs, documents, max(LENGTHS))
+        found.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("window", [0, 4])

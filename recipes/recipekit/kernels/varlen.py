@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 BLOCK = 256  # queries that a window takes at a time on a CPU
 PADDED = 64  # tokens: documents of up to so many are padded to a common length on a CPU, so that one call computes them
-SHORT = 256  # tokens: of a document of up to so many torch 2.13's backward pass takes 2 to 10 times as long in bf16 as in fp32
+SHORT = 256  # tokens: of a document of up to so many torch 2.13 takes longer in bf16 than in fp32, 2 to 10 times in the backward pass
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int, scale: float, window: int, causal: bool = True) -> Tensor:
@@ -31,6 +32,8 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest
         gqa, sides = query.shape[1] != key.shape[1], (window - 1, 0 if causal else window - 1)
         found: Any = varlen_attn(query, key, value, documents, documents, longest, longest, scale=scale, window_size=sides, enable_gqa=gqa)
         return found
+    if type(query) is Tensor and query.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _ByDocument.apply(query, key, value, documents, scale, window, causal)  # type: ignore[no-any-return]
     return by_document(query, key, value, documents, scale, window, causal)[0]
 
 
@@ -86,6 +89,11 @@ def _put(into: Tensor, tensor: Tensor, batch: Batch) -> Tensor:
     return into
 
 
+def _faster(batch: Batch, *tensors: Tensor) -> Iterator[Tensor]:
+    """Yields tensors in the dtype in which torch takes least time for them."""
+    return (tensor.to(_exact(tensor)) if batch.length <= SHORT else tensor for tensor in tensors)
+
+
 class Span(NamedTuple):
     """Names a block of queries of one document, the keys that it sees through the window, and the bias that hides the others."""
 
@@ -113,15 +121,15 @@ def _bias(batch: Batch, like: Tensor, causal: bool) -> dict[str, Tensor]:
     return {"attn_mask": like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).expand(-1, -1, batch.length, -1)}
 
 
-@torch.library.custom_op("recipekit::attention_by_document", mutates_args=())
-def by_document(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int, causal: bool = True) -> tuple[Tensor, Tensor]:
+def _computed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int, causal: bool = True) -> tuple[Tensor, Tensor]:
     """Computes `varlen` on a CPU; returns (its result, the logsumexp of each query's scores, (tokens, heads))."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     sums = torch.empty(query.shape[:2], dtype=_exact(query))
     for batch in _batches(tuple(documents.tolist()), window):
         q, k, v = (_take(tensor, batch).transpose(1, 2) for tensor in (query, key, value))  # (documents, heads, length, d)
         if not window or batch.length <= window:
-            o, s = FLASH(q, k, v, 0.0, causal, scale=scale, **_bias(batch, query, causal))
+            q, k, v = _faster(batch, q, k, v)
+            o, s = FLASH(q, k, v, 0.0, causal, scale=scale, **_bias(batch, q, causal))
             out, sums = _put(out, o.transpose(1, 2), batch), _put(sums, s.transpose(1, 2), batch)
             continue
         for span in _spans(batch.length, window, query, causal):
@@ -135,16 +143,14 @@ def _exact(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op("recipekit::attention_by_document_backward", mutates_args=())
-def _by_document_backward(
+def _gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, documents: Tensor, scale: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     for batch in _batches(tuple(documents.tolist()), window):
         g, q, k, v, o, s = (_take(tensor, batch).transpose(1, 2) for tensor in (grad, query, key, value, out, sums))
         if not window or batch.length <= window:
-            if batch.length <= SHORT:
-                g, q, k, v, o = (tensor.to(s.dtype) for tensor in (g, q, k, v, o))
+            g, q, k, v, o = _faster(batch, g, q, k, v, o)
             made = FLASH_BACKWARD(g, q, k, v, o, s, 0.0, causal, scale=scale, **_bias(batch, q, causal))
             found = [_put(into, tensor.transpose(1, 2), batch) for into, tensor in zip(found, made, strict=True)]
             continue
@@ -160,6 +166,11 @@ def _by_document_backward(
         found[1:] = (_put(into, tensor.transpose(1, 2), batch) for into, tensor in zip(found[1:], summed, strict=True))
     of_query, of_key, of_value = found
     return of_query, of_key, of_value
+
+
+# For compilers and tensors without memory.
+by_document = torch.library.custom_op("recipekit::attention_by_document", _computed, mutates_args=())
+_by_document_backward = torch.library.custom_op("recipekit::attention_by_document_backward", _gradients, mutates_args=())
 
 
 @by_document.register_fake
@@ -182,3 +193,19 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 by_document.register_autograd(_backward, setup_context=_keep)
+
+
+class _ByDocument(torch.autograd.Function):
+    """`by_document` without what torch 2.13 does around a custom op, which was 3 % of a tiny model's step at 256 tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        output = _computed(*inputs)
+        _keep(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, out, sums, documents = ctx.saved_tensors
+        return *_gradients(grad, query, key, value, out, sums, documents, ctx.scale, ctx.window, ctx.causal), None, None, None, None
