@@ -1,11 +1,11 @@
-"""Measures a step of this working tree beside a step of an earlier commit: whole runs of one recipe, in turn, on the CPU.
+"""Measures a step of this working tree beside a step of an earlier commit: runs of one recipe that take turns on the CPU.
 
     python tools/bench/bench_step.py COMMIT > tools/bench/bench_step.md
-    python tools/bench/bench_step.py HEAD~3 --seq_len 256 --rounds 2 --steps 8        # a trial, of two minutes
+    python tools/bench/bench_step.py HEAD~3 --seq_len 256 --rounds 1 --turns 4        # a trial, of a minute
 
-Both train the same tiny model on the same rows, packed of documents of 100 to 1,000 bytes each. A round is one run of each,
-in alternating order; a run's time is the median of its steps but the first three. Flags that are not listed here are a recipe's,
-and must be known to the commit too.
+Both train the same tiny model on the same rows, packed of documents of 100 to 1,000 bytes each. A round starts one run of each and
+lets them go on in turn, the other one stopped meanwhile, so that what the machine does besides slows both. A round's ratio is
+the median of its turns'. Flags that are not listed here are a recipe's, and must be known to the commit too.
 """
 
 import argparse
@@ -15,13 +15,18 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -30,7 +35,8 @@ from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port
 from recipekit.run_folder import read_metrics
 
-RANKS, WARM_UP, MOST_DOCUMENTS = 2, 3, 4000
+RANKS, WARM_UP, MOST_DOCUMENTS = 2, 4, 4000
+MOST_STEPS = 1_000_000  # more than a run ever does before it is ended
 RECIPE = "smollm2_135m_zero1.py"
 
 
@@ -39,11 +45,12 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("commit", help="what the working tree is measured beside")
     parser.add_argument("--seq_len", "--seq-len", type=int, nargs="+", default=[256, 4096], help="tokens of a row (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=6, help="runs of each (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=15, help=f"of a run, the first {WARM_UP} not timed (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=6, help="of each in a round (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn; at least three steps, the first not timed (default: %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.rounds < 1 or arguments.steps <= WARM_UP:
-        parser.error(f"--rounds {arguments.rounds} --steps {arguments.steps}: at least one round, and more than {WARM_UP} steps")
+    if arguments.rounds < 1 or arguments.turns < 1:
+        parser.error(f"--rounds {arguments.rounds} --turns {arguments.turns}: at least one of each")
     return arguments, rest
 
 
@@ -68,34 +75,90 @@ def write_documents(file: Path) -> None:
                 left, count = left[size:], count + 1
 
 
-def seconds_of(tree: Path, out: Path, seq_len: int, steps: int, flags: list[str]) -> float:
-    """Runs the recipe of a tree and returns the median seconds of its timed steps."""
+@dataclass
+class Job:
+    """Names a run: its launcher, its output folder, and where it prints."""
+
+    launcher: psutil.Popen
+    out: Path
+    log: Path
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the ranks, and to what they started."""
+        for process in self.launcher.children(recursive=True):
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+    def steps(self, least: int) -> list[float]:
+        """Waits until so many steps are done; returns the seconds of each so far. A run that has ended ends the bench."""
+        while True:
+            done = read_metrics(self.out)
+            if len(done) >= least:
+                return [line["step_s"] for line in done]
+            if self.launcher.poll() is not None:
+                sys.exit(f"{' '.join(map(str, self.launcher.args))}\nended with exit code {self.launcher.returncode}:\n{self.log.read_text()[-5000:]}")
+            time.sleep(0.1)
+
+    def turn(self, seconds: float) -> float:
+        """Lets the run go on for a while; returns the median seconds of its steps but the first, which had begun before."""
+        before = len(self.steps(0))
+        self.send(signal.SIGCONT)
+        time.sleep(seconds)
+        found = self.steps(before + 3)[before + 1 :]
+        self.send(signal.SIGSTOP)
+        return statistics.median_low(found)
+
+    def end(self) -> None:
+        """Ends the run at once."""
+        self.send(signal.SIGKILL)
+        self.launcher.kill()
+        self.launcher.wait()
+
+
+def started(tree: Path, out: Path, seq_len: int, flags: list[str]) -> Job:
+    """Starts the recipe of a tree, waits for its first steps and stops it there."""
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(RANKS), "--master_port", str(free_port())]
-    numbers = {"seq_len": seq_len, "steps": steps, "micro_batch": 1, "global_batch": 4, "warmup_steps": 1, "save_every": 0, "eval_every": 0, "out": out}
+    numbers = {"seq_len": seq_len, "steps": MOST_STEPS, "micro_batch": 1, "global_batch": 4, "warmup_steps": 1, "save_every": 0, "eval_every": 0, "out": out}
     command = [*launcher, str(tree / "recipes" / RECIPE), "--tiny", "--no-export", "--no-wandb", *flags]
     command += [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
     own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    return statistics.median(line["step_s"] for line in read_metrics(out)[WARM_UP:])
+    log = out.with_suffix(".log")
+    with log.open("w") as prints:
+        job = Job(psutil.Popen(command, env=os.environ | own, stdout=prints, stderr=subprocess.STDOUT), out, log)
+    job.steps(WARM_UP)
+    job.send(signal.SIGSTOP)
+    return job
 
 
-def page(commit: str, rows: dict[int, list[tuple[float, float]]], steps: int, words: list[str]) -> str:
-    """Writes the result as Markdown: milliseconds of a step, and the ratio commit / this tree over the rounds."""
+def round_of(trees: dict[str, Path], folder: Path, seq_len: int, turns: int, seconds: float, flags: list[str]) -> list[dict[str, float]]:
+    """Runs one job of each tree in turn; returns the seconds of a step in each turn, by the names of the trees."""
+    jobs: dict[str, Job] = {}
+    try:
+        for name, tree in trees.items():
+            jobs[name] = started(tree, folder / name, seq_len, flags)
+        return [{name: jobs[name].turn(seconds) for name in (list(jobs) if turn % 2 else reversed(jobs))} for turn in range(turns)]
+    finally:
+        for job in jobs.values():
+            job.end()
+
+
+def page(commit: str, rows: dict[int, list[list[dict[str, float]]]], words: list[str]) -> str:
+    """Writes the result as Markdown: milliseconds of a step, and the ratio commit / this tree of each round."""
     lines = []
-    for seq_len, pairs in rows.items():
-        before, after = (1000 * statistics.median(values) for values in zip(*pairs, strict=True))
-        ratios = sorted(before / after for before, after in pairs)
+    for seq_len, rounds in rows.items():
+        before, after = (1000 * statistics.median(turn[name] for turns in rounds for turn in turns) for name in ("before", "now"))
+        ratios = sorted(ratio(turns) for turns in rounds)
         lines.append(f"| {seq_len:,} | {before:,.0f} | {after:,.0f} | {statistics.median(ratios):.3f} | {ratios[0]:.3f} to {ratios[-1]:.3f} |")
-    number = len(next(iter(rows.values())))
+    rounds = next(iter(rows.values()))
     return f"""# A step beside an earlier commit
 
 Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.date.today().isoformat()}:
 {os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, torch {version("torch")}, deepspeed {version("deepspeed")}, transformers {version("transformers")}.
 
 `{RECIPE} --tiny` on {RANKS} ranks, rows packed of documents of 100 to 1,000 bytes, a token each;
-{number} rounds of {steps} steps.
+{len(rounds)} rounds of {len(rounds[0])} turns of each.
 
 | tokens of a row | {commit}: ms a step | this tree: ms a step | faster by, median | all rounds |
 |---|---|---|---|---|
@@ -103,21 +166,27 @@ Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.dat
 """
 
 
+def ratio(turns: list[dict[str, float]]) -> float:
+    """Finds how many times as long the commit's steps take as this tree's, by a round's turns."""
+    return statistics.median(turn["before"] / turn["now"] for turn in turns)
+
+
 def main() -> int:
     arguments, flags = arguments_of(sys.argv[1:])
-    rows: dict[int, list[tuple[float, float]]] = {seq_len: [] for seq_len in arguments.seq_len}
+    rows: dict[int, list[list[dict[str, float]]]] = {seq_len: [] for seq_len in arguments.seq_len}
     with tempfile.TemporaryDirectory(prefix="bench_step_") as temporary:
         folder = Path(temporary)
         trees = {"before": checked_out(arguments.commit, folder / "tree"), "now": ROOT}
         write_documents(folder / "documents.jsonl")
         data = ["--dataset", str(folder / "documents.jsonl"), *flags]
         for seq_len in arguments.seq_len:
-            for turn in range(arguments.rounds):
-                order = sorted(trees, reverse=turn % 2 == 1)
-                took = {name: seconds_of(trees[name], folder / f"{name}_{seq_len}_{turn}", seq_len, arguments.steps, data) for name in order}
-                rows[seq_len].append((took["before"], took["now"]))
-                print(f"{seq_len} tokens, round {turn + 1} of {arguments.rounds}: {took['before']:.3f} and {took['now']:.3f} s a step", file=sys.stderr)
-    print(page(arguments.commit, rows, arguments.steps, sys.argv[1:]), end="")
+            for number in range(arguments.rounds):
+                own = folder / f"{seq_len}_{number}"
+                own.mkdir()
+                order = dict(sorted(trees.items(), reverse=number % 2 == 1))
+                rows[seq_len].append(round_of(order, own, seq_len, arguments.turns, arguments.seconds, data))
+                print(f"{seq_len} tokens, round {number + 1} of {arguments.rounds}: {ratio(rows[seq_len][-1]):.3f}", file=sys.stderr, flush=True)
+    print(page(arguments.commit, rows, sys.argv[1:]), end="")
     return 0
 
 
