@@ -204,8 +204,9 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
             loaded.export(say)
         return 0
     ready = prepare(loaded, peers, say)
-    # `peers` is the first to see an exception: closing the stream may wait for a server, and a save for other ranks
-    with ready.stopper, contextlib.closing(ready.stream), contextlib.closing(ready.saver), peers or contextlib.nullcontext():
+    # `peers` is the first to see an exception: closing the stream or the tracker may wait for a server, and a save for other ranks
+    closed = contextlib.closing
+    with ready.stopper, closed(ready.stream), closed(ready.saver), closed(ready.tracker), peers or contextlib.nullcontext():
         code = loop(ready)
         if code == 0 and exports:
             ready.stopper.boundary(next_within=3600)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from recipekit.recipe import Recipe
 from recipekit.runtime import tracking
+from test_parity import recipe_for, strategy, train_in_layout
 from wandb_file import read_config, read_exit_codes, read_history, wandb_files
 
 RECIPE = Recipe(model="some/model", steps=100)
@@ -435,3 +436,30 @@ print("done")
             os.close(ours)
             said = job.communicate(timeout=30)[0]
         assert (said, [line["step"] for line in read_metrics(tmp_path)]) == ("done\n", [1, 2])
+
+
+def fail_in_the_second_step(out: str) -> list[str]:
+    """Runs on the one rank of a pool; returns its threads after the failure."""
+    passes = []
+
+    def fail(*_: object) -> None:
+        passes.append(len(passes))
+        if len(passes) > recipe.global_batch:  # one row at a time
+            raise ValueError("broken on purpose")
+
+    def broken(model: Any) -> Any:
+        model.register_forward_hook(fail)
+        return model
+
+    recipe = recipe_for("llama", wandb=True, adapt=broken)
+    with pytest.raises(ValueError, match="broken on purpose"):
+        train_in_layout(recipe, strategy("zero0"), out)
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_the_record_of_a_job_of_one_rank_that_fails_is_closed(pools: Any, tmp_path: Path) -> None:
+    """Its W&B run is a failed one, and no thread is left, beside which Python would abort."""
+    threads = pools.run(1, fail_in_the_second_step, out=str(tmp_path / "run"))[0]
+    assert not {"wandb copy", "data"} & set(threads), threads
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]
+    assert read_exit_codes(tmp_path / "run") == [1]

@@ -112,6 +112,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
             project=recipe.project,
             stopping=lambda: stopper.requested is not None,
         )
+        refused.callback(tracker.close)
         if peers:
             peers.way_on = partial(way_on, recipe.resume, plan.out)
             peers.last_words = partial(tracker.finish, 1)

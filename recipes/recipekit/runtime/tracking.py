@@ -89,6 +89,8 @@ class NoTracker:
 
     def finish(self, exit_code: int) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Tracker:
     """Keeps rank 0's record of the run. Only `metrics.jsonl` can fail a step (a full disk); W&B and the terminal cannot."""
@@ -125,6 +127,10 @@ class Tracker:
         if self._wandb:
             self._wandb.finish(exit_code)
         self._file.close()
+
+    def close(self) -> None:
+        """Ends the record as that of a failed run, if nothing has ended it."""
+        self.finish(1)
 
 
 class WandbCopy:
