@@ -15,7 +15,7 @@ import roofline
 from recipekit.plan import Plan
 from recipekit.planner.devices import DEVICES, Device
 from recipekit.planner.flops import model_flops
-from recipekit.planner.op_costs import BACKWARD, FORWARD, RECOMPUTATION, Costs, Operation, bytes_of
+from recipekit.planner.op_costs import BACKWARD, FORWARD, RECOMPUTATION, Costs, Operation, bytes_of, fused
 from recipekit.refusal import Refusal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -64,6 +64,44 @@ def test_an_unknown_librarys_operation_is_an_error():
     with pytest.raises(ValueError, match=r"roofline_test.mystery has no formula"):
         counted(lambda: mystery.register_fake(torch.empty_like) and mystery(torch.empty(3)))
     assert bytes_of(torch.ops.aten.relu.default, (torch.empty(3),), {}, torch.empty(3)) == 24
+
+
+def of_one_kernel(run: Any) -> list[tuple[str, str, int]]:
+    """(name, stage, bytes) of what `run` does where all but products are fused; `run` is given the mode, to say when the backward begins."""
+    with FakeTensorMode(), Costs() as costs:
+        run(costs)
+    runs = ["" if operation.name == "aten.mm" else "elements" for operation in costs.found]
+    return [(operation.name, operation.stage, operation.bytes) for _, operation in fused(costs.found, runs)]
+
+
+def test_a_run_reads_once_and_writes_what_is_read_later():
+    def run(costs: Any) -> None:
+        rows, weight, gain = torch.empty(8, 16), torch.empty(16, 4), torch.empty(16)
+        normed = rows * (rows * rows).mean(1, keepdim=True).add(1e-6).rsqrt() * gain  # 5 operations of their own otherwise
+        ((normed @ weight).relu() + 1.0) @ weight.t()
+
+    moved = 4 * (8 * 16 + 16 + 8 * 16), 4 * (8 * 16 + 16 * 4 + 8 * 4), 4 * (8 * 4 + 8 * 4), 4 * (8 * 4 + 16 * 4 + 8 * 16)
+    assert of_one_kernel(run) == [(name, FORWARD, size) for name, size in zip(("fused", "aten.mm", "fused", "aten.mm"), moved, strict=True)]
+
+
+def powers(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
+    return torch.stack([one.sin(), one.cos(), one.exp(), one.sqrt()])  # four tensors of one
+
+
+def mixed(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
+    return one * two + three
+
+
+@pytest.mark.parametrize(("forward", "tensors"), [(powers, 1), (mixed, 2)])
+def test_what_only_the_backward_reads_is_written_or_made_again(forward: Any, tensors: int):
+    """Four tensors are made again of the one that they come from; one that comes from three is written and read."""
+
+    def run(costs: Any) -> None:
+        made = forward(*(torch.empty(10) for _ in range(3)))
+        costs.stage = BACKWARD
+        made * 2.0
+
+    assert of_one_kernel(run) == [("fused", FORWARD, 4 * 10 * (1 if forward is powers else 3)), ("fused", BACKWARD, 4 * 10 * tensors)]
 
 
 # Of a model ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 
 A micro-batch of the recipe's model goes forward and backward on tensors without memory, all layers of it, and every operation is written down with
 the bytes that it moves and its FLOPs. The least time of an operation is the longer one of bytes / bandwidth and FLOPs / peak of the device's data
-sheet. "Before" is attention with a dense mask and a loss of whole logits, "after" attention by documents and a loss in chunks. Needs no GPU.
+sheet. "Before" is attention with a dense mask and a loss of whole logits, "after" attention by documents and a loss in chunks, "compiled" the same
+where what is computed element by element is one kernel (--compile). Needs no GPU.
 """
 
 import argparse
@@ -349,7 +350,18 @@ def table(traced: dict[str, Traced], device: Device) -> str:
 
 
 def traced_ways(plan: Plan) -> dict[str, Traced]:
-    return {way.title: trace(plan, way) for way in WAYS}
+    found = {way.title: trace(plan, way) for way in WAYS}
+    return found | {"compiled": compiled(found[WAYS[-1].title])}
+
+
+def compiled(traced: Traced) -> Traced:
+    """Makes one kernel of what is computed element by element between two operations that are kernels of their own."""
+    from recipekit.planner.op_costs import fused
+
+    pairs = zip(traced.operations, traced.kinds, strict=True)
+    runs = [kind if kind in (ELEMENTS, LOSS) and operation.name.partition(".")[2] not in PRODUCTS else "" for operation, kind in pairs]
+    found = fused(traced.operations, runs)
+    return replace(traced, operations=[operation for _, operation in found], kinds=[traced.kinds[place] for place, _ in found])
 
 
 def main(argv: list[str]) -> int:
@@ -389,12 +401,16 @@ a bound for {name}, {device.flops / 1e12:g} TFLOP/s of dense bf16 and {device.ba
 WORDS = """- One micro-batch of the recipe's own model, forward, recomputed where the recipe says so, and backward, with all its
   layers, traced on tensors without memory; the optimizer's part is written down in the tool after DeepSpeed's ZeRO-1
   and -2 on one rank, and divided by the micro-batches of a step.
-- Eager PyTorch fuses nothing, so each operation's bytes are all that it reads and writes. Caches of the device are left
-  out (a tensor that fits the L2 cache may be read faster), and so are launches, communication and the CPU.
+- Eager PyTorch fuses nothing, so before and after each operation's bytes are all that it reads and writes. Caches of
+  the device are left out (a tensor that fits the L2 cache may be read faster), and so are launches, communication and
+  the CPU.
 - Least time: the longer one of bytes at the bandwidth and FLOPs at the peak, operation by operation, without overlap.
   Both are data-sheet peaks that no kernel reaches: large matrix products reach 75 to 80 % of it.
 - Before: attention with a dense mask, which computes all pairs of tokens and repeats the key-value heads, and the loss
   of whole logits. After: attention by documents (random lengths, median 545) and the loss in chunks, fused AdamW.
+- Compiled: after, and each run of elementwise operations between two others is one kernel, which reads what it is given
+  once and writes what is read later; what only the backward pass reads is written, or made again, as moves fewer bytes.
+  torch.compile stops at the border of a layer, and reduces in kernels of their own, so it moves more than this.
 - Elementwise operations are norms, activations, rotary positions, residual sums and their casts.
 - MFU counts the model's FLOPs as `mfu` of `metrics.jsonl` does.
 """

@@ -6,8 +6,10 @@ no formula counts as none, which is right for all but matrix products, attention
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -29,7 +31,10 @@ Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], float]  # (args, kwar
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes one operation: `shapes` of the tensors that it takes, `bytes` that it reads and writes, `where`: names of files and functions that called it."""
+    """Describes one operation: `shapes` of the tensors that it takes, `bytes` that it reads and writes, `where`: names of files and functions that called it.
+
+    `reads`, `writes`: (number of a storage, bytes of it), which add up to `bytes`.
+    """
 
     name: str
     stage: str
@@ -37,6 +42,8 @@ class Operation:
     bytes: int
     flops: float
     where: frozenset[str]
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[tuple[int, int], ...] = ()
 
 
 def _cpu_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
@@ -62,17 +69,30 @@ class Costs(TorchDispatchMode):
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
         super().__init__()
         self.formulas, self.stage, self.found = {**CPU_FORMULAS, **(formulas or {})}, FORWARD, list[Operation]()
+        self._numbers: dict[int, int] = {}  # of the storages: an address comes again when a storage has gone
+        self._next = count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        moved, flops = bytes_of(func, args, kwargs, result), self._flops(func, args, kwargs, result)
+        flops = self._flops(func, args, kwargs, result)
+        taken = {_storage(value) for value in tree_leaves((args, kwargs)) if torch.is_tensor(value)}
+        for home in {_storage(value) for value in tree_leaves(result) if torch.is_tensor(value)} - taken:
+            self._numbers[home] = next(self._next)
+        reads, writes = traffic_of(func, args, kwargs, result)
+        moved = sum(reads.values()) + sum(writes.values())
         if moved or flops:
             where = callers()
             stage = RECOMPUTATION if self.stage == BACKWARD and "recompute_fn" in where else self.stage
             shapes = tuple(tuple(value.shape) for value in tree_leaves((args, kwargs)) if torch.is_tensor(value))
-            self.found.append(Operation(name_of(func), stage, shapes, moved, flops, where))
+            self.found.append(Operation(name_of(func), stage, shapes, moved, flops, where, self._numbered(reads), self._numbered(writes)))
         return result
+
+    def _numbered(self, traffic: dict[int, int]) -> tuple[tuple[int, int], ...]:
+        for home in traffic:
+            if home not in self._numbers:  # it was there before
+                self._numbers[home] = next(self._next)
+        return tuple((self._numbers[home], size) for home, size in traffic.items())
 
     def _flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         if formula := self.formulas.get(name_of(func)):
@@ -90,20 +110,29 @@ def name_of(func: Any) -> str:
 
 def bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Counts the bytes that an operation reads and writes: of each tensor once, an expanded one as large as it is in memory."""
+    return sum(sum(traffic.values()) for traffic in traffic_of(func, args, kwargs, result))
+
+
+def traffic_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[dict[int, int], dict[int, int]]:
+    """Counts the bytes that an operation (reads, writes), by the address of the storage."""
     name = name_of(func).partition(".")[2]
     given = _given(func, args, kwargs)
     made = [value for value in tree_leaves(result) if torch.is_tensor(value)]
-    homes = {_storage(tensor): changed for tensor, changed in given}
+    homes = {_storage(tensor) for tensor, _ in given}
     views = bool(made) and all(_storage(tensor) in homes for tensor in made)
-    writes = any(changed for _, changed in given)
-    if name in ALLOCATE or (not writes and (views or not made)):  # a question, such as for the device, is neither
-        return 0
+    changes = any(changed for _, changed in given)
+    reads, writes = Counter[int](), Counter[int]()
+    if name in ALLOCATE or (not changes and (views or not made)):  # a question, such as for the device, is neither
+        return reads, writes
     if name in TOUCH:
         rest = [tensor for tensor, changed in given if not changed]
-        touched = max(tensor.numel() for tensor in rest) if rest else 0
         target = given[0][0]
-        return 2 * touched * target.element_size() + sum(map(size_of, rest))
-    total = 0
+        touched = max(tensor.numel() for tensor in rest) * target.element_size() if rest else 0
+        for tensor in rest:
+            reads[_storage(tensor)] += size_of(tensor)
+        reads[_storage(target)] += touched
+        writes[_storage(target)] += touched
+        return reads, writes
     for number, (tensor, changed) in enumerate(given):
         size = size_of(tensor)
         if name in LOOK_UP and number == 0:
@@ -111,8 +140,14 @@ def bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
             size = min(size, asked * tensor.element_size())
         if NOT_READ.get(name) == number:
             size = 0
-        total += size * ((name not in OVERWRITE) + 1 if changed else 1)
-    return total + sum(size_of(tensor) for tensor in made if _storage(tensor) not in homes)
+        if not (changed and name in OVERWRITE):
+            reads[_storage(tensor)] += size
+        if changed:
+            writes[_storage(tensor)] += size
+    for tensor in made:
+        if _storage(tensor) not in homes:
+            writes[_storage(tensor)] += size_of(tensor)
+    return reads, writes
 
 
 def size_of(tensor: torch.Tensor) -> int:
@@ -143,3 +178,61 @@ def callers() -> frozenset[str]:
         found |= {frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name}
         frame = frame.f_back
     return frozenset(found)
+
+
+@dataclass
+class _Unit:
+    """Holds what is computed at once: a run of operations that a compiler makes one kernel of, or one operation."""
+
+    operation: Operation  # the first
+    place: int
+    run: str
+    reads: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, how often it was written) -> bytes; not what the unit itself has made
+    made: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[int, Operation]]:
+    """Counts the bytes anew, as if consecutive operations of one run were one kernel; returns (place of a run's first operation, the operation).
+
+    `runs`: for each operation a name, "" for one that stays by itself. A run reads once what it has not made, and writes what is read later. Of what a
+    run of the forward pass has made for a run of the backward pass alone, the cheaper is counted: it is written and read, or made
+    again from what the first run read.
+    """
+    units, writes = list[_Unit](), Counter[int]()
+    for place, (operation, run) in enumerate(zip(operations, runs, strict=True)):
+        last = units[-1] if units else None
+        if last is None or not run or (last.run, last.operation.stage) != (run, operation.stage):
+            units.append(last := _Unit(operation, place, run))
+        for number, size in operation.reads:
+            if (value := (number, writes[number])) not in last.made:
+                last.reads[value] = max(size, last.reads.get(value, 0))
+        for number, size in operation.writes:
+            writes[number] += 1
+            last.made[number, writes[number]] = size
+    maker = {value: number for number, unit in enumerate(units) for value in unit.made}
+    kept, later = set[tuple[int, int]](), defaultdict[tuple[int, int], list[tuple[int, int]]](list)  # (maker, reader) -> values
+    for number, unit in enumerate(units):
+        for value in unit.reads:
+            if (made_by := maker.get(value)) is None:
+                continue
+            before = units[made_by]
+            if unit.run and before.run and unit.operation.stage == BACKWARD and before.operation.stage != BACKWARD:
+                later[made_by, number].append(value)
+            else:
+                kept.add(value)
+    put_off, more = defaultdict[int, set[tuple[int, int]]](set), Counter[int]()
+    for (made_by, number), values in later.items():
+        absent = [value for value in values if value not in kept]
+        put_off[number].update(absent)
+        saved = 2 * sum(units[number].reads[value] for value in absent)
+        again = sum(size for value, size in units[made_by].reads.items() if value not in units[number].reads)
+        more[number] += min(saved, again)
+    found = []
+    for number, unit in enumerate(units):
+        if not unit.run:
+            found.append((unit.place, unit.operation))
+            continue
+        moved = sum(size for value, size in unit.reads.items() if value not in put_off[number])
+        moved += sum(size for value, size in unit.made.items() if value in kept) + more[number]
+        found.append((unit.place, Operation("fused", unit.operation.stage, (), moved, 0.0, frozenset())))
+    return found
