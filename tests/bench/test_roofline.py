@@ -77,7 +77,7 @@ def of_one_kernel(run: Any) -> list[tuple[str, str, int]]:
 def test_a_run_reads_once_and_writes_what_is_read_later():
     def run(costs: Any) -> None:
         rows, weight, gain = torch.empty(8, 16), torch.empty(16, 4), torch.empty(16)
-        normed = rows * (rows * rows).mean(1, keepdim=True).add(1e-6).rsqrt() * gain  # 5 operations of their own otherwise
+        normed = rows * (rows * rows).mean(1, keepdim=True).add(1e-6).rsqrt() * gain  # 6 operations of their own otherwise
         ((normed @ weight).relu() + 1.0) @ weight.t()
 
     moved = 4 * (8 * 16 + 16 + 8 * 16), 4 * (8 * 16 + 16 * 4 + 8 * 4), 4 * (8 * 4 + 8 * 4), 4 * (8 * 4 + 16 * 4 + 8 * 16)
