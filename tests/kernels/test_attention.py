@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 from recipekit.architectures.families import default_config
 from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import shrink
+from recipekit.kernels import varlen as varlen_module
 from recipekit.kernels.attention import VARLEN, Unfit, attend
 from recipekit.kernels.documents import document_starts, documents_of, for_layers, with_documents
 from recipekit.kernels.varlen import BLOCK, PADDED, SHORT, by_document, varlen
@@ -332,6 +334,89 @@ def test_what_it_does_not_compute_it_refuses(given):
     attend(torch.nn.Module(), heads, heads, heads, documents)
     with pytest.raises(Unfit):
         attend(torch.nn.Module(), heads, heads, heads, **{"attention_mask": documents} | given)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize(("name", "size"), [("BLOCK", 7), ("PADDED", 3), ("SHORT", 2)])
+def test_pieces_of_another_size_change_nothing(monkeypatch, name, size, causal):
+    """Blocks of queries, documents that are padded together, and those that are computed in fp32."""
+    lengths = [5, 1, 7, 3, 3, 12, 31, 2]
+    varlen_module._batches.cache_clear()
+    monkeypatch.setattr(varlen_module, name, size)
+    try:
+        for window in (0, 4):
+            inputs, documents = drawn(lengths, (4, 2), torch.float32)
+            output = varlen(*inputs, documents, max(lengths), 0.3, window, causal)
+            exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+            expected = by_definition(*exact, lengths, 0.3, window, causal)
+            weights = torch.linspace(0.5, 2.0, output.numel()).view_as(output)
+            (output * weights).sum().backward()
+            (expected * weights).sum().backward()
+            assert (output - expected).abs().max() < 1e-5
+            for mine, theirs in zip(inputs, exact, strict=True):
+                assert (mine.grad - theirs.grad).abs().max() <= 1e-5 * max(1.0, float(theirs.grad.abs().max()))
+    finally:
+        varlen_module._batches.cache_clear()
+
+
+def test_documents_are_sorted_by_their_lengths_and_the_window(monkeypatch):
+    """Short ones together, of one length together; longer ones than the window alone."""
+    monkeypatch.setattr(varlen_module, "PADDED", 3)
+    varlen_module._batches.cache_clear()
+    bounds = (0, 2, 5, 9, 13, 14, 24, 28)
+    found = [(batch.first, batch.documents, batch.length, batch.tokens is None, batch.padded is None) for batch in varlen_module._batches(bounds, 0)]
+    assert found == [(0, 3, 3, False, False), (5, 3, 4, False, True), (14, 1, 10, True, True)]
+    found = [(batch.first, batch.documents, batch.length) for batch in varlen_module._batches(bounds, 4)]
+    assert found == [(0, 3, 3), (5, 3, 4), (14, 1, 10)]
+    found = [(batch.first, batch.documents, batch.length) for batch in varlen_module._batches(bounds, 3)]
+    assert found == [(0, 3, 3), (5, 1, 4), (9, 1, 4), (14, 1, 10), (24, 1, 4)], "the same documents with another window"
+    varlen_module._batches.cache_clear()
+
+
+# What a GPU is asked for ------------------------------------------------------------------------------------------
+
+ON_A_GPU = [
+    (causal, window, heads, (window - 1 if window else -1, 0 if causal else window - 1 if window else -1), heads != 4)
+    for causal in (True, False)
+    for window in (0, 5)
+    for heads in (4, 2)
+]
+
+
+@pytest.mark.parametrize(("causal", "window", "heads", "sides", "grouped"), ON_A_GPU)
+def test_a_gpu_is_asked_for_the_same(monkeypatch, causal, window, heads, sides, grouped):
+    """A window as long as the longest document is none; FlashAttention counts the keys on both sides without the query's own."""
+    asked = []
+    monkeypatch.setattr(varlen_module, "varlen_attn", lambda *given, **named: asked.append((given, named)) or "computed")
+    query, key = (SimpleNamespace(is_cuda=True, shape=(28, count, 16)) for count in (4, heads))
+    documents = torch.tensor([0, 10, 28], dtype=torch.int32)
+    for longest, expected in ((18, sides), (5, (-1, 0 if causal else -1))):
+        assert varlen(query, key, "value", documents, longest, 0.25, window, causal) == "computed"
+        (given, named) = asked.pop()
+        assert given[0] is query and given[1] is key and given[2] == "value" and given[3] is documents and given[4] is documents
+        assert given[5:] == (longest, longest)
+        assert named == {"scale": 0.25, "window_size": expected, "enable_gqa": grouped}
+
+
+@pytest.mark.parametrize(
+    ("available", "hip", "capability", "says"),
+    [
+        (True, None, (8, 0), ""),
+        (True, None, (9, 0), ""),
+        (True, None, (7, 5), "compute capability 8.0 and above"),
+        (True, "6.3", (9, 4), "compute capability 8.0 and above"),
+        (False, None, None, ""),  # a dry run for another machine
+    ],
+)
+def test_an_old_or_another_card_does_without(monkeypatch, available, hip, capability, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability)
+    reason = unfit_here(llama(), torch.bfloat16, torch.device("cuda", 1))
+    assert says in reason if says else reason == ""
+    assert asked == ([torch.device("cuda", 1)] if available and hip is None else [])
+    assert unfit_here(llama(), torch.float64, CPU) == "" and "device of type xpu" in unfit_here(llama(), torch.bfloat16, torch.device("xpu"))
 
 
 def computes_on_a_gpu() -> None:

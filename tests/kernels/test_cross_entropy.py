@@ -1,12 +1,16 @@
 """The loss of each token, made of blocks of logits, is that of whole logits; no tensor of all logits is ever there."""
 
 import contextlib
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks_in_threads import Ranks
+from recipekit.kernels import cross_entropy as kernel
 from recipekit.kernels.blocks import BLOCK, CPU_BLOCK, NARROWEST, columns_at_once
-from recipekit.kernels.cross_entropy import losses_and_tokens, token_losses
+from recipekit.kernels.cross_entropy import Part, losses_and_tokens, token_losses
 from recipekit.task import IGNORE
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -209,3 +213,45 @@ def test_blocks_are_as_wide_as_their_bytes_allow():
     assert columns_at_once(4096, 151_936) == BLOCK // 4096 == 4096
     assert columns_at_once(1, 151_936) == 151_936 and columns_at_once(0, 10) == 10
     assert columns_at_once(10**9, 151_936) == NARROWEST
+
+
+# Over tensor ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
+@pytest.mark.parametrize("block", [50 * NARROWEST, CPU_BLOCK], ids=["several blocks", "one block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_three_ranks_it_is_the_loss_of_whole_logits(monkeypatch, dtype, block, chain):
+    """With labels in the columns of every rank, the first and the last ones of each among them; equal logits, which bf16 has, lie on several ranks."""
+    given, bounds = example(bias=True, dtype=dtype), [0, 337, 673, 1009]
+    given["labels"][:12:2] = torch.tensor([0, 336, 337, 672, 673, 1008])
+    held = [int(((given["labels"] >= low) & (given["labels"] < high)).sum()) for low, high in itertools.pairwise(bounds)]
+    assert min(held) > 5
+    expected, one = losses_and_tokens(**given, chain=chain, block=50 * NARROWEST)
+    theirs = gradients(expected, given)
+
+    def case(rank: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        own = slice(bounds[rank], bounds[rank + 1])
+        mine = {name: given[name].detach()[own].requires_grad_() for name in ("weight", "bias")}
+        mine |= {"hidden": given["hidden"].detach().requires_grad_(), "labels": given["labels"]}
+        part: Any = Part(bounds[rank], (0, 1, 2))
+        losses, tokens = losses_and_tokens(**mine, chain=chain, part=part, block=block)
+        return losses, tokens, gradients(losses, mine)
+
+    found = Ranks(3, monkeypatch).run(case)
+    within = 1e-6 if dtype == torch.float32 else 1e-2
+    for losses, tokens, own in found:
+        assert losses.dtype == torch.float32 and furthest(losses, expected) < 1e-6 and torch.equal(tokens, one)
+        assert furthest(own["hidden"], theirs["hidden"]) < within
+    for name in ("weight", "bias"):
+        assert furthest(torch.cat([own[name] for _, _, own in found]), theirs[name]) < within, name
+
+
+@pytest.mark.parametrize(("device", "own", "expected"), [("cpu", None, CPU_BLOCK), ("cuda", None, BLOCK), ("xpu", None, BLOCK), ("cuda", 777, 777)])
+def test_a_block_is_as_large_as_the_device_wants_it(monkeypatch, device, own, expected):
+    asked = []
+    monkeypatch.setattr(kernel, "columns_at_once", lambda rows, columns, block: asked.append((rows, columns, block)) or columns)
+    monkeypatch.setattr(kernel, "_of_whole_logits", lambda *given: "computed")
+    hidden, weight = SimpleNamespace(device=SimpleNamespace(type=device), dtype=torch.float32), torch.empty(1009, 0)
+    assert kernel._computed(hidden, weight, None, torch.zeros(5, 3), None, None, own, False) == "computed"  # type: ignore[arg-type]
+    assert asked == [(15, 1009, expected)]
