@@ -5,8 +5,8 @@
     python tools/lint.py my_config.json --filled-by trainer         # the same, but Trainer (or accelerate) fills "auto" first
     python tools/lint.py --table                                    # writes the support table into ds_configs/README.md
 
-Prints every problem with its fix and what DeepSpeed alone would do: fail, ignore the key, or replace the value. Exit code
-0: clean; 1: problems; 2: wrong command line. The rules are recipekit's rules.py, the keys its schema.json.
+Prints every problem with its fix and what DeepSpeed alone would do: fail, ignore the key, replace the value, or train with
+wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules are recipekit's rules.py, the keys its schema.json.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from recipekit.optim.facts import Facts as OptimizerFacts
 from recipekit.phases import Ramp
 from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
-from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem, Refusal
+from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal
 from recipekit.strategy import (
     baseline,
     check,
@@ -150,9 +150,9 @@ def told(problem: Problem) -> str:
 
 
 def verdict(problems: list[Problem]) -> str:
-    """Returns what DeepSpeed does with a file that has these problems: "fails", "ignores" a part, or "applies" all as written."""
+    """Returns the outcome under DeepSpeed of a file with these problems: "fails" or trains wrongly, "ignores" a part, or "applies" all as written."""
     outcomes = {problem.outcome for problem in problems}
-    return "fails" if outcomes & {FAILS, HANGS} else "ignores" if outcomes & {IGNORES, REPLACES} else "applies"
+    return "fails" if outcomes & {FAILS, HANGS, WRONG} else "ignores" if outcomes & {IGNORES, REPLACES} else "applies"
 
 
 # The support table
@@ -179,7 +179,7 @@ def support_table() -> str:
 
 
 def entry(of: str, rule: ds_rules.Rule) -> list[str]:
-    mark = {APPLIES: "works", FAILS: "fails", IGNORES: "ignored", REPLACES: "replaced", HANGS: "hangs"}[rule.outcome]
+    mark = {APPLIES: "works", FAILS: "fails", IGNORES: "ignored", REPLACES: "replaced", HANGS: "hangs", WRONG: "wrong numbers"}[rule.outcome]
     fix = f" Fix: {rule.fix}." if rule.fix else ""
     text = f"- {of} ({mark}): {rule.rule}.{fix} Source: {rule.source}"
     return wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

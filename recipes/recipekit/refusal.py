@@ -12,6 +12,7 @@ Say = Callable[[str], None]  # prints a line to the user
 
 # What DeepSpeed does with a problem when nobody refuses it first; "" if DeepSpeed never sees the problem.
 FAILS, IGNORES, REPLACES, HANGS, APPLIES = "fails on it", "ignores it", "replaces it", "hangs", "applies it"
+WRONG = "trains with wrong numbers"  # without a word
 
 
 @dataclass(frozen=True)

@@ -330,7 +330,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
         (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --pp 1'),
         (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --sp 1'),
         (config_of(3) | {"fp16": {"enabled": True}}, [], "fp16.enabled = true: skips a step where a gradient overflows"),
-        (config_of(3) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, [], 'torch_autocast.dtype = "float16": skips a step where a gradient'),
+        (config_of(3) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, [], 'torch_autocast.dtype = "float16": the recipes clip'),
         (config_of(3) | {"gradient_allreduce_op": "sum"}, [], 'gradient_allreduce_op = "sum": this optimizer takes the mean'),
         (config_of(3), ["--engine", "fsdp2"], "optimizer.type = OneBitAdam with engine = fsdp2: takes the gradients"),
         (config_of(3), ["--engine", "ddp", "--precision", "fp16"], "optimizer.type = OneBitAdam with precision = fp16: skips"),

@@ -213,7 +213,7 @@ CASES = {
             "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
         },
         "fp16",
-        0,
+        1,  # which fp16 needs
         numbers={"global_batch": 4096, "micro_batch": 64, "lr": 2e-4, "weight_decay": 0.01},
     ),
     "DeepSpeed, ZeRO-Infinity": Case(

@@ -38,9 +38,10 @@ def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, me
             ]
         return []
     if total % (dp * micro):
-        fits = [rows for rows in range(1, total // dp + 1) if total % (dp * rows) == 0]
         ways = [f"{all_rows} {_near(total, dp * micro)}"]
-        ways += [f"{one} {max((rows for rows in fits if rows <= micro), default=fits[0])}"] if fits else []
+        if total % dp == 0:  # searched from a bound, since a mistyped micro-batch may have any number of digits
+            fitting = next(rows for rows in range(min(micro, 100_000), 0, -1) if total % (dp * rows) == 0)
+            ways.append(f"{one} {fitting}")
         if "train_batch_size" in literal and "train_micro_batch_size_per_gpu" not in literal:
             ways.reverse()  # the JSON's own number stays
         return [Problem(where, f"does not divide by {product_of(dp, micro, None)} = {dp * micro}", f"use {', or '.join(ways)}", FAILS)]

@@ -100,12 +100,18 @@ def _at_fault(pivot: str, config: dict[str, Any], clean: dict[str, Any]) -> bool
     return False
 
 
-def check_device(config: dict[str, Any], device_type: str) -> list[Problem]:
-    """Refuses what the accelerator of this process cannot do; `device_type` is torch's name of the accelerator, such as cuda or cpu."""
+def check_device(config: dict[str, Any], device_type: str, has_fp16: bool = False) -> list[Problem]:
+    """Refuses what the accelerator of this process cannot do.
+
+    `device_type` is torch's name of the accelerator, such as cuda or cpu; `has_fp16` is what DeepSpeed's accelerator says of a
+    CPU, most of which compute no fp16.
+    """
     facts = Facts(walk(config)[1])
     found = []
-    if device_type == "cpu" and facts.dtype == "fp16":
-        found.append(Problem("fp16.enabled = true", "DeepSpeed does not train in fp16 on a CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}'))
+    if device_type == "cpu" and facts.dtype == "fp16" and not has_fp16:
+        found.append(
+            Problem("fp16.enabled = true", "DeepSpeed does not train in fp16 on this CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}')
+        )
     if device_type == "cpu" and facts.get("optimizer.params.capturable"):
         found.append(Problem("optimizer.params.capturable = true", "is for steps on a GPU", "delete it"))
     if device_type != "cuda" and facts.get("aio.use_gds"):

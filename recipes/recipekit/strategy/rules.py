@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 from ..optim.facts import ADAM, FACTS, GRADIENT, SWAPPED, TENSOR, facts_of
 from ..optim.facts import Facts as Kept
-from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES
+from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG
 from .schema import at, schema
 
 ZERO = "zero_optimization"
 OPTIMIZER = f"{ZERO}.offload_optimizer"
-HALF = ("fp16", "float16", "half")  # words for a dtype
 PARAM = f"{ZERO}.offload_param"
 
 
@@ -140,6 +139,18 @@ def _hpz(facts: Facts) -> int:
     return facts.get(f"{ZERO}.zero_hpz_partition_size", 1) if facts.stage == 3 else 1
 
 
+def _autocast(facts: Facts, *dtypes: str) -> bool:
+    """Returns True where torch.autocast, switched on in the JSON, computes in one of `dtypes`."""
+    dtype = facts.get("torch_autocast.dtype")
+    return bool(facts.get("torch_autocast.enabled")) and canonical_dtype(dtype, "bf16") in dtypes
+
+
+def _reads_as_fp16(facts: Facts) -> bool:
+    """Returns True where qgZ's kernel, which takes any bits for fp16, gets gradients of another dtype."""
+    sent = canonical_dtype(facts.get("communication_data_type"), facts.dtype)
+    return facts.stage == 3 and bool(facts.get(f"{ZERO}.zero_quantized_gradients")) and sent != "fp16"
+
+
 def _flat_masters(facts: Facts) -> bool:
     """Returns True where DeepSpeed's own Adam keeps the masters of a whole group in one tensor, without ZeRO."""
     own = facts.optimizer in ("Adam", "AdamW") and facts.get("optimizer.params.torch_adam") is not True
@@ -205,6 +216,24 @@ RULES: tuple[Rule, ...] = (
         "set it to false",
         FAILS,
         "config.py:702, zero/stage3.py:300",
+    ),
+    Rule(
+        "fp16.enabled",
+        lambda f: f.dtype == "fp16" and f.stage == 0 and f.get("fp16.loss_scale", 0) != 1,
+        "without ZeRO the gradients are divided by a loss scale that the loss was never multiplied by, so the weights hardly move",
+        f'set "{ZERO}.stage": 1, or "fp16": {{"enabled": false}}, "bf16": {{"enabled": true}}',
+        WRONG,
+        "engine.py:3417, fp16/unfused_optimizer.py:210; run",
+        "fp16 + ZeRO-0, with or without a pipeline",
+    ),
+    Rule(
+        "torch_autocast.dtype",
+        lambda f: _autocast(f, "fp16") and f.stage > 0,
+        "under ZeRO the gradients are clipped while they are scaled, and after an overflow the loss scale never falls",
+        'write "bfloat16", or use the fp16 block',
+        WRONG,
+        "zero/stage_1_and_2.py:2976, zero/stage3.py:1240; run",
+        "torch_autocast in fp16 + ZeRO-1, 2, 3",
     ),
     Rule(
         "gradient_predivide_factor",
@@ -336,6 +365,32 @@ RULES: tuple[Rule, ...] = (
         f'set "{ZERO}.reduce_scatter": true',
         FAILS,
         "zero/stage3.py:390",
+    ),
+    Rule(
+        f"{ZERO}.zero_quantized_gradients",
+        _reads_as_fp16,
+        "its kernel reads the bits of every gradient as fp16, and they are sent in another dtype",
+        'set "communication_data_type": "fp16", or delete it',
+        WRONG,
+        "runtime/comm/coalesced_collectives.py:57, ops/csrc/quantization/pt_binding.cpp:153; run",
+        "ZeRO-3 with quantised gradients (qgZ) + gradients in bf16 or fp32",
+    ),
+    Rule(
+        f"{ZERO}.zero_quantized_gradients",
+        lambda f: f.stage == 3 and f.get(f"{ZERO}.zero_quantized_gradients") and _autocast(f, "fp16", "bf16") and not _reads_as_fp16(f),
+        "its kernel reads the bits of every gradient as fp16, and torch_autocast sends some in another dtype",
+        'set "torch_autocast.enabled": false, or delete it',
+        WRONG,
+        "base_optimizer.py:394, runtime/comm/coalesced_collectives.py:57",
+    ),
+    Rule(
+        f"{ZERO}.reduce_scatter",
+        lambda f: f.stage == 2 and f.get(f"{ZERO}.reduce_scatter") is False and f.get(f"{ZERO}.overlap_comm") is True,
+        "with overlap_comm a gradient larger than the bucket is freed while the other stream still reduces it",
+        f'set "{ZERO}.reduce_scatter": true, or "{ZERO}.overlap_comm": false',
+        WRONG,
+        "zero/stage_1_and_2.py:1600, clear_grad_attribute",
+        "ZeRO-2 with overlap_comm + reduce_scatter false",
     ),
     # offload
     Rule(
@@ -823,9 +878,9 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "torch_autocast.dtype",
-        lambda f: f.get("torch_autocast.enabled") and f.get("torch_autocast.dtype").removeprefix("torch.") in HALF and _kept(f).acts_on == GRADIENT,
-        "skips a step where a gradient overflows, and the gradients of the ranks are not the same with this optimizer",
-        'write "bf16", or set "torch_autocast.enabled" to false',
+        lambda f: _autocast(f, "fp16") and f.stage == 0,
+        f"{OURS} clip and report scaled gradients here, and checkpoints lack the loss scale",
+        'write "bfloat16", or set "torch_autocast.enabled" to false',
         APPLIES,
         "",
     ),
