@@ -1,9 +1,14 @@
-"""Compares which parameters the ranks use in the first step after a start: ranks that differ are refused by name, not left to hang.
+"""Compares which parameters the ranks use, and in which order, in the first step after a start.
 
-Ranks that sum gradients must have the same ones: where one of them lacks some, the buckets of ZeRO-1, -2 and -3 are of
-other sizes (DeepSpeed 0.19.8: gloo aborts, NCCL waits or adds up other tensors). So they are compared before any sum begins:
+Ranks that differ are refused by name. Otherwise they would hang, or train with wrong gradients.
 
-    before each backward pass       the parameters that the loss reaches, read off its graph
+Ranks that sum gradients need the same gradients in the same order. If a rank lacks some, the buckets of ZeRO-1, -2 and -3
+have other sizes (DeepSpeed 0.19.8: gloo aborts, NCCL waits or adds up other tensors). If gradients come in another order,
+ZeRO-2 adds up other tensors without a warning, and so does ZeRO-1 with overlap_comm (stage_1_and_2.py: a bucket is filled in
+the order in which gradients come). FSDP2 and ZeRO-3 then wait for each other. DDP is held to the same rule. Only ZeRO-0 sums
+in the order of the model. So ranks are compared before any sum begins:
+
+    before each backward pass       the parameters that the loss reaches, read off its graph, in the order of their gradients
     before the sum of a pipeline    those that the outputs of the stages reached
     before each module's forward    the module itself, where a forward pass waits for other ranks: ZeRO-3, FSDP2, sp, ep
 """
@@ -13,6 +18,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -30,7 +36,10 @@ from ..parallel.groups import waiting_group
 from ..refusal import Problem, Refusal, refuse
 
 SHOWN = 4  # of the names, and of the ranks, that a problem lists
-FIX = "let each micro-batch of each rank run every trained module: where a rank has nothing for one, call it on a blank input and add 0 x the sum of its output"
+FIX = (
+    "let each micro-batch of each rank run every trained module in the same order: where a rank has nothing for one, give it a blank input, "
+    "or add 0 x the sum of its output where that output would have been used, never at the end"
+)
 
 
 @dataclass
@@ -42,19 +51,20 @@ class Comparison:
     step: int
     names: dict[int, str]  # id of a trained parameter -> its name, or that of the block of experts which may go without it
     places: tuple[str, ...]  # modules that all ranks have to run in the same order, and what comes after them
+    ordered: bool = True  # ranks must have gradients in the same order
     micro_batch: int = 0
     running: bool = True  # a forward pass; a backward pass may run modules again
-    used: dict[int, frozenset[str]] = field(default_factory=dict)  # of each micro-batch that has not been compared
+    used: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of each micro-batch that has not been compared, in the order of gradients
 
     def note(self, micro_batch: int, outputs: Any) -> None:
         """Takes note of the trained parameters that a backward pass from the outputs of a micro-batch would reach."""
-        names = self.names | _gathered(self.module, self.names)
-        found = frozenset(names[leaf] for leaf in reached(tree_leaves(outputs)) if leaf in names)
-        self.used[micro_batch] = self.used.get(micro_batch, frozenset()) | found
+        names = self.names | _gathered(self.module, self.names) | _inputs(self.module)
+        found = [names[leaf] for leaf in reached(tree_leaves(outputs)) if leaf in names]
+        self.used[micro_batch] = tuple(dict.fromkeys([*self.used.get(micro_batch, ()), *(found if self.ordered else sorted(found))]))
 
     def compare(self) -> None:
-        """Raises `Refusal`, on all ranks, if ranks that sum gradients have used other parameters (a collective)."""
-        own = hashlib.blake2b(repr([(number, sorted(names)) for number, names in sorted(self.used.items())]).encode(), digest_size=8).digest()
+        """Raises `Refusal`, on all ranks, if ranks that sum gradients have others, or in another order (a collective)."""
+        own = hashlib.blake2b(repr(sorted(self.used.items())).encode(), digest_size=8).digest()
         everyone = [torch.empty(1, dtype=torch.int64) for _ in range(self.mesh.world)]
         dist.all_gather(everyone, torch.tensor([int.from_bytes(own, signed=True)]), group=waiting_group())
         told = {(self._held(rank), int(hashed)) for rank, hashed in enumerate(everyone)}
@@ -81,22 +91,53 @@ class Comparison:
         return tuple(self.mesh.coords(rank)[axis] for axis in ("pp", "tp"))
 
     def _differ(self) -> Refusal:
-        """Makes the refusal of what not all ranks have used (a collective): one problem for all that the same ranks lack in the first such micro-batch."""
+        """Return the refusal of the first micro-batch in which ranks differ (a collective).
+
+        There is one problem for all parameters that the same ranks lack, or else one for each order that differs from the first rank's.
+        """
         everyone: list[Any] = [None] * self.mesh.world
         dist.all_gather_object(everyone, self.used, group=waiting_group())
-        number, lacking = next((number, found) for number in sorted(self.used) if (found := self._lacking([used[number] for used in everyone])))
-        problems = []
-        for (have, lack), names in lacking.items():
-            where = f"{_listed([expert.own_name(self.module, name) for name in names])} in micro-batch {number + 1} of step {self.step}"
-            problems.append(Problem(where, f"a gradient on {_ranks(have)}, none on {_ranks(lack)}, which have to sum it", FIX))
+        problems: list[Problem] = []
+        for number in sorted(self.used):
+            used = [of_rank[number] for of_rank in everyone]
+            found = [
+                (names, f"a gradient on {_ranks(have)}, none on {_ranks(lack)}, which have to sum it") for (have, lack), names in self._lacking(used).items()
+            ]
+            for names, rule in found or self._reordered(used):
+                where = _listed([expert.own_name(self.module, name) for name in names])
+                problems.append(Problem(f"{where} in micro-batch {number + 1} of step {self.step}", rule, FIX))
+            if problems:
+                break
         return Refusal(problems)
 
-    def _lacking(self, used: list[frozenset[str]]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]:
+    def _reordered(self, used: list[tuple[str, ...]]) -> list[tuple[list[str], str]]:
+        """Return (names of parameters, rule) for each order of gradients that is not the order of the first rank with the same parameters."""
+        ranks_of: dict[tuple[int, ...], dict[tuple[str, ...], list[int]]] = {}
+        for rank, names in enumerate(used):
+            ranks_of.setdefault(self._held(rank), {}).setdefault(names, []).append(rank)
+        found = []
+        for orders in ranks_of.values():
+            (first, of_first), *others = orders.items()
+            for other, of_other in others:
+                moved = _moved(first, other)
+                after = [f"{self._place(order, moved[0])} on {_ranks(ranks)}" for order, ranks in ((first, of_first), (other, of_other))]
+                found.append(
+                    (moved, f"the backward pass computes this gradient {' and '.join(after)}, and ranks sum gradients in the order in which they come")
+                )
+        return found
+
+    def _place(self, order: Sequence[str], name: str) -> str:
+        """Return where a parameter stands in an order of gradients."""
+        at = order.index(name)
+        return f"after {expert.own_name(self.module, order[at - 1])}" if at else "first"
+
+    def _lacking(self, used: list[tuple[str, ...]]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]:
         """Maps (ranks that used them, ranks that did not) to names, `used` being those of each rank."""
         found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
-        for name, held in sorted({(name, self._held(rank)) for rank, names in enumerate(used) for name in names}):
-            peers = [rank for rank in range(len(used)) if self._held(rank) == held]
-            have, lack = (tuple(rank for rank in peers if (name in used[rank]) == there) for there in (True, False))
+        sets = [frozenset(names) for names in used]
+        for name, held in sorted({(name, self._held(rank)) for rank, names in enumerate(sets) for name in names}):
+            peers = [rank for rank in range(len(sets)) if self._held(rank) == held]
+            have, lack = (tuple(rank for rank in peers if (name in sets[rank]) == there) for there in (True, False))
             if lack:
                 found.setdefault((have, lack), []).append(name)
         return found
@@ -104,7 +145,10 @@ class Comparison:
 
 @contextlib.contextmanager
 def compared(engine: Engine, mesh: Mesh, step: int, on: bool) -> Iterator[None]:
-    """Refuses a step, taken within the `with`, in which ranks that sum gradients use other parameters; does nothing when not `on`, or without such ranks."""
+    """Refuse a step, taken within the `with`, in which ranks that sum gradients have others or in another order.
+
+    Does nothing if `on` is false, or if there are no such ranks.
+    """
     if not on or mesh.dp * mesh.sp == 1:
         yield
         return
@@ -134,7 +178,8 @@ def _begin(watched: Any, mesh: Mesh, step: int) -> tuple[Comparison, list[nn.Mod
     # experts that ep divides are left out: each rank has others, and meets the others before their block
     trained = {name: value for name, value in watched.module.named_parameters() if value.requires_grad and expert.group_of(value) is None}
     names = {id(parameter): name if stage in (1, 2) else block_of(name) or name for name, parameter in trained.items()}
-    return Comparison(watched.module, mesh, step, names, (*places, "the loss")), [modules[name] for name in places]
+    ordered = stage > 0 or not hasattr(watched, "zero_optimization_stage")
+    return Comparison(watched.module, mesh, step, names, (*places, "the loss"), ordered), [modules[name] for name in places]
 
 
 def _watch_backward(watched: Any, comparison: Comparison, undo: contextlib.ExitStack) -> None:
@@ -173,18 +218,36 @@ def _watch_pipeline(watched: Any, comparison: Comparison, undo: contextlib.ExitS
     undo.callback(vars(watched).pop, "_INSTRUCTION_MAP", None)  # the class's own shows again
 
 
-def reached(outputs: Iterable[Any]) -> set[int]:
-    """Finds the ids of the leaves whose gradient a backward pass from some tensors would compute."""
-    waiting = [output.grad_fn for output in outputs if torch.is_tensor(output) and output.grad_fn is not None]
-    seen, leaves = set(waiting), set[int]()
+def reached(outputs: Iterable[Any]) -> list[int]:
+    """Return the ids of the leaves that a backward pass from some tensors reaches, in the order in which their gradients come.
+
+    The ids of FSDP2's groups of parameters are among them, where it sums their gradients.
+    Autograd runs the ready node with the highest sequence number first, and nodes are numbered as the forward pass makes them.
+    So the gradient of a leaf is complete after the lowest number among the nodes that use it.
+    """
+    waiting: list[Any] = [output.grad_fn for output in outputs if torch.is_tensor(output) and output.grad_fn is not None]
+    seen, last = set(waiting), dict[int, tuple[int, int]]()
     while waiting:
-        node: Any = waiting.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.add(id(node.variable))
-        ahead = {function for function, _ in node.next_functions if function is not None} - seen
-        seen |= ahead
-        waiting.extend(ahead)
-    return leaves
+        node = waiting.pop()
+        for place, (function, _) in enumerate(node.next_functions):
+            if function is None:
+                continue
+            if type(function).__name__ == "AccumulateGrad":
+                leaf, at = id(function.variable), (-node._sequence_nr(), place)
+                last[leaf] = max(last.get(leaf, at), at)
+            elif function not in seen:
+                seen.add(function)
+                waiting.append(function)
+                if (group := getattr(function, "param_group", None)) is not None:  # of FSDP2, which sums its gradients at this node
+                    last[id(group)] = (-function._sequence_nr(), 0)
+    return sorted(last, key=lambda leaf: last[leaf])
+
+
+def _moved(first: Sequence[str], other: Sequence[str]) -> list[str]:
+    """Return the fewest names, or nearly so, whose removal makes two orders of the same names equal."""
+    same = SequenceMatcher(None, first, other, autojunk=False).get_matching_blocks()
+    kept = {name for block in same for name in first[block.a : block.a + block.size]}
+    return [name for name in other if name not in kept]
 
 
 def _gathered(module: nn.Module, names: dict[int, str]) -> dict[int, str]:
@@ -192,6 +255,15 @@ def _gathered(module: nn.Module, names: dict[int, str]) -> dict[int, str]:
     groups = [group for inner in module.modules() if isinstance(inner, FSDPModule) for group in inner._get_fsdp_state()._fsdp_param_groups]
     kept = [held for group in groups for held in group.fsdp_params if id(held.sharded_param) in names and hasattr(held, "_unsharded_param")]
     return {id(held._unsharded_param): names[id(held.sharded_param)] for held in kept}
+
+
+def _inputs(module: nn.Module) -> dict[int, str]:
+    """Map the id of each group of parameters of FSDP2 (torch 2.13) to a name of its module's input.
+
+    FSDP2 sums the gradients of a module behind the gradient of its input. Without such a gradient it sums them at the end, while the other ranks wait.
+    """
+    fsdp = [(name, inner) for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
+    return {id(group): f"the input of {name or 'the model'}" for name, inner in fsdp for group in inner._get_fsdp_state()._fsdp_param_groups}
 
 
 def _listed(words: list[str]) -> str:
