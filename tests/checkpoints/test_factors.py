@@ -60,9 +60,15 @@ def digests(folder: Path, own: Layout) -> Any:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_and_columns_keep_every_bit_from_layout_to_layout(tmp_path: Path, dtype: str) -> None:
-    """A weight cut by rows has cut rows and common columns, and the reverse; what is common is read once and written to all."""
+@pytest.mark.parametrize(("dtype", "chunk"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 7), ("float32", 40)])
+def test_rows_and_columns_keep_every_bit_from_layout_to_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, chunk: int) -> None:
+    """A weight cut by rows has cut rows and common columns, and the reverse; what is common is read once and written to all.
+
+    Whatever the elements that are moved at a time: fewer than a row has, or some rows (0: all at once).
+    """
+    if chunk:
+        monkeypatch.setattr(Effort, "chunk", property(lambda effort: chunk))
+        monkeypatch.setattr(partial_digests, "__defaults__", (chunk,))
     own, source, generator = layout(0, dtype), tmp_path / "drawn", np.random.default_rng(0)
     source.mkdir()
     create.create(source, BLUEPRINT, own, CARRIED)

@@ -30,6 +30,8 @@ VOCABULARY = 96
 # Documents of one token, padded together, of one length side by side and apart, alone, longer than a block of queries, and a row's padding at the end.
 LENGTHS = [5, 1, 7, PADDED, PADDED + 1, PADDED + 8, PADDED + 8, PADDED + 1, SHORT + 1, BLOCK + 44, 9]
 
+WINDOWS, WAYS = [0, 8, BLOCK, BLOCK + 20], [True, False]  # of a GPU's cases, too
+
 
 def by_definition(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float, window: int, causal: bool = True
@@ -55,8 +57,8 @@ def drawn(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, d: int
     return tensors, torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-@pytest.mark.parametrize("window", [0, 8, BLOCK, BLOCK + 20], ids=lambda window: f"window {window}")
+@pytest.mark.parametrize("causal", WAYS, ids=["causal", "both ways"])
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"window {window}")
 @pytest.mark.parametrize(("heads", "dtype", "most"), [((4, 4), torch.float32, 1e-5), ((4, 2), torch.float32, 1e-5), ((4, 1), torch.bfloat16, 0.05)])
 def test_it_is_the_softmax_of_each_document(heads, dtype, most, window, causal):
     check(LENGTHS, heads, dtype, most, window, causal)
@@ -422,16 +424,16 @@ def test_an_old_or_another_card_does_without(monkeypatch, available, hip, capabi
 def computes_on_a_gpu() -> None:
     """Runs where there is a GPU (tests/loop/test_gpu.py): bf16 on CUDA beside fp64, and the same bits twice with deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
-    for window, (heads, d) in itertools.product((0, 8, 100), (((4, 4), 64), ((8, 2), 128))):
+    for window, causal, (heads, d) in itertools.product(WINDOWS, WAYS, (((4, 4), 64), ((8, 2), 128))):
         found = []
         for _ in range(2):
             inputs, documents = drawn(LENGTHS, heads, torch.bfloat16, d, "cuda")
-            output = varlen(*inputs, documents, max(LENGTHS), d**-0.5, window)
+            output = varlen(*inputs, documents, max(LENGTHS), d**-0.5, window, causal)
             output.float().square().sum().backward()
             found.append([output.detach(), *(tensor.grad for tensor in inputs)])
         assert all(map(torch.equal, *found))
         exact = [tensor.detach().double().requires_grad_() for tensor in drawn(LENGTHS, heads, torch.bfloat16, d)[0]]
-        expected = by_definition(*exact, LENGTHS, d**-0.5, window)
+        expected = by_definition(*exact, LENGTHS, d**-0.5, window, causal)
         expected.square().sum().backward()
         for got, wanted in zip(found[0], [expected.detach(), *(tensor.grad for tensor in exact)], strict=True):
             assert (got.cpu().double() - wanted).abs().max() <= 0.05 * wanted.abs().max()

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from device_cases import (
+    ADAPTED,
     QUICK,
     RECIPE,
     SLOW,
@@ -114,7 +115,7 @@ def test_two_ranks_on_one_gpu_train_like_plain_pytorch(tmp_path: Path, layout: s
     check_training(two_ranks_on_one_gpu, tmp_path, layout, WITHIN, export="tp2" not in layout)
 
 
-@pytest.mark.parametrize("file", ["zero0", "zero1", "zero3"])
+@pytest.mark.parametrize("file", ADAPTED)
 def test_an_adapter_in_bf16_is_trained_and_merged(tmp_path: Path, file: str) -> None:
     check_adapter(two_ranks_on_one_gpu, tmp_path, file)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_cases import QUICK, RECIPE, SLOW, check_adapter, check_training, copies_for_a_checkpoint, drawn_otherwise, rule_breakers, wrong_weight
+from device_cases import ADAPTED, QUICK, RECIPE, SLOW, check_adapter, check_training, copies_for_a_checkpoint, drawn_otherwise, rule_breakers, wrong_weight
 from pool import Pool
 from recipekit.command import parse
 from recipekit.plan import make_plan
@@ -60,7 +60,7 @@ def test_a_run_is_that_of_the_cpu(run: Callable[..., list[Any]], ops: Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["zero0", "zero1", "zero3"])
+@pytest.mark.parametrize("file", ADAPTED)
 def test_an_adapter_in_bf16_is_trained_and_merged(run: Callable[..., list[Any]], tmp_path: Path, file: str) -> None:
     check_adapter(run, tmp_path, file)
 

@@ -105,16 +105,18 @@ def test_a_parameter_that_only_the_constructor_draws_is_refused():
         model_module.build_model(Recipe(model="none", init="random", attention="eager"), config, None, ds_config(0), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [1, 2, 3])
 def test_every_nth_layer_is_recomputed(every):
     recipe = Recipe(model="none", init="random", activation_checkpointing=True, checkpoint_every=every)
-    model = model_module.build_model(recipe, tiny_config("llama"), None, ds_config(0), torch.device("cpu")).model
+    model = model_module.build_model(
+        recipe, tiny_config("llama") | {"num_hidden_layers": 5, "layer_types": None}, None, ds_config(0), torch.device("cpu")
+    ).model
     calls = [0] * len(model.model.layers)
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
     ids = torch.arange(8).unsqueeze(0)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert calls == [2 if number % every == 0 else 1 for number in range(len(calls))] and len(calls) == 4
+    assert calls == [2 if number % every == 0 else 1 for number in range(len(calls))] and len(calls) == 5
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])

@@ -18,7 +18,7 @@ from recipekit.architectures.lookup import model_config
 from recipekit.command import parse
 from recipekit.kernels.compiled import compile_layers
 from recipekit.plan import make_plan
-from recipekit.planner.activations import activation_terms, layer_bytes, shape_of
+from recipekit.planner.activations import Shape, activation_terms, layer_bytes, shape_of
 from recipekit.planner.terms import ACCELERATOR, BACKWARD, total
 from recipekit.recipe import Recipe
 from test_resume import BASE
@@ -95,6 +95,39 @@ def test_a_recomputed_layer_keeps_its_input(every: int):
     terms = activation_terms(shape, TOKENS, 2, 4, every)
     predicted = sum(term.size for term in terms if not term.bound and not term.what.startswith("a recomputed"))
     assert predicted == pytest.approx(kept, rel=WITHIN)
+
+
+@pytest.mark.parametrize(("layers", "every", "recomputed"), [(5, 2, 3), (5, 3, 2), (7, 4, 2), (6, 4, 2), (5, 1, 5), (5, 9, 1), (5, 0, 0)])
+def test_layers_that_every_does_not_divide(layers: int, every: int, recomputed: int):
+    """The first one is recomputed, and every so manyth behind it; each of the others keeps all."""
+    shape = shape_of(SIZE | {"model_type": "qwen3"})
+    assert shape is not None
+    terms = {term.what: term.size for term in activation_terms(shape, 7, 2, layers, every)}
+    one = sum(layer_bytes(shape, 2).values())
+    assert sum(size for what, size in terms.items() if what.startswith("inputs of")) == recomputed * 7 * 2 * SIZE["hidden_size"]
+    assert sum(size for what, size in terms.items() if what.startswith("all that")) == (layers - recomputed) * 7 * one
+    assert len([number for number in range(layers) if every and number % every == 0]) == recomputed
+    again = {what: size for what, size in terms.items() if what.startswith("a recomputed layer's")}
+    assert sum(again.values()) == (7 * one if recomputed else 0)
+
+
+@pytest.mark.parametrize(("compiled", "norms", "mlp"), [("", 4 + 2, 4), ("parts", 2, 4), ("layers", 2, 3)])
+@pytest.mark.parametrize("divided", [False, True])
+def test_the_bytes_of_a_layer_by_hand(compiled: str, norms: int, mlp: int, divided: bool):
+    """bf16, where queries, keys, the residual stream and the MLP have sizes of their own."""
+    shape = Shape(hidden=30, queries=24, keys=6, heads=5, inner=77, normed=True, compiled=compiled, divided=divided)
+    assert layer_bytes(shape, 2) == {
+        "norms": 2 * (norms * 30 + 2 * 30) + norms * (24 + 6),
+        "attention": 2 * (2 * 24 + 2 * 6) + 4 * 5 + (2 * 24 if divided else 0),
+        "MLP": mlp * 2 * 77,
+    }
+    plain = replace(shape, normed=False)
+    assert layer_bytes(plain, 2)["norms"] == 2 * (norms * 30 + 2 * 30)
+    last = {term.what: term.size for term in activation_terms(shape, 3, 2, 4, 0)}["the last norm and its result"]
+    assert last == 3 * (4 if compiled else 8) * 30
+    config = {"model_type": "qwen3", "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 10, "intermediate_size": 88}
+    assert shape_of(config, tp=2, sp=1) == Shape(96, 60, 20, 6, 44, True, "", False)
+    assert shape_of(config | {"head_dim": None, "model_type": "llama"}, tp=4, compiled="parts") == Shape(96, 24, 8, 3, 22, False, "parts", False)
 
 
 def test_long_rows_of_the_recipe_by_hand():

@@ -44,6 +44,7 @@ RECIPE = Recipe(
     save_in_background=True,
     wandb=False,
 )
+ADAPTED = ("zero0", "zero1", "zero3")  # JSONs with which an adapter is trained
 QUICK: dict[str, tuple[str, str, dict[str, Any]]] = {  # the model that is trained from its files, the JSON, the layout
     "zero1 pp2": ("llama", "zero1", {"pp": 2}),
 }

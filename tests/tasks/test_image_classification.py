@@ -3,7 +3,9 @@
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from PIL import Image, ImageOps
 from recipekit.architectures.lookup import with_labels
 from recipekit.data.files import folder_classes
 from recipekit.data.request import Request
+from recipekit.model.small import EXAMPLES
 from recipekit.refusal import Refusal
 from recipekit.task import IGNORE
 from recipekit.tasks.image_classification import SHAPES, TASK, Pictures, _box, drawn
@@ -181,6 +184,47 @@ def test_threads_change_no_bit(threads):
     rows[7] = None
     one, more = (collated(rows, list(range(40)), threads=count) for count in (1, threads))
     assert torch.equal(one["pixel_values"], more["pixel_values"]) and torch.equal(one["labels"], more["labels"])
+
+
+def test_a_picture_for_a_model_that_takes_no_square():
+    """Height and width keep their places in crops, in what is evaluated, and in what is written; each channel has its mean and deviation."""
+    made = pictures({"image_size": [24, 40]})
+    image, mirrored = photo(100, 75), set()
+    assert made.size == (24, 40) and TASK.samples is not None
+    batch = TASK.samples.collate(made, [{"image": encoded(image), "label": 0}] * 8, list(range(8)))["pixel_values"]
+    assert batch.shape == (8, 3, 24, 40)
+    for key in range(8):
+        draw = np.random.default_rng(key)
+        wanted = image.resize((40, 24), Image.Resampling.BILINEAR, _box(100, 75, draw))
+        mirrored.add(flip := draw.random() < 0.5)
+        assert (bytes_of(batch[key]) == np.asarray(ImageOps.mirror(wanted) if flip else wanted)).all()
+    assert mirrored == {True, False}
+    evaluated = TASK.samples.collate(made, [{"image": encoded(image), "label": 0}], None)["pixel_values"][0]
+    assert (bytes_of(evaluated) == np.asarray(image.resize((40, 24), Image.Resampling.BILINEAR))).all()
+    own = replace(made, mean=(0.1, 0.2, 0.4), std=(0.5, 0.25, 2.0))
+    values = TASK.samples.collate(own, [{"image": np.full((3, 5, 3), (51, 102, 204), np.uint8), "label": 0}], None)["pixel_values"][0]
+    assert [float(channel.mean()) for channel in values] == pytest.approx([(0.2 - 0.1) / 0.5, (0.4 - 0.2) / 0.25, (0.8 - 0.4) / 2.0], rel=1e-5)
+
+
+def test_a_crop_is_wide_and_high_as_it_is_drawn():
+    """By the formula: the area and the ratio first, then the place on the left and from the top."""
+    for key in range(20):
+        draw, again = np.random.default_rng(key), np.random.default_rng(key)
+        left, top, right, bottom = _box(120, 95, draw)
+        while True:
+            area = 120 * 95 * again.uniform(0.08, 1.0)
+            ratio = math.exp(again.uniform(math.log(3 / 4), math.log(4 / 3)))
+            across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if across <= 120 and down <= 95:
+                break
+        assert (right - left, bottom - top) == (across, down)
+        assert (left, top) == (again.integers(120 - across + 1), again.integers(95 - down + 1))
+
+
+@pytest.mark.parametrize(("size", "expected"), [([16, 24], (2, 3, 16, 24)), (20, (2, 3, 20, 20))])
+def test_an_example_picture_has_the_form_of_the_models(size, expected):
+    assert EXAMPLES["pixel_values"](SimpleNamespace(image_size=size)).shape == expected  # type: ignore[arg-type]
+    assert EXAMPLES["pixel_values"](SimpleNamespace(image_size=size, num_channels=1)).shape == (2, 1, *expected[2:])  # type: ignore[arg-type]
 
 
 # How pictures are made for the model ----------------------------------------------------------------------------------
