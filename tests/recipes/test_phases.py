@@ -74,6 +74,7 @@ def test_a_rate_has_its_values_at_the_ends_of_each_phase(schedule: str, expected
         (("cosine", 10, 0, 0, 1.0, 1.0), []),
         (("cosine", 10, 0, 0, 1.0, 1.1), ["min_lr = 1.1"]),
         (("constant", 10, 0, 0, 1.0, 0.1), ["min_lr = 0.1"]),
+        (("constant", 10, 0, 0, 1.0, 0.0), []),
         (("linear", 10, 0, 1, 1.0, 0.0), ["decay_steps = 1"]),
         (("wsd", 10, 0, 0, 1.0, 0.0), ["decay_steps = 0"]),
         (("wsd", 10, 4, 6, 1.0, 0.1), []),
