@@ -132,6 +132,43 @@ def test_a_step_is_plain_pytorchs_whatever_the_limit_of_the_norm(pools: Any, kin
     assert torch.equal(unlimited, above) and not torch.allclose(unlimited, limited, rtol=1e-3)
 
 
+WHOLE = {  # optimizers that take sums over whole tensors, with none of their default numbers
+    "Lamb": {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY},
+    "Adafactor": {"lr": LR, "beta2_decay": -0.5, "eps": (0.02, 0.03), "d": 0.7, "weight_decay": DECAY},
+}
+
+
+def moved_by(kind: str, name: str) -> dict[str, torch.Tensor]:
+    """Runs on every rank, or under "alone" in one process, which then has the batches of all ranks: the weights after three steps."""
+    from recipekit.optim.ours import OURS
+
+    model, optimizer = Net(), {"type": name, "params": WHOLE[name]}
+    if kind == "alone":
+        wanted = [value for value in model.parameters() if value.requires_grad]
+        groups = [{"params": [value for value in wanted if (value.dim() > 1) == decays], "weight_decay": DECAY * decays} for decays in (True, False)]
+        own = OURS[name](groups, **WHOLE[name])
+        for step in range(1, STEPS + 1):
+            own.zero_grad()
+            torch.stack([loss_of(model, rank, step, number) for rank in range(RANKS) for number in range(micro_batches(step))]).mean().backward()
+            model.unused.grad = torch.zeros_like(model.unused)
+            own.step()
+        return whole(model)
+    engine = engine_of(model, kind, "fp32", 0.0, optimizer)
+    for step in range(1, STEPS + 1):
+        take(engine, torch.distributed.get_rank(), step)
+    return whole(model)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_sums_over_whole_tensors_are_those_of_one_process(pools: Any, name: str, kind: str) -> None:
+    """FSDP2 divides seven rows into four and three, and three into two and one."""
+    expected = moved_by("alone", name)
+    for found in pools.run(RANKS, moved_by, kind=kind, name=name):
+        for key, value in expected.items():
+            assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-5), key
+
+
 # Dtypes -----------------------------------------------------------------------------------------------------------
 
 
