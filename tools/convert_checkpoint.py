@@ -160,6 +160,9 @@ def to_hf(arguments: argparse.Namespace) -> int:
     print(
         f"{len(contents)} file{'s' if len(contents) > 1 else ''}, {nbytes / 2**30:.3f} GiB, {', '.join(sorted({own for keys in contents.values() for own in keys.values()}))}"
     )
+    if extra := published.extra_keys(step.blueprint):
+        count = f"{len(extra)} tensor{'s' if len(extra) > 1 else ''}"
+        print(f"not written: {count} of the model's files that the model does not have and no checkpoint holds: {', '.join(extra)}")
     if arguments.dry_run:
         return 0
     check_space(arguments.out, nbytes)

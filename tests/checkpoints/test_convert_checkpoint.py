@@ -152,3 +152,37 @@ def test_a_dry_run_writes_nothing(trained: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(trained)
     assert tool.main(["reshape", "runs/walk", "out", "--dp", "3", "--zero", "2", "--dry-run"]) == 0
     assert "to dp3, ZeRO-2" in capsys.readouterr().out and not list(trained.glob("*out*"))
+
+
+EXTRAS = {
+    "rotary frequencies": ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"],
+    "attention masks": ["model.layers.0.self_attn.bias", "model.layers.0.self_attn.masked_bias"],
+    "a value head": ["v_head.summary.weight", "v_head.summary.bias"],
+    "a pooler": ["pooler.dense.weight"],
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
+def test_tensors_that_the_model_does_not_have_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
+    """from-hf and to-hf keep every tensor of the model, its small files and their folder of templates."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    own = load_file(tmp_path / "hf" / "model.safetensors")
+    save_file(own | {key: torch.ones(3) for key in extra}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [3, 4], "of_a_server": 1}')
+    (tmp_path / "hf" / "additional_chat_templates").mkdir()
+    (tmp_path / "hf" / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    assert tool.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "step")]) == 0
+    assert tool.main(["reshape", str(tmp_path / "step"), str(tmp_path / "wide"), "--dp", "2", "--zero", "1"]) == 0
+    assert tool.main(["verify", str(tmp_path / "wide")]) == 0
+    capsys.readouterr()
+    assert tool.main(["to-hf", str(tmp_path / "wide"), str(tmp_path / "back"), "--verify"]) == 0
+    assert capsys.readouterr().out.count(f"not written: {len(extra)} tensor") == 1
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == own.keys() and all(torch.equal(found[key], own[key]) for key in own)
+    for name in ("generation_config.json", "config.json", "additional_chat_templates/rag.jinja"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()

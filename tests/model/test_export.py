@@ -13,12 +13,14 @@ from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.model.build import build_model
 from recipekit.model.export import save_small_files
+from recipekit.model.small_files import Origin, gather
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.tasks import pretrain
 from test_model import ds_config, tiny_config
 from test_parity import strategy
 from test_weights import save_tiny
+from transformers import AutoConfig
 
 NUMBERS: dict[str, Any] = dict(tokenizer="bytes", seq_len=64, global_batch=4, steps=4, lr=1e-3, eval_every=4, eval_rows=4, wandb=False)
 
@@ -125,7 +127,9 @@ def run_tiny(recipe: Recipe) -> int:
 def test_the_config_beside_the_weights_names_their_dtype(tmp_path, dtype):
     """Whatever the config that the model was made from says; and generation from the files uses its cache."""
     built = build_model(Recipe(model="none", init="random"), tiny_config("llama") | {"dtype": "float16"}, None, ds_config(0), torch.device("cpu"))
-    save_small_files(built, byte_tokenizer(), getattr(torch, dtype), tmp_path)
+    own = tiny_config("llama") | {"dtype": "float16"}
+    save_small_files(built, gather(built, own, byte_tokenizer(), getattr(torch, dtype), Origin(), ()), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["dtype"], config["use_cache"], config["architectures"]) == (dtype, True, ["LlamaForCausalLM"])
+    assert (config["dtype"], config["architectures"]) == (dtype, ["LlamaForCausalLM"])
+    assert AutoConfig.from_pretrained(tmp_path).use_cache is True
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in tmp_path.iterdir()}

@@ -99,6 +99,7 @@ def export_untrained(family: str, out: str) -> list[str]:
     import deepspeed
     from recipekit.data.processors import byte_tokenizer
     from recipekit.model.export import export
+    from recipekit.model.small_files import Origin, gather
     from recipekit.parallel.groups import Groups
     from safetensors.torch import load_file
 
@@ -113,7 +114,8 @@ def export_untrained(family: str, out: str) -> list[str]:
     expected = {name: value.clone() for name, value in saved.items()}
     trained: Any = parameter_groups(built.model)
     engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=config, dist_init_required=False)[0]
-    export(engine, built, groups, byte_tokenizer(), Path(out), torch.float32, merge=False)
+    small = gather(built, config_of(family), byte_tokenizer(), torch.float32, Origin(), ())
+    export(engine, built, groups, small, Path(out), torch.float32, merge=False)
     engine.destroy()
     found = load_file(Path(out) / "model.safetensors")
     return sorted({name for name in expected if name not in found or not torch.equal(found[name], expected[name])} ^ (found.keys() - expected.keys()))

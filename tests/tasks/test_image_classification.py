@@ -15,7 +15,10 @@ from PIL import Image, ImageOps
 from recipekit.architectures.lookup import with_labels
 from recipekit.data.files import folder_classes
 from recipekit.data.request import Request
+from recipekit.model.build import build_model
 from recipekit.model.small import EXAMPLES
+from recipekit.model.small_files import Origin, gather
+from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.task import IGNORE
 from recipekit.tasks.image_classification import SHAPES, TASK, Pictures, _box, drawn
@@ -247,6 +250,29 @@ def test_transformers_makes_the_same_of_what_is_exported(tmp_path, config):
         assert found.shape == wanted.shape and (found - wanted).abs().max() < 1e-5
     again = pictures(config, model=str(tmp_path))
     assert (again.size, again.mean, again.std, again.resample) == (made.size, made.mean, made.std, made.resample)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["own file", "in processor_config.json"])
+def test_keys_of_the_models_processor_that_change_no_picture_are_exported(tmp_path, nested):
+    own = {"image_mean": [0.1, 0.2, 0.3], "served_by": {"a": [1]}, "crop_pct": 0.9, "do_pad": True, "pad_size": 64}
+    own |= {"image_processor_type": "ConvNextImageProcessor", "feature_extractor_type": "ConvNextFeatureExtractor"}
+    file, content = ("processor_config.json", {"image_processor": own}) if nested else ("preprocessor_config.json", own)
+    (tmp_path / file).write_text(json.dumps(content))
+    made = pictures(model=str(tmp_path))
+    assert made.mean == (0.1, 0.2, 0.3)
+    (tmp_path / "hf").mkdir()
+    made.save_pretrained(tmp_path / "hf")
+    found = json.loads((tmp_path / "hf" / "preprocessor_config.json").read_text())
+    assert found["served_by"] == {"a": [1]} and found["crop_pct"] == 0.9 and found["image_processor_type"] == "ViTImageProcessor"
+    assert not {"do_pad", "pad_size", "feature_extractor_type"} & found.keys()
+    config = CONFIG | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = Recipe(model="none", init="random", task="image_classification", wandb=False)
+    built = build_model(recipe, config, None, {"zero_optimization": {"stage": 0}}, torch.device("cpu"))
+    exported = gather(built, config, made, torch.float32, Origin(tmp_path), ()).contents
+    assert json.loads(exported["preprocessor_config.json"]) == found
+    if nested:
+        assert json.loads(exported["processor_config.json"]) == {"image_processor": found}
 
 
 @pytest.mark.parametrize(

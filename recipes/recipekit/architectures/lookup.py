@@ -26,11 +26,18 @@ def model_config(model: str, task: str = "pretrain") -> dict[str, Any] | None:
         return read_config(folder / "config.json", model, task)
     if model.startswith((".", "/", "~")):
         raise refuse(f"model = {model}", "is no folder on this machine", "give a folder that holds config.json, or a hub id ORG/NAME")
-    cached = sorted(in_hub_cache(model).glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
-    if cached:
-        return read_config(cached[-1], model, task)
+    if cached := folder_of(model):
+        return read_config(cached / "config.json", model, task)
     shipped = SHIPPED / (model.replace("/", "--") + ".json")
     return read_config(shipped, model, task) if shipped.exists() else None
+
+
+def folder_of(model: str, file: str = "config.json") -> Path | None:
+    """Return the folder that holds a model's `file`: its own, or one of the local hub cache; None if it is not on this machine."""
+    if Path(model).is_dir():
+        return Path(model)
+    cached = sorted(in_hub_cache(model).glob(f"snapshots/*/{file}"), key=lambda path: path.stat().st_mtime)
+    return cached[-1].parent if cached else None
 
 
 # Families among the causal language models of transformers that attend both ways, and the key of config.json with which they look back only.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..architectures import safetensors_files
+from ..architectures.small_files import ADAPTER, small_files, with_dtype
 from ..parallel.blueprint import Blueprint, Layout
 from ..refusal import refuse
 from . import create, errors, manifest
@@ -20,7 +21,7 @@ from .copying import Copy, Effort, cast, chunks, copies, partial_digests, run, s
 from .journal import Journal
 from .published import published_as, shapes_of
 from .state import SavedState
-from .step_folder import is_small, open_step
+from .step_folder import open_step
 from .tensor_files import TORCH, TensorFiles, open_checkpoint, open_published
 
 
@@ -54,9 +55,7 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
             shutil.copyfile(step.folder / f"rng_rank_{rank % ranks}.pt", journal.folder / f"rng_rank_{rank}.pt")
     for path in step.folder.glob(errors.FILES):
         shutil.copyfile(path, journal.folder / path.name)
-    (journal.folder / "hf_files").mkdir(exist_ok=True)
-    for path in step.small_files:
-        shutil.copyfile(path, journal.folder / "hf_files" / path.name)
+    _copy_small(step.small_files, journal.folder / "hf_files")
     kept = replace(now, published=step.blueprint.published, files=step.blueprint.files)
     _complete(journal, {**step.state, "layout": layout.to_json()}, kept, digests, facts)
 
@@ -105,15 +104,21 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
         if check:
             share_work(lambda copy: _compare(copy, read, written, effort), todo, effort.workers)
     adapter = any(file.startswith("adapter_model") for file in contents)
-    for file in step.small_files:
-        if adapter and file.name in ("config.json", "generation_config.json"):
-            continue  # a tensor of the base model
-        shutil.copyfile(file, journal.folder / file.name)
+    of_base = ("config.json", "generation_config.json") if adapter else ()
+    _copy_small({name: path for name, path in step.small_files.items() if name not in of_base}, journal.folder)
     if dtype is not None and (config := journal.folder / "config.json").exists():
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2) + "\n")
-    for path in journal.folder.iterdir():
+        own = with_dtype(json.loads(config.read_text()), dtype)
+        config.write_text(json.dumps({"dtype": dtype} | own if "torch_dtype" not in own else own, indent=2) + "\n")
+    for path in journal.folder.rglob("*"):
         manifest.fsync(path)
     journal.finish()
+
+
+def _copy_small(paths: dict[str, Path], folder: Path) -> None:
+    """Copy a model's small files, name -> file, into `folder`."""
+    for name, path in paths.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
 
 
 def _compare(copy: Copy, read: TensorFiles, written: TensorFiles, effort: Effort) -> None:
@@ -144,10 +149,7 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
         _, facts = run(copies(blueprint, read, written), read, effort, written, journal, hashed=True)
         everything = frozenset(str(path.relative_to(journal.folder)) for path in journal.folder.rglob("*") if path.suffix in (".pt", ".swp"))
         digests = partial_digests(blueprint, written, everything, effort.chunk)
-    (journal.folder / "hf_files").mkdir(exist_ok=True)
-    for path in folder.iterdir():
-        if path.is_file() and is_small(path):
-            shutil.copyfile(path, journal.folder / "hf_files" / path.name)
+    _copy_small({name: folder / name for name in small_files(folder) if name != ADAPTER}, journal.folder / "hf_files")
     dtype = TORCH[
         max((own for keys in blueprint.files.values() for own in keys.values()), key=[own for keys in blueprint.files.values() for own in keys.values()].count)
     ]

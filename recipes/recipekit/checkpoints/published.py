@@ -19,11 +19,12 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
     if not wanted:
         raise refuse(f"dtype = {dtype}", "is no dtype of weights", "use --dtype bfloat16, float16 or float32")
     if blueprint.files:
+        known = shapes_of(blueprint)
         contents = {
-            file: {key: wanted if dtype and own in ("F64", "F32", "BF16", "F16") else own for key, own in keys.items()}
+            file: {key: wanted if dtype and own in ("F64", "F32", "BF16", "F16") else own for key, own in keys.items() if key in known}
             for file, keys in blueprint.files.items()
         }
-        return blueprint, contents
+        return blueprint, {file: keys for file, keys in contents.items() if keys}
     adapter = [tensor for tensor in blueprint.tensors if "lora_" in tensor.name]
     chosen = adapter or [tensor for tensor in blueprint.tensors]
     keys = {tensor.name: tensor.name.replace(".default", "") if adapter else tensor.name for tensor in chosen}
@@ -41,6 +42,12 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
     names = [single] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     published = {name: Stored(((key,),)) for name, key in keys.items()}
     return replace(blueprint, tensors=tuple(chosen), published=published), dict(zip(names, files, strict=True))
+
+
+def extra_keys(blueprint: Blueprint) -> list[str]:
+    """List the tensors of the model's own files that the model does not have, such as rotary frequencies or attention masks."""
+    known = shapes_of(blueprint)
+    return sorted(key for keys in blueprint.files.values() for key in keys if key not in known)
 
 
 def published_bytes(blueprint: Blueprint, contents: dict[str, dict[str, str]]) -> int:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..architectures import safetensors_files
+from ..architectures.small_files import small_files
 from ..mesh import Mesh
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer, stage_bounds
 from ..refusal import Problem, Refusal, refuse
-from ..run_folder import CHECKPOINTS, FACTS
+from ..run_folder import CHECKPOINTS
 from ..strategy.divisions import check_tp
 from ..strategy.shapes import divisors
 from . import errors, manifest, other_programs
@@ -36,16 +36,18 @@ class Step:
         return [str(self.folder.resolve()), stats]
 
     @property
-    def small_files(self) -> list[Path]:
-        """Lists the files of config and tokenizer: our own copies, or those that HF Trainer leaves beside its checkpoint."""
+    def small_files(self) -> dict[str, Path]:
+        """Map names in a model's folder to the files of config and tokenizer: our own copies, or those that HF Trainer leaves beside its checkpoint."""
         own = self.folder / "hf_files"
-        return sorted(own.iterdir()) if own.is_dir() else [path for path in sorted(self.folder.parent.iterdir()) if path.is_file() and is_small(path)]
+        if own.is_dir():
+            return {path.relative_to(own).as_posix(): path for path in sorted(own.rglob("*")) if path.is_file()}
+        return {name: self.folder.parent / name for name in small_files(self.folder.parent)}
 
     @property
     def model_config(self) -> dict[str, Any] | None:
         """Reads the model's config.json; None if the checkpoint has none that can be read."""
         with suppress(OSError, ValueError):
-            return next((json.loads(path.read_bytes()) for path in self.small_files if path.name == "config.json"), None)
+            return json.loads(self.small_files["config.json"].read_bytes()) if "config.json" in self.small_files else None
 
     def check(self, digests: dict[str, Any]) -> None:
         """Raises `Refusal` if the `digests` of what was read are not those of what was saved."""
@@ -143,9 +145,3 @@ def _check_ep(blueprint: Blueprint, degrees: dict[str, int]) -> list[Problem]:
     if dp > 0 and dp % ep:
         found.append(Problem(f"ep = {ep}", f"does not divide the {dp} data-parallel ranks", f"use --dp {-(-dp // ep) * ep}, or --ep 1"))
     return found
-
-
-def is_small(path: Path) -> bool:
-    """Returns True for a model's config and tokenizer files, False for weights, code and records of training."""
-    known = path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in (safetensors_files.INDEX, "trainer_state.json", FACTS)
-    return known and not path.name.startswith("all_results")

@@ -20,6 +20,7 @@ from ..engine import Engine
 from ..parallel import expert, tensor
 from ..parallel.groups import Groups
 from .build import Built
+from .small_files import SmallFiles
 
 
 def whole_parameters(model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -50,8 +51,8 @@ def _joined(model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype) 
         yield name, value
 
 
-def export(engine: Engine, built: Built, groups: Groups, processor: Any, folder: Path, dtype: torch.dtype, merge: bool) -> None:
-    """Writes safetensors, config and tokenizer (or image processor) into `folder`, complete or not at all (a collective).
+def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, folder: Path, dtype: torch.dtype, merge: bool) -> None:
+    """Write safetensors and the small files into `folder`, complete or not at all (a collective).
 
     The first rank of each pipeline stage writes its files.
 
@@ -60,7 +61,7 @@ def export(engine: Engine, built: Built, groups: Groups, processor: Any, folder:
     model: Any = engine.module  # maybe wrapped by an adapter
     adapter = hasattr(model, "peft_config")
     if adapter and not merge:
-        _export_adapter(model, built, groups, processor, folder, dtype)
+        _export_adapter(model, built, groups, small, folder, dtype)
         return
     tensors = _merged(model, built, groups, dtype) if adapter else whole_parameters(model, built, groups, dtype)
     models = [model.get_base_model()] if adapter else built.models
@@ -100,27 +101,17 @@ def export(engine: Engine, built: Built, groups: Groups, processor: Any, folder:
             weight_map = {key: name for (_, keys), name in zip(files, names, strict=True) for key in keys}
             index = {"metadata": {"total_size": sum(size for _, size in everyone)}, "weight_map": weight_map}
             (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        save_small_files(built, processor, dtype, staging)
-        (staging / "adapter_config.json").unlink(missing_ok=True)  # the adapter is merged
+        small.write(staging)
         _publish(staging, folder)
     dist.barrier()
 
 
-def save_small_files(built: Built, processor: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Writes what Hugging Face files have besides weights: config, generation config, tokenizer or image processor, the adapter's config."""
+def save_small_files(built: Built, small: SmallFiles, folder: Path) -> None:
+    """Write the files of an export except weights, and the adapter's config if there is an adapter."""
     model: Any = built.models[0]
     if hasattr(model, "peft_config"):
         model.peft_config["default"].save_pretrained(folder)
-        model = model.get_base_model()
-    config = model.config.__class__.from_dict(model.config.to_dict())
-    config.dtype = dtype
-    if getattr(config, "use_cache", None) is False:  # `construct` switched it off
-        config.use_cache = True
-    config.architectures = [built.architecture]
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    small.write(folder)
 
 
 def _write(shard: dict[str, torch.Tensor], staging: Path, stage: int, number: int) -> tuple[str, list[str]]:
@@ -134,7 +125,7 @@ def _publish(staging: Path, folder: Path) -> None:
     os.rename(staging, folder)
 
 
-def _export_adapter(adapted: Any, built: Built, groups: Groups, processor: Any, folder: Path, dtype: torch.dtype) -> None:
+def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFiles, folder: Path, dtype: torch.dtype) -> None:
     """Writes the adapter as peft does: adapter_model.safetensors and adapter_config.json."""
     adapter = {name.replace(".default", ""): value for name, value in whole_parameters(adapted, built, groups, dtype) if "lora_" in name}
     if dist.get_rank() == 0:
@@ -143,7 +134,7 @@ def _export_adapter(adapted: Any, built: Built, groups: Groups, processor: Any, 
         staging.mkdir(parents=True)
         save_file({name: value.contiguous() for name, value in adapter.items()}, staging / "adapter_model.safetensors", metadata={"format": "pt"})
         adapted.peft_config["default"].save_pretrained(staging)
-        processor.save_pretrained(staging)
+        small.write(staging, of_adapter=True)
         _publish(staging, folder)
     dist.barrier()
 

@@ -21,6 +21,7 @@ from ..kernels import compiled
 from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
 from ..model.export import export, save_small_files
+from ..model.small_files import SmallFiles
 from ..model.weights import fetch_config, published_names, weights_folder
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
@@ -33,6 +34,7 @@ from . import deepspeed_engine, torch_engine
 from .agree import shared_problems
 from .corpus import check_data
 from .facts import export_dtype, layout_of
+from .small_files import small_files_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Loaded:
     groups: Groups
     model_config: dict[str, Any]
     processor: Any
+    small_files: SmallFiles
     built: Built
     engine: Engine
     layout: Layout
@@ -60,14 +63,14 @@ class Loaded:
         return export_dtype(self.plan, self.model_config)
 
     def save_small_files(self, folder: Path) -> None:
-        """Writes config and tokenizer into `folder`."""
-        save_small_files(self.built, self.processor, self.dtype, folder)
+        """Write config, tokenizer and the like into `folder`."""
+        save_small_files(self.built, self.small_files, folder)
 
     def export(self, say: Say) -> None:
         """Writes the model as Hugging Face files into OUT/hf (a collective)."""
         folder = self.plan.out / EXPORT
         say(f"writing Hugging Face files to {folder}")
-        export(self.engine, self.built, self.groups, self.processor, folder, self.dtype, self.plan.recipe.merge)
+        export(self.engine, self.built, self.groups, self.small_files, folder, self.dtype, self.plan.recipe.merge)
 
 
 def load_model(
@@ -108,8 +111,7 @@ def load_model(
         task = task.of_losses(task)
     elif built.why_logits:
         say(f"loss: of whole logits, not in chunks: {built.why_logits}")
-    domains = len(domains_of(recipe.dataset))
-    sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if domains > 1 else None)
+    sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if (domains := len(domains_of(recipe.dataset))) > 1 else None)
     compile_model(plan, model_config["model_type"], built, device, say)
     engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
     set_time_limit(limit)
@@ -122,7 +124,8 @@ def load_model(
         deepspeed_engine.give_borders(engine, built.blueprint, layout, groups)
     dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     state: State = {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
-    loaded = Loaded(plan, task, groups, model_config, processor, built, engine, layout, state, sums)
+    small = small_files_of(plan, built, model_config, processor, say)
+    loaded = Loaded(plan, task, groups, model_config, processor, small, built, engine, layout, state, sums)
     if at_start is not None:
         at_start(loaded)
     if source is not None:

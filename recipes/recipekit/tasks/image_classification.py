@@ -2,8 +2,9 @@
 
 import json
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,20 @@ AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop: its share of the picture
 TRIES = 10  # crops drawn until one fits
 MARGIN = 256, 224  # an evaluated picture is so much larger than what is cut out of its middle
 PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"  # may hold the former as image_processor, which transformers then prefers
+# Further keys that the class of the exported processor acts on (ViTImageProcessor, transformers 5.22.2).
+ACTED_ON = ("do_pad", "pad_size", "default_to_square", "data_format", "input_data_format", "image_seq_length", "return_tensors", "device")
+OTHER_CLASS = ("feature_extractor_type", "auto_map")  # name classes that prepare pictures otherwise
 NUM_DRAWN, DRAWN_SIZE = 8000, 32
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Makes pictures into what a model takes. `save_pretrained` writes how an evaluated one is made, as transformers reads it."""
+    """Makes pictures into what a model takes.
+
+    `save_pretrained` writes how an evaluated one is made, as transformers reads it, with the keys of the model's `own`
+    file that change nothing of that.
+    """
 
     size: tuple[int, int]  # (H, W)
     channels: int  # 1 or 3
@@ -43,6 +52,7 @@ class Pictures:
     num_labels: int
     augment: bool
     pool: ThreadPoolExecutor
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     def save_pretrained(self, folder: str | Path) -> None:
         height, width = self.size
@@ -60,7 +70,8 @@ class Pictures:
             "image_mean": list(self.mean),
             "image_std": list(self.std),
         }
-        Path(folder, PREPROCESSOR).write_text(json.dumps(config, indent=2) + "\n")
+        carried = {key: value for key, value in self.own.items() if key not in (*ACTED_ON, *OTHER_CLASS)}
+        Path(folder, PREPROCESSOR).write_text(json.dumps(carried | config, indent=2) + "\n")
 
 
 def processor(request: Request, model_config: dict[str, Any]) -> Pictures:
@@ -84,19 +95,25 @@ def processor(request: Request, model_config: dict[str, Any]) -> Pictures:
         num_labels=check_classes(request, model_config),
         augment=request.augment != "none",
         pool=ThreadPoolExecutor(request.threads, "pictures"),
+        own=own,
     )
 
 
 def published(model: str, init: str) -> dict[str, Any]:
-    """Reads the preprocessor_config.json of a folder, or of the local cache, where it came with the weights; {} without one.
+    """Reads how a folder, or the local cache, where it came with the weights, says that pictures are prepared; {} if it does not say.
 
     With random weights nothing is downloaded, and what the cache of one host may hold is not looked at.
     """
     cached = sorted(in_hub_cache(model).glob("snapshots/*"), key=lambda path: path.stat().st_mtime) if init == "pretrained" else []
     folders = [Path(model)] if Path(model).is_dir() else cached
-    file = next((folder / PREPROCESSOR for folder in reversed(folders) if (folder / PREPROCESSOR).exists()), None)
+    names = [folder / name for folder in reversed(folders) for name in (PROCESSOR, PREPROCESSOR)]
+    file = None
     try:
-        return json.loads(file.read_bytes()) if file else {}
+        for file in filter(Path.exists, names):
+            found = json.loads(file.read_bytes())
+            if file.name == PREPROCESSOR or "image_processor" in found:
+                return found if file.name == PREPROCESSOR else found["image_processor"]
+        return {}
     except (OSError, ValueError) as error:
         raise refuse(str(file), f"cannot be read: {error}", "download the model again, or delete the file: 0.5 is taken off then") from error
 

@@ -1,0 +1,70 @@
+"""The small files of a model's folder: config, generation config, tokenizer, chat templates and processors."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ..refusal import refuse
+from ..run_folder import FACTS
+from .safetensors_files import INDEX
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+ADAPTER = "adapter_config.json"
+TEMPLATES = "additional_chat_templates"  # folder of the named templates (transformers 5.22.2)
+SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".codes")
+# Files with such a suffix that transformers does not read.
+OTHERS = re.compile(
+    rf"{re.escape(INDEX)}|trainer_state\.json|{re.escape(FACTS)}|(all|train|eval|test|predict)_results.*"
+    r"|(licen[cs]e|notice|readme|use_policy|requirements)[^/]*",
+    re.IGNORECASE,
+)
+OF_TOKENIZER = re.compile(
+    rf"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|{TEMPLATES}/|spiece|sentencepiece|tekken|bpe).*"
+    r"|.*\.(model|tiktoken|spm|codes)"
+)
+OF_PROCESSOR = re.compile(r"([a-z]+_)*(pre)?processor_config\.json")
+LARGEST = 1 << 27  # bytes of a file that counts as small
+
+
+def small_files(folder: Path) -> list[str]:
+    """List a folder's small files, by name: config and tokenizer files, but no weights and no records of training.
+
+    Code belongs to them only if an `auto_map` in one of the files names it. It is copied, never run.
+    """
+    names = [path.name for path in folder.iterdir() if path.is_file() and is_small(path)]
+    names += [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja")]
+    if any(b'"auto_map"' in (folder / name).read_bytes() for name in names if name.endswith("config.json")):
+        names += [path.name for path in folder.glob("*.py")]
+    return sorted(names)
+
+
+def is_small(path: Path) -> bool:
+    """Return True for a model's config and tokenizer files, False for weights, code and records of training."""
+    return path.suffix in SUFFIXES and not OTHERS.fullmatch(path.name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raise `Refusal` if the file cannot be read or holds none."""
+    try:
+        return parse_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise refuse(str(path), f"cannot be read: {error.strerror}", "make it readable for this user") from None
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object of a file. Raise `Refusal`, which calls it `where`, if it is none."""
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise refuse(where, f"is not JSON: {error}", "download the model again, or delete the file") from None
+    if not isinstance(found, dict):
+        raise refuse(where, "is not a JSON object", "download the model again, or delete the file")
+    return found
+
+
+def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json whose dtypes, also those of the models in it, are `dtype`."""
+    found = {key: with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in config.items()}
+    return found | {key: dtype for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}

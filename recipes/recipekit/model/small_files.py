@@ -1,0 +1,252 @@
+"""The small files of an export: the model's own files are carried, and only what training decides is changed."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..architectures import small_files as files
+from ..architectures.lookup import folder_of, local_tokenizer
+from ..architectures.small_files import CONFIG, GENERATION, PREPROCESSOR, PROCESSOR
+from .build import Built
+from .empty import config_of
+from .weights import weights_folder
+
+# Keys of a generation config whose values are token ids (transformers 5.22.2), alone or in lists.
+TOKEN_IDS = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"),
+    *("sequence_bias", "forced_decoder_ids"),
+)
+# Keys of a config that `construct` sets, or that every export has its own value of.
+OF_CONSTRUCTION = ("dtype", "use_cache", "_name_or_path", "transformers_version", "architectures")
+OF_METADATA = ("_from_model_config", "_original_object_hash")  # of a generation config that transformers derives
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Folders that the small files of a run come from.
+
+    `tokenizer` is None if the run reads no text, or if its tokenizer was not read from such files.
+    `own_tokenizer`: the run reads with the model's own tokenizer.
+    """
+
+    model: Path | None = None
+    tokenizer: Path | None = None
+    own_tokenizer: bool = True
+
+    @property
+    def carries_tokenizer(self) -> bool:
+        """Return True if the tokenizer's files are taken as they are."""
+        return self.own_tokenizer and self.tokenizer is not None
+
+
+def origin_of(model: str, init: str, tokenizer: str, reads_text: bool) -> Origin:
+    """Find the folders of a run's small files; arguments are named after the fields of a recipe."""
+    folder = weights_folder(model) if init == "pretrained" else folder_of(model)
+    if not reads_text or tokenizer == "bytes":
+        return Origin(folder, None, own_tokenizer=not reads_text)
+    same = Path(tokenizer).is_dir() and Path(model).is_dir() and Path(tokenizer).samefile(model)
+    if own := tokenizer in ("", model) or same:
+        found = folder
+    else:
+        found = local_tokenizer(model, tokenizer) or folder_of(tokenizer, "tokenizer_config.json")
+    found = found if found and found.is_dir() else None  # a .gguf file has no small files
+    if found and not any(map(files.OF_TOKENIZER.fullmatch, files.small_files(found))):
+        found = None
+    return Origin(folder, found, own)
+
+
+@dataclass(frozen=True)
+class SmallFiles:
+    """Contents of an export's files except weights, by name, and lines for the start of the run."""
+
+    contents: Mapping[str, bytes]
+    notes: tuple[str, ...] = ()
+
+    def write(self, folder: Path, of_adapter: bool = False) -> None:
+        """Write the files into `folder`; beside an adapter only those of the tokenizer or processor."""
+        for name, content in self.contents.items():
+            if of_adapter and not (files.OF_TOKENIZER.fullmatch(name) or files.OF_PROCESSOR.fullmatch(name)):
+                continue
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
+def gather(built: Built, model_config: dict[str, Any], processor: Any, dtype: torch.dtype, origin: Origin, ends: tuple[int, ...]) -> SmallFiles:
+    """Read and make the small files of a run's exports.
+
+    `model_config` is the config.json that the model was made from. `ends` are the tokens that end an answer in
+    training. Raise `Refusal` for a generation config that cannot be read.
+    """
+    model: Any = built.models[0]
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    tokenizer = _tokenizer_of(processor)
+    contents, notes = _carried(origin, processor, reads_text=tokenizer is not None)
+    if content := _generation_file(model, origin, tokenizer, ends, notes):
+        contents[GENERATION] = content
+    config = changed_config(model_config, model.config, str(dtype).removeprefix("torch."))
+    if tokenizer is not None and not origin.carries_tokenizer:
+        config["transformers_version"] = transformers.__version__  # the tokenizer's files are of this version
+    contents[CONFIG] = _json(config | {"architectures": [built.architecture]})
+    return SmallFiles(contents, tuple(notes))
+
+
+def _tokenizer_of(processor: Any) -> Any:
+    """Return the tokenizer that `processor` is or holds; None if it reads no text."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return tokenizer if hasattr(tokenizer, "all_special_ids") else None
+
+
+# Tokenizers, templates, processors ---------------------------------------------------------------------------------
+
+
+def _carried(origin: Origin, processor: Any, reads_text: bool) -> tuple[dict[str, bytes], list[str]]:
+    """Return (contents by name, lines for the start) of the files of tokenizer and processor, and of all others.
+
+    Files of the model's own tokenizer are taken as they are. Another one writes its files, and what it does not know
+    of its own files is added. A processor of images writes its file over the model's.
+    """
+    contents, notes = dict[str, bytes](), list[str]()
+
+    def of_model(name: str) -> bool:
+        if name in (CONFIG, GENERATION, files.ADAPTER):
+            return False
+        return origin.carries_tokenizer or not reads_text or not files.OF_TOKENIZER.fullmatch(name)
+
+    if origin.model:
+        _read(origin.model, of_model, contents, notes)
+    if origin.carries_tokenizer:
+        return contents, notes
+    made = _saved(processor)
+    if origin.tokenizer:
+        others = dict[str, bytes]()
+        _read(origin.tokenizer, lambda name: files.OF_TOKENIZER.fullmatch(name) is not None, others, notes)
+        made = others | {name: _with_own_keys(content, others.get(name)) for name, content in made.items()}
+    contents |= made
+    if PREPROCESSOR in made and PROCESSOR in contents:  # transformers prefers an image processor that is nested there
+        whole = files.parse_json(contents[PROCESSOR], PROCESSOR)
+        if "image_processor" in whole:
+            contents[PROCESSOR] = _json(whole | {"image_processor": json.loads(made[PREPROCESSOR])})
+    return contents, notes
+
+
+def _read(folder: Path, wanted: Callable[[str], bool], contents: dict[str, bytes], notes: list[str]) -> None:
+    """Add the wanted small files of a folder to `contents`."""
+    for name in filter(wanted, files.small_files(folder)):
+        if (size := (folder / name).stat().st_size) > files.LARGEST:
+            notes.append(f"{folder / name}: with {size:,} bytes no config or tokenizer file; exports do not contain it")
+        else:
+            contents[name] = (folder / name).read_bytes()
+
+
+def _saved(processor: Any) -> dict[str, bytes]:
+    """Return the files that a processor writes about itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        processor.save_pretrained(folder)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def _with_own_keys(made: bytes, own: bytes | None) -> bytes:
+    """Add the keys of a tokenizer's own JSON file that the class that wrote `made` left out."""
+    try:
+        before, now = json.loads(own or b"null"), json.loads(made)
+    except ValueError:
+        return made
+    if not isinstance(before, dict) or not isinstance(now, dict) or "model" in now:  # tokenizer.json is complete
+        return made
+    return _json({key: value for key, value in before.items() if key != "chat_template"} | now)
+
+
+# config.json -------------------------------------------------------------------------------------------------------
+
+
+def changed_config(own: dict[str, Any], config: Any, dtype: str) -> dict[str, Any]:
+    """Return the config.json `own` with the dtype of the weights and every value that changed since it made the model.
+
+    A task or the recipe's `adapt` may have changed the model's `config`. A key that no class knows stays, and so does
+    one that the class calls by another name.
+    """
+    found = files.with_dtype(_changed(own, config_of(own).to_dict(), config.to_dict()), dtype)
+    found |= {} if {"dtype", "torch_dtype"} & found.keys() else {"dtype": dtype}
+    return found | ({"use_cache": True} if found.get("use_cache") is False else {})
+
+
+def _changed(own: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    found = dict(own)
+    for key, value in now.items():
+        if key in OF_CONSTRUCTION or key.startswith("_attn_implementation") or (key in before and before[key] == value):
+            continue
+        was: Any = before.get(key)
+        held: Any = own.get(key)
+        nested = isinstance(value, dict) and isinstance(was, dict) and isinstance(held, dict)
+        found[key] = _changed(held, was, value) if nested else value
+    return found
+
+
+# generation_config.json ----------------------------------------------------------------------------------------------
+
+
+def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int, ...], notes: list[str]) -> bytes | None:
+    """Return the generation config of the exports: the model's own, or else what transformers derives from config.json.
+
+    None for a model that generates nothing. Adds to `notes` what it changes.
+    """
+    file = origin.model / GENERATION if origin.model else None
+    carried = file is not None and file.is_file()
+    if not carried and not model.can_generate():
+        return None
+    own = files.read_json(file) if file and carried else json.loads(model.generation_config.to_json_string(use_diff=True))
+    found = own
+    if tokenizer is not None and not origin.own_tokenizer:
+        vocabulary = model.config.get_text_config().vocab_size
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        found, gone = with_special_tokens(own, {number for number in special if number < vocabulary})
+        rule = "has token ids that are not special tokens of the run's tokenizer, and exports leave them out"
+        notes += [f"{file} {rule}: {', '.join(gone)}"] if gone and carried else []
+    before = ids_of(found.get("eos_token_id"))
+    if not before and tokenizer is not None:
+        ends = (*ends, *ids_of(tokenizer.eos_token_id))  # documents end with it
+    if added := [number for number in dict.fromkeys(ends) if number not in before]:
+        found = {key: value for key, value in found.items() if key not in OF_METADATA}
+        found["eos_token_id"] = [*before, *added] if before or len(added) > 1 else added[0]
+        said = [number for number in added if carried or number != tokenizer.eos_token_id]
+        names = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in said)
+        notes += [f"{GENERATION}: exports also stop at {names}, which ends an answer in training"] if said else []
+    return file.read_bytes() if file and found == own and carried else _json(found)
+
+
+def with_special_tokens(own: dict[str, Any], special: set[int]) -> tuple[dict[str, Any], list[str]]:
+    """Return (a generation config whose token ids are all `special`, the values that it no longer has)."""
+    found, gone = dict(own), list[str]()
+    for key in TOKEN_IDS:
+        ids = ids_of(own.get(key))
+        if special.issuperset(ids):
+            continue
+        flat = isinstance(own[key], list) and all(isinstance(item, int) for item in own[key])
+        kept = [number for number in ids if number in special] if flat else []
+        del found[key]
+        found |= {key: kept} if kept else {}
+        gone.append(f"{key} {own[key]}")
+    return found, gone
+
+
+def ids_of(value: Any) -> list[int]:
+    """Collect the token ids in a value of a generation config: a number, lists of numbers, or a bias of sequences."""
+    if isinstance(value, int):
+        return [value]
+    if isinstance(value, list):
+        return [number for item in value for number in ids_of(item)]
+    if isinstance(value, dict):
+        return [int(word) for key in value for word in str(key).strip("()").split(",") if word.strip().isdecimal()]
+    return []
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

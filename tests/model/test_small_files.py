@@ -1,0 +1,231 @@
+"""The model's own small files go through a run as they are; only what training decides is changed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipekit.data.processors import byte_tokenizer
+from recipekit.model.build import Built, build_model
+from recipekit.model.small_files import SmallFiles, gather, origin_of
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.runtime.small_files import end_tokens
+from test_model import ds_config, tiny_config
+from transformers import AutoTokenizer
+
+END, BEGIN, PAD, TURN = "<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_end|>"
+
+
+def number(token: str) -> int:
+    found = byte_tokenizer().convert_tokens_to_ids(token)
+    assert isinstance(found, int)
+    return found
+
+
+def build(config: dict[str, Any], adapt: Any = None) -> Built:
+    return build_model(Recipe(model="none", init="random", adapt=adapt), config, None, ds_config(0), torch.device("cpu"))
+
+
+def carried(folder: Path, built: Built, config: dict[str, Any], tokenizer: str = "", ends: tuple[int, ...] = (), processor: Any = None) -> SmallFiles:
+    """Gather what a run from random weights leaves; the config.json of `folder` is `config`."""
+    (folder / "config.json").write_text(json.dumps(config))
+    origin = origin_of(str(folder), "random", tokenizer, reads_text=True)
+    return gather(built, config, processor or byte_tokenizer(), torch.bfloat16, origin, ends)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a model with the byte-level tokenizer."""
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+GENERATION: dict[str, dict[str, Any]] = {
+    "instruct model": {"eos_token_id": [256, 260], "do_sample": True, "temperature": 0.6, "top_p": 0.95},
+    "no end token": {"max_new_tokens": 7, "repetition_penalty": 1.05, "transformers_version": "4.40.0"},
+    "suppressed tokens": {"eos_token_id": 3, "suppress_tokens": [1, 2], "bad_words_ids": [[5, 6]]},
+    "key that no class knows": {"eos_token_id": 9, "served_by": {"name": "x", "values": [1, None]}},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("own", GENERATION.values(), ids=GENERATION)
+def test_the_models_generation_config_is_carried(folder, kind, own):
+    content = json.dumps(own, indent=3).encode()
+    (folder / "generation_config.json").write_bytes(content)
+    config = tiny_config(kind) | {"eos_token_id": 1}
+    found = carried(folder, build(config), config)
+    if "eos_token_id" in own:
+        assert found.contents["generation_config.json"] == content and found.notes == ()
+    else:  # documents end with the tokenizer's end token, and the file names none
+        assert json.loads(found.contents["generation_config.json"]) == own | {"eos_token_id": number(END)}
+        assert len(found.notes) == 1 and END in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("eos", "wanted"),
+    [
+        (number(END), [number(END), number(TURN)]),
+        ([number(TURN)], [number(TURN), number(END)]),
+        ([3, number(TURN), number(END)], [3, number(TURN), number(END)]),
+        (None, [number(END), number(TURN)]),
+    ],
+    ids=["base model", "end of turn only", "both and another", "none"],
+)
+def test_end_tokens_of_answers_are_added_and_none_is_removed(folder, eos, wanted):
+    own = {"eos_token_id": eos, "top_k": 20, "_from_model_config": True}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    config = tiny_config("llama")
+    found = carried(folder, build(config), config, ends=end_tokens(byte_tokenizer()))
+    made = json.loads(found.contents["generation_config.json"])
+    assert made["eos_token_id"] == wanted and made["top_k"] == 20
+    added = [one for one in wanted if one not in (eos if isinstance(eos, list) else [eos])]
+    assert len(found.notes) == bool(added) and all(f"({one})" in found.notes[0] for one in added)
+    assert ("_from_model_config" in made) == (not added)
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "wanted"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}<turn_end>\n{% endfor %}", True, ["<turn_end>"]),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END + "{% endfor %}", True, []),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n### \n{% endfor %}", True, []),
+        ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}", True, []),
+        ("", True, []),
+    ],
+    ids=["own token", "the tokenizer's", "text", "refuses", "no template"],
+)
+def test_the_end_token_of_an_answer_is_found_in_the_template(template, special, wanted):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(["<turn_end>"], special_tokens=special)
+    assert end_tokens(tokenizer) == (number(END), *(tokenizer.convert_tokens_to_ids(token) for token in wanted))
+
+
+def test_a_generation_config_without_its_tokenizer_keeps_no_token_ids(folder):
+    """As in a trial with --tiny, whose vocabulary is bytes: numbers of sampling stay, and a line says which ids are gone."""
+    own = {"eos_token_id": [151645, 97], "bos_token_id": number(BEGIN), "pad_token_id": 151643, "suppress_tokens": [97, 98], "top_p": 0.8}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    config = tiny_config("llama")
+    found = carried(folder, build(config), config, tokenizer="bytes")
+    made = json.loads(found.contents["generation_config.json"])
+    assert made == {"bos_token_id": number(BEGIN), "top_p": 0.8, "eos_token_id": number(END)}
+    assert "eos_token_id [151645, 97], pad_token_id 151643, suppress_tokens [97, 98]" in found.notes[0]
+    assert END in found.notes[1]
+
+
+def test_a_damaged_generation_config_is_refused(folder):
+    config = tiny_config("llama")
+    built = build(config)
+    for content in ("{", "[]", "\xff"):
+        (folder / "generation_config.json").write_bytes(content.encode("latin-1"))
+        with pytest.raises(Refusal, match=r"generation_config\.json: is not"):
+            carried(folder, built, config)
+
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "keys that no class knows": ("llama", {"served_by": {"a": [1, None]}, "auto_flag": False, "transformers_version": "4.31.0"}),
+    "names of an older transformers": ("llama", {"rope_theta": 500000.0, "rope_scaling": None, "torch_dtype": "float16"}),
+    "a default value": ("qwen3", {"attention_dropout": 0.0, "use_sliding_window": False, "torch_dtype": "bfloat16"}),
+    "task parameters": ("gpt2", {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}),
+}
+
+
+@pytest.mark.parametrize(("kind", "own"), CONFIGS.values(), ids=CONFIGS)
+def test_config_json_keeps_every_key(folder, kind, own):
+    config = {key: value for key, value in tiny_config(kind).items() if key not in ("dtype", "torch_dtype", "rope_parameters")} | own
+    made = json.loads(carried(folder, build(config), config).contents["config.json"])
+    dtype = "torch_dtype" if "torch_dtype" in own else "dtype"
+    assert made == config | {dtype: "bfloat16"}
+
+
+def resized(model: Any) -> Any:
+    model.config.vocab_size = 272
+    model.config.tie_word_embeddings = not model.config.tie_word_embeddings
+    return model
+
+
+def test_config_json_has_what_was_changed_after_it_was_read(folder):
+    config = tiny_config("llama") | {"use_cache": False, "text_notes": {"dtype": "float32", "vocab_size": 264}}
+    made = json.loads(carried(folder, build(config, adapt=resized), config).contents["config.json"])
+    assert made["vocab_size"] == 272 and made["tie_word_embeddings"] == (not config.get("tie_word_embeddings", False))
+    assert made["use_cache"] is True and made["text_notes"] == {"dtype": "bfloat16", "vocab_size": 264}
+
+
+def test_the_models_own_tokenizer_is_carried_byte_for_byte(folder):
+    """Keys and files that no class knows, several templates, and files of processors; but no weights, records or licences."""
+    own = json.loads((folder / "tokenizer_config.json").read_text()) | {"served_by": "x", "add_prefix_space": False}
+    kept = {
+        "tokenizer_config.json": json.dumps(own),
+        "special_tokens_map.json": '{"eos_token": {"content": "<|endoftext|>", "note": 1}}',
+        "added_tokens.json": '{"<|reserved_2|>": 263}',
+        "vocab.json": "{}",
+        "merges.txt": "#version: 0.2",
+        "tokenizer.model": "sentencepiece",
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+        "additional_chat_templates/rag.jinja": "{{ documents }}",
+        "preprocessor_config.json": '{"image_mean": [0.5], "patch": 7}',
+        "processor_config.json": '{"processor_class": "X"}',
+    }
+    others = ["model.safetensors.index.json", "trainer_state.json", "run.json", "all_results.json", "adapter_config.json", "LICENSE.txt", "README.md", "a.py"]
+    for name, content in [*kept.items(), *((name, "{}") for name in others)]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    config = tiny_config("llama")
+    found = carried(folder, build(config), config, processor=AutoTokenizer.from_pretrained(folder))
+    found.write(folder.parent / "hf")
+    there = {path.relative_to(folder.parent / "hf").as_posix() for path in (folder.parent / "hf").rglob("*") if path.is_file()}
+    assert there == {*kept, "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    for name in (*kept, "tokenizer.json", "chat_template.jinja"):
+        assert (folder.parent / "hf" / name).read_bytes() == (folder / name).read_bytes(), name
+    again = AutoTokenizer.from_pretrained(folder.parent / "hf")
+    assert sorted(again.chat_template) == ["default", "rag", "tool_use"]
+    found.write(folder.parent / "adapter", of_adapter=True)
+    beside = {path.name for path in (folder.parent / "adapter").iterdir()}
+    assert {"tokenizer.json", "vocab.json", "additional_chat_templates"} <= beside and not {"config.json", "generation_config.json"} & beside
+
+
+def test_another_tokenizer_leaves_its_own_files(folder):
+    """None of the model's; of the tokenizer's also keys and files that its class does not write."""
+    other = folder.parent / "other"
+    made = byte_tokenizer()
+    made.chat_template = "{{ messages }}"
+    made.save_pretrained(other)
+    own = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(own | {"served_by": "other"}))
+    (other / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (other / "vocab.txt").write_text("other")
+    (other / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (folder / "vocab.json").write_text("the model's")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": number(TURN), "top_k": 3}))
+    config = tiny_config("llama") | {"transformers_version": "4.30.0"}
+    found = carried(folder, build(config), config, tokenizer=str(other), processor=AutoTokenizer.from_pretrained(other))
+    assert found.contents["chat_template.jinja"] == b"{{ messages }}" and found.contents["vocab.txt"] == b"other"
+    assert "vocab.json" not in found.contents and "special_tokens_map.json" in found.contents
+    assert json.loads(found.contents["tokenizer_config.json"])["served_by"] == "other"
+    assert json.loads(found.contents["generation_config.json"]) == {"eos_token_id": number(TURN), "top_k": 3}
+
+
+def test_files_of_a_model_in_the_hub_cache_are_found(folder, tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (snapshot / "config.json").write_text("{}")
+    assert origin_of("org/name", "random", "", reads_text=True).model == snapshot
+    assert origin_of("org/name", "random", "org/name", reads_text=True).carries_tokenizer
+    assert origin_of("none", "random", "org/name", reads_text=True).tokenizer == snapshot
+    assert origin_of("none", "random", "", reads_text=True).model is None
+
+
+def test_code_is_carried_where_an_auto_map_names_it(folder):
+    (folder / "modeling_own.py").write_text("raise SystemExit")
+    config = tiny_config("llama")
+    built = build(config)
+    assert "modeling_own.py" not in carried(folder, built, config).contents
+    with_code = config | {"auto_map": {"AutoModelForCausalLM": "modeling_own.LlamaForCausalLM"}}
+    found = carried(folder, built, with_code)
+    assert found.contents["modeling_own.py"] == b"raise SystemExit"
+    assert json.loads(found.contents["config.json"])["auto_map"] == with_code["auto_map"]
