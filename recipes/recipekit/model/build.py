@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..engine import Engine
 from ..kernels.attention import VARLEN
+from ..mesh import Mesh
 from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, sequence
 from ..parallel import tensor as tensor_parallel
@@ -156,16 +157,16 @@ def adapted(model: PreTrainedModel, adapt: Callable[[Any], Any], seed: int, grou
     if VARLEN in (attention or "") and (prompts or model.config._attn_implementation != attention):
         rule = "puts tokens before each row" if prompts else f"sets the attention to {model.config._attn_implementation}"
         raise refuse("adapt with attention = varlen", f"{rule}, and varlen computes the documents of the rows as they are", "use --attention sdpa")
-    refuse_adapter(made, groups)
+    refuse_adapter(made, groups.mesh if groups else None)
     return made
 
 
-def refuse_adapter(model: nn.Module, groups: Groups | None) -> None:
-    """Raises `Refusal` for an adapter of peft in a layout that its layers do not know."""
-    if groups is None or not hasattr(model, "peft_config"):
+def refuse_adapter(model: nn.Module, mesh: Mesh | None) -> None:
+    """Raise `Refusal` for an adapter of peft in a layout that its layers do not know. A dry run asks as well."""
+    if mesh is None or not hasattr(model, "peft_config"):
         return
     for axis, rule in (("ep", "experts that lie on other ranks"), ("tp", "tensor-parallel shards")):
-        if getattr(groups.mesh, axis) > 1:
+        if getattr(mesh, axis) > 1:
             raise refuse(f"{axis} > 1", f"peft's adapters do not know {rule}", f"use --{axis} 1; ZeRO-3 divides the frozen weights too")
 
 

@@ -12,7 +12,7 @@ from ..plan import Plan
 from ..refusal import Refusal
 from ..run_folder import CHECKPOINTS
 from ..strategy.numbers import enabled
-from .show import drawn_up, empty_of, fullest, refuse_degrees
+from .show import drawn_up, empty_of, fullest
 from .terms import ACCELERATOR, HOST, NVME, too_much, total
 
 
@@ -23,8 +23,7 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     """
     recipe, stage = plan.recipe, plan.ds_config["zero_optimization"]["stage"]
     model, plans = empty_of(plan)
-    refuse_degrees(plan, model, plans)
-    blueprint, layout, load = drawn_up(plan)
+    blueprint, layout, load = drawn_up(plan, (model, plans))
     terms = fullest(plan, blueprint, layout, load)
     model = recipe.adapt(model) if recipe.adapt else model
     size = sum(parameter.numel() for parameter in model.parameters())

@@ -8,12 +8,14 @@ from transformers import PreTrainedModel
 from ..command import Command
 from ..mesh import Mesh
 from ..model.attention import choose_attention
+from ..model.build import refuse_adapter
 from ..model.describe import draft
 from ..model.empty import empty_model
 from ..model.head import give_losses_where_exact
+from ..model.small import summed_gradients
 from ..optim.facts import by_matrix
-from ..parallel import expert, pipeline, tensor
-from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds
+from ..parallel import expert, pipeline, sequence, tensor
+from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds, stages_of
 from ..parallel.param_groups import check_named
 from ..parallel.plans import adapted_plans, plans_of
 from ..phases import rates
@@ -36,7 +38,6 @@ def show(plan: Plan) -> None:
     unknown, other, drawn, terms = "", "", None, []
     if plan.model_config is not None:  # first, so that a refusal stands alone
         made = empty_of(plan)
-        refuse_degrees(plan, *made)
         other = attention_of(plan)[1]
         unknown = task_called(recipe.task).check(plan.model_config, recipe.attention, recipe.model)
         drawn = drawn_up(plan, made)
@@ -144,14 +145,18 @@ def seen_device(command: Command) -> tuple[str, int] | None:
 
 
 def refuse_degrees(plan: Plan, model: PreTrainedModel, plans: Plans) -> None:
-    """Raises `Refusal` for a degree for which the model has no plan, or whose experts cannot be divided."""
-    mesh = plan.mesh
-    if mesh.pp > 1:
-        pipeline.chain(model, plans.pp)
-    if mesh.tp > 1:
-        tensor.check_plan(model, plans.tp)
+    """Raise `Refusal` for a degree that the model cannot have: by the same checks as `build_model`, before it."""
+    recipe, mesh = plan.recipe, plan.mesh
+    assert plan.model_config is not None
+    if mesh.sp > 1:
+        sequence.check(model, recipe.seq_len)
     if mesh.ep > 1:
         expert.check(model, mesh.ep)
+    if mesh.tp > 1:
+        tensor.check_plan(model, plans.tp)
+        summed_gradients(plan.model_config, recipe.facts, plans, recipe.model)
+    if mesh.pp > 1:
+        pipeline.split(model, draft(model, plans), stages_in(mesh, recipe.pipeline_schedule), plans.pp)
 
 
 def attention_of(plan: Plan) -> tuple[str, str]:
@@ -171,12 +176,17 @@ def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
 
 
 def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> tuple[Blueprint, Layout, Load]:
-    """Describes the model (`made` by `empty_of`), its layout and its load, as `memory.rank_terms` takes them; needs no weights."""
+    """Describe the model (`made` by `empty_of`), its layout and its load, as `memory.rank_terms` takes them; needs no weights.
+
+    A dry run and every start call this. Raises `Refusal` for a layout that the model cannot have.
+    """
     recipe, mesh = plan.recipe, plan.mesh
     model, plans = made or empty_of(plan)
+    refuse_degrees(plan, model, plans)
     whole = model
     if recipe.adapt is not None:
         model = recipe.adapt(model)
+        refuse_adapter(model, mesh)
         plans = adapted_plans(model, plans)
     blueprint = draft(model, plans)
     check_named(blueprint.trained, plans, recipe.matrices)
@@ -219,5 +229,10 @@ def fullest(plan: Plan, blueprint: Blueprint, layout: Layout, load: Load) -> lis
 
 def layout_of(mesh: Mesh, blueprint: Blueprint, pipeline_schedule: str) -> Layout:
     """Returns the layout that a recipe asks for, as far as counting needs it."""
-    stages = mesh.pp * (2 if pipeline_schedule == "dualpipev" else 1)
-    return Layout(mesh, 0, "torch", "float32", stage_bounds(blueprint, stages) if mesh.pp > 1 else (), pipeline_schedule)
+    bounds = stage_bounds(blueprint, stages_in(mesh, pipeline_schedule)) if mesh.pp > 1 else ()
+    return Layout(mesh, 0, "torch", "float32", bounds, pipeline_schedule)
+
+
+def stages_in(mesh: Mesh, pipeline_schedule: str) -> int:
+    """Count the stages of a pipeline."""
+    return mesh.pp * len(stages_of(0, mesh.pp, pipeline_schedule))
