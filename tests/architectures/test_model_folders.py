@@ -17,6 +17,7 @@ from recipekit.architectures.lookup import CAUSAL, READS_AHEAD, fitting_task, mo
 from recipekit.architectures.safetensors_files import INDEX
 from recipekit.command import parse
 from recipekit.data.processors import byte_tokenizer
+from recipekit.model.build import build_model
 from recipekit.model.causal import check_causal
 from recipekit.model.empty import config_of, construct
 from recipekit.plan import BEHIND_PADDING, ENCODERS, POSITIONS, make_plan
@@ -140,6 +141,22 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 LOOKED_AT: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "llama both ways": ("llama", lambda folder: rewrite(folder, is_causal=False), "a llama reads the tokens that it should predict"),
     "a wrong value": ("llama", lambda folder: rewrite(folder, hidden_size="many"), "does not take its config.json: "),
+    "a typing error": ("llama", lambda folder: rewrite(folder, hidden_act="gelo"), "KeyError: 'gelo' (probably hidden_act = gelo); correct"),
+    "an unknown rope": (
+        "llama",
+        lambda folder: rewrite(folder, rope_parameters={"rope_type": "yarm", "factor": 2.0}),
+        "KeyError: 'yarm' (probably rope_parameters.rope_type = yarm)",
+    ),
+    "a rope without its factor": (
+        "llama",
+        lambda folder: rewrite(folder, rope_parameters={"rope_type": "linear"}),
+        "{'factor'}\" (probably rope_parameters.rope_type = linear)",
+    ),
+    "no heads": ("llama", lambda folder: rewrite(folder, num_key_value_heads=0), "by zero (probably num_key_value_heads = 0)"),
+    "a negative width": ("llama", lambda folder: rewrite(folder, intermediate_size=-3), "(probably intermediate_size = -3)"),
+    "an unknown dtype": ("llama", lambda folder: rewrite(folder, dtype="bfloat17"), "AttributeError: module 'torch' has no attribute 'bfloat17'"),
+    "padding outside": ("llama", lambda folder: rewrite(folder, pad_token_id=9999), "AssertionError: Padding_idx must be within num_embeddings"),
+    "labels as a number": ("llama", lambda folder: rewrite(folder, id2label=3), "AttributeError: 'int' object has no attribute 'items'"),
 }
 TAKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "llama": ("llama", lambda folder: None, ""),
@@ -234,6 +251,38 @@ def test_a_start_ends_with_the_refusal_alone(saved, tmp_path, name):
     done = subprocess.run([sys.executable, NANO, *words(folder)], env=environment(), capture_output=True, text=True, timeout=60, cwd=tmp_path)
     head, line = done.stderr.splitlines()
     assert done.returncode == 1 and head == "refused: 1 problem" and says in line and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "made"),
+    [
+        ("image_classification", "deit", "DeiTForImageClassification"),
+        ("image_classification", "vit", "ViTForImageClassification"),
+        ("masked_lm", "bert", "BertForMaskedLM"),
+        ("reward", "llama", "LlamaForSequenceClassification"),
+        ("sft", "llama", "LlamaForCausalLM"),
+    ],
+)
+def test_a_config_without_architectures_trains_and_the_export_names_the_class(tmp_path, capsys, task, kind, made):
+    config = tiny_config(kind, 0 if task == "image_classification" else 264, task)
+    config.pop("architectures", None)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    recipe = Recipe(model=str(folder), task=task, init="random", tokenizer="" if task == "image_classification" else "bytes", seq_len=64)
+    show(make_plan(parse(recipe, NANO, ["--dry_run", "--out", str(tmp_path / "run")])))
+    assert "memory   accelerator" in capsys.readouterr().out
+    built = build_model(recipe, read_config(folder / "config.json", str(folder), task), None, {}, torch.device("cpu"))
+    assert built.architecture == made
+    built.model.save_pretrained(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [made]
+
+
+@pytest.mark.parametrize("wrong", [3, "LlamaForCausalLM", {"a": 1}])
+def test_architectures_that_are_no_list_are_refused(saved, tmp_path, wrong):
+    folder = made(saved, tmp_path / "model", ("llama", lambda folder: rewrite(folder, architectures=wrong), ""))
+    with pytest.raises(Refusal, match=r"config\.json: its architectures must be a list of class names; write it as in"):
+        dry_run(folder)
 
 
 @pytest.mark.slow

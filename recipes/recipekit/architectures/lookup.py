@@ -72,6 +72,8 @@ def read_config(path: Path, model: str, task: str = "pretrain") -> dict[str, Any
         raise refuse(str(path), f"is not JSON: {error}", "download the model again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise refuse(str(path), "names no model_type", "give the config.json of a transformers model")
+    if not isinstance(config.get("architectures") or [], list):
+        raise refuse(str(path), "its architectures must be a list of class names", 'write it as in "architectures": ["LlamaForCausalLM"], or delete the line')
     if problems := _untrainable(config, task or fitting_task(config), f"model = {model}"):
         raise Refusal(problems)
     return config

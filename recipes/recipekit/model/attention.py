@@ -13,15 +13,15 @@ from ..refusal import Refusal, refuse
 from ..strategy.divisions import check_dense_mask
 from ..tasks.facts import PACKED, Facts
 from .both_ways import choose_both_ways
+from .config_errors import WRONG_VALUE
 from .device import unfit_here
-from .empty import class_of, config_of, construct
+from .empty import class_of, config_of, construct, empty_model
 from .small import once_a_config
 
 VOCABULARY = 264  # of the tiny copy
 LENGTHS = (45, 1, 19, 63)  # of its documents, in one row; a tiny window is 32
 SHORTER = "use a smaller --seq_len or --micro_batch, or another model"
 EQUAL = 1e-4  # a difference of logits, as a share of the largest one
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # of a model that is given what it does not take
 
 
 def choose_attention(
@@ -78,7 +78,8 @@ def unfit(model_config: dict[str, Any], name: str = "") -> str:
                 return ""
     except Unfit as found:
         return f"it has {found}"
-    except FAILURES as error:
+    except WRONG_VALUE as error:
+        empty_model(model_config, "eager", name)  # Raises if the cause is a wrong value in its config.json.
         said = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return f"a tiny copy of it does not run with it ({said})"
     return "a tiny copy of it computes something else with it"

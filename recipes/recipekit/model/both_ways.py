@@ -10,14 +10,14 @@ from ..kernels.attention import MASKING, VARLEN, Unfit, both_ways
 from ..kernels.documents import document_starts, documents_of, for_layers
 from ..refusal import Refusal, refuse
 from ..strategy.divisions import check_dense_mask
+from .config_errors import WRONG_VALUE
 from .device import unfit_here
-from .empty import MASKED, config_of, construct
+from .empty import MASKED, config_of, construct, empty_model
 from .small import once_a_config
 
 VOCABULARY = 264  # of the tiny copy
 LENGTHS = (45, 1, 19, 63)  # of its documents, in one row; a tiny window is 32
 EQUAL = 1e-4  # a difference of logits, as a share of the largest one
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # of a model that is given what it does not take
 
 
 def choose_both_ways(wanted: str, model_config: dict[str, Any], name: str, dtype: torch.dtype, device: torch.device, rows: tuple[int, int]) -> tuple[str, str]:
@@ -37,6 +37,7 @@ def choose_both_ways(wanted: str, model_config: dict[str, Any], name: str, dtype
             break
         reasons[attention] = reason
     else:
+        empty_model(model_config, "eager", name, auto_class=MASKED)  # Raises if the cause is a wrong value in its config.json.
         others = "; ".join(f"{attention}: {reason}" for attention, reason in reasons.items())
         fix = "use another encoder, such as BERT, RoBERTa or ModernBERT" if wanted == "auto" else "leave it out"
         raise refuse(f"attention = {wanted}", f"does not keep the documents of a row apart in this {kind} ({others})", fix)
@@ -71,7 +72,7 @@ def leaks(model_config: dict[str, Any], attention: str, name: str = "") -> str:
                 return ""
     except Unfit as found:
         return f"it has {found}"
-    except FAILURES as error:
+    except WRONG_VALUE as error:
         said = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return f"a tiny copy of it does not run with it ({said})"
     return "the logits of a tiny copy's documents are not those of each alone"
@@ -90,7 +91,7 @@ def check_both_ways(model_config: dict[str, Any], attention: str = "auto", name:
             other = ids.clone()
             other[0, -1] += 1
             logits, changed = (model(input_ids=row).logits[0] for row in (ids, other))
-    except FAILURES as error:
+    except WRONG_VALUE as error:
         said = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {str(error)[:200]}"
         return f"not known whether a {kind} looks both ways: no tiny copy of it runs ({said})"
     if not (logits - changed)[:-1].any():

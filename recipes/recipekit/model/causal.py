@@ -7,6 +7,7 @@ import torch
 from ..architectures.families import tiny_copy
 from ..architectures.lookup import OTHERS
 from ..refusal import Refusal, refuse
+from .config_errors import WRONG_VALUE
 from .empty import config_of, construct
 
 CAUSAL_VOCABULARY = 264  # of the tiny copy that shows whether a model reads ahead
@@ -24,11 +25,11 @@ def check_causal(model_config: dict[str, Any], attention: str = "sdpa", name: st
     on_cpu = "eager" if attention in ("eager", "flash_attention_2") else "sdpa"  # flash attention is for GPUs; varlen is compared with sdpa
     try:
         tiny = tiny_copy(config, CAUSAL_VOCABULARY)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # a Refusal of `shrink` is a ValueError
+    except WRONG_VALUE as error:  # a Refusal of `shrink` is a ValueError
         return f"{unknown}: {error.problems[0].rule if isinstance(error, Refusal) else f'it cannot be made small ({type(error).__name__}: {error})'}"
     try:
         logits, changed = _two_readings(tiny, on_cpu, name)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except WRONG_VALUE as error:
         if isinstance(error, Refusal):
             raise
         return f"{unknown}: no tiny copy of it runs ({type(error).__name__}: {str(error)[:200]})"

@@ -1,13 +1,13 @@
 """A model from its config.json, its parameters on the meta device."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,8 +18,11 @@ from ..parallel.plans import lists_of_stages
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .batch_norm import replace_norms
+from .config_errors import wrong_values
 
 CAUSAL, MASKED = TASKS["pretrain"].auto_class, TASKS["masked_lm"].auto_class
+# How transformers 5.22.2 names an attention implementation that a class, or this machine, does not have.
+NO_ATTENTION = re.compile(r"attention implementation|attn_implementation|flash.?attention|sdpa", re.IGNORECASE)
 
 
 def leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -49,8 +52,9 @@ def empty_model(
     constructors' values of small parameters, by name: needed for the few that no initialiser sets (Apertus' activation),
     the rest is uninitialised memory. Raises `Refusal` for an attention implementation that the model does not have.
     """
-    with no_init_weights(), parameters_on_meta() as small:
-        model = construct(config_of(model_config, name), attention, name, auto_class)
+    config = config_of(model_config, name)
+    with no_init_weights(), parameters_on_meta() as small, wrong_values(model_config, name):
+        model = construct(config, attention, name, auto_class)
     made: Any = {
         f"{place}.{key}" if place else key: small[id(module), key]
         for place, module in model.named_modules()
@@ -94,13 +98,9 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 def config_of(model_config: dict[str, Any], name: str = "") -> PreTrainedConfig:
     """Makes a config of transformers' own class. Raises `Refusal` for values that the class does not take."""
-    model_config = dict(model_config)
-    kind = model_config.pop("model_type")
-    try:
-        return transformers.AutoConfig.for_model(kind, **model_config)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        rule = f"transformers {transformers.__version__} does not take its config.json: {' '.join(str(error).split())}"
-        raise refuse(f"model = {name}", rule, "mend the value") from None
+    values = {key: value for key, value in model_config.items() if key != "model_type"}
+    with wrong_values(model_config, name):
+        return transformers.AutoConfig.for_model(model_config["model_type"], **values)
 
 
 def class_of(config: PreTrainedConfig, auto_class: str) -> Any:
@@ -116,10 +116,12 @@ def construct(config: PreTrainedConfig, attention: str, name: str = "", auto_cla
     config._name_or_path = name  # what an exported adapter names as its base
     if auto_class == CAUSAL:
         config.use_cache = False  # with a cache transformers ignores packed position_ids, and documents leak into each other
+    if not config.architectures:  # transformers 5.22.2 looks for them where an Auto class has several for a type
+        config.architectures = [class_of(config, auto_class).__name__]
     try:
         model = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     except (ValueError, ImportError) as error:  # of an attention that the class, or this machine, does not have
-        if "attention" not in str(error).lower():
+        if not NO_ATTENTION.search(str(error)):
             raise
         fix = "use --attention eager" if attention != "eager" else "use another model"
         raise refuse(f"attention = {attention}", f"a {config.model_type} cannot use it here: {str(error).split('.')[0]}", fix) from None

@@ -14,6 +14,7 @@ from ..architectures.shrink import shrink
 from ..parallel.partial import partial_gradients
 from ..refusal import Refusal, refuse
 from ..tasks.facts import Facts, Plans
+from .config_errors import WRONG_VALUE
 from .empty import config_of, construct
 
 VOCABULARY = 264  # of a small copy
@@ -70,7 +71,7 @@ def summed_gradients(model_config: dict[str, Any], facts: Facts, plans: Plans, n
         torch.default_generator.manual_seed(0)
         try:
             return partial_gradients(small_copy(model_config, facts, name), plans.tp, lambda model: logits_of(model, facts))
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        except WRONG_VALUE as error:
             if isinstance(error, Refusal):
                 raise
             rule = f"no small copy of a {model_config['model_type']} runs, which shows what tensor parallelism has to sum"

@@ -19,6 +19,7 @@ from ..data.pictures import class_number, opened
 from ..data.request import Request
 from ..hub import in_hub_cache
 from ..model.batch_norm import check_norms
+from ..model.config_errors import WRONG_VALUE
 from ..model.empty import empty_model
 from ..model.small import logits_of, small_copy
 from ..refusal import Refusal, refuse
@@ -303,7 +304,7 @@ def check(model_config: dict[str, Any], attention: str, name: str) -> str:
     check_norms(model)
     try:
         logits_of(small_copy(model_config, facts, name), facts)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+    except (*WRONG_VALUE, ImportError) as error:
         if isinstance(error, Refusal):
             return f"not known whether a {kind} takes pictures: {error.problems[0].rule}"
         rule = f"no small copy of a {kind} runs on pictures alone ({type(error).__name__}: {str(error)[:200]})"

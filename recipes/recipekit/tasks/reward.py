@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from ..data.pairs import NUM_DRAWN, Pairs, collate_pairs, drawn, pairs_of
+from ..model.config_errors import WRONG_VALUE
 from ..model.small import EXAMPLES, small_copy
 from ..refusal import Refusal, refuse
 from ..task import IGNORE, MicroBatch, Row, Samples, Task
@@ -74,7 +75,7 @@ def check(model_config: dict[str, Any], attention: str, name: str) -> str:
                 model(input_ids=rows, position_ids=torch.arange(rows.shape[1]).expand(len(rows), -1), **facts.constants).logits
                 for rows in (ids, padded, ending)
             )
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        except (*WRONG_VALUE, ImportError) as error:
             told = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {str(error)[:200]}"
             return f"not known whether a {kind} ignores the padding of a row: {told}"
     if alone.shape != (len(ids), 1) or not (alone - behind).abs().max() <= READS_PADS_FROM * alone.abs().max():
