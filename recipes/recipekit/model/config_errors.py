@@ -24,8 +24,8 @@ COUNTED = re.compile(r".*(size|sizes|head|heads|dim|embd|model|layers?|depths|ex
 
 
 @contextlib.contextmanager
-def wrong_values(model_config: dict[str, Any], name: str) -> Iterator[None]:
-    """Refuse the config.json of model `name` if a constructor of transformers fails on it.
+def wrong_values(given: dict[str, Any], where: str) -> Iterator[None]:
+    """Refuse a config.json, `given`, if a constructor of transformers fails on it; `where` names the model.
 
     Typical causes are a typing error, a zero or a missing number.
     """
@@ -35,20 +35,19 @@ def wrong_values(model_config: dict[str, Any], name: str) -> Iterator[None]:
         raise
     except WRONG_VALUE as error:
         kind = "" if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: "
-        suspects = suspects_of(error, model_config)
+        suspects = suspects_of(error, dict(_flat(given)))
         probably = f" (probably {' or '.join(suspects)})" if suspects else ""
         said = " ".join(str(error).split())[:400]
         rule = f"transformers {transformers.__version__} does not take its config.json: {kind}{said}{probably}"
-        raise refuse(f"model = {name}", rule, "correct the value in config.json") from None
+        raise refuse(where, rule, "correct the value in config.json") from None
 
 
-def suspects_of(error: BaseException, model_config: dict[str, Any]) -> list[str]:
+def suspects_of(error: BaseException, values: dict[str, Any]) -> list[str]:
     """Return the keys of config.json that probably caused a constructor's error: "key = value", at most three.
 
     In this order: keys whose value the message quotes, numbers of zero or less that the model's own code read on its way
     to the error, for a division any zero, and at last every key that the message or the innermost statement names.
     """
-    values = dict(_flat(model_config))
     said = str(error)
     quoted = {word for quote in QUOTES for word in re.findall(quote, said)}
     found = [key for key, value in values.items() if isinstance(value, str) and value in quoted and key != "model_type"]

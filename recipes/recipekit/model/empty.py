@@ -53,7 +53,7 @@ def empty_model(
     the rest is uninitialised memory. Raises `Refusal` for an attention implementation that the model does not have.
     """
     config = config_of(model_config, name)
-    with no_init_weights(), parameters_on_meta() as small, wrong_values(model_config, name):
+    with no_init_weights(), parameters_on_meta() as small, wrong_values(dict(model_config), f"model = {name}"):
         model = construct(config, attention, name, auto_class)
     made: Any = {
         f"{place}.{key}" if place else key: small[id(module), key]
@@ -99,7 +99,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 def config_of(model_config: dict[str, Any], name: str = "") -> PreTrainedConfig:
     """Makes a config of transformers' own class. Raises `Refusal` for values that the class does not take."""
     values = {key: value for key, value in model_config.items() if key != "model_type"}
-    with wrong_values(model_config, name):
+    with wrong_values(values, f"model = {name}"):
         return transformers.AutoConfig.for_model(model_config["model_type"], **values)
 
 
