@@ -103,7 +103,7 @@ def build_model(
         models = [empty() for _ in stages]
         why_logits = give(whole, [model for model, stage in zip(models, stages, strict=True) if stage == split.num_stages - 1])
         absent = [pipeline.cut(model, split, stage, dtype, facts) for model, stage in zip(models, stages, strict=True)]
-    cuts, filled = dict[str, Cut](), dict[str, nn.Parameter]()
+    cuts, filled, uncut = dict[str, Cut](), dict[str, nn.Parameter](), empty() if recipe.init == "random" or recipe.labels else None
     for model, names in zip(models, absent, strict=True):
         for name, parameter in model.named_parameters():
             if name in filled:  # on both stages of a rank
@@ -112,7 +112,7 @@ def build_model(
         if tp_mesh:
             here = {pattern: style for pattern, style in plans.tp.items() if pattern not in names}
             cuts |= tensor_parallel.apply(model, tp_mesh, replace(plans, tp=here), summed)
-        fill(model, recipe.seed, groups, ds_config, device, dtype, cuts, weights, divide)
+        fill(model, recipe.seed, groups, ds_config, device, dtype, cuts, weights, divide, uncut)
         filled |= dict(model.named_parameters())
     if recipe.adapt is not None:
         models = [adapted(whole, recipe.adapt, recipe.seed, groups)]

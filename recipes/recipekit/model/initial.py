@@ -32,11 +32,14 @@ def fill(
     cuts: dict[str, Cut],
     weights: Weights | None,
     divide: Callable[[nn.Module], Any] | None = None,
+    whole: PreTrainedModel | None = None,
 ) -> None:
     """Gives every parameter that is still on the meta device its value: drawn from `seed`, or read from `weights`.
 
-    `divide` is called with each layer that is filled, and with the model at the end.
+    `divide` is called with each layer that is filled, and with the model at the end. `whole` is the same model on the meta
+    device, uncut; random values need it (`initialised_from_outside`).
     """
+    outside = initialised_from_outside(whole) if whole is not None else {}
     tp_mesh = groups.tp_mesh if groups else None
     names = {id(module): name for name, module in model.named_modules()}
     zero3 = groups is not None and ds_config["zero_optimization"]["stage"] == 3
@@ -54,6 +57,8 @@ def fill(
                 value = weights.part(name, cuts.get(name), tp_mesh)
             else:
                 value = values.pop(name)
+                if whole is not None and name in outside:
+                    value = draw_from_outside(whole, name, outside[name], value, seed)
                 if tp_mesh and name in cuts:
                     value = tensor_parallel.shard(value, cuts[name], tp_mesh)
             # a copy: safetensors' tensors are views of the mapped file, which training must not write to
@@ -129,7 +134,7 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
         for name, module in reversed(modules):  # children before parents: a parent may draw a child's weight again (GPT-2's c_proj)
             first = next((f"{name}.{key}" if name else key for key, _ in module.named_parameters()), None)
             if first is not None:
-                torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}:{first}".encode(), digest_size=8).digest(), "little") >> 1)
+                torch.manual_seed(seed_of(seed, first))
                 owner[id(module)]._init_weights(module)
                 _draw_the_rest(module)
     for (module, key), parameter in filled.items():
@@ -146,6 +151,51 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
             values[full] = drawn
             module._parameters[key] = meta[module, key]
     return values
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of what is drawn for one parameter: it depends on the run's seed and on the name alone."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def initialised_from_outside(whole: PreTrainedModel) -> dict[str, list[tuple[Any, nn.Module]]]:
+    """Find the parameters whose first values come from the initialiser of a module outside their part: name -> calls.
+
+    A call is (owner, module), for `owner._init_weights(module)`; the calls are in the order in which transformers makes
+    them. A parent may set weights far below it: Whisper's encoder its positions, CLIP's classifier its head. A tied
+    parameter has the values of the module that it is tied to: a head that comes first those of the embedding.
+    """
+    owners = {id(module): owner for owner, module in _init_owners(whole)}
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    found: dict[str, list[tuple[Any, nn.Module]]] = {}
+    for source in set(whole.all_tied_weights_keys.values()):
+        module = whole.get_submodule(source.rpartition(".")[0])
+        name = names[id(whole.get_parameter(source))]
+        if name != source:
+            found[name] = [(owners[id(module)], module)]
+    above = [part for part, deep in parts(whole) if not deep]
+    for part in reversed(above):  # The innermost first.
+        own = {id(parameter) for parameter in part.parameters(recurse=False)}
+        inner = {id(parameter): parameter for parameter in part.parameters() if id(parameter) not in own}
+        versions = {key: parameter._version for key, parameter in inner.items()}
+        with torch.no_grad(), guard_torch_init_functions():
+            owners[id(part)]._init_weights(part)
+        for key, parameter in inner.items():
+            if parameter._version != versions[key]:
+                found.setdefault(names[key], []).append((owners[id(part)], part))
+    return found
+
+
+def draw_from_outside(whole: PreTrainedModel, name: str, calls: list[tuple[Any, nn.Module]], value: torch.Tensor, seed: int) -> torch.Tensor:
+    """Draw a parameter again by calls of `initialised_from_outside`; `value` is what its own part gave it."""
+    meta, real = whole.get_parameter(name), nn.Parameter(value.clone())
+    replace_parameter(whole, meta, real)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
+        for owner, module in calls:
+            torch.manual_seed(seed_of(seed, name))
+            owner._init_weights(module)
+    replace_parameter(whole, real, meta)
+    return real.detach()
 
 
 def _draw_the_rest(module: nn.Module) -> None:
