@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .architectures import lookup
+from .architectures.positions import beyond_positions
 from .architectures.safetensors_files import open_folder
 from .architectures.shrink import BYTE_VOCAB, ROBERTAS, shrink
 from .command import Command
@@ -97,7 +98,9 @@ def make_plan(command: Command) -> Plan:
     laid = lay_out(command.world)
     recipe, mesh = laid.recipe, laid.mesh
     notes += laid.notes
-    problems += _check_positions(recipe.seq_len, model_config, recipe.facts.masked) if model_config and "seq_len" in recipe.facts.reads else []
+    if model_config and "seq_len" in recipe.facts.reads:
+        problems += _check_positions(recipe.seq_len, model_config, recipe.facts.masked)
+        notes += beyond_positions(model_config, recipe.seq_len)
     problems += _check_inputs(recipe, model_config is not None, notes)
     problems += _check_offline(recipe.model, recipe.init, model_config is not None, command)
     problems += _check_out(command.out)

@@ -23,6 +23,7 @@ from ..refusal import Refusal, Say, refuse
 from .content import characters_of, held_out_tokens, is_empty, is_held_out, size_of
 from .encode import Encoder
 from .files import not_utf8, unreadable
+from .processors import check_token
 from .remote import Unreachable
 from .request import Sizes
 from .source import UNREADABLE, Document, Source, Values, holds_tokens
@@ -139,11 +140,17 @@ class Reader:
             if self.closed.is_set():
                 raise RuntimeError("the stream is closed")
             chunk = self._chunk(part, group, row, rows)
+            self._check_tokens(chunk, part, group, row)
             tell(chunk.told, self.told, self.say)
             yield chunk
             row = chunk.row
             if chunk.last:
                 return
+
+    def _check_tokens(self, chunk: Chunk | SampleChunk, part: int, group: int, row: int) -> None:
+        """Raise `Refusal` for a chunk, new or kept, with a token that has no embedding."""
+        if self.encoder is not None and isinstance(chunk, Chunk) and len(chunk.ids):
+            check_token(self.encoder.tokenizer, int(chunk.ids.max()), f"the rows from {self.source.place(part, group, row)} on")
 
     def _chunk(self, part: int, group: int, row: int, rows: Rows) -> Chunk | SampleChunk:
         if self.encoder is None:

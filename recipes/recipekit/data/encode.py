@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from ..refusal import refuse
 from ..task import IGNORE
 from ..tasks.facts import TASKS
+from .processors import num_embeddings
 from .source import Document
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids (n,) int64; labels (n,) int64: the token that follows, or IGNORE
@@ -43,7 +44,7 @@ class Encoder:
 
     @functools.cached_property
     def vocabulary(self) -> int:
-        return len(self.tokenizer)
+        return num_embeddings(self.tokenizer)
 
     @functools.cached_property
     def identity(self) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..task import IGNORE
 from .packing import hashes
+from .processors import num_embeddings
 from .request import Request
 
 REPLACED, RANDOM = 0.8, 0.1  # shares of the hidden tokens: by the mask token, by any token; the others stay (Devlin et al., NAACL 2019, section 3.1)
@@ -59,6 +60,7 @@ def masks_of(request: Request, tokenizer: Any) -> Masks | None:
         return None
     special = np.zeros(len(tokenizer), dtype=bool)
     special[[*tokenizer.all_special_ids, *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)]] = True
+    special[num_embeddings(tokenizer) :] = True
     return Masks(request.mask_rate, tokenizer.mask_token_id, special, borders_of_words(tokenizer, special) if request.whole_words else None)
 
 

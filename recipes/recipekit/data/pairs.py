@@ -11,7 +11,7 @@ import torch
 from jinja2 import TemplateError
 
 from ..task import IGNORE, MicroBatch, Row
-from .processors import fitting_tokenizer, pad_id
+from .processors import fitting_tokenizer, num_embeddings, pad_id
 from .request import Request
 
 ROUNDED_TO = 64  # tokens: the rows of a micro-batch are as long as its longest answer, in such steps
@@ -121,6 +121,8 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
         if not prompt:
             raise ValueError("its answers have no prompt: their first messages differ already")
         begin, *whole = _rendered(tokenizer, [prompt, prompt + list(chosen), prompt + list(rejected)])
+    if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
+        raise ValueError(f"it holds token {highest}, and the model has embeddings for 0 to {count - 1}; resize_token_embeddings adds them")
     start = min(_common(begin, ids) for ids in whole)
     if (longest := max(map(len, whole))) > pairs.seq_len:
         raise ValueError(f"it takes {longest} tokens, more than seq_len = {pairs.seq_len}; --seq_len {longest} holds it")

@@ -41,12 +41,29 @@ def load_tokenizer(model: str, tokenizer: str = "", masked: bool = False) -> Any
 
 
 def fitting_tokenizer(request: Request, model_config: dict[str, Any]) -> Any:
-    """Loads the tokenizer of a run. Raises `Refusal` for one with more tokens than the model has embeddings."""
+    """Load the tokenizer of a run. It may have more tokens than the model has embeddings, if the data do not use them.
+
+    Its attribute `num_embeddings` counts its tokens that have an embedding.
+    """
     tokenizer = load_tokenizer(request.model, request.tokenizer, request.masked)
-    if len(tokenizer) > (vocabulary := model_config.get("vocab_size", len(tokenizer))):
-        rule = f"has {len(tokenizer)} tokens, more than the {vocabulary} of {request.model}"
-        raise refuse(f"tokenizer = {request.tokenizer or request.model}", rule, "leave --tokenizer out to take the model's own")
+    text = model_config.get("text_config")
+    vocabulary = model_config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    tokenizer.num_embeddings = min(vocabulary or len(tokenizer), len(tokenizer))
     return tokenizer
+
+
+def num_embeddings(tokenizer: Any) -> int:
+    """Count the tokens of a tokenizer for which its model has an embedding."""
+    return getattr(tokenizer, "num_embeddings", len(tokenizer))
+
+
+def check_token(tokenizer: Any, token: int, where: str) -> None:
+    """Raise `Refusal` if `token`, the highest one met at `where`, has no embedding."""
+    if token < (count := num_embeddings(tokenizer)):
+        return
+    known = f"the tokenizer has {len(tokenizer)} tokens, and the model has embeddings for 0 to {count - 1}"
+    fix = f"call resize_token_embeddings({len(tokenizer)}) of the model, save it, and use that folder; or use another --tokenizer"
+    raise refuse(where, f"holds token {token} ({tokenizer.convert_ids_to_tokens(token)!r}): {known}", fix)
 
 
 def byte_tokenizer(masked: bool = False) -> PreTrainedTokenizerFast:
@@ -74,7 +91,8 @@ def byte_tokenizer(masked: bool = False) -> PreTrainedTokenizerFast:
 
 def pad_id(tokenizer: Any) -> int:
     """Names the token that fills a row; it never carries loss, and no other token attends to it."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    own = tokenizer.pad_token_id
+    return own if own is not None and own < num_embeddings(tokenizer) else tokenizer.eos_token_id
 
 
 def check_edges(edges: tuple[list[int], list[int]], seq_len: int) -> None:
@@ -89,6 +107,7 @@ def check_tokenizer(tokenizer: Any, task: str) -> None:
         if tokenizer.mask_token_id is None or pad_id(tokenizer) is None:
             missing = "mask token, which stands for what is hidden" if tokenizer.mask_token_id is None else "token that fills a row"
             raise refuse("--tokenizer", f"has no {missing}", "use the tokenizer of a masked language model, or bytes")
+        check_token(tokenizer, tokenizer.mask_token_id, "mask_token of --tokenizer")
         return
     if tokenizer.eos_token_id is None:
         raise refuse("--tokenizer", "has no end-of-text token, which separates documents", "use the tokenizer of a causal language model")

@@ -7,6 +7,7 @@ import torch
 
 from ..data.held_out import eval_rows, eval_samples
 from ..data.prefetch import Stream
+from ..data.processors import num_embeddings
 from ..data.request import request_of
 from ..data.sameness import OtherData, StreamState
 from ..data.samples import open_rows, open_samples
@@ -22,7 +23,9 @@ from .agree import shared_problems
 
 def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
     """Opens the data once, before anything large is made (a collective). Raises `Refusal`, on all ranks, with what any of them cannot open."""
-    refusal = None
+    refusal, tokenizer = None, getattr(processor, "tokenizer", processor)
+    if task.facts.of_tokens and (fewer := num_embeddings(tokenizer)) < len(tokenizer):
+        say(f"tokenizer: it has {len(tokenizer)} tokens, the model has embeddings for {fewer}; data with one of the others are refused")
     try:
         if task.samples:
             open_rows(request_of(recipe), task.samples, say)

@@ -1,0 +1,32 @@
+"""The positions that a model was trained on, from its config.json."""
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def beyond_positions(model_config: dict[str, Any], seq_len: int) -> list[str]:
+    """Return one line if rows of `seq_len` tokens exceed the positions that the model's config.json states, else nothing.
+
+    Rotary positions and ALiBi are computed for any length. A scaling of them is named with the length that it reaches.
+    """
+    text = model_config.get("text_config")
+    config = model_config | text if isinstance(text, dict) else model_config
+    most = config.get("max_position_embeddings")
+    if type(most) is not int or seq_len <= most:
+        return []
+    line = f"seq_len: rows of {seq_len} tokens exceed max_position_embeddings = {most} in the model's config.json"
+    if not (scalings := list(_scalings(config, most))):
+        return [f"{line}: the model was not trained on positions behind it"]
+    return [f"{line}; {', '.join(scalings)}"]
+
+
+def _scalings(config: dict[str, Any], most: int) -> Iterator[str]:
+    """Yield a text for each scaling of rotary positions; some models have one for each type of layer."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    for name, own in {"": rope, **{name: own for name, own in rope.items() if isinstance(own, dict)}}.items():
+        kind, factor = own.get("rope_type") or own.get("type"), own.get("factor")
+        if isinstance(kind, str) and kind != "default" and isinstance(factor, int | float):
+            begun = own.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or most
+            yield f"{kind} scaling{f' of {name}' if name else ''} by {factor} reaches {int(factor * begun)} from {begun}"

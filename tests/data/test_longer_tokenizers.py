@@ -1,0 +1,78 @@
+"""A tokenizer with more tokens than the model has embeddings: refused where the data hold such a token, and only there."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recipekit.data.masks import masks_of
+from recipekit.data.pairs import Pairs, encode_pair
+from recipekit.data.processors import byte_tokenizer, check_tokenizer, fitting_tokenizer, pad_id
+from recipekit.data.request import request_of
+from recipekit.data.stream import open_corpus
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+
+SAYS = r"holds token 264 \('<image>'\): the tokenizer has 265 tokens, and the model has embeddings for 0 to 263; call resize_token_embeddings\(265\)"
+
+
+def recipe_of(folder: Path, task: str = "pretrain", **changes) -> Recipe:
+    tokenizer = byte_tokenizer(task == "masked_lm")
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    base = Recipe(model="none", task=task, tokenizer=str(folder / "tokenizer"), dataset=str(folder / "rows.jsonl"), seq_len=64)
+    return dataclasses.replace(base, micro_batch=1, global_batch=1, token_cache=str(folder / "kept"), **changes)
+
+
+def write(folder: Path, task: str, word: str) -> None:
+    rows = []
+    for number in range(200):
+        text = f"row {number} {word if number == 150 else 'x'}"
+        chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+        rows.append(json.dumps({"messages": chat} if task == "sft" else {"text": text}))
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def read(recipe: Recipe, vocab_size: int = 264) -> int:
+    """Read every chunk; return the number of tokens."""
+    request = request_of(recipe)
+    tokenizer = fitting_tokenizer(request, {"vocab_size": vocab_size})
+    corpus = open_corpus(request, tokenizer)
+    (reader,) = corpus.readers()
+    return sum(len(chunk.ids) for chunk in reader.chunks(0, 0, 0))
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft", "masked_lm"])
+def test_only_data_with_such_a_token_are_refused(tmp_path: Path, task: str) -> None:
+    recipe = recipe_of(tmp_path, task)
+    write(tmp_path, task, "plain")
+    assert read(recipe) > 1000
+    write(tmp_path, task, "<image>")
+    with pytest.raises(Refusal, match=SAYS):
+        read(recipe)
+    assert read(recipe, 265) > 1000, "the tokens are kept now"
+    with pytest.raises(Refusal, match=SAYS):
+        read(recipe)
+
+
+def test_tokens_of_the_task_itself_need_an_embedding(tmp_path: Path) -> None:
+    """Padding does not: the end token fills rows instead. Hidden tokens are replaced by tokens with an embedding."""
+    request = request_of(recipe_of(tmp_path, "masked_lm"))
+    tokenizer = fitting_tokenizer(request, {"vocab_size": 264})
+    masks = masks_of(request, tokenizer)
+    assert masks is not None and masks.special[264] and not masks.special[100]
+    seen, _ = masks(np.full(20000, 65, np.int32), "key")
+    assert seen.max() < 264
+    tokenizer.mask_token = tokenizer.pad_token = "<image>"
+    assert pad_id(tokenizer) == tokenizer.eos_token_id
+    with pytest.raises(Refusal, match="mask_token of --tokenizer: holds token 264"):
+        check_tokenizer(tokenizer, "masked_lm")
+
+
+def test_a_pair_with_such_a_token_is_a_broken_row(tmp_path: Path) -> None:
+    tokenizer = fitting_tokenizer(request_of(recipe_of(tmp_path, "preference")), {"text_config": {"vocab_size": 264}})
+    pairs = Pairs(tokenizer, 64, False)
+    assert encode_pair(pairs, {"prompt": "a", "chosen": "b", "rejected": "c"})[0] >= 1
+    with pytest.raises(ValueError, match="it holds token 264, and the model has embeddings for 0 to 263"):
+        encode_pair(pairs, {"prompt": "a", "chosen": "b<image>", "rejected": "c"})
