@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import free_port
 from recipekit.architectures.shrink import BYTE_VOCAB
-from recipekit.data.encode import encode_chats, encode_texts, render_chat
+from recipekit.data.chat_spans import ChatTemplate
+from recipekit.data.encode import encode_chats, encode_texts
 from recipekit.data.processors import byte_tokenizer, check_tokenizer, load_tokenizer
 from recipekit.refusal import Refusal
 from recipekit.task import IGNORE
@@ -254,15 +255,15 @@ def targets(tokenizer, ids: np.ndarray, labels: np.ndarray) -> list[str]:
 @pytest.mark.parametrize(
     "name, template, chat, expected",
     [
-        ("bytes", CHATML, CHAT, ["  Because.\n<|im_end|>", "Why? Be brief.assistant<|im_end|>"]),
-        ("chatml", CHATML, CHAT, ["  Because.\n<|im_end|>", "Why? Be brief.assistant<|im_end|>"]),
+        ("bytes", CHATML, CHAT, ["  Because.\n<|im_end|>\n", "Why? Be brief.assistant<|im_end|>\n"]),
+        ("chatml", CHATML, CHAT, ["  Because.\n<|im_end|>\n", "Why? Be brief.assistant<|im_end|>\n"]),
         ("llama3", LLAMA3, CHAT, ["Because.<|eot_id|>", "Why? Be brief.assistant<|eot_id|>"]),
-        ("chatml", THINKING, CHAT, ["  Because.\n<|im_end|>", "Why? Be brief.assistant<|im_end|>"]),
-        ("chatml", THINKING, THOUGHTS, ["So.<|im_end|>", "Ah.\n</think>\n\nYes.<|im_end|>"]),
+        ("chatml", THINKING, CHAT, ["  Because.\n<|im_end|>\n", "<think>\n\n</think>\n\nWhy? Be brief.assistant<|im_end|>\n"]),
+        ("chatml", THINKING, THOUGHTS, ["So.<|im_end|>\n", "<think>\nAh.\n</think>\n\nYes.<|im_end|>\n"]),
         ("instruct", INSTRUCT, CHAT, [" Because. </s>", " Why? Be brief.assistant </s>"]),
-        ("chatml", PLAIN, CHAT, ["  Because.\n", "Why? Be brief.assistant"]),
-        ("chatml", CHATML, [ASK, {"role": "assistant", "content": ""}], ["<|im_end|>"]),
-        ("chatml", CHATML, [{"role": "assistant", "content": "é日本"}, ASK], ["é日本<|im_end|>"]),
+        ("chatml", PLAIN, CHAT, ["  Because.\n\n\n", "Why? Be brief.assistant\n\n"]),
+        ("chatml", CHATML, [ASK, {"role": "assistant", "content": ""}], ["<|im_end|>\n"]),
+        ("chatml", CHATML, [{"role": "assistant", "content": "é日本"}, ASK], ["é日本<|im_end|>\n"]),
     ],
 )
 def test_loss_on_answers_only(name, template, chat, expected):
@@ -287,22 +288,22 @@ def test_batch_of_chats_equals_each_alone():
 def test_long_chat_is_cut_and_one_without_answer_is_empty():
     BYTES.chat_template = CHATML
     ((ids, labels),) = encode_chats(BYTES, [CHAT], ["1"], 60)
-    assert len(ids) == 60 and targets(BYTES, ids, labels) == ["  Because.\n<|im_end|>"[: len(targets(BYTES, ids, labels)[0])]]
+    assert len(ids) == 60 and targets(BYTES, ids, labels) == ["  Because.\n<|im_end|>\n"]
     assert [len(ids) for ids, _ in encode_chats(BYTES, [CHAT, [ASK]], ["1", "2"], 20)] == [0, 0]
 
 
 @pytest.mark.parametrize(
     "template, chat, says",
     [
-        (CHATML, [{"from": "human", "value": "hi"}], "a message must hold the strings 'role' and 'content'"),
+        (CHATML, [{"speaker": "human", "value": "hi"}], "a message must hold the strings 'role' and 'content'"),
         (CHATML, [{"role": "assistant", "content": [{"type": "text"}]}], "a message must hold the strings"),
+        (CHATML, [{"role": "assistant", "content": [{"type": "image_url", "text": "x"}]}], "a message must hold the strings"),
+        (CHATML, [ASK, {"role": "assistant", "content": None}], "a message must hold the strings"),
+        (CHATML, [ASK, {"role": "bot", "content": "x"}], "the role 'bot'; the roles of these rows are bot, user"),
         (CHATML, [], "a chat must be a list"),
         (CHATML, "hello", "a chat must be a list"),
         (INSTRUCT, [ASK, ASK], "roles must alternate"),
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", CHAT, "message 3: the chat template changes this answer"),
-        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", CHAT, "message 3: the chat template changes this answer"),
-        ("{{ messages[0].content }}", CHAT, "message 3: the chat template changes this answer"),
-        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", CHAT, "message 5: the chat template changes this answer"),
+        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", CHAT, "message 3: the chat template changes this answer"),
     ],
 )
 def test_unusable_chat_is_refused(template, chat, says):
@@ -319,8 +320,8 @@ def test_rendered_answers_are_the_contents(answers):
     tokenizer = TOKENIZERS["chatml"]
     tokenizer.chat_template = CHATML
     chat = [message for answer in answers for message in (ASK, {"role": "assistant", "content": answer})]
-    text, spans = render_chat(tokenizer, chat, "row")
-    assert [text[start:end] for start, end in spans] == answers
+    text, spans = ChatTemplate(tokenizer).answers(chat, None, "row")
+    assert [text[start:end] for _, (start, end) in spans] == [f"{answer}<|im_end|>\n" for answer in answers]
 
 
 def test_tokenizer_without_what_the_task_needs_is_refused():

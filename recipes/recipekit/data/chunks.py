@@ -28,7 +28,7 @@ from .remote import Unreachable
 from .request import Sizes
 from .source import UNREADABLE, Document, Source, Values, holds_tokens
 
-FORMAT = 2  # of the files
+FORMAT = 3  # of the files
 TOLD = 5  # rows left out of which a run tells where they are; the others are counted
 LOG = logging.getLogger(__name__)
 

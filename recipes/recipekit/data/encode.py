@@ -2,36 +2,74 @@
 
 import functools
 import hashlib
+import re
 from dataclasses import dataclass
-from typing import Any
+from datetime import date
+from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 
-from ..refusal import refuse
 from ..task import IGNORE
 from ..tasks.facts import TASKS
+from .chat_rows import OPENAI, Content, Message, UnknownRole, messages_of, text_pieces, unknown_keys
+from .chat_spans import ChatTemplate, Span, learned
 from .processors import num_embeddings
 from .source import Document
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids (n,) int64; labels (n,) int64: the token that follows, or IGNORE
 
 
+class Counts(NamedTuple):
+    """What of chats is not learned. Characters are those of the answers that are to be learned."""
+
+    rows: int = 0
+    cut: int = 0  # rows that are longer than seq_len
+    barren: int = 0  # rows without a token to learn
+    said: int = 0  # characters
+    dropped: int = 0  # characters that the template leaves out
+    forms: tuple[str, ...] = ()  # of rows
+    keys: tuple[str, ...] = ()  # of messages that nobody reads
+
+    def __add__(self, other: Any) -> "Counts":
+        sums = (one + more for one, more in zip(self[:5], other[:5], strict=True))
+        names = (tuple(sorted({*one, *more})) for one, more in zip(self[5:], other[5:], strict=True))
+        return Counts(*sums, *names)
+
+
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of documents."""
+    """Makes tokens of documents. `day`: the date that a chat template writes as today's."""
 
     tokenizer: Any
     task: str
     seq_len: int
+    day: date | None = None
 
-    def __call__(self, documents: list[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def __call__(self, documents: list[Document]) -> list[Encoded]:
+        return self.counted(documents)[0]
+
+    def counted(self, documents: list[Document]) -> tuple[list[Encoded], Counts]:
+        """Encode documents: (ids and labels of each, what of chats is not learned)."""
         contents, places = [content for content, _ in documents], [place for _, place in documents]
         if not documents:
-            return []
+            return [], Counts()
         if TASKS[self.task].masked:
-            return encode_sequences(self.tokenizer, contents, self.seq_len)
-        return encode_chats(self.tokenizer, contents, places, self.seq_len) if self.chats else encode_texts(self.tokenizer, contents)
+            return encode_sequences(self.tokenizer, contents, self.seq_len), Counts()
+        if self.chats:
+            return counted_chats(self.template, contents, places, self.seq_len)
+        return encode_texts(self.tokenizer, contents), Counts()
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.day)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end an answer in training; none of a task that hides tokens."""
+        if TASKS[self.task].masked:
+            return ()
+        of_chats = self.template.end_tokens if self.tokenizer.chat_template and (self.chats or TASKS[self.task].pairs) else ()
+        return of_chats if self.chats else tuple(dict.fromkeys([*of_chats, self.tokenizer.eos_token_id]))
 
     @property
     def chats(self) -> bool:
@@ -81,33 +119,77 @@ def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:start], whole[start + len(bare) :]
 
 
-def encode_chats(tokenizer: Any, chats: list[list[dict[str, Any]]], places: list[str], seq_len: int) -> list[Encoded]:
-    """Encodes each chat as one document of at most `seq_len` tokens, with loss on the assistant's answers and the end-of-turn tokens after them.
+def encode_chats(tokenizer: Any, chats: list[Content], places: list[str], seq_len: int) -> list[Encoded]:
+    """Encode each chat as one document of at most `seq_len` tokens, with loss on the answers: all that the template writes in the assistant's turns.
 
     `places` names each chat in messages. A chat without a target comes back empty. Raises `Refusal` for a malformed chat.
     """
-    rendered = [render_chat(tokenizer, chat, place) for chat, place in zip(chats, places, strict=True)]
+    return counted_chats(ChatTemplate(tokenizer), chats, places, seq_len)[0]
+
+
+def counted_chats(template: ChatTemplate, chats: list[Content], places: list[str], seq_len: int) -> tuple[list[Encoded], Counts]:
+    """Encode chats as `encode_chats` does, and count what of them is not learned."""
+    rendered, counts = [], Counts(rows=len(chats))
+    for messages, tools, place in _readable(template, chats, places):
+        text, answers = template.answers(messages, tools, place)
+        rendered.append((text, [span for number, span in answers if number < 0 or learned(messages[number])]))
+        counts += _said(messages, text, answers)
+        counts += Counts(keys=tuple(unknown_keys(messages, template.names)))
+    counts += Counts(forms=tuple({chat.get("form", OPENAI) if isinstance(chat, dict) else OPENAI for chat in chats}))
     texts = [text for text, _ in rendered]
+    tokenizer = template.tokenizer
     batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False)
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     encoded = []
-    for (text, answers), ids, offsets in zip(rendered, batch["input_ids"], batch["offset_mapping"], strict=True):
-        wanted = np.zeros(len(ids), dtype=bool)
-        token = 0
-        for start, end in answers:
-            while token < len(ids) and offsets[token][1] <= start:
-                token += 1
-            while token < len(ids) and offsets[token][0] < end:
-                wanted[token] = True
-                token += 1
-            turn_end = token  # the end of the turn: white space, then one special token
-            while turn_end < len(ids) and ids[turn_end] not in special and text[slice(*offsets[turn_end])].isspace():
-                turn_end += 1
-            if turn_end < len(ids) and ids[turn_end] in special:
-                wanted[token : turn_end + 1] = True
-                token = turn_end + 1
+    for (_, answers), ids, offsets in zip(rendered, batch["input_ids"], batch["offset_mapping"], strict=True):
+        wanted = wanted_tokens(offsets, answers)
         encoded.append(_document(np.array(ids, dtype=np.int64)[:seq_len], wanted[:seq_len]))
-    return encoded
+        counts += Counts(cut=int(len(ids) > seq_len), barren=int(not len(encoded[-1][0])))
+    return encoded, counts
+
+
+def wanted_tokens(offsets: list[tuple[int, int]], answers: list[Span]) -> np.ndarray:
+    """Return which tokens hold a character of an answer, (n,) bool; `offsets` are the characters of each token."""
+    wanted = np.zeros(len(offsets), dtype=bool)
+    token = 0
+    for start, end in answers:
+        while token < len(offsets) and offsets[token][1] <= start:
+            token += 1
+        while token < len(offsets) and offsets[token][0] < end:
+            wanted[token] = True
+            token += 1
+    return wanted
+
+
+def _readable(template: ChatTemplate, chats: list[Content], places: list[str]) -> list[tuple[list[Message], list[Any] | None, str]]:
+    """Read the messages and tools of chats. Raises `Refusal`; one for a role that nobody knows names all roles of these chats."""
+    found, unknown, met = [], None, set[str]()
+    for chat, place in zip(chats, places, strict=True):
+        messages, tools = (chat["messages"], chat.get("tools")) if isinstance(chat, dict) else (chat, None)
+        try:
+            found.append((messages_of(messages, place, template.roles), tools or None, place))
+            met |= {message["role"] for message in found[-1][0]}
+        except UnknownRole as problem:
+            unknown, met = unknown or problem, met | problem.met
+    if unknown:
+        raise UnknownRole(unknown.place, unknown.role, met)
+    return found
+
+
+def _said(messages: list[Message], text: str, answers: list[tuple[int, Span]]) -> Counts:
+    """Count the characters of the answers that are to be learned, and how many of these the template leaves out."""
+    said = dropped = 0
+    spans = {number: span for number, span in answers if number >= 0}
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" or not learned(message):
+            continue
+        written = text[slice(*spans[number])] if number in spans else text
+        for piece in text_pieces(message):
+            stripped = piece.strip()
+            said += len(stripped)
+            if stripped not in written:
+                lines = filter(None, map(str.strip, re.split(r"\n|</?[^<>\s]+>", stripped)))
+                dropped += sum(len(line) for line in lines if line not in written)
+    return Counts(said=said, dropped=dropped)
 
 
 def _document(ids: np.ndarray, wanted: np.ndarray) -> Encoded:
@@ -115,61 +197,3 @@ def _document(ids: np.ndarray, wanted: np.ndarray) -> Encoded:
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[:-1] = np.where(wanted[1:], ids[1:], IGNORE)
     return (ids, labels) if wanted[1:].any() else (ids[:0], labels[:0])
-
-
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]], place: str) -> tuple[str, list[tuple[int, int]]]:
-    """Renders the chat as text, and finds the (start, end) of each assistant answer in it.
-
-    Answers are found without help from the template (`{% generation %}` is missing from most): an answer is what changes in the text
-    when its message is replaced by a character that occurs nowhere. That holds for templates that strip an answer or
-    drop its thoughts; it is checked that the part found is the end of the message, white space aside.
-    """
-    messages = [_message(message, place) for message in _as_list(messages, place)]
-    text = _render(tokenizer, messages, place)
-    mark = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
-    answers: list[tuple[int, int]] = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        marked = _render(tokenizer, [*messages[:number], {**message, "content": mark}, *messages[number + 1 :]], place)
-        start = _common_prefix(text, marked)
-        end = len(text) - min(_common_prefix(text[::-1], marked[::-1]), len(text) - start)
-        found, said = "".join(text[start:end].split()), "".join(message["content"].split())
-        after_last = not answers or start >= answers[-1][1]
-        if marked.count(mark) != 1 or not said.endswith(found) or bool(found) != bool(said) or not after_last:
-            fix = "look at the row and the template: the answer's text must occur once, unchanged apart from white space at its ends"
-            raise refuse(f"{place}, message {number + 1}", "the chat template changes this answer so that its tokens cannot be told", fix)
-        answers.append((start, end))
-    return text, answers
-
-
-def _render(tokenizer: Any, messages: list[dict[str, Any]], place: str) -> str:
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError, KeyError) as error:
-        raise refuse(place, f"the chat template cannot render this chat: {error}", "check the roles and their order in the row") from error
-
-
-def _as_list(messages: Any, place: str) -> list[Any]:
-    if not isinstance(messages, list) or not messages:
-        raise refuse(place, f"a chat must be a list of messages, this is {type(messages).__name__} {str(messages)[:40]!r}", "check --messages_field")
-    return messages
-
-
-def _message(message: Any, place: str) -> dict[str, Any]:
-    """Drops the empty entries that Parquet adds to a message. Raises `Refusal` if it has no role or no text."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise refuse(place, f"a message must hold the strings 'role' and 'content', this is {str(message)[:60]}", "convert the rows to that form")
-    return {key: value for key, value in message.items() if value is not None}
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """Counts the leading characters that are equal."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

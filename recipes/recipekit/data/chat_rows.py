@@ -1,0 +1,255 @@
+"""Chats as data sets hold them: the forms of rows, known by their columns, and the messages in them."""
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..refusal import Refusal, refuse
+
+Message = dict[str, Any]
+Row = dict[str, Any]
+Content = list[Message] | Row  # a chat of a row: its messages, or these with its tools and the name of its form
+
+ROLES = ("assistant", "developer", "function", "ipython", "system", "tool", "user")
+SPEAKERS = {  # of ShareGPT
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant",
+}  # fmt: skip
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that transformers takes for one another
+UNDERSTOOD = {"role", "content", "train", "tool_calls", "tool_call_id", "name", *THOUGHTS}  # keys of a message
+SKIP = "leave the row out (--bad_rows skip)"
+
+
+# Forms of rows ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of rows: the columns that it must have and may have, and how a row becomes messages."""
+
+    name: str
+    columns: tuple[str, ...]
+    optional: tuple[str, ...]
+    messages: Callable[[Row, str], Any]
+
+    def present(self, names: Collection[str]) -> list[str]:
+        """List the columns of this form that are among `names`."""
+        return [name for name in (*self.columns, *self.optional) if name in names]
+
+    def content(self, row: Row, place: str) -> Content | None:
+        """Make the chat of a row; None of an empty one. Raises `Refusal`."""
+        messages = self.messages(row, place)
+        if not messages:
+            return None
+        tools = _tools(row.get("tools"), place) if "tools" in self.optional else None
+        if self.name == OPENAI and not tools:
+            return messages
+        return {"messages": messages, "form": self.name} | ({"tools": tools} if tools else {})
+
+
+OPENAI = "OpenAI messages"
+
+
+def forms(messages_field: str) -> tuple[Form, ...]:
+    """List the forms that are read, the first that fits wins. A `messages_field` that is not the default is the only column of chats."""
+    typed = Form(OPENAI, (messages_field,), ("tools",), lambda row, place: _list(row[messages_field], place))
+    if messages_field != "messages":
+        return (typed,)
+    return (
+        typed,
+        Form("ShareGPT", ("conversations",), ("system", "tools"), _with_system(lambda row, place: _list(row["conversations"], place))),
+        Form("Alpaca", ("instruction", "output"), ("input", "system"), _with_system(_alpaca)),
+        Form("prompt and completion", ("prompt", "completion"), ("tools",), _completion),
+    )
+
+
+def form_of(names: Collection[str], messages_field: str = "messages") -> Form | None:
+    """Find the form of rows with these columns; None if there is none."""
+    return next((form for form in forms(messages_field) if all(name in names for name in form.columns)), None)
+
+
+def _with_system(messages: Callable[[Row, str], list[Message]]) -> Callable[[Row, str], list[Message]]:
+    def made(row: Row, place: str) -> list[Message]:
+        found, system = messages(row, place), row.get("system")
+        if system is not None and not isinstance(system, str):
+            raise _wrong(place, "system", system, "text")
+        return [{"role": "system", "content": system}, *found] if system and found else found
+
+    return made
+
+
+def _list(value: Any, place: str) -> list[Message]:
+    if value is not None and not isinstance(value, list):
+        rule = f"holds {type(value).__name__} {str(value)[:40]!r} where a list of messages (--messages_field) should be"
+        raise refuse(place, rule, f"name another column, mend the row, or {SKIP}")
+    return value or []
+
+
+def _alpaca(row: Row, place: str) -> list[Message]:
+    for name in ("instruction", "input", "output"):
+        if row.get(name) is not None and not isinstance(row[name], str):
+            raise _wrong(place, name, row[name], "text")
+    question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
+    if not question and not row["output"]:
+        return []
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"] or ""}]
+
+
+def _completion(row: Row, place: str) -> list[Message]:
+    """Make the chat of a prompt and its completion, texts or lists of messages; only the completion is learned."""
+    prompt, completion = row["prompt"], row["completion"]
+    if not prompt and not completion:
+        return []
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+            raise _wrong(place, name, value, "a list of messages, or both should be texts")
+    return [*map(_unlearned, prompt), *completion]
+
+
+def _unlearned(message: Any) -> Message:
+    return {**message, "weight": None, "training": None, "train": False}
+
+
+def _wrong(place: str, name: str, value: Any, expected: str) -> Refusal:
+    rule = f"its {name} holds {type(value).__name__} {str(value)[:40]!r}, which should be {expected}"
+    return refuse(place, rule, f"name the column of the chats with --messages_field, mend the row, or {SKIP}")
+
+
+def _tools(value: Any, place: str) -> list[Any]:
+    """Read the tools of a row: a list of descriptions, or JSON text of one; each of them may be JSON text."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or ()]
+    except (ValueError, TypeError) as error:
+        raise refuse(place, f"its tools cannot be read: {error}", f"write a JSON list of tools, or {SKIP}") from error
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise refuse(place, f"its tools hold {str(tools)[:40]!r}, not descriptions of tools", f"write a JSON list of objects, or {SKIP}")
+    return tools
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop the entries that Parquet and Arrow add to objects, since all rows of a column there have the same keys."""
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+# Messages ---------------------------------------------------------------------------------------------------------
+
+
+def messages_of(chat: Any, place: str, more_roles: Collection[str] = ()) -> list[Message]:
+    """Return the messages of a chat in one form: role, content (text), tool_calls, train, and the keys that only a template knows.
+
+    Raises `Refusal` for a message that cannot be read, and for a role that is neither of `ROLES` nor of `more_roles`.
+    """
+    if not isinstance(chat, list) or not chat:
+        rule = f"a chat must be a list of messages, this is {type(chat).__name__} {str(chat)[:40]!r}"
+        raise refuse(place, rule, "check --messages_field")
+    messages = [_message(message, place) for message in chat]
+    for message in messages:
+        if message["role"] not in ROLES and message["role"] not in more_roles:
+            raise UnknownRole(place, message["role"], {message["role"] for message in messages})
+    return messages
+
+
+class UnknownRole(Refusal):
+    """A message has a role that nobody knows; `met` are the roles of its chat."""
+
+    def __init__(self, place: str, role: str, met: Iterable[str]):
+        rule = f"a message has the role {role!r}; the roles of these rows are {', '.join(sorted(met))}, the known ones {', '.join(ROLES)}"
+        super().__init__(refuse(place, rule, f"rename the roles in the rows (an answer has the role assistant), or {SKIP}").problems)
+        self.place, self.role, self.met = place, role, set(met)
+
+
+def _message(message: Any, place: str) -> Message:
+    if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
+        message = _of_sharegpt(message, place)
+    fix = f"convert the rows to that form, or {SKIP}"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise refuse(place, f"a message must hold the strings 'role' and 'content', this is {str(message)[:60]}", fix)
+    made = {key: value for key, value in message.items() if value is not None and key not in ("weight", "train", "training")}
+    if not made.get("tool_calls"):
+        made.pop("tool_calls", None)
+    elif not isinstance(made["tool_calls"], list) or not all(_is_call(call) for call in made["tool_calls"]):
+        rule = f"the tool_calls of a message must be a list of functions with a name, these are {str(made['tool_calls'])[:60]}"
+        raise refuse(place, rule, fix)
+    content = _text(made.get("content"))
+    if content is None:
+        speaks = "tool_calls" in made or any(isinstance(made.get(key), str) for key in THOUGHTS)
+        if made.get("content") is not None or not speaks:
+            rule = "a message must hold the strings 'role' and 'content' (a list of text parts, or tool_calls, will do)"
+            raise refuse(place, f"{rule}, this is {str(message)[:60]}", fix)
+        content = ""
+    made["content"] = content
+    if (train := _trained(message, place)) is not None:
+        made["train"] = train
+    return made
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _text(content: Any) -> str | None:
+    """Return the text of a message's content, which may be a list of text parts; None if it is neither."""
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        return "".join(part["text"] for part in content) if all(part.get("type", "text") == "text" for part in content) else None
+    return content if isinstance(content, str) else None
+
+
+def _of_sharegpt(message: Message, place: str) -> Message:
+    speaker, value = message["from"], message.get("value")
+    made = {key: entry for key, entry in message.items() if key not in ("from", "value")} | {"role": SPEAKERS.get(speaker, speaker), "content": value}
+    if speaker == "function_call" and isinstance(value, str):
+        try:
+            calls = json.loads(value)
+        except ValueError as error:
+            raise refuse(place, f"a function_call is not JSON: {error}", f"write a name and its arguments as JSON, or {SKIP}") from error
+        calls = calls if isinstance(calls, list) else [calls]
+        made |= {"content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return made
+
+
+def _trained(message: Message, place: str) -> bool | None:
+    """Read `weight`, `train` and `training` of a message; None if it has none of them."""
+    found = {key: message[key] for key in ("weight", "train", "training") if message.get(key) is not None}
+    for key, value in found.items():
+        allowed = (0, 1) if key == "weight" else (False, True)
+        right = isinstance(value, bool) if key != "weight" else isinstance(value, int | float) and not isinstance(value, bool)
+        if not right or value not in allowed:
+            rule = f"the {key} of a message must be {'0 or 1' if key == 'weight' else 'true or false'}, this is {value!r}"
+            raise refuse(place, rule, f"write one of these, or {SKIP}")
+    if len({bool(value) for value in found.values()}) > 1:
+        raise refuse(place, f"a message is to be learned and not: {found}", f"keep one of these keys, or {SKIP}")
+    return bool(next(iter(found.values()))) if found else None
+
+
+def unknown_keys(messages: list[Message], is_named: Callable[[str], bool]) -> set[str]:
+    """Find the keys of messages that neither training nor the template reads."""
+    keys = {key for message in messages for key in message} - UNDERSTOOD
+    return {key for key in keys if not is_named(key)}
+
+
+def text_pieces(message: Message) -> list[str]:
+    """Cut what an answer says into pieces by which it is looked up in the rendered chat: content, thoughts, names and arguments of calls."""
+    pieces = [message["content"], *(message[key] for key in THOUGHTS if isinstance(message.get(key), str))]
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        pieces += [function["name"], *_strings(arguments)]
+    return pieces
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [*map(str, value), *(text for entry in value.values() for text in _strings(entry))]
+    if isinstance(value, list):
+        return [text for entry in value for text in _strings(entry)]
+    return [value] if isinstance(value, str) else []
