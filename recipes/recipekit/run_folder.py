@@ -157,6 +157,14 @@ def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
     return {}
 
 
+def day_of_run(saved: Path | None) -> str:
+    """Reads the date of the first start of the run in this run or step folder; empty if it keeps none."""
+    for run in [saved, saved.parent.parent] if saved else []:
+        with contextlib.suppress(OSError, ValueError):
+            return str(json.loads((run / FACTS).read_text()).get("date", ""))
+    return ""
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Reads the lines of metrics.jsonl that are complete, [] if there is none: a run that goes on may be writing the last."""
     try:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..refusal import Refusal, refuse
+from .encode import Counts
 from .masks import Masks
 from .packing import Block, make_block, permutation
 
@@ -24,6 +25,12 @@ class Place:
     row: int = 0
     document: int = 0
     bad: int = 0  # broken rows skipped before it
+    lost: tuple[int, ...] = ()  # what of the chats before it was not learned (`Counts.numbers`); empty without chats
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What decides how a block that begins here is packed and shuffled."""
+        return self.epoch, self.part, self.group, self.row, self.document, self.bad
 
 
 Held = list[tuple[Any, int, int]]  # chunks, and from which to before which of their documents
@@ -34,15 +41,16 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
 
     Raises `Refusal` if there is no document.
     """
-    barren = 0
+    barren, counts, is_reported = 0, Counts(), False
     while True:
         held: Held = []
-        tokens, begin, epoch, any_document = 0, place, place.epoch, place != Place(epoch=place.epoch, bad=place.bad)
+        tokens, begin, epoch, any_document = 0, place, place.epoch, any(place.key[1:5])
         for at, chunk in _epoch(reader, seed, place):
             first = at.document
+            counts += chunk.counts
             barren = 0 if len(chunk.lengths) else barren + chunk.barren
             if barren >= reader.sizes.barren_documents:
-                raise _no_target(barren)
+                raise _no_target(barren, reader)
             while first < len(chunk.lengths):
                 sums = np.cumsum(chunk.lengths[first:])
                 count = max(int(np.searchsorted(sums, limit - tokens, side="right")), 0 if held else 1)
@@ -52,36 +60,49 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
                     first += count
                     any_document = True
                 if first < len(chunk.lengths) or tokens >= limit:
-                    place = Place(at.epoch, at.part, at.group, at.row, first, at.bad)
-                    yield place, join(held, seed, *vars(begin).values())
+                    if not is_reported:
+                        reader.report(counts)
+                        is_reported = True
+                    place = Place(at.epoch, at.part, at.group, at.row, first, at.bad, at.lost)
+                    yield place, join(held, seed, *begin.key)
                     held, tokens, begin = [], 0, place
-            place = Place(at.epoch, at.part, at.group, chunk.row, 0, at.bad + chunk.bad)
+            place = Place(at.epoch, at.part, at.group, chunk.row, 0, at.bad + chunk.bad, added(at.lost, chunk.counts.numbers))
+        if not is_reported:
+            reader.report(counts)
+            is_reported = True
         if held:
-            place = Place(epoch=epoch + 1, bad=place.bad)
-            yield place, join(held, seed, *vars(begin).values())
+            place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost)
+            yield place, join(held, seed, *begin.key)
         elif not any_document:
             raise (
-                _no_target(barren)
+                _no_target(barren, reader)
                 if barren
                 else refuse("--dataset", "holds no document to train on: each is empty, broken or among the held-out 1 %", "give more data")
             )
-        place = Place(epoch=epoch + 1, bad=place.bad)
+        place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost)
 
 
-def _no_target(documents: int) -> Refusal:
-    fix = "give longer documents; with task sft an answer must begin within --seq_len tokens"
+def added(one: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+    """Add up numbers of chats; those of a corpus without chats are empty."""
+    return tuple(map(sum, zip(one, more, strict=True))) if one and more else one or more
+
+
+def _no_target(documents: int, reader: Any) -> Refusal:
+    fix = "give longer documents"
+    if reader.encoder is not None and reader.encoder.chats:
+        fix = "a chat needs a message of the role assistant that is not excluded by weight or train, and begins within --seq_len tokens"
     return refuse("--dataset", f"{documents} documents in a row hold no token to train on", fix)
 
 
 def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
     """Yields the chunks of the epoch from `place` on, each with its place."""
-    source, bad = reader.source, place.bad
+    source, bad, lost = reader.source, place.bad, place.lost
     parts = permutation(len(source.parts), seed, place.epoch)
     for part in range(place.part, len(parts)):
         number = int(parts[part])
         count = reader.groups(number)
         if not isinstance(count, int):  # a chunk that counts what cannot be read
-            yield Place(place.epoch, part, bad=bad), count
+            yield Place(place.epoch, part, bad=bad, lost=lost), count
             bad += count.bad
             continue
         groups = permutation(count, seed, place.epoch, number)
@@ -89,8 +110,8 @@ def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
             resumed = part == place.part and group == place.group
             row, document = (place.row, place.document) if resumed else (0, 0)
             for chunk in reader.chunks(number, int(groups[group]), row):
-                yield Place(place.epoch, part, group, row, document, bad), chunk
-                row, document, bad = chunk.row, 0, bad + chunk.bad
+                yield Place(place.epoch, part, group, row, document, bad, lost), chunk
+                row, document, bad, lost = chunk.row, 0, bad + chunk.bad, added(lost, chunk.counts.numbers)
 
 
 def packed(seq_len: int, pad: int, held: Held, *key: object, masks: Masks | None = None) -> Block:

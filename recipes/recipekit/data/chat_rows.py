@@ -38,12 +38,14 @@ class Form:
         """List the columns of this form that are among `names`."""
         return [name for name in (*self.columns, *self.optional) if name in names]
 
-    def content(self, row: Row, place: str) -> Content | None:
-        """Make the chat of a row; None of an empty one. Raises `Refusal`."""
+    def content(self, row: Row, place: str, padded: bool = False) -> Content | None:
+        """Make the chat of a row; None of an empty one. Raises `Refusal`. `padded`: objects have the keys of all rows, as in tables."""
         messages = self.messages(row, place)
         if not messages:
             return None
         tools = _tools(row.get("tools"), place) if "tools" in self.optional else None
+        if padded:
+            tools, messages = without_nulls(tools), [_without_nulls_in_calls(message) for message in messages]
         if self.name == OPENAI and not tools:
             return messages
         return {"messages": messages, "form": self.name} | ({"tools": tools} if tools else {})
@@ -59,9 +61,9 @@ def forms(messages_field: str) -> tuple[Form, ...]:
         return (typed,)
     return (
         typed,
-        Form("ShareGPT", ("conversations",), ("system", "tools"), _with_system(lambda row, place: _list(row["conversations"], place))),
-        Form("Alpaca", ("instruction", "output"), ("input", "system"), _with_system(_alpaca)),
-        Form("prompt and completion", ("prompt", "completion"), ("tools",), _completion),
+        Form("ShareGPT (conversations)", ("conversations",), ("system", "tools"), _with_system(lambda row, place: _list(row["conversations"], place))),
+        Form("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system"), _with_system(_alpaca)),
+        Form("prompts and completions", ("prompt", "completion"), ("tools",), _completion),
     )
 
 
@@ -138,6 +140,12 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
+def _without_nulls_in_calls(message: Any) -> Any:
+    if not isinstance(message, dict) or not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": without_nulls(message["tool_calls"])}
+
+
 # Messages ---------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +157,10 @@ def messages_of(chat: Any, place: str, more_roles: Collection[str] = ()) -> list
     if not isinstance(chat, list) or not chat:
         rule = f"a chat must be a list of messages, this is {type(chat).__name__} {str(chat)[:40]!r}"
         raise refuse(place, rule, "check --messages_field")
-    messages = [_message(message, place) for message in chat]
+    try:
+        messages = [_message(message) for message in chat]
+    except _Unreadable as error:
+        raise refuse(place, error.rule, f"{error.fix}, or {SKIP}") from error
     for message in messages:
         if message["role"] not in ROLES and message["role"] not in more_roles:
             raise UnknownRole(place, message["role"], {message["role"] for message in messages})
@@ -165,27 +176,35 @@ class UnknownRole(Refusal):
         self.place, self.role, self.met = place, role, set(met)
 
 
-def _message(message: Any, place: str) -> Message:
+class _Unreadable(ValueError):
+    """A message that cannot be read: the rule that it breaks, and the fix."""
+
+    def __init__(self, rule: str, fix: str):
+        super().__init__(rule)
+        self.rule, self.fix = rule, fix
+
+
+def _message(message: Any) -> Message:
     if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
-        message = _of_sharegpt(message, place)
-    fix = f"convert the rows to that form, or {SKIP}"
+        message = _of_sharegpt(message)
+    fix = "convert the rows to that form"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise refuse(place, f"a message must hold the strings 'role' and 'content', this is {str(message)[:60]}", fix)
+        raise _Unreadable(f"a message must hold the strings 'role' and 'content', this is {str(message)[:60]}", fix)
     made = {key: value for key, value in message.items() if value is not None and key not in ("weight", "train", "training")}
     if not made.get("tool_calls"):
         made.pop("tool_calls", None)
     elif not isinstance(made["tool_calls"], list) or not all(_is_call(call) for call in made["tool_calls"]):
         rule = f"the tool_calls of a message must be a list of functions with a name, these are {str(made['tool_calls'])[:60]}"
-        raise refuse(place, rule, fix)
+        raise _Unreadable(rule, fix)
     content = _text(made.get("content"))
     if content is None:
         speaks = "tool_calls" in made or any(isinstance(made.get(key), str) for key in THOUGHTS)
         if made.get("content") is not None or not speaks:
-            rule = "a message must hold the strings 'role' and 'content' (a list of text parts, or tool_calls, will do)"
-            raise refuse(place, f"{rule}, this is {str(message)[:60]}", fix)
+            rule, fix = "a message must hold the strings 'role' and 'content'", f"{fix} (a list of text parts or tool_calls will do)"
+            raise _Unreadable(f"{rule}, this is {str(message)[:60]}", fix)
         content = ""
     made["content"] = content
-    if (train := _trained(message, place)) is not None:
+    if (train := _trained(message)) is not None:
         made["train"] = train
     return made
 
@@ -202,20 +221,20 @@ def _text(content: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _of_sharegpt(message: Message, place: str) -> Message:
+def _of_sharegpt(message: Message) -> Message:
     speaker, value = message["from"], message.get("value")
     made = {key: entry for key, entry in message.items() if key not in ("from", "value")} | {"role": SPEAKERS.get(speaker, speaker), "content": value}
     if speaker == "function_call" and isinstance(value, str):
         try:
             calls = json.loads(value)
         except ValueError as error:
-            raise refuse(place, f"a function_call is not JSON: {error}", f"write a name and its arguments as JSON, or {SKIP}") from error
+            raise _Unreadable(f"a function_call is not JSON: {error}", "write a name and its arguments as JSON") from error
         calls = calls if isinstance(calls, list) else [calls]
         made |= {"content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
     return made
 
 
-def _trained(message: Message, place: str) -> bool | None:
+def _trained(message: Message) -> bool | None:
     """Read `weight`, `train` and `training` of a message; None if it has none of them."""
     found = {key: message[key] for key in ("weight", "train", "training") if message.get(key) is not None}
     for key, value in found.items():
@@ -223,9 +242,9 @@ def _trained(message: Message, place: str) -> bool | None:
         right = isinstance(value, bool) if key != "weight" else isinstance(value, int | float) and not isinstance(value, bool)
         if not right or value not in allowed:
             rule = f"the {key} of a message must be {'0 or 1' if key == 'weight' else 'true or false'}, this is {value!r}"
-            raise refuse(place, rule, f"write one of these, or {SKIP}")
+            raise _Unreadable(rule, "write one of these")
     if len({bool(value) for value in found.values()}) > 1:
-        raise refuse(place, f"a message is to be learned and not: {found}", f"keep one of these keys, or {SKIP}")
+        raise _Unreadable(f"a message is to be learned and not: {found}", "keep one of these keys")
     return bool(next(iter(found.values()))) if found else None
 
 

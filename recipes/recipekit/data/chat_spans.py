@@ -99,15 +99,6 @@ class ChatTemplate:
                 raise
             raise refuse(place, f"the chat template cannot render this chat: {error}", FIX) from error
 
-    def _attempt(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> str | None:
-        """Render a part of a chat; None if the template refuses this part alone."""
-        try:
-            return self.render(messages, tools, prompt)
-        except UNRENDERABLE as error:
-            if isinstance(error, Refusal):
-                raise
-            return None
-
     def in_its_form(self, messages: list[Message]) -> list[Message]:
         """Give the arguments of tool calls the type that the template takes: JSON text or a dictionary."""
         if not any(message.get("tool_calls") for message in messages):
@@ -144,20 +135,20 @@ class ChatTemplate:
     @functools.cached_property
     def _sample(self) -> str:
         """Two questions and two answers, rendered; empty if the template takes no such chat."""
-        return self._attempt(_sample_chat(2), None) or ""
+        return self.attempt(_sample_chat(2)) or ""
 
     @functools.cached_property
     def header(self) -> str:
         """The generation prompt; of a template without one, what it writes between a question and every answer."""
         ask = _sample_chat(1)[:1]
-        bare, prompted = self._attempt(ask, None), self._attempt(ask, None, prompt=True)
+        bare, prompted = self.attempt(ask), self.attempt(ask, prompt=True)
         if bare is not None and prompted is not None and prompted != bare:
             return prompted[self._shared(bare, prompted) :]
         parts = self._sample.split(ANSWER)
         if bare is None or len(parts) != 3 or not parts[0].startswith(bare) or QUESTION not in parts[1]:
             return ""
         first = parts[0][len(bare) :]
-        second = self._attempt(_sample_chat(2)[:3], None) or ""
+        second = self.attempt(_sample_chat(2)[:3]) or ""
         second = (parts[0] + ANSWER + parts[1])[len(second) :]
         header = first[: _common_prefix(first, second)] if second else first
         return header if header.strip() else ""
@@ -166,21 +157,21 @@ class ChatTemplate:
     def prompts_itself(self) -> bool:
         """True if the template writes `header` where a generation prompt is asked for."""
         ask = _sample_chat(1)[:1]
-        return not self.header or (self._attempt(ask, None, prompt=True) or "").endswith(self.header)
+        return not self.header or (self.attempt(ask, prompt=True) or "").endswith(self.header)
 
     @functools.cached_property
     def ending(self) -> str:
         """What the template writes behind an answer that a question follows."""
-        first = self._attempt(_sample_chat(1), None)
+        first = self.attempt(_sample_chat(1))
         begin = self._sample.find(ANSWER) + 1
-        end = self._end_of(first, self._sample) if first is not None and begin else None
+        end = self.end_of(first, self._sample) if first is not None and begin else None
         return self._sample[begin:end] if end is not None and end >= begin else ""
 
     @functools.cached_property
     def endings(self) -> tuple[str, ...]:
         """What the template writes behind an answer: one that a question follows, the last one, one that is a tool call."""
         found = [self.ending]
-        if (last := self._attempt(_sample_chat(1), None)) and ANSWER in last:
+        if (last := self.attempt(_sample_chat(1))) and ANSWER in last:
             found.append(last.partition(ANSWER)[2])
         return tuple(dict.fromkeys([*found, self._ending_of_calls]))
 
@@ -210,7 +201,7 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
     @functools.cached_property
-    def _steps_back(self) -> tuple[int, ...]:
+    def steps_back(self) -> tuple[int, ...]:
         """Lengths by which a prompt may be shortened until it agrees with the chat: no part, the header's last part, its last two, ..."""
         return tuple(itertools.accumulate((len(part) for part in reversed(self._parts(self.header))), initial=0))
 
@@ -234,48 +225,26 @@ class ChatTemplate:
     # Answers ------------------------------------------------------------------------------------------------------
 
     def answers(self, messages: list[Message], tools: list[Any] | None, place: str) -> tuple[str, list[tuple[int, Span]]]:
-        """Render a chat: (text, of each answer the number of its message and its span). Raises `Refusal`."""
+        """Render a chat: (text, of each answer the number of its message and its span; -1 if the template marks it). Raises `Refusal`."""
         text, marked = self.rendered(messages, tools, place)
         if self.is_marked and all(learned(message) for message in messages):
             return text, [(-1, span) for span in marked]
-        spans = list(self._spans(text, messages, tools, place))
+        spans = list(_Chat(self, messages, tools, place, text).spans())
         if not self.is_marked:
             return text, spans
         silent = [span for number, span in spans if not learned(messages[number])]
         return text, [(-1, span) for span in marked if not any(_overlap(span, other) for other in silent)]
 
-    def _spans(self, text: str, messages: list[Message], tools: list[Any] | None, place: str) -> Iterator[tuple[int, Span]]:
-        low = 0
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            start = self._start(text, messages[:number], tools)
-            end = self._end(text, messages[: number + 1], tools) if number + 1 < len(messages) else len(text)
-            if start is None or end is None or not low <= start <= end:
-                start, end = self._looked_up(text, messages, number, tools, low, place)
-            low = end
-            yield number, (start, end)
+    def attempt(self, messages: list[Message], tools: list[Any] | None = None, prompt: bool = False) -> str | None:
+        """Render a part of a chat; None if the template refuses this part alone."""
+        try:
+            return self.render(messages, tools, prompt)
+        except UNRENDERABLE as error:
+            if isinstance(error, Refusal):
+                raise
+            return None
 
-    def _start(self, text: str, before: list[Message], tools: list[Any] | None) -> int | None:
-        """Find where the answer after `before` begins: behind the generation prompt; None if the chat does not begin with it."""
-        prompt = self._prompt(before, tools)
-        for back in self._steps_back if prompt else ():
-            if text.startswith(prompt[: len(prompt) - back]):
-                return len(prompt) - back
-        return None
-
-    def _prompt(self, before: list[Message], tools: list[Any] | None) -> str:
-        prompt = self._attempt(before, tools, prompt=True) if before else None
-        if prompt is None:
-            return ""
-        return prompt if self.prompts_itself else prompt + self.header
-
-    def _end(self, text: str, until: list[Message], tools: list[Any] | None) -> int | None:
-        """Find where the answer at the end of `until` ends; None if the chat does not begin with this part."""
-        part = self._attempt(until, tools)
-        return None if part is None else self._end_of(part, text)
-
-    def _end_of(self, part: str, text: str) -> int | None:
+    def end_of(self, part: str, text: str) -> int | None:
         """Find where the last answer of `part` ends in the longer chat `text`, where it may end with another token."""
         end = self._shared(part, text)
         rest = part[end:]
@@ -287,36 +256,82 @@ class ChatTemplate:
         late = token.match(text, end + len(text[end:]) - len(text[end:].lstrip()))
         return late.end() if late else end
 
-    def _looked_up(self, text: str, messages: list[Message], number: int, tools: list[Any] | None, low: int, place: str) -> Span:
+
+@dataclass(frozen=True)
+class _Chat:
+    """A chat and its text, in which the answers are looked for."""
+
+    template: ChatTemplate
+    messages: list[Message]
+    tools: list[Any] | None
+    place: str
+    text: str
+
+    def spans(self) -> Iterator[tuple[int, Span]]:
+        """Yield the number of each answer's message and its span. Raises `Refusal`."""
+        low = 0
+        for number, message in enumerate(self.messages):
+            if message["role"] != "assistant":
+                continue
+            start, end = self._start(number), self._end(number)
+            if start is None or end is None or not low <= start <= end:
+                start, end = self._looked_up(number, low)
+            low = end
+            yield number, (start, end)
+
+    def _start(self, number: int) -> int | None:
+        """Find where an answer begins: behind the generation prompt; None if the text does not begin with what is before the answer."""
+        prompt = self._prompt(number)
+        for back in self.template.steps_back if prompt else ():
+            if self.text.startswith(prompt[: len(prompt) - back]):
+                return len(prompt) - back
+        return None
+
+    def _prompt(self, number: int) -> str:
+        before = self.messages[:number]
+        prompt = self.template.attempt(before, self.tools, prompt=True) if before else None
+        if prompt is None:
+            return ""
+        return prompt if self.template.prompts_itself else prompt + self.template.header
+
+    def _end(self, number: int) -> int | None:
+        """Find where an answer ends; None if the text does not begin with the messages up to it."""
+        if number + 1 == len(self.messages):
+            return len(self.text)
+        part = self.template.attempt(self.messages[: number + 1], self.tools)
+        return None if part is None else self.template.end_of(part, self.text)
+
+    def _looked_up(self, number: int, low: int) -> Span:
         """Find an answer whose chat is rendered otherwise up to here than as a whole, as where thoughts or tools move.
 
         The chat is rendered once more with another answer in its place: what differs is the answer, between its header and its ending.
         """
+        text = self.text
         mark = next(chr(code) for code in range(0xE100, 0xF8FF) if chr(code) not in text)
-        other = self._attempt([*messages[:number], _marked(messages[number], mark), *messages[number + 1 :]], tools)
+        changed = [*self.messages[:number], _marked(self.messages[number], mark), *self.messages[number + 1 :]]
+        other = self.template.attempt(changed, self.tools)
         if other is None or mark not in other:
-            raise _not_found(place, number)
+            raise _not_found(self.place, number)
         first = _common_prefix(text, other)
         last = len(text) - min(_common_prefix(text[::-1], other[::-1]), len(text) - first)
-        start = self._behind_prompt(text, self._prompt(messages[:number], tools) or self.header, low, first)
-        end = len(text)
-        if number + 1 < len(messages):
-            endings = list(filter(str.strip, self.endings)) or [self.ending]
+        start, end = self._behind_prompt(self._prompt(number) or self.template.header, low, first), len(text)
+        if number + 1 < len(self.messages):
+            endings = list(filter(str.strip, self.template.endings)) or [self.template.ending]
             ends = [(at, len(ending)) for ending in endings if (at := text.find(ending, last)) >= 0]
             end = sum(min(ends, default=(-1, 0)))
         if start is None or end < last or first < low:
-            raise _not_found(place, number)
+            raise _not_found(self.place, number)
         return start, end
 
-    def _behind_prompt(self, text: str, prompt: str, low: int, high: int) -> int | None:
+    def _behind_prompt(self, prompt: str, low: int, high: int) -> int | None:
         """Find the last place between `low` and `high` where the text ends as the prompt does."""
         if not prompt:
             return high
-        for length, back in itertools.product(TAILS, self._steps_back):
+        for length, back in itertools.product(TAILS, self.template.steps_back):
             tail = prompt[: len(prompt) - back][-length:]
-            if tail and (at := text.rfind(tail, low, high)) >= 0:
+            if tail and (at := self.text.rfind(tail, low, high)) >= 0:
                 return at + len(tail)
-        return None if self.header else high
+        return None if self.template.header else high
 
 
 def learned(message: Message) -> bool:

@@ -21,7 +21,7 @@ from datasets import config as datasets_config
 
 from ..refusal import Refusal, Say, refuse
 from .content import characters_of, held_out_tokens, is_empty, is_held_out, size_of
-from .encode import Encoder
+from .encode import Counts, Encoded, Encoder
 from .files import not_utf8, unreadable
 from .processors import check_token
 from .remote import Unreachable
@@ -45,6 +45,7 @@ class Chunk(NamedTuple):
     bad: int  # rows and row groups that were skipped, being broken
     barren: int  # documents that hold no target
     told: list[str]  # why the first few of `bad` were skipped
+    counts: Counts = Counts()  # what of chats is not learned
 
 
 class SampleChunk(NamedTuple):
@@ -57,6 +58,7 @@ class SampleChunk(NamedTuple):
     bad: int
     barren: int
     told: list[str]
+    counts: Counts = Counts()
 
 
 def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes) -> Path | None:
@@ -65,7 +67,7 @@ def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes)
         return None
     base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else Path(token_cache).expanduser()
     limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.longest, source.piece, FORMAT)
-    key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, limits, source.times)).encode(), digest_size=12).hexdigest()
+    key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, encoder.date, limits, source.times)).encode(), digest_size=12).hexdigest()
     folder = base / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,11 +120,21 @@ class Reader:
     sizes: Sizes
     cache: Path | None
     held_out: bool = False  # read those documents only that are held out
+    strict: bool = False  # most chats must be learned as they are
     say: Say = LOG.warning
     told: list[str] = field(default_factory=list)  # what was said of rows left out
     closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
     not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
     patient: float = 5.0  # seconds after which it says that it waits for another process
+
+    def report(self, counts: Counts) -> None:
+        """Says what of the first chats is not learned. Raises `Refusal` if that is more than `MOST` of them, unless bad rows are skipped."""
+        if not counts.rows or self.encoder is None:
+            return
+        for line in counts.lines(self.encoder.seq_len):
+            self.say(line)
+        if self.strict and not self.skip and (problems := counts.problems(self.encoder.seq_len)):
+            raise Refusal(problems)
 
     def groups(self, part: int) -> int | Chunk | SampleChunk:
         """Counts the groups of a part. For a part that cannot be read and is to be skipped: a chunk without documents that counts the part as broken."""
@@ -205,13 +217,14 @@ class Reader:
             longest = max(documents, key=lambda document: len(document[0]) if isinstance(document[0], str) else 0)
             self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
         try:
-            encoded = encoder(documents)
+            encoded, counts = encoder.counted(documents)
         except Refusal as problem:  # a chat may turn out to be broken only when it is rendered
             self.refuse_unless_skipped(problem)
-            encoded = []
+            encoded, counts = list[Encoded](), Counts()
             for document in documents:
                 try:
-                    encoded += encoder([document])
+                    alone, more = encoder.counted([document])
+                    encoded, counts = encoded + alone, counts + more
                 except Refusal as problem:
                     self.refuse_unless_skipped(problem)
                     problems.append(problem)
@@ -220,7 +233,7 @@ class Reader:
         labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and encoder.chats else None
         lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
         told = [str(problem) for problem in problems[:TOLD]]
-        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told)
+        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told, counts)
 
     def _found(self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]) -> Found:
         """Reads the rows of a chunk; adds to `problems` why some of them are skipped."""
@@ -355,7 +368,8 @@ def _load(file: Path) -> Chunk | None:
     ids = columns["ids"]
     lengths = np.diff(ids.offsets.to_numpy()).astype(np.int64)
     labels = columns["labels"].flatten().to_numpy() if "labels" in columns else None
-    return Chunk(ids.flatten().to_numpy(), labels, np.cumsum(lengths) - lengths, lengths, **facts)
+    counts = Counts(*(tuple(value) if isinstance(value, list) else value for value in facts.pop("counts")))
+    return Chunk(ids.flatten().to_numpy(), labels, np.cumsum(lengths) - lengths, lengths, **facts, counts=counts)
 
 
 def _store(file: Path, chunk: Chunk) -> None:
@@ -363,7 +377,7 @@ def _store(file: Path, chunk: Chunk) -> None:
     columns = {"ids": pa.ListArray.from_arrays(offsets, chunk.ids)}
     if chunk.labels is not None:
         columns["labels"] = pa.ListArray.from_arrays(offsets, chunk.labels)
-    facts = {"row": chunk.row, "last": chunk.last, "bad": chunk.bad, "barren": chunk.barren, "told": chunk.told}
+    facts = {"row": chunk.row, "last": chunk.last, "bad": chunk.bad, "barren": chunk.barren, "told": chunk.told, "counts": chunk.counts}
     table = pa.table(columns).replace_schema_metadata({"chunk": json.dumps(facts)})
     made = file.with_suffix(f".{os.getpid()}")
     try:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..refusal import Problem
 from ..task import IGNORE
 from ..tasks.facts import TASKS
 from .chat_rows import OPENAI, Content, Message, UnknownRole, messages_of, text_pieces, unknown_keys
@@ -17,6 +18,10 @@ from .processors import num_embeddings
 from .source import Document
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids (n,) int64; labels (n,) int64: the token that follows, or IGNORE
+
+
+TOOLS_OF_ROW = "tools (a column)"
+MOST = 0.5  # share of the chats, or of what they say, that a run must not lose
 
 
 class Counts(NamedTuple):
@@ -34,6 +39,34 @@ class Counts(NamedTuple):
         sums = (one + more for one, more in zip(self[:5], other[:5], strict=True))
         names = (tuple(sorted({*one, *more})) for one, more in zip(self[5:], other[5:], strict=True))
         return Counts(*sums, *names)
+
+    def lines(self, seq_len: int) -> list[str]:
+        """Describe the chats in one line, and in another the keys of messages that nobody reads."""
+        lost = f"{self.cut:,} are longer than seq_len = {seq_len} and cut, {self.barren:,} have no answer to learn"
+        dropped = f"the chat template leaves out {self.dropped / max(1, self.said):.1%} of the answers' text"
+        found = [f"chats: of the first {self.rows:,} rows, read as {' and '.join(self.forms)}, {lost}; {dropped}"]
+        return found + [f"chats: neither training nor the chat template reads these keys: {', '.join(self.keys)}"] * bool(self.keys)
+
+    def problems(self, seq_len: int) -> list[Problem]:
+        """List what is lost of more than `MOST` of the chats."""
+        skip, found = "or train on the rest with --bad_rows skip", []
+        where = f"--dataset, the first {self.rows:,} rows"
+        if self.cut > MOST * self.rows:
+            found.append(
+                Problem(where, f"{self.cut:,} chats are longer than seq_len = {seq_len}, which cuts off their ends", f"use a longer --seq_len, {skip}")
+            )
+        if self.barren > MOST * self.rows:
+            fix = f"an answer has the role assistant, is not excluded by weight or train, and begins within --seq_len tokens: change the rows, {skip}"
+            found.append(Problem(where, f"{self.barren:,} chats have no answer to learn", fix))
+        if self.dropped > MOST * self.said:
+            rule = f"the chat template leaves out {self.dropped / self.said:.0%} of the answers' text (thoughts, calls or content)"
+            found.append(Problem(where, rule, f"use a tokenizer whose chat template writes it, {skip}"))
+        return found
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What a stream adds up; nothing where there are no chats."""
+        return tuple(self[:5]) if self.rows else ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +91,11 @@ class Encoder:
         if self.chats:
             return counted_chats(self.template, contents, places, self.seq_len)
         return encode_texts(self.tokenizer, contents), Counts()
+
+    @property
+    def date(self) -> str:
+        """The date that the chat template writes; empty if it writes none."""
+        return self.day.isoformat() if self.day and self.chats and self.template.is_dated else ""
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
@@ -134,7 +172,8 @@ def counted_chats(template: ChatTemplate, chats: list[Content], places: list[str
         text, answers = template.answers(messages, tools, place)
         rendered.append((text, [span for number, span in answers if number < 0 or learned(messages[number])]))
         counts += _said(messages, text, answers)
-        counts += Counts(keys=tuple(unknown_keys(messages, template.names)))
+        keys = unknown_keys(messages, template.names) | ({TOOLS_OF_ROW} if tools and not template.names("tools") else set())
+        counts += Counts(keys=tuple(keys))
     counts += Counts(forms=tuple({chat.get("form", OPENAI) if isinstance(chat, dict) else OPENAI for chat in chats}))
     texts = [text for text, _ in rendered]
     tokenizer = template.tokenizer

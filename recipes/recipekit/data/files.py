@@ -9,13 +9,15 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
 
 from ..refusal import Problem, Refusal, refuse
 from ..tasks.facts import TASKS
+from .chat_rows import form_of
 from .folders import below, stamp
 from .request import Request
 
@@ -132,7 +134,7 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
             number, values = _first_of_lines(files[0])
             names, place = list(values), f"{files[0]}, row {number}"
         else:
-            names, values = _first_of_table(files[0], kind, columns)
+            names, values = _first_of_table(files[0], kind, partial(columns_read, request.task, columns))
     except UnicodeDecodeError as error:
         raise refuse(place, *not_utf8(error)) from error
     except (OSError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
@@ -142,6 +144,9 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
             raise refuse(place, *absent)
         if request.as_rows:
             _check_sample({name: values[column] for name, column in zip(request.names, columns, strict=True) if column in values}, place)
+        elif request.chats and (form := form_of(names, columns[0])):
+            if values:
+                form.content(values, place)
         else:
             check_value(values.get(columns[0]), request.chats, place, tokens=kind != "lines")
 
@@ -229,8 +234,8 @@ def _first_of_lines(file: Path) -> tuple[int, dict[str, Any]]:
     return next(((number, row_of(line, f"{file}, row {number}")) for number, line in enumerate(lines, 1) if line.strip()), (1, {}))
 
 
-def _first_of_table(file: Path, kind: str, columns: tuple[str, ...]) -> tuple[list[str], dict[str, Any]]:
-    """Reads the names of all columns, and the first value of some, none if one of these is missing or there is no row."""
+def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[str, ...]]) -> tuple[list[str], dict[str, Any]]:
+    """Reads the names of all columns, and the first value of those that are `wanted`, none if one of these is missing or there is no row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -238,6 +243,7 @@ def _first_of_table(file: Path, kind: str, columns: tuple[str, ...]) -> tuple[li
         if kind == "parquet":
             table = closing.enter_context(pq.ParquetFile(file))
             names = table.schema_arrow.names
+            columns = wanted(names)
             batches = table.iter_batches(1, columns=list(columns), use_threads=False) if {*columns} <= {*names} else iter(())
         else:
             opened = closing.enter_context(pa.memory_map(str(file)))
@@ -248,6 +254,7 @@ def _first_of_table(file: Path, kind: str, columns: tuple[str, ...]) -> tuple[li
                 table = pa.ipc.open_file(opened)
                 batches = map(table.get_batch, range(table.num_record_batches))
             names = table.schema.names
+            columns = wanted(names)
         first = next((batch for batch in batches if {*columns} <= {*names} and batch.num_rows), None)
         return names, {} if first is None else {column: first.column(column)[0].as_py() for column in columns}
 
@@ -287,13 +294,23 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
     return row
 
 
+def columns_read(task: str, columns: tuple[str, ...], names: Collection[str]) -> tuple[str, ...]:
+    """Lists the columns that a task reads of rows with columns of these names: those of chats have several forms."""
+    form = form_of(names, columns[0]) if TASKS[task].chats else None
+    return tuple(form.present(names)) if form else columns
+
+
 def absent_column(task: str, columns: tuple[str, ...], names: Iterable[str]) -> tuple[str, str] | None:
     """Finds a column of the task that is not among `names`: rule and fix of a refusal; None if all are there."""
-    facts = TASKS[task]
+    facts, names = TASKS[task], list(names)
+    if facts.chats and form_of(names, columns[0]):
+        return None
     for flag, column in zip(facts.columns[len(facts.columns) - len(columns) :], columns, strict=True):
         if column not in names:
             without = f", or --{flag} '' where both answers begin with it" if flag == facts.optional else ""
             fix = f"name the column with --{flag}{without}; a single odd row: mend it, or {SKIP}"
+            if "text_field" in facts.columns and (form := form_of(names)):
+                fix = f"use --task sft, which reads such rows ({form.name}), or name a column of text with --{flag}"
             return f"has no column {column!r}, only {', '.join(map(repr, names))}", fix
     return None
 

@@ -155,7 +155,7 @@ def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document]:
         return []
     row = row_of(line, place)
     wanted.check(list(row), place)
-    return wanted.documents(wanted.of_row(row), place)
+    return wanted.documents(wanted.of_row(row), place, padded=False)
 
 
 # Tables: Parquet, Arrow, what `datasets` streams ------------------------------------------------------------------
@@ -179,7 +179,7 @@ def parquet_source(names: tuple[str, ...], opened: Callable[[int], Any], wanted:
         wanted.check(found.names, f"{names[part]}, row group {group}")
         rows = TOKEN_ROWS if wanted.are_tokens(found) else wanted.read_rows
         with pq.ParquetFile(opened(part), metadata=footer(part), pre_buffer=False, buffer_size=buffer) as parquet:
-            yield from _cut(parquet.iter_batches(rows, [group], list(wanted.columns), use_threads=False), wanted, row)
+            yield from _cut(parquet.iter_batches(rows, [group], list(wanted.read(found.names)), use_threads=False), wanted, row)
 
     def schema(part: int) -> pa.Schema:
         return footer(part).schema.to_arrow_schema()

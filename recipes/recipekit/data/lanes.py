@@ -27,9 +27,10 @@ class Domains:
         self.step = state["step"]
         self.weights = [state["domains"][domain.name]["weight"] for domain in domains]  # in force when the tokens were given
         self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
-        self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
+        self.before = [_place(state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
         self.bad = [state["domains"][domain.name]["bad"] for domain in domains]  # rows left out up to its end
+        self.lost = [tuple(state["domains"][domain.name].get("lost", ())) for domain in domains]  # of chats, up to there
         self.streams = [open_blocks(number, place) for number, place in enumerate(self.before)]
         self.after: list[Place | None] = [None] * len(domains)
         self.block: list[Any] = [None] * len(domains)
@@ -37,10 +38,14 @@ class Domains:
 
     def state(self) -> dict[str, DomainState]:
         """Describes each domain: place of its block, rows used of the block, weight, tokens given since the weights changed, broken rows left out."""
-        return {
-            domain.name: {"place": {name: value for name, value in vars(place).items() if value}, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
-            for domain, place, used, weight, tokens, bad in zip(self.domains, self.before, self.used, self.weights, self.tokens, self.bad, strict=True)
-        }
+        found: dict[str, DomainState] = {}
+        columns = self.domains, self.before, self.used, self.weights, self.tokens, self.bad, self.lost
+        for domain, place, used, weight, tokens, bad, lost in zip(*columns, strict=True):
+            at = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(place).items() if value}
+            found[domain.name] = {"place": at, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
+            if lost:
+                found[domain.name]["lost"] = list(lost)
+        return found
 
     def ready(self, number: int) -> Any:
         """Finds the block whose next row is the domain's next."""
@@ -51,7 +56,7 @@ class Domains:
                 assert after is not None
                 self.before[number], self.used[number] = after, 0
             self.after[number], self.block[number] = after, block = next(self.streams[number])
-            self.bad[number] = after.bad
+            self.bad[number], self.lost[number] = after.bad, after.lost
         return block
 
     def deal(self, count: int) -> list["Run"]:
@@ -114,6 +119,10 @@ def steps(
         if pinned:
             batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
         yield batches, {"identity": at_step(identity, ramp, domains.step), "step": domains.step, "domains": domains.state()}
+
+
+def _place(saved: dict[str, Any]) -> Place:
+    return Place(**saved | ({"lost": tuple(saved["lost"])} if "lost" in saved else {}))
 
 
 def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:

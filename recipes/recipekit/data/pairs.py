@@ -3,14 +3,17 @@
 import hashlib
 import itertools
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 
+from ..refusal import Refusal
 from ..task import IGNORE, MicroBatch, Row
+from .chat_rows import messages_of
+from .chat_spans import UNRENDERABLE, ChatTemplate
 from .processors import fitting_tokenizer, num_embeddings, pad_id
 from .request import Request
 
@@ -52,6 +55,7 @@ class Pairs:
     tokenizer: Any
     seq_len: int
     whole_rows: bool
+    day: date | None = None  # that a chat template writes as today's
     references: References = field(default_factory=References)
 
     @property
@@ -99,10 +103,10 @@ def _content(name: str, value: Any) -> str | Messages:
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"its {name} holds {type(value).__name__} {str(value)[:40]!r} where a text or a list of messages should be")
-    for message in value:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"a message of its {name} must hold the strings 'role' and 'content', this is {str(message)[:60]}")
-    return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+    try:
+        return messages_of(value, f"its {name}") if value else []
+    except Refusal as problem:
+        raise ValueError(problem.problems[0].rule.replace("a message", f"a message of its {name}", 1)) from problem
 
 
 def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
@@ -120,7 +124,7 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
     else:
         if not prompt:
             raise ValueError("its answers have no prompt: their first messages differ already")
-        begin, *whole = _rendered(tokenizer, [prompt, prompt + list(chosen), prompt + list(rejected)])
+        begin, *whole = _rendered(ChatTemplate(tokenizer, pairs.day), [prompt, prompt + list(chosen), prompt + list(rejected)])
     if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
         raise ValueError(f"it holds token {highest}, and the model has embeddings for 0 to {count - 1}; resize_token_embeddings adds them")
     start = min(_common(begin, ids) for ids in whole)
@@ -133,13 +137,14 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
     return start, whole[0], whole[1]
 
 
-def _rendered(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
+def _rendered(template: ChatTemplate, chats: list[Any]) -> list[list[int]]:
     """Renders chats, the first of them up to where the answer begins, and encodes them."""
+    tokenizer = template.tokenizer
     if not tokenizer.chat_template:
         raise ValueError("it holds messages, and the tokenizer has no chat template")
     try:
-        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=number == 0) for number, chat in enumerate(chats)]
-    except (TemplateError, TypeError, KeyError) as error:
+        texts = [template.render(chat, prompt=number == 0) for number, chat in enumerate(chats)]
+    except UNRENDERABLE as error:
         raise ValueError(f"the chat template cannot render it: {error}") from error
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 

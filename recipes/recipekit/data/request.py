@@ -32,7 +32,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Request:
-    """Says which data a run reads, how, and into what batches. Fields have the names, meanings and defaults of `Recipe`; `sizes` is added."""
+    """Says which data a run reads, how, and into what batches. Fields have the names, meanings and defaults of `Recipe`; `sizes`, `tiny` and `day` are added."""
 
     model: str = Recipe.model
     tokenizer: str = Recipe.tokenizer
@@ -63,6 +63,8 @@ class Request:
     eval_rows: int = Recipe.eval_rows
     seed: int = Recipe.seed
     sizes: Sizes = Sizes()
+    tiny: bool = False  # a trial
+    day: str = ""  # ISO date that chat templates write as today's: the run's first start; "": the day of rendering
 
     @property
     def ramp(self) -> Ramp:
@@ -108,4 +110,4 @@ class Request:
 
 def request_of(recipe: Recipe) -> Request:
     """Takes from a recipe what it asks of its data."""
-    return Request(**{item.name: getattr(recipe, item.name) for item in dataclasses.fields(Request) if item.name != "sizes"})
+    return Request(**{item.name: getattr(recipe, item.name) for item in dataclasses.fields(Request) if item.name in Recipe.__dataclass_fields__})

@@ -8,7 +8,8 @@ on any number of ranks.
 import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from .files import SKIP
 from .formats import DRAWN_PARTS, PICTURES_OF_A_PART
 from .lanes import Domains, Run, steps
 from .packing import permutation
+from .pairs import Pairs
 from .prefetch import PREFETCH, Stream
 from .request import Request
 from .sameness import StreamState
@@ -80,6 +82,8 @@ class Collator:
 def collator(request: Request, processor: Any, samples: Samples, say: Say) -> Collator:
     """Makes the collator of a request. Whether a row can be used is found out by the ranks that it is dealt to alone: they tell, whichever they are."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if isinstance(processor, Pairs) and request.day:
+        processor = replace(processor, day=date.fromisoformat(request.day))
     return Collator(processor, samples, request.skip, partial(LOG.warning, "rank %d: %s", rank) if rank else say)
 
 

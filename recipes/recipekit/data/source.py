@@ -1,7 +1,7 @@
 """What a corpus is: its parts and groups, how their values are read, and what is wanted of a row."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,8 @@ from datasets.exceptions import DatasetsError
 
 from ..refusal import refuse
 from ..tasks.facts import TASKS
-from .files import absent_column, check_value
+from .chat_rows import form_of
+from .files import absent_column, check_value, columns_read
 
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
 
@@ -52,20 +53,36 @@ class Wanted:
     def as_rows(self) -> bool:
         return bool(self.names)
 
-    def documents(self, value: Any, place: str) -> list[Document]:
-        """Makes documents of a wanted value: one, or none if the value is empty. Raises `Refusal` for a value of a wrong kind."""
+    def documents(self, value: Any, place: str, padded: bool = True) -> list[Document]:
+        """Makes documents of a wanted value: one, or none if the value is empty. Raises `Refusal` for a value of a wrong kind.
+
+        `padded`: the value comes from a table, whose objects have the keys of all rows.
+        """
         if self.as_rows:
             return [(dict(zip(self.names, value.values(), strict=True)), place)]
-        check_value(value, TASKS[self.task].chats, place)
+        if self.chats and (form := form_of(value, self.columns[0])):
+            content = form.content(value, place, padded)
+            return [] if content is None else [(content, place)]
+        check_value(value, self.chats, place)
         return [(value, place)] if value else []
 
+    @property
+    def chats(self) -> bool:
+        return TASKS[self.task].chats
+
+    def read(self, names: Collection[str]) -> tuple[str, ...]:
+        """Lists the columns that are read of rows with columns of these names."""
+        return columns_read(self.task, self.columns, names)
+
     def of_row(self, row: dict[str, Any]) -> Any:
-        return {column: row[column] for column in self.columns} if self.as_rows else row[self.columns[0]]
+        return {column: row[column] for column in self.read(row)} if self.as_rows or self.chats else row[self.columns[0]]
 
     def of_table(self, table: Any) -> pa.Array:
         """Takes the wanted values from a pyarrow table or record batch."""
-        values = pa.Table.from_batches([table]) if self.as_rows and isinstance(table, pa.RecordBatch) else table
-        values = values.select(list(self.columns)).to_struct_array() if self.as_rows else values.column(self.columns[0])
+        several = self.as_rows or (self.chats and not self.are_tokens(table.schema))
+        values = pa.Table.from_batches([table]) if several and isinstance(table, pa.RecordBatch) else table
+        columns = list(self.read(table.schema.names))
+        values = values.select(columns).to_struct_array() if several else values.column(self.columns[0])
         if isinstance(values, pa.ChunkedArray):
             values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
         if pa.types.is_fixed_size_list(values.type):

@@ -10,6 +10,7 @@ ramp, seq_len, mixture), and the state is a few integers for each corpus.
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,9 @@ class Corpus:
         of_all = {"say": self.patience.say, "closed": self.patience.closed, "told": told}
         kept = None if held_out else self.encoder
         caches = [open_cache(source, kept, self.request.token_cache, sizes) if kept else None for source in self.sources]
-        return [Reader(source, self.encoder, skip, sizes, cache, held_out, **of_all) for source, cache in zip(self.sources, caches, strict=True)]
+        strict = [domain.dataset != "builtin" and not self.request.tiny for domain in self.domains]  # chats of a trial may be cut
+        parts = zip(self.sources, caches, strict, strict=True)
+        return [Reader(source, self.encoder, skip, sizes, cache, held_out, whole, **of_all) for source, cache, whole in parts]
 
 
 def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state: StreamState | None = None) -> Corpus:
@@ -74,12 +77,14 @@ def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state:
     check_tokenizer(tokenizer, request.task)
     if request.masked:
         check_edges(edges(tokenizer), request.seq_len)
-    encoder, sizes = Encoder(tokenizer, request.task, request.seq_len), request.sizes
+    day = (state or {}).get("identity", {}).get("date") or request.day  # of the run's first start
+    encoder, sizes = Encoder(tokenizer, request.task, request.seq_len, date.fromisoformat(day) if day else None), request.sizes
     own = {
         "tokenizer": encoder.identity,
         "seq_len": request.seq_len,
         "blocks": [sizes.tokens_of_block(request.seq_len), sizes.chunk_rows, sizes.chunk_characters, PIECE, sizes.part_bytes, TOKEN_LENGTH],
     }
+    own |= {"date": encoder.date} if encoder.date else {}
     own |= {"mask_rate": request.mask_rate, "whole_words": request.whole_words} if request.masked else {}
     return opened(request, encoder, None, own, say, state)
 

@@ -1,14 +1,18 @@
 """The data of a run: looked at before anything large is made, and opened where the checkpoint left it."""
 
+from dataclasses import replace
+from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..data.held_out import eval_rows, eval_samples
 from ..data.prefetch import Stream
 from ..data.processors import num_embeddings
-from ..data.request import request_of
+from ..data.request import Request, request_of
 from ..data.sameness import OtherData, StreamState
 from ..data.samples import open_rows, open_samples
 from ..data.stream import open_corpus, open_stream
@@ -16,9 +20,22 @@ from ..parallel.sequence import own_part
 from ..plan import Plan
 from ..recipe import Recipe
 from ..refusal import Refusal, Say
-from ..run_folder import files_of_run
+from ..run_folder import day_of_run, files_of_run
 from ..task import IGNORE, MicroBatch, Task
 from .agree import shared_problems
+
+
+def request_of_plan(plan: Plan) -> Request:
+    """Returns what a run asks of its data (a collective)."""
+    return replace(request_of(plan.recipe), tiny=plan.command.tiny, day=first_day(plan.resume_from))
+
+
+def first_day(resume_from: Path | None) -> str:
+    """Returns the date of the run's first start, ISO: as run.json keeps it, else today's of rank 0 (a collective)."""
+    found = [day_of_run(resume_from) or date.today().isoformat()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]
 
 
 def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
@@ -42,7 +59,7 @@ def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: Strea
 
     `documents`: the attention of the run reads these.
     """
-    request = request_of(plan.recipe)
+    request = request_of_plan(plan)
     opened = partial(open_samples, request, processor, task.samples) if task.samples else partial(open_stream, request, processor, documents=documents)
     opened = partial(opened, dp=plan.mesh.dp, dp_rank=dp_rank, say=say)
     try:
@@ -60,7 +77,7 @@ def open_held_out(plan: Plan, task: Task, processor: Any, coords: dict[str, int]
     recipe, mesh = plan.recipe, plan.mesh
     if not recipe.eval_every:
         return []
-    request = request_of(recipe)
+    request = request_of_plan(plan)
     found = partial(eval_samples, request, processor, task.samples) if task.samples else partial(eval_rows, request, processor, documents=documents)
     held_out = [own_part(batch, mesh.sp, coords["sp"]) for batch in found(dp=mesh.dp, dp_rank=coords["dp"], state=state, say=say)]
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage

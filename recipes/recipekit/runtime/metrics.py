@@ -61,10 +61,18 @@ def metrics_of(
             metrics[f"tokens/{domain}"] = data_state["domains"][domain]["tokens"]
     if recipe.bad_rows == "skip":
         metrics["bad_rows"] = ready.state.get("unusable", 0) + sum(domain["bad"] for domain in data_state["domains"].values())
+    if ready.task.facts.chats:
+        metrics |= chats_lost([domain.get("lost", []) for domain in data_state["domains"].values()])
     if ready.flops and ready.peak:
         units, *keys = (number // (mesh.tp * mesh.pp) for number in result["more"][mesh.world :])
         metrics["mfu"] = ready.flops.of_step(units, keys) / (ready.peak * mesh.world * seconds)
     return metrics
+
+
+def chats_lost(of_domains: list[list[int]]) -> dict[str, Any]:
+    """What of the chats read so far is not learned: rows, and the share of the answers' text that the template drops."""
+    rows, cut, barren, said, dropped = (sum(column) for column in zip([0] * 5, *filter(None, of_domains), strict=True))
+    return {"rows_read": rows, "rows_cut": cut, "rows_without_target": barren, "answers_dropped": dropped / max(1, said)}
 
 
 def largest_peak(device: torch.device, before: list[int], exact: bool) -> int:
