@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 from recipekit.packages import require_packages
 
 require_packages()
-from recipekit.architectures.lookup import read_config
 from recipekit.checkpoints import (
     convert,
     journal,
@@ -178,14 +177,17 @@ def degrees_of(arguments: argparse.Namespace) -> dict[str, int | None]:
 
 
 def from_hf(arguments: argparse.Namespace) -> int:
-    from recipekit.model.describe import published_blueprint  # imports transformers, which only this command needs
+    from recipekit.model.describe import published_model  # imports transformers, which only this command needs
 
     dtype = DTYPES[arguments.dtype]
-    blueprint = published_blueprint(arguments.source)
+    model = published_model(arguments.source)
+    blueprint = model.blueprint
+    for note in model.notes:
+        print(note)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
-    config = read_config(arguments.source / "config.json", str(arguments.source), task="")  # whichever trains it
-    layout = target_layout(blueprint, start, config, **degrees_of(arguments))
-    return write(arguments, blueprint, layout, lambda own: convert.from_hf(arguments.source, arguments.out, blueprint, layout, own))
+    layout = target_layout(blueprint, start, model.config, **degrees_of(arguments))
+    convert_to = lambda own: convert.from_hf(arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies)  # noqa: E731
+    return write(arguments, blueprint, layout, convert_to)
 
 
 def reshape(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ No model is built and no process group made; memory holds a few chunks, whatever
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -129,10 +130,22 @@ def _compare(copy: Copy, read: TensorFiles, written: TensorFiles, effort: Effort
             raise refuse(f"{written.folder}: {copy.tensor.name}", "is not what was written there", "check the disk, and convert again")
 
 
-def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effort: Effort | None = None) -> None:
-    """Writes a step folder of step 0 from a model's files: the weights as masters, the moments zero."""
+def from_hf(
+    folder: Path,
+    out: Path,
+    blueprint: Blueprint,
+    layout: Layout,
+    effort: Effort | None = None,
+    config: dict[str, Any] | None = None,
+    originals: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a step folder of step 0 from a model's files: the weights as masters, the moments zero.
+
+    `config` is written as its config.json where the model's own differs. `originals` maps keys that the files lack to the keys to read.
+    """
     effort = effort or Effort()
     entries = safetensors_files.open_folder(folder)
+    entries |= {key: entries[held] for key, held in (originals or {}).items()}
     journal = Journal(
         out, {"source": str(folder.resolve()), "layout": layout.to_json(), "files": {file: (folder / file).stat().st_mtime_ns for file in blueprint.files}}
     )
@@ -150,6 +163,8 @@ def from_hf(folder: Path, out: Path, blueprint: Blueprint, layout: Layout, effor
         everything = frozenset(str(path.relative_to(journal.folder)) for path in journal.folder.rglob("*") if path.suffix in (".pt", ".swp"))
         digests = partial_digests(blueprint, written, everything, effort.chunk)
     _copy_small({name: folder / name for name in small_files(folder) if name != ADAPTER}, journal.folder / "hf_files")
+    if config is not None and config != json.loads((folder / "config.json").read_bytes()):
+        (journal.folder / "hf_files" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     dtype = TORCH[
         max((own for keys in blueprint.files.values() for own in keys.values()), key=[own for keys in blueprint.files.values() for own in keys.values()].count)
     ]

@@ -95,7 +95,8 @@ def build_model(
     if tp_mesh:
         tensor_parallel.check_plan(whole, plans.tp)
         summed = summed_gradients(model_config, facts, plans, recipe.model)
-    split, models, absent, weights, why_logits = None, [whole], [[]], None, ""
+    weights = None if recipe.init == "random" else open_weights(recipe.model, whole, new_head=recipe.labels > 0)
+    split, models, absent, why_logits = None, [whole], [[]], ""
     give = partial(give_losses_where_exact, recipe.loss, model_config=model_config, task=recipe.task, name=recipe.model, tp=(plans.tp, tp_mesh))
     if groups and groups.mesh.pp > 1:
         stages = stages_of(groups.coords["pp"], groups.mesh.pp, recipe.pipeline_schedule)
@@ -108,7 +109,6 @@ def build_model(
         for name, parameter in model.named_parameters():
             if name in filled:  # on both stages of a rank
                 replace_parameter(model, parameter, filled[name])
-        weights = None if recipe.init == "random" else open_weights(recipe.model, model, weights, new_head=recipe.labels > 0)
         if tp_mesh:
             here = {pattern: style for pattern, style in plans.tp.items() if pattern not in names}
             cuts |= tensor_parallel.apply(model, tp_mesh, replace(plans, tp=here), summed)

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -17,6 +19,7 @@ from ..refusal import Refusal, refuse
 from ..tasks.facts import TASKS, Plans
 from .causal import check_causal
 from .empty import CAUSAL, empty_model
+from .own_head import config_of_files
 from .weights import Weights, open_weights
 
 
@@ -68,16 +71,37 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
     return Blueprint(tuple(tensors), aliases, len(blocks), bool(plans.tp), blocks=experts, groups=groups)
 
 
-def published_blueprint(folder: Path) -> Blueprint:
-    """Makes the blueprint of a model from its files. Raises `Refusal` for a model that cannot be trained, or files that do not hold all of it."""
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model in files. `config` is its config.json as the files hold the model; `notes` are lines for the user.
+
+    `copies` maps keys of the blueprint that the files lack to the keys whose tensors they are.
+    """
+
+    blueprint: Blueprint
+    config: dict[str, Any]
+    copies: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def published_model(folder: Path) -> PublishedModel:
+    """Describes a model from its files. Raises `Refusal` for a model that cannot be trained, or files that do not hold all of it."""
     name, attention = str(folder), "eager"  # every model has this attention; only `check_causal` computes with it
     config = read_config(folder / "config.json", name, task="")
     safetensors_files.open_folder(folder)
     facts = TASKS[fitting_task(config)]
+    config, separate = config_of_files(config, name, facts.auto_class)
     model = empty_model(config, attention, name, auto_class=facts.auto_class)
     if facts.auto_class == CAUSAL:
         check_causal(config, attention, name)
-    return with_files(draft(model, plans_of(model, Plans(), facts.plans)), open_weights(name, model))
+    weights = open_weights(name, model)
+    blueprint = with_files(draft(model, plans_of(model, Plans(), facts.plans)), weights)
+    return PublishedModel(blueprint, config, weights.copies, tuple(filter(None, (separate, weights.note))))
+
+
+def published_blueprint(folder: Path) -> Blueprint:
+    """Makes the blueprint of a model from its files. Raises `Refusal` as `published_model` does."""
+    return published_model(folder).blueprint
 
 
 def with_files(blueprint: Blueprint, weights: Weights) -> Blueprint:

@@ -63,6 +63,8 @@ def fill(
                     value = tensor_parallel.shard(value, cuts[name], tp_mesh)
             # a copy: safetensors' tensors are views of the mapped file, which training must not write to
             filled = nn.Parameter(value.to(device, dtype, copy=True), requires_grad=parameter.requires_grad)
+            if read and weights is not None:
+                weights.check_finite(name, value, filled)
             for mark, kept in vars(parameter).items():
                 setattr(filled, mark, kept)
             replace_parameter(model, parameter, filled)
@@ -76,7 +78,8 @@ def fill(
     _return_freed_blocks(False)
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        buffer.data = (weights.whole(name).to(buffer.dtype) if weights and name in persistent else buffer.data).to(device)
+        stored = weights is not None and name in persistent and name in weights.stored
+        buffer.data = (weights.whole(name).to(buffer.dtype) if weights and stored else buffer.data).to(device)
     if divide:
         divide(model)
 

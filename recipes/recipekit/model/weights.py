@@ -4,6 +4,7 @@ Slices are those of tensor and pipeline parallelism; ZeRO-3 divides what every r
 """
 
 import hashlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..architectures import safetensors_files
 from ..architectures.lookup import read_config, with_labels
@@ -20,29 +19,39 @@ from ..hub import hub_is_away
 from ..parallel import tensor
 from ..parallel.blueprint import Stored
 from ..parallel.tensor import Cut
-from ..refusal import refuse
+from ..refusal import Problem, refuse
+from .file_keys import find_stored, foreign_affix, refuse_affix, separated_names, tied_names, unused_keys
 
 HEAD = re.compile(r"(\w*classifier|score|head)\.")  # parameters of a head for classes, as transformers names them
 
 ENDS = 4096  # values of a tensor's first and last row that its mark covers
+NAMED = 3  # keys that the line of unused ones lists
+COMPARED = 1 << 22  # values of two tensors that are compared at a time
 
 
 class Weights:
     """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them.
 
-    `drawn` names the parameters of a new head, which are not read.
+    `drawn` names the parameters of a new head, which are not read. `note` is the line for the user about keys that no
+    parameter takes. `not_finite` lists the tensors that `check_finite` has found.
     """
 
-    def __init__(self, files: list[Path]):
+    def __init__(self, files: list[Path], name: str = ""):
+        self.name = name
         handles = [safe_open(file, framework="pt") for file in files]
         self.where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
         self.files = {file.name: list(handle.keys()) for file, handle in zip(files, handles, strict=True)}
         self.stored: dict[str, Stored] = {}  # by parameter
         self.drawn: set[str] = set()
         self.bytes_read = 0
+        self.copies: dict[str, str] = {}  # key that the files lack -> key whose tensor is taken
+        self.note = ""
+        self.not_finite: list[Problem] = []
 
     def shape(self, name: str) -> list[int]:
-        stored = self.stored[name]
+        return self.shape_of(self.stored[name])
+
+    def shape_of(self, stored: Stored) -> list[int]:
         shapes = [self._slice(keys[0]).get_shape() for keys in stored.parts]
         if not stored.stacked:
             return shapes[0]
@@ -67,8 +76,9 @@ class Weights:
         return digest.hexdigest()
 
     def contents(self) -> dict[str, dict[str, str]]:
-        """Of each file its keys and their dtypes, as safetensors names them."""
-        return {file: {key: self._slice(key).get_dtype() for key in keys} for file, keys in self.files.items()}
+        """Of each file its keys and their dtypes, as safetensors names them. A copy is in the file of its original."""
+        listed = {file: [*keys, *(key for key, held in self.copies.items() if held in keys)] for file, keys in self.files.items()}
+        return {file: {key: self._slice(key).get_dtype() for key in keys} for file, keys in listed.items()}
 
     def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
         """What a tensor-parallel rank keeps of a tensor; only those bytes of the files are read. ZeRO-3 divides it later."""
@@ -95,78 +105,85 @@ class Weights:
 
     def _read(self, key: str, dim: int | None, runs: list[tuple[int, int]]) -> torch.Tensor:
         if dim is None:
-            return self.where[key].get_tensor(key)
+            held = self.copies.get(key, key)
+            return self.where[held].get_tensor(held)
         pieces = [self._slice(key)[(*[slice(None)] * dim, slice(start, stop))] for start, stop in runs]
         return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
 
     def _slice(self, key: str) -> Any:
-        return self.where[key].get_slice(key)
+        held = self.copies.get(key, key)
+        return self.where[held].get_slice(held)
+
+    def same(self, first: Stored, second: Stored) -> bool:
+        """Compares the values of two tensors of one shape, part by part up to the first difference."""
+        one, other = self._slice(first.parts[0][0]), self._slice(second.parts[0][0])
+        shape = one.get_shape()
+        rows = max(1, COMPARED // max(1, math.prod(shape[1:])))
+        for start in range(0, shape[0], rows):
+            pair = one[start : start + rows], other[start : start + rows]
+            dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
+            if not torch.equal(pair[0].to(dtype), pair[1].to(dtype)):
+                return False
+        return True
+
+    def check_finite(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
+        """Notes a parameter that holds a NaN or an infinite value, in the files or once it is in the training dtype (`filled`)."""
+        if not filled.numel() or not filled.is_floating_point() or all(end.isfinite() for end in torch.aminmax(filled.detach())):
+            return
+        low, high = torch.aminmax(value)
+        found = "a NaN" if low.isnan() else "an infinite value" if low.isinf() or high.isinf() else ""
+        if found:
+            fix = "use files that were saved before the run diverged or the values were cast"
+            self.not_finite.append(Problem(f"model = {self.name}", f"{name} holds {found} in its files", fix))
+        else:
+            largest, dtype = max(-low, high).item(), str(filled.dtype).removeprefix("torch.")
+            rule = f"{name} holds {largest:.3g} in its files, which is infinite in {dtype}"
+            self.not_finite.append(Problem(f"model = {self.name}", rule, "use a strategy in bf16 or fp32"))
 
 
-def open_weights(name: str, model: PreTrainedModel, opened: Weights | None = None, new_head: bool = False) -> Weights:
+def open_weights(name: str, model: PreTrainedModel, new_head: bool = False) -> Weights:
     """Opens the files of a model's weights, a hub id or a folder, and finds every parameter in them.
 
-    `opened` serves a further stage of the same model. With `new_head` the parameters outside the base model that the files
-    lack, or have in another shape, are left to be drawn.
-
-    Raises `Refusal` naming what the files lack: a parameter is never left at a random value.
+    With `new_head` the parameters outside the base model that the files lack, or have in another shape, are left to be drawn.
+    Raises `Refusal` naming what the files lack: a parameter is never left at a random value, unless transformers leaves it so.
     """
-    if (weights := opened) is None:
-        folder = weights_folder(name)
-        weights = Weights([folder / file for file in sorted({entry.file for entry in safetensors_files.open_folder(folder).values()})])
-    persistent = model.state_dict()
+    folder = weights_folder(name)
+    weights = open_files(name, folder)
+    persistent, keys = model.state_dict(), list(weights.where)
     wanted = [*dict(model.named_parameters()), *(key for key, _ in model.named_buffers() if key in persistent)]
-    new = [key for key in wanted if key not in weights.stored]
-    found = find_stored(model, list(weights.where))
-    weights.stored |= {key: found[key] for key in new if key in found}
-    wrong = [key for key in new if key in found and weights.shape(key) != list(persistent[key].shape)]
-    missing = [key for key in new if key not in found]
+    found = find_stored(model, keys)
+    for alias, first in tied_names(model).items():
+        if alias in found and first not in found:  # transformers ties either to the other
+            found[first] = found[alias]
+    for target, source in separated_names(model, folder / "config.json").items():
+        if source in found and target not in found:
+            found[target], weights.copies[target] = Stored(((target,),)), found[source].parts[0][0]
+    weights.stored = {key: found[key] for key in wanted if key in found}
+    wrong = [key for key in (*wanted, *tied_names(model)) if key in found and weights.shape_of(found[key]) != list(persistent[key].shape)]
+    missing = [key for key in wanted if key not in found]
     head = {key for key in (*wrong, *missing) if HEAD.match(key)}
     weights.drawn |= head if new_head else set()
     labels = "; --num_labels N draws a new head for N classes" if head and head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None else ""
+    weights.drawn |= {key for key in missing if any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_missing or ())}
     if missing := [key for key in missing if key not in weights.drawn]:
-        rule = f"its files lack {len(missing)} of {len(new)} parameters, first {missing[0]}"
+        if affix := foreign_affix(model, keys, wanted):
+            raise refuse_affix(model, keys, affix)
+        rule = f"its files lack {len(missing)} of {len(wanted)} parameters, first {missing[0]}"
         raise refuse(f"model = {name}", rule, f"give the files that match this config.json and transformers version{labels}")
     if wrong := [key for key in wrong if key not in weights.drawn]:
-        rule = f"{wrong[0]} is {weights.shape(wrong[0])} in its files and {list(persistent[wrong[0]].shape)} by its config.json"
+        rule = f"{wrong[0]} is {weights.shape_of(found[wrong[0]])} in its files and {list(persistent[wrong[0]].shape)} by its config.json"
         raise refuse(f"model = {name}", rule, f"give files and config of one model{labels}")
+    if unused := unused_keys(model, keys, found, weights.drawn, lambda key: weights.shape_of(Stored(((key,),)))):
+        listed = ", ".join(unused[:NAMED]) + (", ..." if len(unused) > NAMED else "")
+        weights.note = (
+            f"model = {name}: {len(unused)} tensor{'s' if len(unused) > 1 else ''} of its files {'are' if len(unused) > 1 else 'is'} not used: {listed}"
+        )
     return weights
 
 
-def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
-    """Finds where each parameter lies in files that hold `keys`, by the conversions that transformers publishes for the model.
-
-    Published files of many mixtures have a matrix for each expert, where the model has one tensor of all of them.
-    """
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state = model.state_dict()
-    found: dict[str, Stored] = {}
-    joined: dict[str, dict[str, list[str]]] = {}  # parameter -> source pattern -> keys
-    for key in keys:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if key in state or pattern is None:
-            found[key if key in state else name] = Stored(((key,),))
-        else:
-            joined.setdefault(name, {}).setdefault(pattern, []).append(key)
-    for name, patterns in joined.items():
-        converter = by_pattern[next(iter(patterns))]
-        operations: list[Any] = converter.operations
-        kinds = [type(operation).__name__ for operation in operations]
-        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or operations[0].dim != 0:
-            rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
-            raise refuse(
-                f"model = {model.config._name_or_path}", rule, "load and save it once with transformers' save_pretrained(..., save_original_format=False)"
-            )
-        parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in converter.source_patterns if pattern in patterns)
-        found[name] = Stored(parts, stacked=True, dim=operations[1].dim if len(kinds) > 1 else 0)
-    return found
-
-
-def _expert(key: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\.(\d+)(?=\.)", key)]
+def open_files(name: str, folder: Path) -> Weights:
+    """Opens the files of a folder, those that transformers would load."""
+    return Weights([folder / file for file in sorted({entry.file for entry in safetensors_files.open_folder(folder).values()})], name)
 
 
 def weights_folder(name: str) -> Path:

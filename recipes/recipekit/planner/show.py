@@ -1,6 +1,8 @@
 """Prints a dry run: layout, batch arithmetic, resolved JSON and memory, with a verdict if the device is known."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +14,9 @@ from ..model.build import refuse_adapter
 from ..model.describe import draft
 from ..model.empty import empty_model
 from ..model.head import give_losses_where_exact
+from ..model.own_head import config_of_files
 from ..model.small import summed_gradients
+from ..model.weights import open_weights
 from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, sequence, tensor
 from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds, stages_of
@@ -35,14 +39,15 @@ WHEN = {LOSS: "while the loss is computed", BACKWARD: "while gradients arrive", 
 def show(plan: Plan) -> None:
     """Prints the plan; needs no accelerator, no process group and no weights."""
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
-    unknown, other, drawn, terms = "", "", None, []
+    unknown, other, of_files, drawn, terms = "", "", list[str](), None, []
     if plan.model_config is not None:  # first, so that a refusal stands alone
         made = empty_of(plan)
+        of_files = notes_on_files(plan, made[0])
         other = attention_of(plan)[1]
         unknown = task_called(recipe.task).check(plan.model_config, recipe.attention, recipe.model)
         drawn = drawn_up(plan, made)
         terms = fullest(plan, *drawn)
-    for note in (*plan.notes, *filter(None, [other, unknown])):
+    for note in (*plan.notes, *filter(None, [*of_files, other, unknown])):
         print(note)
     print(f"layout   {mesh.world} rank{'s' if mesh.world > 1 else ''}: {mesh}")
     for line in steps_of(plan):
@@ -171,8 +176,25 @@ def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
     """The model of a plan without weights, before it is adapted, and the plans that it is cut by."""
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
     assert plan.model_config is not None
-    model = empty_model(plan.model_config, attention_of(plan)[0], recipe.model, recipe.recompute_every, facts.auto_class)
+    config = config_in_files(plan)[0]
+    model = empty_model(config, attention_of(plan)[0], recipe.model, recipe.recompute_every, facts.auto_class)
     return model, plans_of(model, recipe.plans, facts.plans, facts.matrices if by_matrix(plan.ds_config) else ())
+
+
+def config_in_files(plan: Plan) -> tuple[dict[str, Any], str]:
+    """Returns the config.json of the plan's model as its local files hold the model, and the line about that; files elsewhere are not asked."""
+    assert plan.model_config is not None
+    if plan.recipe.init != "pretrained" or not Path(plan.recipe.model).is_dir():
+        return plan.model_config, ""
+    return config_of_files(plan.model_config, plan.recipe.model, plan.recipe.facts.auto_class)
+
+
+def notes_on_files(plan: Plan, model: PreTrainedModel) -> list[str]:
+    """Lists what a start will say about the model's local files. Raises `Refusal` for files that do not fit the model."""
+    recipe = plan.recipe
+    if recipe.init != "pretrained" or not Path(recipe.model).is_dir():
+        return []
+    return [config_in_files(plan)[1], open_weights(recipe.model, model, new_head=recipe.labels > 0).note]
 
 
 def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> tuple[Blueprint, Layout, Load]:

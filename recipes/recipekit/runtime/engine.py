@@ -21,6 +21,7 @@ from ..kernels import compiled
 from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
 from ..model.export import export, save_small_files
+from ..model.own_head import config_of_files
 from ..model.small_files import SmallFiles
 from ..model.weights import fetch_config, published_names, weights_folder
 from ..parallel.blueprint import Blueprint, Layout
@@ -94,6 +95,9 @@ def load_model(
         weights_folder(recipe.model)
         if "num_labels" in model_config and not recipe.labels:
             model_config = published_names(model_config, recipe.model, recipe.task)
+    separate = ""
+    if recipe.init == "pretrained":
+        model_config, separate = config_of_files(model_config, recipe.model, task.facts.auto_class)
     dist.barrier(waiting_group())  # a host may have to download them
     groups = Groups(mesh, device.type, limit)
     processor = task.processor(request_of(recipe), model_config)
@@ -104,8 +108,10 @@ def load_model(
         say(unknown)
     divide = torch_engine.divider(groups, recipe.precision, device.type) if recipe.engine == "fsdp2" else None
     built = build_model(recipe, model_config, groups, plan.ds_config, device, divide)
-    if built.note:
-        say(built.note)
+    if problems := shared_problems(Refusal(built.weights.not_finite) if built.weights and built.weights.not_finite else None):
+        raise Refusal(problems)
+    for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
+        say(note)
     if built.why_logits is None:
         assert task.of_losses is not None, "a task that reads `loss` has both ways"
         task = task.of_losses(task)

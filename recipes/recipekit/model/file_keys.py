@@ -1,0 +1,194 @@
+"""The keys of a model's files: the parameter that each belongs to, and the keys that belong to none."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ..parallel.blueprint import Stored
+from ..refusal import Refusal, refuse
+
+# Buffers that older versions of transformers saved, and that every model now computes.
+COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn)\.masked_bias)$")
+CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")  # of shape (1, 1, positions, positions)
+NEXT_TOKEN_LAYERS = re.compile(r"num_nextn_predict_layers|(num_)?mtp_(num_)?(hidden_)?layers")  # keys of config.json
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "module")
+DEEPEST = 6  # parts of a prefix that is looked for
+
+
+def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
+    """Finds where each parameter lies in files that hold `keys`, by the conversions that transformers publishes for the model.
+
+    Published files of many mixtures have a matrix for each expert, where the model has one tensor of all of them.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    found: dict[str, Stored] = {}
+    joined: dict[str, dict[str, list[str]]] = {}  # parameter -> source pattern -> keys
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if key in state or pattern is None:
+            found[key if key in state else name] = Stored(((key,),))
+        else:
+            joined.setdefault(name, {}).setdefault(pattern, []).append(key)
+    for name, patterns in joined.items():
+        converter = by_pattern[next(iter(patterns))]
+        operations: list[Any] = converter.operations
+        kinds = [type(operation).__name__ for operation in operations]
+        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or operations[0].dim != 0:
+            rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
+            raise refuse(
+                f"model = {model.config._name_or_path}", rule, "load and save it once with transformers' save_pretrained(..., save_original_format=False)"
+            )
+        parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in converter.source_patterns if pattern in patterns)
+        found[name] = Stored(parts, stacked=True, dim=operations[1].dim if len(kinds) > 1 else 0)
+    return found
+
+
+def _expert(key: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\.(\d+)(?=\.)", key)]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Maps each further name of a tied parameter to its first name."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(named.items())}
+    return {name: first[id(parameter)] for name, parameter in named.items() if first[id(parameter)] != name}
+
+
+def separated_names(model: PreTrainedModel, config: Path) -> dict[str, str]:
+    """Maps the parameters that the file `config` ties and this model does not to the parameters they would be tied to."""
+    disk = type(model.config).from_dict(json.loads(config.read_bytes())) if config.is_file() else None
+    if not ties(disk) or ties(model.config):
+        return {}
+    return dict(model._tied_weights_keys or {})
+
+
+def ties(config: PreTrainedConfig | None) -> bool:
+    """Returns True if a config, or the config of a part of the model, ties embeddings."""
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    return any(getattr(part, "tie_word_embeddings", False) for part in parts)
+
+
+def unused_keys(model: PreTrainedModel, keys: list[str], found: Mapping[str, Stored], unread: set[str], shape: Callable[[str], list[int]]) -> list[str]:
+    """Lists the keys that no parameter of the model takes, without those that transformers ignores and buffers that a model computes.
+
+    `found` is of `find_stored`; the parameters `unread` take nothing from the files. `shape` gives the shape of a key.
+    Raises `Refusal` for layers that the model does not have.
+    """
+    state = model.state_dict().keys() - unread
+    name_of = {key: name for name, stored in found.items() for part in stored.parts for key in part}
+    left = {key: name_of.get(key, key) for key in keys if name_of.get(key) not in state}
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    computed = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+
+    def ignorable(key: str, name: str) -> bool:
+        if any(pattern.search(name) for pattern in ignored) or name in computed or COMPUTED.search(name):
+            return True
+        return bool(CAUSAL_MASK.search(name)) and shape(key)[:2] == [1, 1]
+
+    unused = {key: name for key, name in left.items() if not ignorable(key, name)}
+    _check_layers(model, unused)
+    return list(unused)
+
+
+def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
+    """Raises `Refusal` if unused keys continue a list of layers of the model. Layers that predict further tokens may."""
+    config: dict[str, Any] = model.config.to_dict()
+    blocks = [config, *(block for block in config.values() if isinstance(block, dict))]
+    further = max((value for block in blocks for key, value in block.items() if NEXT_TOKEN_LAYERS.fullmatch(str(key)) and isinstance(value, int)), default=0)
+    lengths = {
+        place: len(module)
+        for place, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and all(child.isdecimal() for child, _ in module.named_children())
+    }
+    base = f"{model.base_model_prefix}."
+    beyond = Counter[str]()  # list of layers -> how many the files hold
+    for name in unused.values():
+        parts = name.split(".")
+        for end, number in enumerate(parts):
+            around = ".".join(parts[:end])
+            place = next((place for place in (around, base + around, around.removeprefix(base)) if place in lengths), None)
+            if number.isdecimal() and place is not None and int(number) >= lengths[place] + further:
+                beyond[place] = max(beyond[place], int(number) + 1)
+    if not beyond:
+        return
+    place, held = next(iter(beyond.items()))
+    count = lengths[place]
+    stated = [key for block in blocks for key, value in block.items() if value == count and type(value) is int and "layer" in str(key)]
+    known = f'write "{stated[0]}": {held} into its config.json' if stated else "give the config.json of these files"
+    numbers = f"{count} to {held - 1}" if held - count > 1 else f"{count}"
+    rule = f"its files hold {held} layers in {place}, and its config.json makes {count}"
+    raise refuse(f"model = {model.config._name_or_path}", rule, f"{known}; to train the shorter model, delete {place}.{numbers} from the files")
+
+
+@dataclass(frozen=True)
+class Affix:
+    """Text that the names in files have and the model's names do not: a `prefix`, and wrappers' `words` inside of the names."""
+
+    prefix: str = ""
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " and ".join(filter(None, (self.prefix, *(f"{word}." for word in self.words))))
+
+    def without(self, key: str) -> str:
+        key = key.removeprefix(self.prefix)
+        for word in self.words:
+            key = re.sub(rf"(^|\.)({word}\.)+", r"\1", key)
+        return key
+
+
+def foreign_affix(model: PreTrainedModel, keys: list[str], wanted: list[str]) -> Affix | None:
+    """Finds the text to delete from the names in files so that most of the `wanted` parameters are found; None if nothing helps.
+
+    A wrapper such as torch.compile's puts a word before all names, or before the names in each layer.
+    """
+
+    state = model.state_dict().keys()
+
+    def found(affix: Affix) -> tuple[int, int]:
+        """Counts the parameters that are found, and those under their own names: transformers itself adds or takes off the base model's name."""
+        renamed = [affix.without(key) for key in keys]
+        try:
+            return len(find_stored(model, renamed).keys() & set(wanted)), len(state & set(renamed))
+        except Refusal:
+            return 0, 0
+
+    leading = Counter(prefix for key in keys for prefix in _prefixes(key))
+    words = tuple(word for word in WRAPPERS if any(f".{word}." in f".{key}" for key in keys))
+    tried = [Affix(prefix) for prefix, count in leading.items() if 2 * count >= len(keys)]
+    tried += [Affix(words=(word,)) for word in words] + [Affix(words=words)]
+    best = max(tried, key=found)
+    return best if found(best)[0] > max(found(Affix())[0], len(wanted) // 2) else None
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    parts = key.split(".")
+    for end in range(1, min(DEEPEST, len(parts) - 1) + 1):
+        yield "".join(f"{part}." for part in parts[:end])
+
+
+def refuse_affix(model: PreTrainedModel, keys: list[str], affix: Affix) -> Refusal:
+    """Explains names with a foreign `affix`, with the lines that rename the tensors."""
+    having = sum(affix.without(key) != key for key in keys)
+    rule = f"{having} of the {len(keys)} names of tensors in its files have {affix} in them, which the names of a {model.config.model_type}'s parameters do not"
+    if any(".lora_" in key for key in keys):
+        fix = "merge the adapter with peft's merge_and_unload(), and save that with save_pretrained"
+    else:
+        new = f"key.removeprefix({affix.prefix!r})" if affix.prefix else "key" + "".join(f".replace('{word}.', '')" for word in affix.words)
+        fix = (
+            f"rename them in each file with safetensors.torch: save_file({{{new}: value for key, value in load_file(FILE).items()}}, FILE, {{'format': 'pt'}})"
+        )
+    return refuse(f"model = {model.config._name_or_path}", rule, fix)

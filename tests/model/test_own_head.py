@@ -1,0 +1,194 @@
+"""A head that differs from the embedding that config.json ties it to stays a head, as in transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from recipekit.checkpoints import convert
+from recipekit.checkpoints.step_folder import target_layout
+from recipekit.command import parse
+from recipekit.mesh import Mesh
+from recipekit.model.build import build_model
+from recipekit.model.describe import published_model
+from recipekit.model.own_head import config_of_files
+from recipekit.parallel.blueprint import Layout, default_optimizer
+from recipekit.plan import make_plan
+from recipekit.planner.show import drawn_up, empty_of, notes_on_files
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.tasks.facts import TASKS
+from safetensors.torch import load_file, save_file
+from test_file_keys import FILE, Tensors, save_model
+from test_model import ds_config
+from test_parity import strategy
+
+IDS = torch.arange(3, 35).view(2, 16)  # (B, T)
+
+
+def with_head(name: str, embedding: str, own: bool = True, **more: torch.Tensor) -> Any:
+    """Adds to files of a tied model a head, which is the embedding with one value changed if `own`."""
+
+    def add(tensors: Tensors) -> Tensors:
+        head = tensors[embedding].clone()
+        head[-1, -1] += 0.5 * own
+        return tensors | {name: head} | more
+
+    return add
+
+
+def folder_of(path: Path, kind: str = "llama", task: str = "pretrain", own: bool = True, **changes: Any) -> str:
+    name, embedding = HEADS[kind]
+    save_model(path, kind, task, lambda tensors: with_head(name, embedding, own)({key: value for key, value in tensors.items() if key != name}), **changes)
+    return str(path)
+
+
+HEADS = {
+    "llama": ("lm_head.weight", "model.embed_tokens.weight"),
+    "gpt2": ("lm_head.weight", "transformer.wte.weight"),
+    "bert": ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    "modernbert": ("decoder.weight", "model.embeddings.tok_embeddings.weight"),
+}
+TIED = {"tie_word_embeddings": True}
+
+
+def config_json(folder: str) -> dict[str, Any]:
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
+def logits_of(folder: str, auto_class: str = "AutoModelForCausalLM") -> torch.Tensor:
+    """Computes what plain transformers computes with a folder's files, (B, T, V) fp32."""
+    model = getattr(transformers, auto_class).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize(("kind", "task"), [("llama", "pretrain"), ("gpt2", "pretrain"), ("bert", "masked_lm"), ("modernbert", "masked_lm")])
+def test_a_head_of_its_own_is_read_as_transformers_reads_it(tmp_path, kind, task):
+    """BERT's files hold the head's bias under its second name only."""
+    auto_class = TASKS[task].auto_class
+    folder = folder_of(tmp_path / "own", kind, task, **TIED)
+    config, note = config_of_files(config_json(folder), folder, auto_class)
+    head, embedding = HEADS[kind]
+    assert config["tie_word_embeddings"] is False and f"{head} differs from {embedding} in its files" in note
+    model = build_model(Recipe(model=folder, task=task), config, None, ds_config(0), torch.device("cpu")).model.eval()
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=IDS).logits, logits_of(folder, auto_class), rtol=0, atol=1e-6)
+    model.save_pretrained(tmp_path / "again")
+    again = logits_of(str(tmp_path / "again"), auto_class)
+    assert torch.allclose(again, logits_of(folder, auto_class), rtol=0, atol=1e-6)
+    same = folder_of(tmp_path / "same", kind, task, own=False, **TIED)
+    assert config_of_files(config_json(same), same, auto_class) == (config_json(same), "")
+    tied = build_model(Recipe(model=same, task=task), config_json(same), None, ds_config(0), torch.device("cpu")).model
+    assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
+
+
+def test_one_value_in_the_last_part_is_enough(tmp_path, monkeypatch):
+    from recipekit.model import weights
+
+    monkeypatch.setattr(weights, "COMPARED", 100)  # several rows each
+    folder = folder_of(tmp_path, **TIED)
+    assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM")[0]["tie_word_embeddings"] is False
+
+
+def test_a_head_alone_is_the_embedding(tmp_path):
+    """Files of a tied model that were saved under the head's name."""
+    save_model(tmp_path, "llama", tensors=lambda tensors: {key: value for key, value in tensors.items() if key != "model.embed_tokens.weight"}, **TIED)
+    built = build_model(Recipe(model=str(tmp_path)), config_json(str(tmp_path)), None, ds_config(0), torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.allclose(built.model.eval()(input_ids=IDS).logits, logits_of(str(tmp_path)), rtol=0, atol=1e-6)
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path):
+    save_model(tmp_path, "llama", tensors=lambda tensors: tensors | {"lm_head.weight": torch.ones(270, 32)}, **TIED)
+    with pytest.raises(Refusal, match=r"lm_head.weight is \[270, 32\] in its files and \[264, "):
+        build_model(Recipe(model=str(tmp_path)), config_json(str(tmp_path)), None, ds_config(0), torch.device("cpu"))
+
+
+def read_and_written(folder: str, out: str, stage: int, tp: int, pp: int) -> torch.Tensor | None:
+    """Reads a model in a layout, computes its logits there, and exports it; the logits, None on the first stage of a pipeline."""
+    import deepspeed
+    import torch.distributed as dist
+    from recipekit.data.processors import byte_tokenizer
+    from recipekit.mesh import make_mesh
+    from recipekit.model.export import export
+    from recipekit.optim.groups import parameter_groups
+    from recipekit.parallel import pipeline
+    from recipekit.parallel.groups import Groups
+
+    world = dist.get_world_size()
+    groups = Groups(make_mesh(world, tp=tp, pp=pp), "cpu")
+    config, _ = config_of_files(config_json(folder), folder, "AutoModelForCausalLM")
+    ds = ds_config(stage, world // pp, tp)
+    built = build_model(Recipe(model=folder), config, groups, ds, torch.device("cpu"))
+    model: Any = built.model.eval()
+    inputs = IDS, torch.arange(IDS.shape[1]).expand_as(IDS)
+    if pp > 1:
+        assert built.split is not None
+        with torch.no_grad():
+            sent = [list(model.forward(inputs)) if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(sent)
+            logits = model.forward(tuple(sent[0])) if dist.get_rank() else None
+        model = pipeline.assemble(built.models, groups, lambda logits, labels: logits.sum(), "1f1b", built.split.num_stages)
+        pipeline.share(model, groups)
+    engine = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=ds, mpu=groups.mpu)[0]
+    if pp == 1:
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits.clone()
+    export(engine, built, groups, byte_tokenizer(), Path(out), torch.float32, merge=False)
+    engine.destroy()
+    return logits
+
+
+LAYOUTS = {"one rank": (0, 1, 1), "zero3": (3, 1, 1), "tp2": (0, 2, 1), "pp2": (0, 1, 2)}
+FOLDERS = {"own head and extra keys": TIED, "untied": {"tie_word_embeddings": False}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [pytest.param(layout, kind, marks=[pytest.mark.slow] * (kind == "untied" or layout == "one rank")) for kind in FOLDERS for layout in LAYOUTS],
+)
+def test_logits_are_those_of_transformers_before_and_after(pools, tmp_path, layout, kind):
+    folder = folder_of(tmp_path / "model", **FOLDERS[kind])
+    extra = {"v_head.weight": torch.ones(4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(tmp_path / "model" / FILE) | extra, tmp_path / "model" / FILE, metadata={"format": "pt"})
+    stage, tp, pp = LAYOUTS[layout]
+    expected = logits_of(folder)
+    ranks = pools.run(1 if layout == "one rank" else 2, read_and_written, folder=folder, out=str(tmp_path / "hf"), stage=stage, tp=tp, pp=pp)
+    for logits in ranks[pp - 1 :]:
+        assert torch.allclose(logits, expected, rtol=0, atol=1e-6), layout
+    assert torch.allclose(logits_of(str(tmp_path / "hf")), expected, rtol=0, atol=1e-6)
+    assert config_json(str(tmp_path / "hf"))["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(("kind", "task"), [("llama", "pretrain"), ("bert", "masked_lm")])
+def test_a_conversion_keeps_a_head_of_its_own(tmp_path, kind, task):
+    """From files to a step folder of another layout and back: what plain transformers computes stays the same."""
+    auto_class = TASKS[task].auto_class
+    folder = Path(folder_of(tmp_path / "own", kind, task, **TIED))
+    model = published_model(folder)
+    (note,) = model.notes
+    assert "differs from" in note
+    start = Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32")
+    layout = target_layout(model.blueprint, start, model.config, dp=2, tp=None, pp=None, zero=1)
+    convert.from_hf(folder, tmp_path / "step", model.blueprint, layout, config=model.config, originals=model.copies)
+    convert.to_hf(tmp_path / "step", tmp_path / "hf")
+    assert config_json(str(tmp_path / "hf"))["tie_word_embeddings"] is False
+    again, expected = (logits_of(str(path), auto_class) for path in (tmp_path / "hf", folder))
+    assert torch.allclose(again, expected, rtol=0, atol=1e-6)
+
+
+def test_a_dry_run_knows_the_head(tmp_path, monkeypatch):
+    """Its memory has the head, and its notes are those of a start."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    folder = folder_of(tmp_path, **TIED)
+    save_file(load_file(tmp_path / FILE) | {"v_head.weight": torch.ones(4)}, tmp_path / FILE, metadata={"format": "pt"})
+    recipe = Recipe(model=folder, tokenizer="bytes", ds_config=strategy("zero1"), out=str(tmp_path / "run"), wandb=False)
+    plan = make_plan(parse(recipe, Path("head.py"), []))
+    blueprint, _, _ = drawn_up(plan)
+    assert not blueprint.aliases and {"lm_head.weight", "model.embed_tokens.weight"} <= blueprint.trained.keys()
+    separate, unused = notes_on_files(plan, empty_of(plan)[0])
+    assert "lm_head.weight differs from model.embed_tokens.weight" in separate and unused.endswith("is not used: v_head.weight")
