@@ -114,6 +114,7 @@ def read_and_written(folder: str, out: str, stage: int, tp: int, pp: int) -> tor
     from recipekit.data.processors import byte_tokenizer
     from recipekit.mesh import make_mesh
     from recipekit.model.export import export
+    from recipekit.model.small_files import Origin, gather
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel import pipeline
     from recipekit.parallel.groups import Groups
@@ -138,7 +139,8 @@ def read_and_written(folder: str, out: str, stage: int, tp: int, pp: int) -> tor
         engine.eval()
         with torch.no_grad():
             logits = engine(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits.clone()
-    export(engine, built, groups, byte_tokenizer(), Path(out), torch.float32, merge=False)
+    small = gather(built, config, byte_tokenizer(), torch.float32, Origin(), ())
+    export(engine, built, groups, small, Path(out), torch.float32, merge=False)
     engine.destroy()
     return logits
 
@@ -192,3 +194,62 @@ def test_a_dry_run_knows_the_head(tmp_path, monkeypatch):
     assert not blueprint.aliases and {"lm_head.weight", "model.embed_tokens.weight"} <= blueprint.trained.keys()
     separate, unused = notes_on_files(plan, empty_of(plan)[0])
     assert "lm_head.weight differs from model.embed_tokens.weight" in separate and unused.endswith("is not used: v_head.weight")
+
+
+def run_main(recipe: Recipe, argv: list[str]) -> str:
+    """Runs on every rank of a pool; returns the refusal, "" after a run to its end."""
+    from recipekit.train import main
+
+    try:
+        assert main(make_plan(parse(recipe, Path("head.py"), argv))) == 0
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+def recipe_of(folder: str, out: Path, **changes: Any) -> Recipe:
+    small = {"seq_len": 32, "global_batch": 2, "micro_batch": 1, "steps": 2, "warmup_steps": 0, "lr": 1e-12, "save_every": 1, "wandb": False}
+    return Recipe(model=folder, dataset="builtin", tokenizer="bytes", out=str(out), **(small | changes))
+
+
+@pytest.mark.parametrize("layout", ["pp", pytest.param("tp", marks=pytest.mark.slow)])
+def test_a_nan_that_one_rank_reads_ends_all(pools, tmp_path, layout):
+    """The norm behind the layers is on the last stage; the last row of a matrix is on the last tensor rank."""
+    name = {"pp": "model.norm.weight", "tp": "model.layers.0.mlp.up_proj.weight"}[layout]
+
+    def spoiled(tensors: Tensors) -> Tensors:
+        tensors[name].view(-1)[-1] = float("nan")
+        return tensors
+
+    save_model(tmp_path / "model", "llama", tensors=spoiled)
+    recipe = recipe_of(str(tmp_path / "model"), tmp_path / "run", ds_config=strategy("zero0"), **{layout: 2})
+    expected = f"model = {tmp_path / 'model'}: {name} holds a NaN in its files; use files that were saved before the run diverged or the values were cast"
+    assert pools.run(2, run_main, recipe=recipe, argv=[]) == [expected] * 2
+
+
+HEADS["mixtral"] = HEADS["llama"]
+RUNS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "zero1", {}),
+    ("llama", "zero2", {}),
+    ("llama", "", {"engine": "ddp", "precision": "fp32"}),
+    ("llama", "", {"engine": "fsdp2", "precision": "fp32"}),
+    ("mixtral", "zero2", {"ep": 2}),
+    ("bert", "zero3", {"task": "masked_lm", "attention": "eager"}),
+    ("bert", "", {"task": "masked_lm", "attention": "eager", "engine": "ddp", "precision": "fp32"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "config", "changes"), RUNS, ids=["_".join(map(str, (kind, config, *more.values()))) for kind, config, more in RUNS])
+def test_a_run_that_was_stopped_exports_a_head_of_its_own(pools, tmp_path, kind, config, changes):
+    """At a learning rate that moves nothing, its export computes what the files do."""
+    task = changes.get("task", "pretrain")
+    auto_class = TASKS[task].auto_class
+    folder = folder_of(tmp_path / "model", kind, task, **TIED)
+    own = {"ds_config": strategy(config)} if config else {}
+    recipe = recipe_of(folder, tmp_path / "run", **own, **changes)
+    assert pools.run(2, run_main, recipe=recipe, argv=["--stop_at", "1"]) == ["", ""]
+    assert pools.run(2, run_main, recipe=recipe, argv=[]) == ["", ""]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert torch.allclose(logits_of(str(tmp_path / "run" / "hf"), auto_class), logits_of(folder, auto_class), rtol=0, atol=1e-6)
+    assert config_json(str(tmp_path / "run" / "hf"))["tie_word_embeddings"] is False

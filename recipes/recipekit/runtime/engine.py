@@ -90,14 +90,7 @@ def load_model(
     """
     recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     begun = time.perf_counter()
-    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, folder_classes(recipe.dataset))
-    if recipe.init == "pretrained":
-        weights_folder(recipe.model)
-        if "num_labels" in model_config and not recipe.labels:
-            model_config = published_names(model_config, recipe.model, recipe.task)
-    separate = ""
-    if recipe.init == "pretrained":
-        model_config, separate = config_of_files(model_config, recipe.model, task.facts.auto_class)
+    model_config, separate = fetched_config(plan, task)
     dist.barrier(waiting_group())  # a host may have to download them
     groups = Groups(mesh, device.type, limit)
     processor = task.processor(request_of(recipe), model_config)
@@ -108,8 +101,7 @@ def load_model(
         say(unknown)
     divide = torch_engine.divider(groups, recipe.precision, device.type) if recipe.engine == "fsdp2" else None
     built = build_model(recipe, model_config, groups, plan.ds_config, device, divide)
-    if problems := shared_problems(Refusal(built.weights.not_finite) if built.weights and built.weights.not_finite else None):
-        raise Refusal(problems)
+    refuse_values(built)
     for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
         say(note)
     if built.why_logits is None:
@@ -139,6 +131,28 @@ def load_model(
         say(f"resumed from {source}")
     state["export_dtype"] = dtype
     return replace(loaded, state=state)
+
+
+def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
+    """Returns the model's config.json as its files hold the model, and the line about a difference, "" if there is none.
+
+    Downloads the files that are not on this machine.
+    """
+    recipe = plan.recipe
+    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, folder_classes(recipe.dataset))
+    if recipe.init != "pretrained":
+        return model_config, ""
+    weights_folder(recipe.model)
+    if "num_labels" in model_config and not recipe.labels:
+        model_config = published_names(model_config, recipe.model, recipe.task)
+    return config_of_files(model_config, recipe.model, task.facts.auto_class)
+
+
+def refuse_values(built: Built) -> None:
+    """Raises `Refusal`, on every rank, if one of them has read a NaN or an infinite value (a collective)."""
+    own = built.weights.not_finite if built.weights else []
+    if problems := shared_problems(Refusal(own) if own else None):
+        raise Refusal(problems)
 
 
 def compile_model(plan: Plan, model_type: str, built: Built, device: torch.device, say: Say) -> None:
