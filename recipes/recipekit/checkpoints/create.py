@@ -1,7 +1,7 @@
 """Writes the files of a step folder without an engine."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ class Carried:
     groups: dict[int, dict[str, Any]]
     scalars: dict[str, float]  # of the optimizer: its count of steps, and what follows from it
     counts: dict[str, Any]  # global_steps, skipped_steps, global_samples, lr_scheduler, ds_config
+    scaler: dict[str, Any] = field(default_factory=dict)  # the entries of ZeRO's loss scaler
 
     @property
     def clipping(self) -> float:
@@ -42,6 +43,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
     groups: dict[int, dict[str, Any]] = {}
     scalars: dict[str, float] = {}
     counts: dict[str, Any] = {}
+    scaler: dict[str, Any] = {}
     for holder in holders(blueprint, layout):
         numbers = [group[0][0].group for group in holder.groups]
         model = _numbers(torch_files.read(folder / holder.model_file()))
@@ -49,6 +51,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
             optimizer = model["optimizer"] if layout.optimizer == "torch" else model["optimizer"]["optimizer_state_dict"]
         else:
             whole = _numbers(torch_files.read(folder / holder.optimizer_file(0)))["optimizer_state_dict"]
+            scaler = {name: whole[name] for name in ("loss_scaler", "dynamic_loss_scale") if name in whole}
             optimizer = whole["optimizer_state_dict"] if layout.zero_stage == 3 else whole["base_optimizer_state"]
         for number, group in zip(numbers, optimizer["param_groups"], strict=False):
             if number is not None:  # the first counts: the groups of divided experts, which have other names, follow
@@ -59,7 +62,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
         if not counts:
             counts = {key: model.get(key) for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
             counts |= {"loss_scale": scale} if (scale := model.get("loss_scale")) else {}  # of torch's engines in fp16
-    return Carried(groups, scalars, counts)
+    return Carried(groups, scalars, counts, scaler=scaler)
 
 
 def _numbers(value: Any) -> Any:
@@ -165,7 +168,7 @@ def zero12_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]
     }
     if bf16:
         return own
-    return _scaler() | own | {"param_alignment_paddings": [[0] * len(group) for group in groups], "zero_stage": ZeroStage(layout.zero_stage)}
+    return _scaler(carried) | own | {"param_alignment_paddings": [[0] * len(group) for group in groups], "zero_stage": ZeroStage(layout.zero_stage)}
 
 
 def _slice_mapping(group: list[tuple[Tensor, int]], extents: list[list[Extent]], part: int) -> OrderedDict[str, Fragment]:
@@ -182,7 +185,7 @@ def zero3_states(holder: Holder, carried: Carried, rank: int) -> dict[str, Any]:
     base = _base_optimizer(holder, carried, rank, indices, [[(kept[index],) for index in own] for own in indices])
     masters = [FileTensor((size,)) for size in kept]
     states = {"zero_stage": ZeroStage(3), "partition_count": layout.partitions, "fp32_flat_groups": masters, "optimizer_state_dict": base}
-    return _scaler() | states | expert_files.optimizer_entries(holder, rank)
+    return _scaler(carried) | states | expert_files.optimizer_entries(holder, rank)
 
 
 def _create_swap_files(folder: Path, holder: Holder, rank: int) -> None:
@@ -218,6 +221,7 @@ def _base_optimizer(holder: Holder, carried: Carried, rank: int, indices: list[l
     return {"state": state, "param_groups": param_groups}
 
 
-def _scaler() -> dict[str, Any]:
-    """Makes the entries that a switched-off loss scaler leaves in an optimizer file."""
-    return {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False, "overflow": False}
+def _scaler(carried: Carried) -> dict[str, Any]:
+    """Return the entries of the loss scaler in an optimizer file: those of the checkpoint that is converted, or of a scaler that is off."""
+    off = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False}
+    return off | carried.scaler | {"overflow": False}

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class _Memory:
 
 @dataclass
 class DeepSpeedStates:
-    """Saves and loads the states of an engine of DeepSpeed, as `Engine` asks; a blueprint is not needed."""
+    """The states of an engine of DeepSpeed, saved and loaded as `Engine` asks; a blueprint is not needed."""
 
     made: Any  # by deepspeed.initialize
     files: DeepSpeedFiles = field(default_factory=DeepSpeedFiles)
@@ -104,7 +105,8 @@ class DeepSpeedStates:
         # it would copy a script into the staging folder, which is removed; and a full disk would end rank 0 amid collectives
         self.made._copy_recovery_script = lambda _: None
         self.files.snapshots, self.made.checkpoint_engine = background, self.files
-        self.made.save_checkpoint(str(step.parent), tag=step.name, save_latest=False)
+        with _first_states(self.made.optimizer, layout):
+            self.made.save_checkpoint(str(step.parent), tag=step.name, save_latest=False)
         for value, path in errors.kept(self.made.basic_optimizer, step, dist.get_rank()):
             self.files.save(value, str(path))
         return self.files.take()
@@ -112,7 +114,7 @@ class DeepSpeedStates:
     def load(self, step: Path, blueprint: Any, layout: Layout, begun: bool) -> None:
         """Lets DeepSpeed load its files, and mends what DeepSpeed 0.19.8 restores wrongly."""
         optimizer = self.made.optimizer
-        clipping = getattr(optimizer, "clip_grad", None)
+        clipping, scaler = getattr(optimizer, "clip_grad", None), getattr(optimizer, "loss_scaler", None)
         own = str(step / expert_optimizer_file(dist.get_rank() % layout.mesh.ep))
         if layout.zero_stage:
             own = self.made._get_zero_ckpt_name(str(step.parent), step.name)
@@ -122,10 +124,56 @@ class DeepSpeedStates:
         with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
             path, _ = self.made.load_checkpoint(str(step.parent), tag=step.name)
         assert path is not None, f"DeepSpeed did not load {step}"
+        begun = begun and self.made.skipped_steps < self.made.global_steps
         if not begun and not layout.swapped:
             getattr(optimizer, "optimizer", optimizer).state.clear()  # zeros: an optimizer's first states may be others
         if clipping is not None:
             optimizer.clip_grad = clipping  # the saved one came back, though the user may have changed it
+        if scaler is not None:
+            optimizer.loss_scaler = _with_counts(scaler, optimizer.loss_scaler)
+            optimizer.dynamic_loss_scale = scaler.dynamic
+
+
+COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's DynamicLossScaler
+
+
+def _with_counts(scaler: Any, saved: Any) -> Any:
+    """Return this start's loss scaler with the scale and the counts of the saved one.
+
+    The window, the hysteresis, the least scale and a scale that stays are the user's, who may have changed them.
+    """
+    if scaler.dynamic and saved.dynamic:
+        vars(scaler).update({name: vars(saved)[name] for name in COUNTED})
+        scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
+    return scaler
+
+
+@contextlib.contextmanager
+def _first_states(optimizer: Any, layout: Layout) -> Iterator[None]:
+    """Give an optimizer that has not taken a step yet the states that a checkpoint of its layout has, as zeros, within the `with`.
+
+    In fp16 every step so far may have been skipped for its overflow. A load of such a checkpoint lets the optimizer begin anew.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if inner.state or layout.swapped:
+        yield
+        return
+    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # of ZeRO-3, whose groups are empty between two steps
+    numbers = getattr(optimizer, "sub_group_to_group_id", {})
+    groups = [(numbers[index], [flat]) for index, flat in enumerate(flats)] if flats else [(g, group["params"]) for g, group in enumerate(inner.param_groups)]
+    for number, parameters in groups:
+        matrix = layout.of_matrices is not None and inner.param_groups[number].get("matrix")
+        for parameter in parameters:
+            states = {role: torch.zeros_like(parameter) for role in (layout.of_matrices if matrix else layout.states) or ()}
+            if hasattr(inner, "new_states"):  # of ours that keep others than tensors of the weight's shape
+                states = inner.new_states(parameter)
+            counts = {name: 0 if layout.int_step else torch.tensor(0.0) for name in layout.scalars}
+            if kept := counts | states:
+                inner.state[parameter] = kept
+    try:
+        yield
+    finally:
+        inner.state.clear()
 
 
 def _restore_swapped(optimizer: Any, file: Path, layout: Layout) -> None:

@@ -33,7 +33,7 @@ class TorchStates:
         assert not background, "what is saved in the background was refused"
         writes = torch.distributed.get_rank() == 0
         file, failure = next(holders(blueprint, layout)).model_file(), None
-        if not self.optimizer.state:  # every step so far was skipped for its overflow
+        if skipped := not self.optimizer.state:  # every step so far was skipped for its overflow
             self._make_states(blueprint, layout, dict.fromkeys(layout.scalars, 0.0))
         opened: TensorFiles | None = None
         if writes:
@@ -51,6 +51,8 @@ class TorchStates:
                     failure = error
         if opened is not None:
             opened.close()
+        if skipped:
+            self.optimizer.state.clear()  # the optimizer's own first values may be others than zeros
         if failure is not None:
             raise failure
         return ([(None, step / file)] if writes else []) + errors.kept(self.optimizer, step, torch.distributed.get_rank())
@@ -58,6 +60,7 @@ class TorchStates:
     def load(self, step: Path, blueprint: Blueprint, layout: Layout, begun: bool) -> None:
         """Reads what this rank holds of each tensor and, if a step has been taken, of the optimizer's states; and the counts, but for the JSON."""
         carried = read_carried(step, blueprint, layout)
+        begun = begun and carried.counts["skipped_steps"] < carried.counts["global_steps"]
         if begun:
             self._make_states(blueprint, layout, carried.scalars)
         opened = open_checkpoint(step, blueprint, layout)

@@ -17,6 +17,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from ..parallel import tensor as tensor_parallel
 from ..parallel.groups import Groups
+from ..parallel.scalars import broadcasting_scalars
 from ..parallel.tensor import Cut
 from ..refusal import refuse
 from .weights import Weights
@@ -243,14 +244,15 @@ def partition(parameter: nn.Parameter, ds_config: dict[str, Any], groups: Groups
     if groups.mpu:  # DeepSpeed's own linear does not know DTensors; autograd's is right and as small with checkpointing
         ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | {"memory_efficient_linear": False}}
     hpz = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
-    init = deepspeed.zero.Init(
-        module=holder,
-        config_dict_or_path=ds_config,
-        mpu=groups.mpu,
-        data_parallel_group=groups.dp_group if groups.mpu else None,
-        param_swapper=swapper,
-        zero_param_parallel_group=zero_groups._get_zero_param_intra_parallel_group() if hpz else None,  # the first one makes it, another would, too
-    )
+    with broadcasting_scalars():
+        init = deepspeed.zero.Init(
+            module=holder,
+            config_dict_or_path=ds_config,
+            mpu=groups.mpu,
+            data_parallel_group=groups.dp_group if groups.mpu else None,
+            param_swapper=swapper,
+            zero_param_parallel_group=zero_groups._get_zero_param_intra_parallel_group() if hpz else None,  # the first one makes it, another would, too
+        )
     return init.param_swapper
 
 

@@ -18,6 +18,7 @@ from ..optim.repairs import accumulate, after_step, before_step, keep_grad_norm,
 from ..parallel import pipeline
 from ..parallel.blueprint import Blueprint, Layout, describe, held
 from ..parallel.groups import Groups
+from ..parallel.scalars import broadcasting_scalars
 from ..refusal import Say
 
 
@@ -30,7 +31,8 @@ def make(built: Built, groups: Groups, ds_config: dict[str, Any], loss: Callable
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model, built.blueprint.trained)  # a list of groups, which DeepSpeed takes but does not annotate
     named: Any = {"model": model, "model_parameters": trained, "optimizer": _optimizer(ds_config, groups)}
-    made: Any = deepspeed.initialize(**named, config=ds_config, mpu=groups.mpu, dist_init_required=False)[0]
+    with broadcasting_scalars():
+        made: Any = deepspeed.initialize(**named, config=ds_config, mpu=groups.mpu, dist_init_required=False)[0]
     if hasattr(made.basic_optimizer, "ranks"):  # it sends to them itself
         made.basic_optimizer.ranks = groups.dp_group
     return repaired(made)

@@ -34,7 +34,8 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
     if plan.recipe.deterministic:
         deterministic.switch_on()
     device = torch.device("cuda", plan.command.local_rank) if gpus_in_use() else torch.device("cpu")
-    problems = check_device(plan.ds_config, device.type, bool(get_accelerator().is_fp16_supported()))
+    accelerator: Any = get_accelerator()
+    problems = check_device(plan.ds_config, device.type, bool(accelerator.is_fp16_supported()))
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         problems += check_precision(plan.recipe.engine, plan.recipe.precision, torch.cuda.get_device_name(device), has_bf16)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,7 @@ class TorchEngine:
 
     def __post_init__(self) -> None:
         self.trained = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        self.scalars: list[Any] = [parameter for parameter in self.trained.values() if parameter.dim() == 0]
         states = TorchStates(dict(self.module.named_parameters()) | _persistent_buffers(self.module), self.optimizer, self.counts)
         self.save_states, self._load_states = states.save, states.load
         self.taken = 0  # micro-batches of the step that runs
@@ -91,6 +91,7 @@ class TorchEngine:
         for parameter in self.trained.values():
             if parameter.grad is None:  # no rank used it; as under ZeRO it decays nevertheless
                 parameter.grad = torch.zeros_like(parameter)
+        self._sum_scalars()
         self.scaler.unscale_(self.optimizer)
         for act in reversed(self.watchers):
             act()
@@ -115,14 +116,24 @@ class TorchEngine:
         for follow in self.followers:
             follow(not skipped)
 
+    def _sum_scalars(self) -> None:
+        """Average the gradients of parameters without dimension, which FSDP2 does not shard, over the ranks (a collective if there are any)."""
+        if self.called is self.module:
+            for scalar in self.scalars:
+                dist.all_reduce(scalar.grad, group=self.group)
+                scalar.grad /= dist.get_world_size(self.group)
+
     def _grad_norm(self) -> torch.Tensor:
         """Computes the norm of all gradients in fp64, () (a collective where they are divided)."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in self.trained.values():
-            for piece in _local(parameter.grad).flatten().split(PIECE):
-                squares += piece.double().square().sum()
+            if parameter.dim() > 0:
+                for piece in _local(parameter.grad).flatten().split(PIECE):
+                    squares += piece.double().square().sum()
         if self.called is self.module:
             dist.all_reduce(squares, group=self.group)
+        for scalar in self.scalars:
+            squares += scalar.grad.double().square()
         return squares.sqrt()
 
     def load_states(self, step: Path, blueprint: Any, layout: Any, begun: bool) -> None:
@@ -188,6 +199,8 @@ def _optimizer(trained: list[dict[str, Any]], ds_config: dict[str, Any], ranks: 
     """Makes torch's AdamW, or the optimizer of ours that a JSON names; `divided`: each of the data-parallel ranks has a part of every tensor."""
     if (make := ours.maker(ds_config)) is None:
         numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
+        if divided and any(parameter.dim() == 0 for group in trained for parameter in group["params"]):
+            numbers |= {"foreach": False, "fused": False}  # torch 2.13 takes no list of whole and sharded tensors
         return torch.optim.AdamW(trained, **numbers)
     made: Any = make(trained)
     if hasattr(made, "borders"):  # it needs whole tensors
@@ -208,7 +221,13 @@ def divider(groups: Groups, precision: str, device_type: str) -> Callable[[nn.Mo
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
     dtype = half(precision)
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    return partial(fully_shard, mesh=mesh, mp_policy=policy)
+
+    def divide(layer: nn.Module) -> None:
+        # fully_shard (torch 2.13) refuses parameters without dimension: they stay whole, and the engine sums their gradients
+        scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+
+    return divide
 
 
 def _ddp(module: nn.Module, groups: Groups, device: torch.device) -> nn.Module:
