@@ -33,6 +33,7 @@ IDENTITY = (
     *("steps", "lr", "min_lr", "lr_scale", "layer_decay", "warmup_steps", "decay_steps", "schedule"),
     *("weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
+ADAPTER = "adapter"  # in a run's identity: the config of its adapter; None without one
 LOWERED = ("warmup_steps", "decay_steps", "batch_ramp")  # where fewer steps are typed (`Recipe.shortened`)
 OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
 
@@ -67,6 +68,30 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
         for name in others
     ]
     raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
+
+
+def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
+    """Raise `Refusal` with every difference between an adapter's config and the config in the run folder `out` that `--resume auto` found.
+
+    A run folder older than this check states no adapter and is continued. A field that one of two versions of peft lacks
+    counts as off.
+    """
+    if resume != "auto" or ADAPTER not in (saved := _saved_identity(out) or {}):
+        return
+    before, found = saved[ADAPTER], now
+    ways = f"restore it, start a new run with --out NEW, accept the difference with --resume {out}, or put the old run aside with --resume never"
+    if before is None or found is None:
+        if before is found:
+            return
+        rule = f"the run in {out} {'has an adapter of peft' if before else 'has no adapter of peft'}"
+        raise refuse(f"adapt {'makes one' if found else 'makes no adapter of peft'}", rule, ways)
+    names = [name for name in {**found, **before} if (found.get(name) or None) != (before.get(name) or None)]
+    problems = [
+        Problem(f"adapt: {name} = {found.get(name)}", f"the run in {out} has {before.get(name)}", ways if number == 0 else "see the ways above")
+        for number, name in enumerate(names)
+    ]
+    if problems:
+        raise Refusal(problems)
 
 
 def _statistics(micro_batch: int, before: dict[str, Any]) -> dict[str, int]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from recipekit.architectures.families import tiny_config
 from recipekit.model.attention import unfit
 from recipekit.model.build import build_model
@@ -151,12 +151,13 @@ def test_looking_at_a_small_copy_seeds_no_other_device(monkeypatch):
     assert given and len(seeded) == given and 0 not in seeded
 
 
-def test_an_adapter_that_puts_tokens_before_a_row_is_refused_where_attention_reads_documents():
-    def prefixed(model):
-        return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+def test_an_adapt_that_changes_an_attention_which_reads_documents_is_refused():
+    def changed(model):
+        model.set_attn_implementation("sdpa")
+        return model
 
-    recipe = Recipe(model="none", init="random", adapt=prefixed)
+    recipe = Recipe(model="none", init="random", adapt=changed)
     config = tiny_config("llama", 264)
-    with pytest.raises(Refusal, match=r"puts tokens before each row.*use --attention sdpa"):
+    with pytest.raises(Refusal, match=r"sets the attention to sdpa.*use --attention sdpa"):
         build_model(recipe, config, None, {"zero_optimization": {"stage": 0}}, CPU)
     build_model(replace(recipe, attention="sdpa"), config, None, {"zero_optimization": {"stage": 0}}, CPU)

@@ -25,23 +25,44 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
             for file, keys in blueprint.files.items()
         }
         return blueprint, {file: keys for file, keys in contents.items() if keys}
-    adapter = [tensor for tensor in blueprint.tensors if "lora_" in tensor.name]
-    chosen = adapter or [tensor for tensor in blueprint.tensors]
-    keys = {tensor.name: tensor.name.replace(".default", "") if adapter else tensor.name for tensor in chosen}
+    adapter = blueprint.adapter or _keys_of_lora(blueprint)
+    chosen = [tensor for tensor in blueprint.tensors if not adapter or tensor.name in adapter.values()]
+    keys = {name: key for key, name in reversed(adapter.items())} if adapter else {tensor.name: tensor.name for tensor in chosen}
+    further = {key: (name, "every") for key, name in adapter.items() if keys[name] != key}  # of tied modules
     named = {tensor.name: NAMES[tensor.buffer] if tensor.buffer else wanted for tensor in chosen}
     files: list[dict[str, str]] = [{}]
     size = 0
     for tensor in chosen:
         nbytes = tensor.numel * safetensors_files.SIZES[named[tensor.name]]
-        if size and size + nbytes > safetensors_files.SHARD_BYTES:
+        if size and size + nbytes > safetensors_files.SHARD_BYTES and not adapter:  # peft reads one file
             files.append({})
             size = 0
         files[-1][keys[tensor.name]] = named[tensor.name]
+        files[-1] |= {key: named[tensor.name] for key, (name, _) in further.items() if name == tensor.name}
         size += nbytes
     single = "adapter_model.safetensors" if adapter else "model.safetensors"
     names = [single] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     published = {name: Stored(((key,),)) for name, key in keys.items()}
-    return replace(blueprint, tensors=tuple(chosen), published=published), dict(zip(names, files, strict=True))
+    blueprint = replace(blueprint, tensors=tuple(chosen), published=published, aliases=further or blueprint.aliases)
+    return blueprint, dict(zip(names, files, strict=True))
+
+
+def _keys_of_lora(blueprint: Blueprint) -> dict[str, str]:
+    """Return the keys for a LoRA run whose step folder does not state them (`Blueprint.adapter`): every trained tensor; {} for other runs.
+
+    peft 0.21.2 writes them so; its adapter was always called default.
+    """
+    if not any("lora_" in tensor.name for tensor in blueprint.tensors):
+        return {}
+    names = [tensor.name for tensor in blueprint.tensors if tensor.group is not None or "lora_" in tensor.name]
+    return {_key_of_lora(name): name for name in names}
+
+
+def _key_of_lora(name: str) -> str:
+    name = name.replace(".modules_to_save.default.", ".").removesuffix(".default")
+    if name.endswith("lora_magnitude_vector.default.weight"):
+        return name.removesuffix(".default.weight")
+    return name.replace(".default.", ".")
 
 
 def extra_keys(blueprint: Blueprint) -> list[str]:

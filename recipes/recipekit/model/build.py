@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from ..engine import Engine
 from ..kernels.attention import VARLEN
-from ..mesh import Mesh
 from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, sequence
 from ..parallel import tensor as tensor_parallel
@@ -27,6 +26,7 @@ from ..recipe import Recipe
 from ..refusal import refuse
 from ..strategy.numbers import enabled
 from ..tasks.facts import TASKS, Plans
+from .adapter import AdapterRequest, adapted, published_keys
 from .attention import choose_attention
 from .batch_norm import norms_of
 from .describe import draft, with_files
@@ -115,12 +115,12 @@ def build_model(
         fill(model, recipe.seed, groups, ds_config, device, dtype, cuts, weights, divide, uncut)
         filled |= dict(model.named_parameters())
     if recipe.adapt is not None:
-        models = [adapted(whole, recipe.adapt, recipe.seed, groups)]
+        models = [_with_adapter(whole, AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep), recipe.seed, ds_config)]
     if split is None:  # an adapter may have put another module in the head's place
         why_logits = give(whole, [whole])
     make_trainable(models)
     if recipe.adapt is not None:
-        blueprint = draft(models[0], adapted_plans(models[0], plans))
+        blueprint = _described(models[0], plans)
     elif weights is not None and not recipe.labels:  # files with another head do not say how this model is written
         blueprint = with_files(blueprint, weights)
     check_named(blueprint.trained, plans, recipe.matrices)
@@ -146,28 +146,25 @@ def make_trainable(models: list[PreTrainedModel]) -> None:
             set_z3_leaf_module(module, True)
 
 
-def adapted(model: PreTrainedModel, adapt: Callable[[Any], Any], seed: int, groups: Groups | None) -> PreTrainedModel:
-    """Puts an adapter round a model, whose weights are drawn from the seed. Raises `Refusal` as `refuse_adapter` does, and for
-    one that puts tokens before those of a row, while the model's attention reads documents.
+def _with_adapter(whole: PreTrainedModel, request: AdapterRequest, seed: int, ds_config: dict[str, Any]) -> PreTrainedModel:
+    """Put the recipe's adapter around a model; its weights are drawn from the seed.
+
+    Raises `Refusal` as `adapted` does, and for an `adapt` that changes an attention that reads documents.
     """
     torch.manual_seed(seed)
-    attention = model.config._attn_implementation
-    made = adapt(model)
-    prompts = any(getattr(config, "is_prompt_learning", False) for config in getattr(made, "peft_config", {}).values())
-    if VARLEN in (attention or "") and (prompts or model.config._attn_implementation != attention):
-        rule = "puts tokens before each row" if prompts else f"sets the attention to {model.config._attn_implementation}"
-        raise refuse("adapt with attention = varlen", f"{rule}, and varlen computes the documents of the rows as they are", "use --attention sdpa")
-    refuse_adapter(made, groups.mesh if groups else None)
+    attention = whole.config._attn_implementation
+    made = adapted(whole, request, ds_config)
+    if VARLEN in (attention or "") and whole.config._attn_implementation != attention:
+        rule = f"sets the attention to {whole.config._attn_implementation}, and varlen computes the documents of the rows as they are"
+        raise refuse("adapt with attention = varlen", rule, "use --attention sdpa")
     return made
 
 
-def refuse_adapter(model: nn.Module, mesh: Mesh | None) -> None:
-    """Raise `Refusal` for an adapter of peft in a layout that its layers do not know. A dry run asks as well."""
-    if mesh is None or not hasattr(model, "peft_config"):
-        return
-    for axis, rule in (("ep", "experts that lie on other ranks"), ("tp", "tensor-parallel shards")):
-        if getattr(mesh, axis) > 1:
-            raise refuse(f"{axis} > 1", f"peft's adapters do not know {rule}", f"use --{axis} 1; ZeRO-3 divides the frozen weights too")
+def _described(model: PreTrainedModel, plans: Plans) -> Blueprint:
+    """Draft the blueprint of a model with an adapter, with the keys of the adapter's file."""
+    blueprint = draft(model, adapted_plans(model, plans))
+    keys = {key: blueprint.aliases.get(name, (name,))[0] for key, name in published_keys(model).items()}
+    return replace(blueprint, adapter=keys)
 
 
 def check_weights(engine: Engine, built: Built, groups: Groups, samples: int = 8) -> int:

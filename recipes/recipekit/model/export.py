@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..architectures import safetensors_files
 from ..engine import Engine
 from ..parallel import expert, tensor
 from ..parallel.groups import Groups
+from .adapter import merged, published_keys, unties
 from .build import Built
 from .small_files import SmallFiles
 
@@ -29,11 +31,11 @@ def whole_parameters(model: nn.Module, built: Built, groups: Groups, dtype: torc
     Names and tensors are the Hugging Face model's, whatever a layout made of them. Where the training dtype is smaller than
     `dtype`, the optimizer's fp32 master weights are given.
     """
-    return expert.published(model, _joined(model, built, groups, dtype))
+    return expert.published(model, _joined(model.named_parameters(), dtype, built=built, groups=groups))
 
 
-def _joined(model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
+def _joined(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, built: Built, groups: Groups) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in parameters:
         if getattr(parameter, "ds_pipe_replicated", False):
             continue  # an earlier stage has it too
         master = None
@@ -63,15 +65,16 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
     if adapter and not merge:
         _export_adapter(model, built, groups, small, folder, dtype)
         return
-    tensors = _merged(model, built, groups, dtype) if adapter else whole_parameters(model, built, groups, dtype)
-    models = [model.get_base_model()] if adapter else built.models
+    writes = groups.coords["dp"] == groups.coords["tp"] == groups.coords["sp"] == 0
+    gather = partial(_joined, built=built, groups=groups)
+    tensors = merged(model, gather, dtype, writes) if adapter else whole_parameters(model, built, groups, dtype)
+    models = [] if adapter else built.models  # the merged tensors hold their buffers
     staging = folder.with_name(f".{folder.name}.tmp")
     rank0 = dist.get_rank() == 0
     if rank0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     dist.barrier()
-    writes = groups.coords["dp"] == groups.coords["tp"] == groups.coords["sp"] == 0
     shard: dict[str, torch.Tensor] = {}
     files: list[tuple[str, list[str]]] = []  # (file, its tensors)
     total = size = 0
@@ -102,6 +105,8 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
             index = {"metadata": {"total_size": sum(size for _, size in everyone)}, "weight_map": weight_map}
             (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         small.write(staging)
+        if adapter:
+            _name_as_merged(model, staging)
         _publish(staging, folder)
     dist.barrier()
 
@@ -110,7 +115,7 @@ def save_small_files(built: Built, small: SmallFiles, folder: Path) -> None:
     """Write the files of an export except weights, and the adapter's config if there is an adapter."""
     model: Any = built.models[0]
     if hasattr(model, "peft_config"):
-        model.peft_config["default"].save_pretrained(folder)
+        next(iter(model.peft_config.values())).save_pretrained(folder)
     small.write(folder)
 
 
@@ -126,28 +131,28 @@ def _publish(staging: Path, folder: Path) -> None:
 
 
 def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFiles, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the adapter as peft does: adapter_model.safetensors and adapter_config.json."""
-    adapter = {name.replace(".default", ""): value for name, value in whole_parameters(adapted, built, groups, dtype) if "lora_" in name}
-    if dist.get_rank() == 0:
+    """Write the adapter as peft does: adapter_model.safetensors and adapter_config.json (a collective)."""
+    keys, rank0 = published_keys(adapted), dist.get_rank() == 0
+    named, buffers = dict(adapted.named_parameters(remove_duplicate=False)), dict(adapted.named_buffers())
+    chosen = {id(named[name]): (name, named[name]) for name in keys.values() if name in named}
+    gathered = zip(chosen, _joined(chosen.values(), dtype, built, groups), strict=True)
+    values = {number: value for number, (_, value) in gathered if rank0}
+
+    if rank0:
         staging = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        save_file({name: value.contiguous() for name, value in adapter.items()}, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-        adapted.peft_config["default"].save_pretrained(staging)
+        tensors = {key: (values[id(named[name])] if name in named else buffers[name].cpu()).clone() for key, name in keys.items()}
+        save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        next(iter(adapted.peft_config.values())).save_pretrained(staging)
         small.write(staging, of_adapter=True)
         _publish(staging, folder)
     dist.barrier()
 
 
-def _merged(adapted: Any, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the base model's names and weights with each adapter added: W + scaling * B @ A (LoRA, arXiv 2106.09685, section 4.1)."""
-    scaling = {f"base_model.model.{name}": module.scaling["default"] for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A")}
-    adapter = {name: value.float() for name, value in whole_parameters(adapted, built, groups, torch.float32) if "lora_" in name}
-    for name, value in whole_parameters(adapted, built, groups, dtype):
-        if "lora_" in name:
-            continue
-        owner = name.removesuffix(".base_layer.weight")
-        if owner in scaling:
-            delta = scaling[owner] * adapter[f"{owner}.lora_B.default.weight"] @ adapter[f"{owner}.lora_A.default.weight"]
-            value = (value.float() + delta).to(dtype)
-        yield name.removeprefix("base_model.model.").replace(".base_layer", ""), value
+def _name_as_merged(model: Any, folder: Path) -> None:
+    """Make the small files of an adapted model describe the merged one."""
+    (folder / "adapter_config.json").unlink(missing_ok=True)
+    if unties(model):
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}, indent=2) + "\n")

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from ..command import Command
 from ..mesh import Mesh
+from ..model.adapter import AdapterRequest, adapted
 from ..model.attention import choose_attention
-from ..model.build import refuse_adapter
 from ..model.describe import draft
 from ..model.empty import empty_model
 from ..model.head import give_losses_where_exact
@@ -207,8 +207,7 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
     refuse_degrees(plan, model, plans)
     whole = model
     if recipe.adapt is not None:
-        model = recipe.adapt(model)
-        refuse_adapter(model, mesh)
+        model = adapted(model, AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep), plan.ds_config)
         plans = adapted_plans(model, plans)
     blueprint = draft(model, plans)
     check_named(blueprint.trained, plans, recipe.matrices)

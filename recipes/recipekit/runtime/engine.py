@@ -18,8 +18,10 @@ from ..data.request import request_of
 from ..engine import Engine
 from ..hosts.ops import check_torch_compile
 from ..kernels import compiled
+from ..model.adapter import AdapterRequest, adapted, config_of
 from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
+from ..model.empty import empty_model
 from ..model.export import export, save_small_files
 from ..model.own_head import config_of_files
 from ..model.small_files import SmallFiles
@@ -28,9 +30,10 @@ from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
 from ..refusal import Refusal, Say, refuse
-from ..run_folder import CHECKPOINTS, EXPORT
+from ..run_folder import CHECKPOINTS, EXPORT, check_adapter
 from ..strategy.compiling import layers_whole
 from ..task import Sums, Task
+from ..tasks.facts import TASKS
 from . import deepspeed_engine, torch_engine
 from .agree import shared_problems
 from .corpus import check_data
@@ -140,6 +143,7 @@ def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
     """
     recipe = plan.recipe
     model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, folder_classes(recipe.dataset))
+    check_resume(plan, model_config)
     if recipe.init != "pretrained":
         return model_config, ""
     weights_folder(recipe.model)
@@ -153,6 +157,18 @@ def refuse_values(built: Built) -> None:
     own = built.weights.not_finite if built.weights else []
     if problems := shared_problems(Refusal(own) if own else None):
         raise Refusal(problems)
+
+
+def check_resume(plan: Plan, model_config: dict[str, Any]) -> None:
+    """Compare the adapter that the recipe will make with the adapter of the run to resume; needs no weights."""
+    if plan.resume_from is None:
+        return
+    recipe, adapter = plan.recipe, None
+    if recipe.adapt is not None:
+        model = empty_model(model_config, "eager", recipe.model, auto_class=TASKS[recipe.task].auto_class)
+        request = AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep)
+        adapter = config_of(adapted(model, request, plan.ds_config))
+    check_adapter(adapter, recipe.resume, plan.resume_from)
 
 
 def compile_model(plan: Plan, model_type: str, built: Built, device: torch.device, say: Say) -> None:

@@ -15,6 +15,7 @@ import torch
 from ..engine import Engine
 from ..hosts.build_facts import build_facts, versions
 from ..kernels import deterministic
+from ..model.adapter import config_of
 from ..model.build import Built
 from ..model.empty import empty_model
 from ..optim.facts import by_matrix, facts_of, family_of, states_of
@@ -22,7 +23,7 @@ from ..parallel.blueprint import Layout
 from ..plan import Plan
 from ..planner.devices import DEVICES
 from ..planner.flops import CONVENTION, Flops, model_flops
-from ..run_folder import DATA_FILES, FACTS, STRATEGY, identity
+from ..run_folder import ADAPTER, DATA_FILES, FACTS, STRATEGY, identity
 from ..strategy.numbers import enabled
 from ..tasks.facts import PACKED, Facts
 
@@ -77,13 +78,13 @@ def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
     return getattr(torch, model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
 
 
-def run_facts(plan: Plan, model_config: dict[str, Any], has_norms: bool) -> dict[str, Any]:
-    """Collects everything that made this run, as run.json holds it; `has_norms`: the model has BatchNorm."""
+def run_facts(plan: Plan, model_config: dict[str, Any], built: Built) -> dict[str, Any]:
+    """Collect everything that made this run, as run.json holds it."""
     recipe = {name: value for name, value in vars(plan.recipe).items() if isinstance(value, (str, int, float, bool))}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=plan.command.folder, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "recipe": recipe | {"name": plan.command.name, "tiny": plan.command.tiny},
-        "identity": identity(plan.recipe, plan.model_config, has_norms),
+        "identity": identity(plan.recipe, plan.model_config, built.has_norms) | {ADAPTER: config_of(built.model)},
         "mesh": vars(plan.mesh) | {"world": plan.mesh.world, "name": str(plan.mesh)},
         "ds_config": plan.ds_config,
         "model_config": model_config,

@@ -29,6 +29,7 @@ from ..data.encode import Encoder
 from ..data.pairs import Pairs, References, keys_of
 from ..data.sameness import StreamState
 from ..hosts.locks import lock
+from ..model.adapter import config_of
 from ..refusal import Refusal, Say
 from ..task import MicroBatch
 from .agree import check_same_data, shared_problems
@@ -196,12 +197,11 @@ def share(kept: Kept) -> None:
 def file_of(loaded: Loaded) -> Path | None:
     """Names the file of the start of a run, by the weights, the config, the precision and the adapter; None where none is kept."""
     recipe, built = loaded.plan.recipe, loaded.built
-    adapters = getattr(built.model, "peft_config", None)
-    if recipe.token_cache == "off" or (recipe.adapt is not None and adapters is None):  # what such an `adapt` has done to the weights is not known
+    adapter = config_of(built.model)
+    if recipe.token_cache == "off" or (recipe.adapt is not None and adapter is None):  # what such an `adapt` has done to the weights is not known
         return None
     base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if recipe.token_cache == "auto" else Path(recipe.token_cache).expanduser()
-    adapter = {name: adapter.to_dict() for name, adapter in (adapters or {}).items()}
     seed = recipe.seed if adapter or built.weights is None else None
     stated = [FORMAT, loaded.model_config, loaded.plan.precision, seed, built.weights.mark() if built.weights else "", adapter]
-    text = json.dumps(stated, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    text = json.dumps(stated, sort_keys=True)
     return base / "references" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.safetensors"

@@ -1,0 +1,347 @@
+"""Adapters of peft: stock peft reads, computes and merges what a run exports, and what a run cannot export is refused."""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from recipekit.checkpoints.convert import to_hf
+from recipekit.checkpoints.published import published_as
+from recipekit.command import parse
+from recipekit.data.processors import byte_tokenizer
+from recipekit.model.adapter import AdapterRequest, adapted, config_of
+from recipekit.model.build import build_model
+from recipekit.model.empty import empty_model
+from recipekit.model.export import export
+from recipekit.model.small_files import gather, origin_of
+from recipekit.parallel.blueprint import Blueprint
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.run_folder import ADAPTER, FACTS, check_adapter
+from safetensors.torch import load_file
+from test_export import NUMBERS
+from test_model import ds_config, tiny_config
+from test_parity import strategy
+from test_weights import save_tiny
+from transformers import AutoModelForCausalLM
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # (model, fields of LoraConfig)
+    "every linear layer": ("llama", {"target_modules": "all-linear"}),
+    "rank-stabilised": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_rslora": True}),
+    "DoRA": ("llama", {"target_modules": ["v_proj", "up_proj"], "use_dora": True}),
+    "DoRA of Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
+    "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
+    "own ranks and alphas": ("llama", {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}}),
+    "some layers": ("llama", {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}),
+    "all biases": ("gpt2", {"target_modules": ["c_attn"], "bias": "all"}),
+    "biases of LoRA": ("gpt2", {"target_modules": ["c_attn"], "bias": "lora_only"}),
+    "a bias of B": ("gpt2", {"target_modules": ["c_attn"], "lora_bias": True}),
+    "head saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "norms saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "norm"]}),
+    "both ends saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "both ends": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
+    "some tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 70]}),
+    "tied, embedding saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "tied, head saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "tied, both saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tied, saved as one": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "tied, some tokens": ("qwen3", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 70]}),
+    "drawn orthogonal": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"}),
+    "drawn at random": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": False}),
+    "experts": ("moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "experts by all-linear": ("moe", {"target_modules": "all-linear"}),
+}
+
+
+def wrapped(model: Any, fields: dict[str, Any]) -> Any:
+    with warnings.catch_warnings(action="ignore"):
+        return get_peft_model(model, LoraConfig(**({"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"} | fields)))
+
+
+def recipe_with(fields: dict[str, Any], **more: Any) -> Recipe:
+    return Recipe(**({"model": "none", "init": "random", "attention": "eager", "adapt": partial(wrapped, fields=fields)} | more))
+
+
+def trained(model: Any) -> Any:
+    """Move every trained weight, as training would."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def export_cases(folder: str, names: list[str]) -> dict[str, Any]:
+    """Run on the rank of a pool: export each case as an adapter and merged, and return its logits and what a step folder states."""
+    from recipekit.mesh import make_mesh
+    from recipekit.parallel.groups import Groups
+
+    groups, found = Groups(make_mesh(1), "cpu"), {}
+    for name in names:
+        kind, fields = CASES[name]
+        base = Path(folder, name, "base")
+        plain = build_model(Recipe(model="none", init="random", seed=5), tiny_config(kind), None, ds_config(0), torch.device("cpu")).model
+        plain.save_pretrained(base)
+        recipe = recipe_with(fields, model=str(base), init="pretrained")
+        config = json.loads((base / "config.json").read_text())
+        built = build_model(recipe, config, groups, ds_config(0), torch.device("cpu"))
+        engine: Any = SimpleNamespace(module=trained(built.model))
+        small = gather(built, config, byte_tokenizer(), torch.float32, origin_of(str(base), "pretrained", "bytes", True), ())
+        for merge in (False, True):
+            export(engine, built, groups, small, base.with_name("merged" if merge else "adapter"), torch.float32, merge)
+        found[name] = (logits_of(built.model), built.blueprint.to_json(), config_of(built.model))
+    return found
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    ids = torch.arange(64).reshape(2, 32) * 3 % 256
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits.float()
+
+
+def keys_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as opened:
+        return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+
+
+def check_case(folder: Path, name: str, logits: torch.Tensor, blueprint: dict[str, Any]) -> None:
+    """Compare an export with stock peft's reading, saving and merging of it."""
+    base, own = folder / name / "base", folder / name / "adapter"
+    with warnings.catch_warnings(action="ignore"):
+        theirs: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), own)
+        assert (logits_of(theirs) - logits).abs().max() <= 1e-6, name
+        assert (logits - logits_of(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"))).abs().max() > 1e-3, "nothing was learned"
+        theirs.save_pretrained(folder / name / "theirs")
+        saved = keys_of(own)
+        assert saved == keys_of(folder / name / "theirs"), name
+        config = json.loads((own / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(base)
+
+        merged = theirs.merge_and_unload()
+        ours: Any = AutoModelForCausalLM.from_pretrained(folder / name / "merged", attn_implementation="eager")
+    assert ours.config.tie_word_embeddings == merged.config.tie_word_embeddings, name
+    wanted, got = merged.state_dict(), ours.state_dict()
+    assert wanted.keys() == got.keys(), name
+    assert max((wanted[key] - got[key]).abs().max().item() for key in wanted) <= 1e-6, name
+    assert (logits_of(ours) - logits).abs().max() <= 1e-4 * logits.abs().max(), name
+
+    step: Any = SimpleNamespace(blueprint=Blueprint.from_json(json.loads(json.dumps(blueprint))), state={"export_dtype": "float32"})
+    stated, contents = published_as(step, None)
+    assert contents == {"adapter_model.safetensors": dict.fromkeys(saved, "F32")}, name
+    shapes = {key: tensor.shape for tensor in stated.tensors for key in stated.published[tensor.name].parts[0]}
+    assert {key: shape for key, shape in saved.items() if key in shapes} == shapes, name
+
+
+QUICK = [
+    *("every linear layer", "DoRA", "Conv1D", "all biases", "head saved", "embedding"),
+    *("some tokens", "tied, embedding saved", "tied, saved as one", "experts"),
+]
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param([name for name in CASES if name not in QUICK], marks=pytest.mark.slow)], ids=["quick", "others"])
+def test_stock_peft_reads_and_merges_an_export_as_the_run_does(pools: Any, tmp_path: Path, names: list[str]) -> None:
+    for name, (logits, blueprint, _) in pools.run(1, export_cases, timeout=300, folder=str(tmp_path), names=names)[0].items():
+        check_case(tmp_path, name, logits, blueprint)
+
+
+def run_adapter(recipe: Recipe, fields: dict[str, Any]) -> int:
+    """Train on every rank of a pool."""
+    from recipekit.train import main
+
+    recipe = dataclasses.replace(recipe, adapt=partial(wrapped, fields=fields))
+    return main(make_plan(parse(recipe, Path("adapters.py"), [])))
+
+
+RANKS = [
+    pytest.param({"target_modules": ["q_proj", "down_proj"], "use_dora": True, "modules_to_save": ["lm_head"]}, id="DoRA, head saved"),
+    pytest.param({"target_modules": ["embed_tokens", "v_proj"], "modules_to_save": ["norm"]}, id="embedding, norm saved", marks=pytest.mark.slow),
+    pytest.param({"target_modules": "all-linear", "use_rslora": True}, id="rank-stabilised", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("fields", RANKS)
+def test_ranks_of_zero2_and_zero3_train_and_export_one_adapter(pools: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """ZeRO-2 writes the adapter and ZeRO-3, with no weight kept whole, the merged model: peft makes the second of the first."""
+    save_tiny(tmp_path / "base")
+    for file, merge in (("zero2", False), ("zero3", True)):
+        config = strategy(file)
+        if file == "zero3":
+            config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        recipe = Recipe(model=str(tmp_path / "base"), ds_config=config, merge=merge, out=str(tmp_path / file), **NUMBERS | {"steps": 2, "lr": 1e-2})
+        assert pools.run(2, run_adapter, recipe=recipe, fields=fields) == [0, 0]
+
+    with warnings.catch_warnings(action="ignore"):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        before = {name: value.clone() for name, value in base.state_dict().items()}
+        theirs = PeftModel.from_pretrained(base, tmp_path / "zero2" / "hf").merge_and_unload().state_dict()
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "zero3" / "hf", dtype=torch.float32).state_dict()
+    assert max((theirs[name] - value).abs().max().item() for name, value in ours.items()) <= 5e-5
+    assert max((theirs[name] - value).abs().max().item() for name, value in before.items()) > 1e-3
+
+    for run in ("zero2", "zero3"):
+        to_hf(tmp_path / run, tmp_path / f"{run}_step")
+    step, end = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "zero2_step", tmp_path / "zero2" / "hf"))
+    assert step.keys() == end.keys() and all(torch.equal(step[key], value) for key, value in end.items())
+    divided = load_file(tmp_path / "zero3_step" / "adapter_model.safetensors")
+    assert {key: value.shape for key, value in divided.items()} == {key: value.shape for key, value in end.items()}
+    assert max((divided[key] - value).abs().max().item() for key, value in end.items()) <= 5e-5
+    assert json.loads((tmp_path / "zero2_step" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "base")
+
+
+# Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(adapt: Callable[[Any], Any], kind: str = "llama", stage: int = 0, **more: Any) -> str:
+    model = empty_model(tiny_config(kind), "eager", "none")
+    with pytest.raises(Refusal) as caught, warnings.catch_warnings(action="ignore"):
+        adapted(model, AdapterRequest(adapt, **more), ds_config(stage))
+    return str(caught.value)
+
+
+Q = ["q_proj"]
+OTHERS = {  # kinds of peft that no test has shown to train and export
+    "IA3Config": {"target_modules": Q, "feedforward_modules": []},
+    "VeraConfig": {"target_modules": Q},
+    "LoHaConfig": {"target_modules": Q},
+    "LoKrConfig": {"target_modules": Q},
+    "OFTConfig": {"target_modules": Q},
+    "BOFTConfig": {"target_modules": Q},
+    "AdaLoraConfig": {"target_modules": Q, "total_step": 10},
+    "HRAConfig": {"target_modules": Q},
+    "LNTuningConfig": {},
+    "TrainableTokensConfig": {"token_indices": [1]},
+    "PromptTuningConfig": {"num_virtual_tokens": 4},
+    "PrefixTuningConfig": {"num_virtual_tokens": 4},
+    "PromptEncoderConfig": {"num_virtual_tokens": 4, "encoder_hidden_size": 8},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_kind_than_lora_is_refused_by_name(kind: str) -> None:
+    config = getattr(peft, kind)(**OTHERS[kind], task_type="CAUSAL_LM")
+    said = refused(lambda model: get_peft_model(model, config))
+    assert said.startswith(f"adapt: {kind}: {config.peft_type.value} is not supported"), said
+
+
+FIELDS = [
+    ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = pissa_niter_4"),
+    ({"init_lora_weights": "olora"}, "init_lora_weights = olora"),
+    ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "loftq_config: is not supported"),
+    ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication: is not supported"),
+    ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens: is not supported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), FIELDS, ids=[said for _, said in FIELDS])
+def test_a_field_that_changes_the_base_or_the_layers_is_refused(fields: dict[str, Any], said: str) -> None:
+    assert f"adapt: {said}" in refused(partial(wrapped, fields={"target_modules": Q} | fields))
+
+
+def two(model: Any) -> Any:
+    made = wrapped(model, {"target_modules": Q})
+    made.add_adapter("second", LoraConfig(target_modules=["v_proj"]))
+    return made
+
+
+def without_wrapper(model: Any) -> Any:
+    return peft.inject_adapter_in_model(LoraConfig(target_modules=Q), model)
+
+
+def scaled(model: Any) -> Any:
+    made = wrapped(model, {"target_modules": Q})
+    made.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)
+    return made
+
+
+def a_norm_too(model: Any) -> Any:
+    made = wrapped(model, {"target_modules": Q})
+    made.base_model.model.model.norm.weight.requires_grad_(True)
+    return made
+
+
+def resized(model: Any) -> Any:
+    model.resize_token_embeddings(300, mean_resizing=False)
+    return wrapped(model, {"target_modules": Q})
+
+
+def frozen(model: Any) -> Any:
+    return wrapped(model, {"target_modules": Q, "inference_mode": True})
+
+
+WAYS = [
+    (two, "several adapters: default, second"),
+    (without_wrapper, "without peft's wrapper"),
+    (scaled, "sets the scaling of base_model.model.model.layers.0.self_attn.q_proj to 12.0"),
+    (a_norm_too, "does not write into the adapter's file: base_model.model.model.norm.weight"),
+    (resized, "replaces weights of the model: model.embed_tokens.weight"),
+    (frozen, "inference_mode: is not supported"),
+]
+
+
+@pytest.mark.parametrize(("adapt", "said"), WAYS, ids=[adapt.__name__ for adapt, _ in WAYS])
+def test_an_adapter_whose_file_would_lack_something_is_refused(adapt: Callable[[Any], Any], said: str) -> None:
+    assert said in refused(adapt)
+
+
+def test_layouts_and_merges_that_are_not_exact_are_refused() -> None:
+    lora = partial(wrapped, fields={"target_modules": ["embed_tokens"]})
+    assert "tp > 1: peft's adapters do not know" in refused(lora, tp=2)
+    assert "--merge with LoRA on a tied embedding" in refused(lora, kind="qwen3", merge=True)
+    assert "trainable_token_indices with ZeRO-3" in refused(partial(wrapped, fields={"target_modules": Q, "trainable_token_indices": [1]}), stage=3)
+
+
+# Resuming ---------------------------------------------------------------------------------------------------------
+
+BEFORE = {"target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1}
+CHANGES = [
+    ({"lora_alpha": 64}, "adapt: lora_alpha = 64: the run in RUN has 16"),
+    ({"lora_dropout": 0.0}, "adapt: lora_dropout = 0.0: the run in RUN has 0.1"),
+    ({"init_lora_weights": "gaussian"}, "adapt: init_lora_weights = gaussian: the run in RUN has True"),
+    ({"target_modules": ["q_proj", "k_proj"]}, "adapt: target_modules = ['k_proj', 'q_proj']: the run in RUN has ['q_proj', 'v_proj']"),
+    ({"modules_to_save": ["lm_head"]}, "adapt: modules_to_save = ['lm_head']: the run in RUN has None"),
+    ({"bias": "all"}, "adapt: bias = all: the run in RUN has none"),
+    ({"use_rslora": True}, "adapt: use_rslora = True: the run in RUN has False"),
+    ({"use_dora": True}, "adapt: use_dora = True: the run in RUN has False"),
+]
+
+
+def config_with(fields: dict[str, Any]) -> dict[str, Any] | None:
+    made = config_of(adapted(empty_model(tiny_config("llama"), "eager", "none"), AdapterRequest(partial(wrapped, fields=fields)), ds_config(0)))
+    return json.loads(json.dumps(made))
+
+
+def write_run(folder: Path, **identity: Any) -> None:
+    (folder / FACTS).write_text(json.dumps({"identity": identity}))
+
+
+@pytest.mark.parametrize(("changes", "said"), CHANGES, ids=["_".join(changes) for changes, _ in CHANGES])
+def test_a_resume_with_another_adapter_is_refused_with_the_difference(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    write_run(tmp_path, **{ADAPTER: config_with(BEFORE)})
+    with pytest.raises(Refusal) as caught:
+        check_adapter(config_with(BEFORE | changes), "auto", tmp_path)
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).replace(str(tmp_path), "RUN").startswith(said)
+    check_adapter(config_with(BEFORE | changes), str(tmp_path), tmp_path)  # the user accepts the difference
+
+
+def test_the_same_adapter_is_continued_however_its_names_are_ordered(tmp_path: Path) -> None:
+    write_run(tmp_path, **{ADAPTER: config_with(BEFORE)})
+    check_adapter(config_with(BEFORE | {"target_modules": ["q_proj", "v_proj"]}), "auto", tmp_path)
+    write_run(tmp_path)  # a run folder older than this check
+    check_adapter(config_with(BEFORE), "auto", tmp_path)
+    write_run(tmp_path, **{ADAPTER: None})
+    with pytest.raises(Refusal, match=r"adapt makes one: the run in .* has no adapter of peft"):
+        check_adapter(config_with(BEFORE), "auto", tmp_path)
