@@ -213,7 +213,8 @@ def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int
     before = ids_of(found.get("eos_token_id"))
     if not before and tokenizer is not None:
         ends = (*ends, *ids_of(tokenizer.eos_token_id))  # documents end with it
-    if added := [number for number in dict.fromkeys(ends) if number not in before]:
+    added = [number for number in dict.fromkeys(ends) if number not in before]
+    if added and tokenizer is not None:  # a run without text teaches no end
         found = {key: value for key, value in found.items() if key not in OF_METADATA}
         found["eos_token_id"] = [*before, *added] if before or len(added) > 1 else added[0]
         said = [number for number in added if carried or number != tokenizer.eos_token_id]

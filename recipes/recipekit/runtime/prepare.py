@@ -95,7 +95,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         if problems := shared_problems(stream.error_ahead()):
             raise Refusal(problems)
         held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say, documents)
-        facts = run_facts(plan, loaded.model_config, loaded.built) | {"date": first_day(plan.resume_from)}
+        facts: dict[str, Any] = {**run_facts(plan, loaded.model_config, loaded.built), "date": first_day(plan.resume_from)}
         saver = open_saver(loaded)
         if rank0:
             save.put_aside_later(saver.folder, state["step"], say)

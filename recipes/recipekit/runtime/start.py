@@ -5,7 +5,7 @@ import logging
 import platform
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -34,7 +34,7 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
     if plan.recipe.deterministic:
         deterministic.switch_on()
     device = torch.device("cuda", plan.command.local_rank) if gpus_in_use() else torch.device("cpu")
-    accelerator: Any = get_accelerator()
+    accelerator = cast("Any", get_accelerator())
     problems = check_device(plan.ds_config, device.type, bool(accelerator.is_fp16_supported()))
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
