@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import assistant, published_tokenizer, user
+from recipekit.data.chat_rows import messages_of
 from recipekit.data.chunks import open_cache
 from recipekit.data.encode import Encoder
 from recipekit.data.processors import byte_tokenizer
@@ -121,6 +122,17 @@ def test_unreadable_row_is_refused(tmp_path, row, says):
 def test_pretrain_refuses_chats(tmp_path, form):
     with pytest.raises(Refusal, match="use --task sft, which reads such rows"):
         read(written(tmp_path, map(FORMS[form], NUMBERS)), task="pretrain")
+
+
+@pytest.mark.parametrize(
+    "speaker, role",
+    [
+        *(("human", "user"), ("user", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("assistant", "assistant")),
+        *(("system", "system"), ("tool", "tool"), ("observation", "tool"), ("function_response", "tool")),
+    ],
+)
+def test_speakers_of_sharegpt_have_their_roles(speaker, role):
+    assert messages_of([{"from": speaker, "value": "v"}], "row 1") == [{"role": role, "content": "v"}]
 
 
 def test_typed_column_wins(tmp_path):

@@ -205,8 +205,28 @@ def test_forms_of_messages(chat, expected):
         ("DeepSeek-R1", THOUGHTS, 46, 4),
         ("Llama 2", [user("q"), assistant("a", {"xx": "yy"})], 6, 5),  # a, f, xx, yy
         ("Gemma", [user("q"), assistant("a", reasoning_content="thought")], 8, 7),
+        ("Gemma", [user("q"), assistant("left out", weight=0, reasoning_content="thought"), user("q"), assistant("a")], 1, 0),
     ],
 )
 def test_what_the_template_drops_is_counted(name, chat, said, dropped):
     _, _, counts = encoded(published_tokenizer(name), chat)
     assert (counts.said, counts.dropped) == (said, dropped)
+
+
+@pytest.mark.parametrize("seq_len, cut", [(-1, 1), (0, 0), (1, 0)])
+@pytest.mark.parametrize("name", ["Qwen2.5", "Llama 2"])
+def test_a_row_of_exactly_seq_len_tokens_is_not_cut(name, seq_len, cut):
+    tokenizer = published_tokenizer(name)
+    ids, _, _ = encoded(tokenizer, PAIR)
+    (found,), counts = counted_chats(ChatTemplate(tokenizer), [PAIR], ["row 1"], len(ids) + seq_len)
+    assert (counts.cut, counts.rows, len(found[0])) == (cut, 1, len(ids) + min(seq_len, 0))
+
+
+@pytest.mark.parametrize("key, more", [("default", None), ("tool_use", TOOLS)])
+def test_a_template_of_its_own_for_tools_is_taken_for_rows_with_tools(key, more):
+    tokenizer = published_tokenizer("Qwen2.5")
+    body = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer.chat_template = {"default": f"default:{body}", "tool_use": f"tool_use:{body}"}
+    text, answers = ChatTemplate(tokenizer, DAY).answers(PAIR, more, "row 1")
+    assert text.startswith(f"{key}:<|im_start|>user\nq1")
+    assert [text[slice(*span)] for _, span in answers] == ["a1<|im_end|>\n", "a2<|im_end|>\n"]

@@ -94,6 +94,12 @@ def test_tensors_that_every_model_computes_or_transformers_ignores_are_not_named
     assert read(tmp_path).note == ""
 
 
+@pytest.mark.parametrize("shape", [(24,), (1, 8), (8, 1, 1)])
+def test_a_bias_of_attention_of_another_shape_is_no_mask_and_is_named(tmp_path, shape):
+    save_model(tmp_path, "llama", tensors=more("model.layers.0.self_attn.bias", shape=shape))
+    assert read(tmp_path).note.endswith("1 tensor of its files is not used: model.layers.0.self_attn.bias")
+
+
 def further_layers(tensors: Tensors, place: str, last: int) -> Tensors:
     """Adds copies of the last layer of a list, as the files of a deeper model have them."""
     return tensors | {name.replace(f"{place}.{last}.", f"{place}.{last + 1 + add}."): value.clone() for add in range(2) for name, value in tensors.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from recipekit.data.processors import byte_tokenizer
+from recipekit.model import small_files
 from recipekit.model.build import Built, build_model
 from recipekit.model.small_files import SmallFiles, gather, origin_of
 from recipekit.recipe import Recipe
@@ -206,6 +207,21 @@ def test_another_tokenizer_leaves_its_own_files(folder):
     assert "vocab.json" not in found.contents and "special_tokens_map.json" in found.contents
     assert json.loads(found.contents["tokenizer_config.json"])["served_by"] == "other"
     assert json.loads(found.contents["generation_config.json"]) == {"eos_token_id": number(TURN), "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("made", "own", "wanted"),
+    [
+        ({"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1, "b": 2, "c": 4}),  # what the class wrote wins
+        ({"a": 1}, {"a": 2, "chat_template": "old"}, {"a": 1}),
+        ({"a": 1, "chat_template": "new"}, {"chat_template": "old"}, {"a": 1, "chat_template": "new"}),
+        ({"model": {}, "a": 1}, {"a": 2, "c": 4}, {"model": {}, "a": 1}),  # tokenizer.json
+        ({"a": 1}, None, {"a": 1}),
+    ],
+)
+def test_what_a_tokenizer_writes_is_kept_and_only_keys_that_it_lacks_are_added(made, own, wanted):
+    found = small_files._with_own_keys(json.dumps(made).encode(), None if own is None else json.dumps(own).encode())
+    assert json.loads(found) == wanted
 
 
 def test_files_of_a_model_in_the_hub_cache_are_found(folder, tmp_path, monkeypatch):
