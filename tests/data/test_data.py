@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from recipekit.command import Command
 from recipekit.data import blocks, chunks, lanes, sources, stream
 from recipekit.data.chunks import is_held_out
-from recipekit.data.encode import encode_chats
+from recipekit.data.encode import Counts, encode_chats
 from recipekit.data.formats import PIECE
 from recipekit.data.held_out import eval_rows
 from recipekit.data.mixture import Domain, domains_of, furthest_behind
@@ -186,7 +186,7 @@ class Shards:
         return 10
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(part=part, group=group, row=1, bad=0)
+        yield SimpleNamespace(part=part, group=group, row=1, bad=0, counts=Counts())
 
 
 def test_files_and_row_groups_have_another_order_in_each_epoch_and_for_each_seed():

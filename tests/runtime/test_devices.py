@@ -262,12 +262,14 @@ def test_fsdp2_divides_its_sums_by_itself_only_where_the_backend_cannot(asked: A
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)])
-def test_fsdp2_sums_in_fp32_on_the_mesh_of_the_device(asked: Asked, kind: str, precision: str, dtype: Any) -> None:
+def test_fsdp2_sums_in_fp32_on_the_mesh_of_the_device(asked: Asked, monkeypatch: pytest.MonkeyPatch, kind: str, precision: str, dtype: Any) -> None:
     asked.of(torch_engine.DeviceMesh, from_group="mesh")
     groups: Any = SimpleNamespace(dp_group="group")
-    made: Any = torch_engine.divider(groups, precision, kind)
-    policy = made.keywords["mp_policy"]
-    assert made.func is torch_engine.fully_shard and made.keywords["mesh"] == "mesh"
+    divided: dict[str, Any] = {}
+    monkeypatch.setattr(torch_engine, "fully_shard", lambda layer, **given: divided.update(given))
+    torch_engine.divider(groups, precision, kind)(torch.nn.Linear(2, 2))
+    policy = divided["mp_policy"]
+    assert divided["mesh"] == "mesh" and not divided["ignored_params"]
     assert (policy.param_dtype, policy.reduce_dtype) == ((None, None) if dtype is None else (dtype, torch.float32))
     assert asked == [("from_group", "group", kind, ("dp",))]
 

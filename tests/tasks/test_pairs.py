@@ -71,7 +71,10 @@ def test_an_answer_begins_where_the_tokens_are_no_longer_those_of_the_prompt():
     """A tokenizer may join the end of a prompt and the begin of an answer: these tokens are the answer's, of both answers."""
 
     class Joining:
-        eos_token_id, chat_template = 0, None
+        eos_token_id, chat_template, num_embeddings = 0, None, 0x101
+
+        def __len__(self) -> int:
+            return self.num_embeddings
 
         def __call__(self, texts: list[str], **more: Any) -> dict[str, list[list[int]]]:
             assert not more.pop("verbose") and not more.pop("return_attention_mask") and not more

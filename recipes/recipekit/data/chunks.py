@@ -368,8 +368,8 @@ def _load(file: Path) -> Chunk | None:
     ids = columns["ids"]
     lengths = np.diff(ids.offsets.to_numpy()).astype(np.int64)
     labels = columns["labels"].flatten().to_numpy() if "labels" in columns else None
-    counts = Counts(*(tuple(value) if isinstance(value, list) else value for value in facts.pop("counts")))
-    return Chunk(ids.flatten().to_numpy(), labels, np.cumsum(lengths) - lengths, lengths, **facts, counts=counts)
+    counts: list[Any] = [tuple(value) if isinstance(value, list) else value for value in facts.pop("counts")]
+    return Chunk(ids.flatten().to_numpy(), labels, np.cumsum(lengths) - lengths, lengths, **facts, counts=Counts(*counts))
 
 
 def _store(file: Path, chunk: Chunk) -> None:

@@ -122,7 +122,8 @@ def steps(
 
 
 def _place(saved: dict[str, Any]) -> Place:
-    return Place(**saved | ({"lost": tuple(saved["lost"])} if "lost" in saved else {}))
+    own: dict[str, Any] = saved | ({"lost": tuple(saved["lost"])} if "lost" in saved else {})
+    return Place(**own)
 
 
 def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:

@@ -71,7 +71,7 @@ def _raised_in(error: BaseException) -> str:
 def adapted_plans(model: PreTrainedModel, plans: Plans) -> Plans:
     """Resolves the plans of a model that an adapter goes round, made of the one with `plans`."""
     own = {"no_decay": plans.no_decay, "lr_scale": plans.lr_scale, "layer_decay": plans.layer_decay, "matrices": plans.matrices}
-    return replace(published_plans(model), **own)
+    return replace(plans_of(model, Plans(), Plans()), **own)
 
 
 def hidden_matrices(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
