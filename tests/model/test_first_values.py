@@ -46,6 +46,13 @@ CLIP = {
     "text_config": TOWER | {"vocab_size": 264, "max_position_embeddings": 32},
     "vision_config": TOWER | {"image_size": 32, "patch_size": 8},
 }
+SIZES = TOWER | {"vocab_size": 264, "pad_token_id": 0, "layer_types": ["full_attention"] * 2}
+VBERT = {
+    "model_type": "modernvbert",
+    "image_token_id": 7,
+    "text_config": SIZES,
+    "vision_config": TOWER | {"image_size": 32, "patch_size": 8},
+}
 # Types of the support pages of which this project makes no random small copy, and why.
 WITHOUT = {
     "pretrain": {
@@ -60,7 +67,13 @@ WITHOUT = {
         "neomme": "is not a multiple of 4",
         "reformer": "config.is_decoder=False",
     },
-    "image_classification": {"bit": "must be divisible by num_groups", "shieldgemma2": "M parameters"},
+    "image_classification": {
+        "bit": "must be divisible by num_groups",
+        "dinat": "natten",
+        "shieldgemma2": "M parameters",
+        **dict.fromkeys(("cvt", "efficientnet", "mobilenet_v1", "mobilenet_v2", "mobilevit", "mobilevitv2"), "cannot shrink"),
+        **dict.fromkeys(("perceiver", "pp_lcnet", "swiftformer", "timm_wrapper"), "cannot shrink"),
+    },
 }
 
 Values = dict[str, torch.Tensor]
@@ -125,6 +138,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "regnet": ("image_classification", None),
     "whisper": ("AutoModelForSpeechSeq2Seq", WHISPER),  # the encoder's positions are set by the encoder
     "clip with both towers": ("AutoModel", CLIP),
+    "modernvbert": ("AutoModelForMaskedLM", VBERT),  # the head is set by the model, from a truncated normal distribution
 }
 
 
@@ -147,6 +161,7 @@ def test_a_family_starts_as_transformers_starts_it(case: str) -> None:
         ("whisper", ["model.encoder.embed_positions.weight: 2560 values that do not depend on the seed differ"]),
         ("xlm-roberta", ["lm_head.decoder.weight: 64 values that do not depend on the seed differ"]),
         ("clip", ["classifier.weight: mean "]),
+        ("modernvbert", ["lm_head.weight: mean "]),
         ("clip with both towers", ["visual_projection.weight: mean ", "text_projection.weight: mean "]),
     ],
 )

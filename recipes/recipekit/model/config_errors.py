@@ -53,8 +53,9 @@ def suspects_of(error: BaseException, values: dict[str, Any]) -> list[str]:
     found = [key for key, value in values.items() if isinstance(value, str) and value in quoted and key != "model_type"]
     if not found and not isinstance(error, StrictDataclassError):
         named = [_named(words, values) for words in (said, *_statements(error))]
-        low = {key for key, value in values.items() if type(value) in (int, float) and value <= 0}
-        divisors = [key for key in values if key in low and COUNTED.fullmatch(key)]
+        numbers = {key: value for key, value in values.items() if type(value) in (int, float) and value <= 0}
+        low = {key for key, value in numbers.items() if value < 0 or COUNTED.fullmatch(key)}
+        divisors = [key for key in values if key in low]
         candidates = [[key for key in keys if key in low] for keys in named]
         candidates += [divisors] if isinstance(error, ArithmeticError) else []
         found = next(filter(None, [*candidates, *named]), [])

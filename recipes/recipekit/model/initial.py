@@ -1,5 +1,6 @@
 """The first values of the parameters: drawn, or read from files, and cut for their rank."""
 
+import contextlib
 import ctypes
 import hashlib
 import math
@@ -13,7 +14,7 @@ import transformers
 from deepspeed.utils import groups as zero_groups
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.initialization import guard_torch_init_functions
+from transformers.initialization import TORCH_INIT_FUNCTIONS, guard_torch_init_functions
 
 from ..parallel import tensor as tensor_parallel
 from ..parallel.groups import Groups
@@ -182,12 +183,23 @@ def initialised_from_outside(whole: PreTrainedModel) -> dict[str, list[tuple[Any
         own = {id(parameter) for parameter in part.parameters(recurse=False)}
         inner = {id(parameter): parameter for parameter in part.parameters() if id(parameter) not in own}
         versions = {key: parameter._version for key, parameter in inner.items()}
-        with torch.no_grad(), guard_torch_init_functions():
+        with torch.no_grad(), guard_torch_init_functions(), _seen_on_meta():
             owners[id(part)]._init_weights(part)
         for key, parameter in inner.items():
             if parameter._version != versions[key]:
                 found.setdefault(names[key], []).append((owners[id(part)], part))
     return found
+
+
+@contextlib.contextmanager
+def _seen_on_meta() -> Iterator[None]:
+    """Let `trunc_normal_` write to a meta tensor, so that its version shows the call: in torch 2.13 it returns at once."""
+    own = TORCH_INIT_FUNCTIONS["trunc_normal_"]
+    TORCH_INIT_FUNCTIONS["trunc_normal_"] = lambda tensor, *_, **__: tensor.zero_()
+    try:
+        yield
+    finally:
+        TORCH_INIT_FUNCTIONS["trunc_normal_"] = own
 
 
 def draw_from_outside(whole: PreTrainedModel, name: str, calls: list[tuple[Any, nn.Module]], value: torch.Tensor, seed: int) -> torch.Tensor:
