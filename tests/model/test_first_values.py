@@ -66,6 +66,7 @@ WITHOUT = {
         "ibert": "Cannot copy out of meta tensor",
         "neomme": "is not a multiple of 4",
         "reformer": "config.is_decoder=False",
+        "perceiver": "M parameters",
     },
     "image_classification": {
         "bit": "must be divisible by num_groups",
