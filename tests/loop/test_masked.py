@@ -228,10 +228,10 @@ def test_a_head_that_is_the_embedding_is_drawn_once(tmp_path, model_type):
     assert split.tied
     built.model.save_pretrained(tmp_path)
     for stage in (0, 1):
-        model = empty_model(plan.model_config, built.attention, "", 0, "AutoModelForMaskedLM")
+        model, uncut = (empty_model(plan.model_config, built.attention, "", 0, "AutoModelForMaskedLM") for _ in range(2))
         pipeline.cut(model, split, stage, torch.float32, TASKS["masked_lm"])
         assert open_weights(str(tmp_path), model).stored.keys() >= dict(model.named_parameters()).keys()
-        fill(model, plan.recipe.seed, None, {}, torch.device("cpu"), torch.float32, {}, None)
+        fill(model, plan.recipe.seed, None, {}, torch.device("cpu"), torch.float32, {}, None, whole=uncut)
         embeddings = [name for name, _ in model.named_parameters() if name.endswith(("word_embeddings.weight", "tok_embeddings.weight"))]
         assert len(embeddings) == 1 and all(torch.equal(value, whole[name]) for name, value in model.named_parameters())
         if stage == 1:
