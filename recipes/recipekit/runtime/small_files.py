@@ -9,7 +9,6 @@ from ..model.empty import CAUSAL
 from ..model.small_files import SmallFiles, gather, origin_of
 from ..plan import Plan
 from ..refusal import Refusal, Say
-from ..task import IGNORE
 from ..tasks.facts import TASKS
 from .facts import export_dtype
 
@@ -19,24 +18,16 @@ def small_files_of(plan: Plan, built: Built, model_config: dict[str, Any], proce
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
     origin = origin_of(recipe.model, recipe.init, recipe.tokenizer, "tokenizer" in facts.reads)
     answers = facts.auto_class == CAUSAL and (facts.chats or facts.pairs)
-    ends = end_tokens(getattr(processor, "tokenizer", processor)) if answers else ()
+    ends = end_tokens(getattr(processor, "tokenizer", processor), recipe.task) if answers else ()
     small = gather(built, model_config, processor, export_dtype(plan, model_config), origin, ends)
     for note in small.notes:
         say(note)
     return small
 
 
-def end_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer in training: the tokenizer's end token and the chat template's.
-
-    The template's is the last token of an answer that was added to the vocabulary. A template that ends answers with
-    ordinary tokens has no such token.
-    """
+def end_tokens(tokenizer: Any, task: str = "sft") -> tuple[int, ...]:
+    """Return the tokens that end an answer in training: the tokenizer's end token and the chat template's."""
     ends = [tokenizer.eos_token_id]
-    if tokenizer.chat_template and tokenizer.is_fast:
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        with contextlib.suppress(Refusal):  # a template with other demands: its chats are refused where they are read
-            (_, labels), *_ = Encoder(tokenizer, "sft", 1 << 20)([(chat, "")])
-            added = [int(number) for number in labels if number != IGNORE and int(number) in tokenizer.added_tokens_decoder]
-            ends += added[-1:]
+    with contextlib.suppress(Refusal):  # a template that cannot be used is refused where chats are read
+        ends += Encoder(tokenizer, task, seq_len=1).end_tokens
     return tuple(dict.fromkeys(number for number in ends if number is not None))
