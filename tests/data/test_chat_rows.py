@@ -196,6 +196,13 @@ def test_keys_that_nobody_reads_are_named(tmp_path):
     assert said[1] == "chats: neither training nor the chat template reads these keys: cache, loss, tools (a column)"
 
 
+@pytest.mark.parametrize("key, value, is_named", [("train", True, True), ("weight", 1, True), ("training", True, True), ("weight", 0, False)])
+def test_a_question_that_is_to_be_learned_is_named(tmp_path, key, value, is_named):
+    rows = [{"messages": [user(f"{n}?") | {key: value}, assistant("a")]} for n in NUMBERS]
+    _, _, said = read(written(tmp_path, rows))
+    assert (said[1:] == ["chats: neither training nor the chat template reads these keys: train or weight of user messages"]) == is_named
+
+
 # Dates ------------------------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,9 @@ LEARNED = [
     ("Zephyr", TURNS, None, ["\na1</s>\n", "\n a2 </s>\n"]),
     ("Command-R", TURNS, None, ["a1<|END|>", "a2<|END|>"]),
     ("Command-R", EMPTY, None, ["<|END|>", "a2<|END|>"]),
+    ("SmolVLM", TURNS, None, [" a1<end_of_utterance>\n", "  a2 <end_of_utterance>\n"]),
+    ("SmolVLM", EMPTY, None, [" <end_of_utterance>\n", " a2<end_of_utterance>\n"]),
+    ("LLaVA", TURNS, None, ["a1 ", " a2  "]),
     ("Vicuna", TURNS, None, [" a1</s>", "  a2 </s>"]),
 ]
 

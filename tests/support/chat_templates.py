@@ -175,6 +175,16 @@ COMMAND_R = """{{- bos_token }}{% for message in messages %}
 {{- '<|START|>' + {'system': '<|SYSTEM|>', 'user': '<|USER|>', 'assistant': '<|CHATBOT|>'}[message.role] + message.content.strip() + '<|END|>' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|START|><|CHATBOT|>' }}{% endif %}"""
 
+# Models of images take a list of parts as content, and no text.
+SMOLVLM = """<|im_start|>{% for message in messages %}{{ message.role.capitalize() + (':' if message.content[0].type == 'image' else ': ') }}
+{%- for part in message.content %}{{ part.text if part.type == 'text' else '<image>' }}{% endfor %}{{ '<end_of_utterance>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+LLAVA = """{%- for message in messages %}{{ message.role.upper() + ': ' if message.role != 'system' }}
+{%- for part in message.content | selectattr('type', 'equalto', 'text') %}
+{%- if message.role == 'assistant' %}{% generation %}{{ part.text + ' ' }}{% endgeneration %}{% else %}{{ part.text + ' ' }}{% endif %}
+{%- endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
 VICUNA = """{%- for message in messages %}{% if message.role == 'user' %}{{ 'USER: ' + message.content }}
 {%- elif message.role == 'assistant' %}{{ ' ASSISTANT: ' + message.content + eos_token }}{% else %}{{ message.content + ' ' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"""
@@ -212,6 +222,8 @@ PUBLISHED = {
     "SmolLM3": Published(SMOLLM3, _IM, _CALLS, eos="<|im_end|>"),
     "Zephyr": Published(ZEPHYR, ("<s>", "</s>"), eos="</s>"),
     "Command-R": Published(COMMAND_R, ("<bos>", "<|START|>", "<|END|>", "<|SYSTEM|>", "<|USER|>", "<|CHATBOT|>"), bos="<bos>", eos="<|END|>", trl="cohere"),
+    "SmolVLM": Published(SMOLVLM, ("<|im_start|>", "<end_of_utterance>"), bos="<|im_start|>", eos="<end_of_utterance>"),
+    "LLaVA": Published(LLAVA, ("<s>", "</s>"), eos="</s>"),
     "Vicuna": Published(VICUNA, ("<s>", "</s>"), eos="</s>"),
 }
 

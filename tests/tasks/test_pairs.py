@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from chat_templates import TOOLS, published_tokenizer
 from recipekit.architectures.families import default_config
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_samples
@@ -65,6 +66,41 @@ AS_CHAT = (CHAT, "Hello.<|im_end|>\n", "Go away.<|im_end|>\n")
 )
 def test_the_prompt_and_both_answers_are_found(row, expected):
     assert read(row) == expected
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
+def test_the_template_gets_the_tools_of_a_row(tmp_path, kind):
+    """Some rows have none; a table holds entries of other tools as nulls; `text` is JSON as text."""
+    tokenizer = published_tokenizer("Qwen2.5")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tools = [TOOLS, [], [{"type": "function", "function": {"name": "g", "strict": True}}]]
+    chats = [{"prompt": [USER | {"content": f"{number}?"}], "chosen": [GOOD], "rejected": [BAD]} for number in range(3)]
+    rows = [chat | {"tools": json.dumps(own) if kind == "text" else own} for chat, own in zip(chats, tools, strict=True)]
+    file = tmp_path / f"pairs.{'parquet' if kind == 'parquet' else 'jsonl'}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(without_empty_objects(rows)), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches = first_step(request_for(str(file), global_batch=3, micro_batch=3, seq_len=1024, tokenizer=str(tmp_path / "tokenizer")))
+    found = sorted(tokenizer.decode(ids).rstrip(tokenizer.pad_token) for batch in batches for ids in batch["input_ids"][:, 0])
+    expected = [
+        tokenizer.apply_chat_template(chat["prompt"] + [GOOD], tools=without_empty_objects(own) if kind == "parquet" else own or None, tokenize=False)
+        for chat, own in zip(chats, tools, strict=True)
+    ]
+    assert found == sorted(expected) and sum("Does f." in text for text in found) == 1
+
+
+def without_empty_objects(value: Any) -> Any:
+    """Leave out objects without a key, which Parquet cannot hold."""
+    if isinstance(value, dict):
+        return {key: without_empty_objects(entry) for key, entry in value.items() if entry != {}}
+    return [without_empty_objects(entry) for entry in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("tools", ["[{", [3], "3"])
+def test_tools_that_cannot_be_read_are_named(tools):
+    with pytest.raises(ValueError, match="its tools "):
+        encode_pair(pairs(), {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": tools})
 
 
 def test_an_answer_begins_where_the_tokens_are_no_longer_those_of_the_prompt():

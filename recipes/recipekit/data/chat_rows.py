@@ -17,6 +17,7 @@ SPEAKERS = {  # of ShareGPT
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
+TOOLS = "tools"  # the column of the tools that a chat may call
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that transformers takes for one another
 UNDERSTOOD = {"role", "content", "train", "tool_calls", "tool_call_id", "name", *THOUGHTS}  # keys of a message
 SKIP = "leave the row out (--bad_rows skip)"
@@ -43,12 +44,12 @@ class Form:
         messages = self.messages(row, place)
         if not messages:
             return None
-        tools = _tools(row.get("tools"), place) if "tools" in self.optional else None
+        tools = tools_of(row.get(TOOLS), place) if TOOLS in self.optional else None
         if padded:
             tools, messages = without_nulls(tools), [_without_nulls_in_calls(message) for message in messages]
         if self.name == OPENAI and not tools:
             return messages
-        return {"messages": messages, "form": self.name} | ({"tools": tools} if tools else {})
+        return {"messages": messages, "form": self.name} | ({TOOLS: tools} if tools else {})
 
 
 OPENAI = "OpenAI messages"
@@ -56,14 +57,14 @@ OPENAI = "OpenAI messages"
 
 def forms(messages_field: str) -> tuple[Form, ...]:
     """List the forms that are read, the first that fits wins. A `messages_field` that is not the default is the only column of chats."""
-    typed = Form(OPENAI, (messages_field,), ("tools",), lambda row, place: _list(row[messages_field], place))
+    typed = Form(OPENAI, (messages_field,), (TOOLS,), lambda row, place: _list(row[messages_field], place))
     if messages_field != "messages":
         return (typed,)
     return (
         typed,
-        Form("ShareGPT (conversations)", ("conversations",), ("system", "tools"), _with_system(lambda row, place: _list(row["conversations"], place))),
+        Form("ShareGPT (conversations)", ("conversations",), ("system", TOOLS), _with_system(lambda row, place: _list(row["conversations"], place))),
         Form("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system"), _with_system(_alpaca)),
-        Form("prompts and completions", ("prompt", "completion"), ("tools",), _completion),
+        Form("prompts and completions", ("prompt", "completion"), (TOOLS,), _completion),
     )
 
 
@@ -121,7 +122,7 @@ def _wrong(place: str, name: str, value: Any, expected: str) -> Refusal:
     return refuse(place, rule, f"name the column of the chats with --messages_field, mend the row, or {SKIP}")
 
 
-def _tools(value: Any, place: str) -> list[Any]:
+def tools_of(value: Any, place: str) -> list[Any]:
     """Read the tools of a row: a list of descriptions, or JSON text of one; each of them may be JSON text."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
@@ -249,9 +250,10 @@ def _trained(message: Message) -> bool | None:
 
 
 def unknown_keys(messages: list[Message], is_named: Callable[[str], bool]) -> set[str]:
-    """Find the keys of messages that neither training nor the template reads."""
+    """Find the keys of messages that neither training nor the template reads, such as `train` of a question."""
     keys = {key for message in messages for key in message} - UNDERSTOOD
-    return {key for key in keys if not is_named(key)}
+    asked = {message["role"] for message in messages if message.get("train") and message["role"] != "assistant"}
+    return {key for key in keys if not is_named(key)} | {f"train or weight of {role} messages" for role in asked}
 
 
 def text_pieces(message: Message) -> list[str]:
@@ -272,3 +274,23 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, list):
         return [text for entry in value for text in _strings(entry)]
     return [value] if isinstance(value, str) else []
+
+
+def parts_of(content: str) -> list[Message]:
+    """Return a text as a content that is a list of parts."""
+    return [{"type": "text", "text": content}]
+
+
+def with_arguments(message: Message, as_dictionary: bool, as_text: bool) -> Message:
+    """Give the arguments of a message's tool calls a type that the template takes; those that it takes as they are stay."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if as_text and not as_dictionary and isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif as_dictionary and not as_text and isinstance(arguments, str):
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}

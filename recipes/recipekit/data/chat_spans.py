@@ -6,7 +6,6 @@ tool calls and the end of the turn. A template that marks its answers (`{% gener
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..refusal import Refusal, refuse
+from .chat_rows import Message, parts_of, with_arguments
 
-Message = dict[str, Any]
 Span = tuple[int, int]  # characters of a rendered chat: the first, and the one after the last
 
 GENERATION = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
@@ -100,11 +99,29 @@ class ChatTemplate:
             raise refuse(place, f"the chat template cannot render this chat: {error}", FIX) from error
 
     def in_its_form(self, messages: list[Message]) -> list[Message]:
-        """Give the arguments of tool calls the type that the template takes: JSON text or a dictionary."""
+        """Give contents the form that the template takes (text, or a list of parts), and arguments of tool calls (JSON text, or a dictionary)."""
+        if self._takes_parts:
+            messages = [{**message, "content": parts_of(message["content"])} for message in messages]
         if not any(message.get("tool_calls") for message in messages):
             return messages
         messages = [{**message, **self._no_content} if message.get("tool_calls") and not message["content"] else message for message in messages]
-        return [_with_arguments(message, *self._arguments) if message.get("tool_calls") else message for message in messages]
+        return [with_arguments(message, *self._arguments) if message.get("tool_calls") else message for message in messages]
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """True if the template writes a content that is a list of parts, and not one that is a text, as those of many models of images."""
+        return not self._writes(QUESTION) and self._writes(parts_of(QUESTION))
+
+    def _writes(self, content: Any) -> bool:
+        """Return True if the template writes a question with this content, in which `QUESTION` is."""
+        chat = [{"role": "user", "content": content}]
+        try:
+            texts, _ = render_jinja_template([chat], chat_template=self._dated_sources[False], **self.tokenizer.special_tokens_map)
+        except UNRENDERABLE as error:
+            if isinstance(error, Refusal):
+                raise
+            return False
+        return QUESTION in texts[0]
 
     @functools.cached_property
     def _arguments(self) -> tuple[bool, bool]:
@@ -352,21 +369,6 @@ def _marked(message: Message, mark: str) -> Message:
         function = {"name": mark, "arguments": {}}
         calls.append({**call, "function": function} if "function" in call else {**call, **function})
     return {**message, "content": mark if message.get("content") else message.get("content"), "tool_calls": calls}
-
-
-def _with_arguments(message: Message, as_dictionary: bool, as_text: bool) -> Message:
-    """Give the arguments of a message's tool calls a type that the template takes; those that it takes as they are stay."""
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        if as_text and not as_dictionary and isinstance(arguments, dict):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif as_dictionary and not as_text and isinstance(arguments, str):
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
 
 
 def _not_found(place: str, number: int) -> Refusal:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..refusal import Problem, Refusal, refuse
 from ..tasks.facts import TASKS
-from .chat_rows import form_of
+from .chat_rows import TOOLS, form_of
 from .folders import below, stamp
 from .request import Request
 
@@ -295,7 +295,9 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
 
 
 def columns_read(task: str, columns: tuple[str, ...], names: Collection[str]) -> tuple[str, ...]:
-    """Lists the columns that a task reads of rows with columns of these names: those of chats have several forms."""
+    """List the columns that a task reads of rows with columns of these names: chats have several forms, and pairs may have tools."""
+    if TASKS[task].pairs and TOOLS in names and TOOLS not in columns:
+        return (*columns, TOOLS)
     form = form_of(names, columns[0]) if TASKS[task].chats else None
     return tuple(form.present(names)) if form else columns
 

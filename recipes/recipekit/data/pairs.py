@@ -1,5 +1,6 @@
 """Pairs of answers to one prompt, a chosen and a rejected one: read in the forms in which they are published, made into tokens, and drawn."""
 
+import functools
 import hashlib
 import itertools
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 
 from ..refusal import Refusal
 from ..task import IGNORE, MicroBatch, Row
-from .chat_rows import messages_of
+from .chat_rows import TOOLS, messages_of, tools_of, without_nulls
 from .chat_spans import UNRENDERABLE, ChatTemplate
 from .processors import fitting_tokenizer, num_embeddings, pad_id
 from .request import Request
@@ -61,6 +62,10 @@ class Pairs:
     @property
     def pad(self) -> int:
         return pad_id(self.tokenizer)
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.day)
 
     def save_pretrained(self, folder: str | Path) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -124,7 +129,7 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
     else:
         if not prompt:
             raise ValueError("its answers have no prompt: their first messages differ already")
-        begin, *whole = _rendered(ChatTemplate(tokenizer, pairs.day), [prompt, prompt + list(chosen), prompt + list(rejected)])
+        begin, *whole = _rendered(pairs.template, [prompt, prompt + list(chosen), prompt + list(rejected)], _tools_of(row))
     if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
         raise ValueError(f"it holds token {highest}, and the model has embeddings for 0 to {count - 1}; resize_token_embeddings adds them")
     start = min(_common(begin, ids) for ids in whole)
@@ -137,13 +142,20 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
     return start, whole[0], whole[1]
 
 
-def _rendered(template: ChatTemplate, chats: list[Any]) -> list[list[int]]:
+def _tools_of(row: Row) -> list[Any] | None:
+    try:
+        return without_nulls(tools_of(row.get(TOOLS), "")) or None
+    except Refusal as problem:
+        raise ValueError(problem.problems[0].rule) from problem
+
+
+def _rendered(template: ChatTemplate, chats: list[Any], tools: list[Any] | None) -> list[list[int]]:
     """Renders chats, the first of them up to where the answer begins, and encodes them."""
     tokenizer = template.tokenizer
     if not tokenizer.chat_template:
         raise ValueError("it holds messages, and the tokenizer has no chat template")
     try:
-        texts = [template.render(chat, prompt=number == 0) for number, chat in enumerate(chats)]
+        texts = [template.render(chat, tools, prompt=number == 0) for number, chat in enumerate(chats)]
     except UNRENDERABLE as error:
         raise ValueError(f"the chat template cannot render it: {error}") from error
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]

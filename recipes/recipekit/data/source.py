@@ -59,7 +59,8 @@ class Wanted:
         `padded`: the value comes from a table, whose objects have the keys of all rows.
         """
         if self.as_rows:
-            return [(dict(zip(self.names, value.values(), strict=True)), place)]
+            renamed = dict(zip(self.columns, self.names, strict=True))
+            return [({renamed.get(column, column): entry for column, entry in value.items()}, place)]
         if self.chats and (form := form_of(value, self.columns[0])):
             content = form.content(value, place, padded)
             return [] if content is None else [(content, place)]
