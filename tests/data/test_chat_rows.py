@@ -190,6 +190,20 @@ def test_most_chats_must_be_learned(tmp_path, chat, says):
     read(dataset, tiny=True, steps=1)
 
 
+def test_resume_neither_reports_nor_refuses_later_chats(tmp_path):
+    good, long = ({"messages": [user("q"), assistant(text)]} for text in ("a", "a" * 99))
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for number, row in enumerate((good, long) * 4):
+        (folder / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for _ in range(160)))
+    _, state, _ = read(str(folder), steps=40, bad_rows="skip")
+    for _ in range(8):
+        _, state, _ = read(str(folder), steps=10, state=state, bad_rows="skip")
+        assert state["domains"][""]["place"], "the resume begins behind the first block"
+        _, _, said = read(str(folder), steps=1, state=json.loads(json.dumps(state)))
+        assert not said
+
+
 def test_keys_that_nobody_reads_are_named(tmp_path):
     rows = [{"messages": [user(f"{n}?") | {"loss": True}, assistant("a", cache=1)], "tools": [{"name": "f"}]} for n in NUMBERS]
     _, _, said = read(written(tmp_path, rows))

@@ -41,7 +41,8 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
 
     Raises `Refusal` if there is no document.
     """
-    barren, counts, is_reported = 0, Counts(), False
+    barren, counts = 0, Counts()
+    is_reported = any(place.key)  # a resume behind the first rows, which an earlier start has reported
     while True:
         held: Held = []
         tokens, begin, epoch, any_document = 0, place, place.epoch, any(place.key[1:5])
