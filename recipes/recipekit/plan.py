@@ -51,6 +51,7 @@ class Plan:
     out: Path
     resume_from: Path | None  # run or step folder; None: a new run
     notes: tuple[str, ...]  # what was decided for the user, one line each
+    day: str = ""  # ISO date of the run's first start, for chat templates; known when the ranks have met
 
     @property
     def accumulation(self) -> int:

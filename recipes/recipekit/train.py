@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -22,6 +23,7 @@ from .refusal import Say
 from .run_folder import EXPORT, way_on
 from .runtime import references, used
 from .runtime.agree import check_peers, shared_problems
+from .runtime.corpus import first_day
 from .runtime.engine import load_model
 from .runtime.failure import Peers
 from .runtime.metrics import metrics_of, numbers_of_rank
@@ -192,6 +194,7 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe = plan.recipe
     say: Say = print if plan.command.rank == 0 else lambda _: None
     device = join(plan, peers, say)
+    plan = replace(plan, day=first_day(plan.resume_from))
     task = with_numbers(task_called(recipe.task), recipe)
     source = find_checkpoint(plan, say)
     at_start = partial(references.fill, source=source, evaluate=evaluate, say=say) if task.score else None

@@ -118,7 +118,7 @@ def test_reference_numbers_are_kept_by_all_that_they_follow_from(tmp_path: Path,
 
 def covered(monkeypatch: pytest.MonkeyPatch, step: int = 0, steps: int = 10, **changes: Any) -> tuple[str, int, int]:
     """Returns (identity, first, last) of the steps that a start asks whether they are covered."""
-    given = {"identity": {"seed": 1}, "template": None, "encoder": "tokens", "ramp": ""} | changes
+    given = {"identity": {"seed": 1}, "template": None, "encoder": "tokens", "ramp": "", "day": "2026-03-04"} | changes
     asked: list[tuple[str, int, int]] = []
     stream = SimpleNamespace(state={"identity": given["identity"], "step": step}, close=lambda: None)
     for name, value in {
@@ -136,7 +136,7 @@ def covered(monkeypatch: pytest.MonkeyPatch, step: int = 0, steps: int = 10, **c
     tokenizer.chat_template = given["template"]
     recipe = SimpleNamespace(steps=steps, task="preference", batch_ramp=given["ramp"])
     loaded: Any = SimpleNamespace(
-        plan=SimpleNamespace(recipe=recipe, command=SimpleNamespace(rank=1)),
+        plan=SimpleNamespace(recipe=recipe, command=SimpleNamespace(rank=1), day=given["day"]),
         task=None,
         processor=SimpleNamespace(references=SimpleNamespace(complete=False), tokenizer=tokenizer, seq_len=64),
         state={"step": step, "data": None},
@@ -181,7 +181,7 @@ def asked_in_steps(monkeypatch: pytest.MonkeyPatch, together: int, steps: int) -
     monkeypatch.setattr(references.Reader, "together", lambda reader, where: done.append(where))
     monkeypatch.setattr(references.Kept, "write", lambda own: kept.append([*own.covered.values()]))
     loaded: Any = SimpleNamespace(
-        plan=SimpleNamespace(recipe=SimpleNamespace(steps=steps + 3, task="preference", batch_ramp=""), command=SimpleNamespace(rank=0)),
+        plan=SimpleNamespace(recipe=SimpleNamespace(steps=steps + 3, task="preference", batch_ramp=""), command=SimpleNamespace(rank=0), day="2026-03-04"),
         task=None,
         processor=SimpleNamespace(references=SimpleNamespace(complete=False), tokenizer=byte_tokenizer(), seq_len=64),
         state={"step": 3, "data": None},
@@ -207,6 +207,11 @@ def test_steps_count_as_asked_for_the_same_rows_only(monkeypatch: pytest.MonkeyP
     assert covered(monkeypatch, step=4)[1:] == (4, 10) and covered(monkeypatch, step=4)[0] == first[0]
     others = [{"identity": {"seed": 2}}, {"template": "{{ messages }}"}, {"encoder": "other tokens"}, {"ramp": "11:16"}]
     assert len({first[0], *(covered(monkeypatch, **other)[0] for other in others)}) == 5
+
+
+def test_references_of_another_day_count_only_if_the_template_writes_no_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    undated, dated = ([covered(monkeypatch, template=text, day=f"2026-03-0{day}") for day in (4, 5)] for text in ("{{ messages }}", "{{ strftime_now('%d') }}"))
+    assert undated[0] == undated[1] and dated[0] != dated[1]
 
 
 # Runs and streams -------------------------------------------------------------------------------------------------

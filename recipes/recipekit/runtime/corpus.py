@@ -26,12 +26,15 @@ from .agree import shared_problems
 
 
 def request_of_plan(plan: Plan) -> Request:
-    """Returns what a run asks of its data (a collective)."""
-    return replace(request_of(plan.recipe), tiny=plan.command.tiny, day=first_day(plan.resume_from))
+    """Return the data request of a run."""
+    return replace(request_of(plan.recipe), tiny=plan.command.tiny, day=plan.day)
 
 
 def first_day(resume_from: Path | None) -> str:
-    """Returns the date of the run's first start, ISO: as run.json keeps it, else today's of rank 0 (a collective)."""
+    """Return the ISO date of the run's first start: the date in run.json, or else today's date on rank 0 (a collective).
+
+    Call it once a start, because a start may last beyond midnight.
+    """
     found = [day_of_run(resume_from) or date.today().isoformat()]
     if dist.is_initialized():
         dist.broadcast_object_list(found)

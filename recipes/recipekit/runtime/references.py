@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from ..checkpoints.manifest import STATE
 from ..checkpoints.state import State
+from ..data.chat_spans import ChatTemplate
 from ..data.encode import Encoder
 from ..data.pairs import Pairs, References, keys_of
 from ..data.sameness import StreamState
@@ -108,11 +109,12 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
     stream = open_data(plan, task, pairs, loaded.groups.coords["dp"], cast("StreamState | None", state["data"]), say)
     with contextlib.closing(stream):
         check_same_data(stream)
+        is_dated = pairs.tokenizer.chat_template and ChatTemplate(pairs.tokenizer).is_dated
         stated = (
             stream.state["identity"],
             Encoder(pairs.tokenizer, plan.recipe.task, pairs.seq_len).identity,
             pairs.tokenizer.chat_template,
-            *filter(None, [plan.recipe.batch_ramp]),
+            *filter(None, [plan.recipe.batch_ramp, plan.day if is_dated else ""]),
         )
         identity = hashlib.blake2b(json.dumps(stated, sort_keys=True).encode(), digest_size=16).hexdigest()
         if held_out := open_held_out(plan, task, pairs, loaded.groups.coords, stream.state, say):
