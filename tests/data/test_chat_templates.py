@@ -140,6 +140,21 @@ def test_end_tokens_of_other_tasks():
     assert Encoder(template_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"), "sft", 64).end_tokens == ()
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5", "Mistral v3", "DeepSeek-R1"])
+def test_call_without_arguments_is_written_with_empty_ones(name):
+    tokenizer, written = published_tokenizer(name), []
+    for function in ({"name": "f"}, {"name": "f", "arguments": {}}):
+        call = {"id": "abcdef123", "type": "function", "function": function}
+        ids, _, _ = encoded(tokenizer, [user("q"), assistant("", tool_calls=[call])])
+        written.append(tokenizer.decode(ids))
+    assert written[0] == written[1]
+
+
+def test_arguments_that_are_no_json_are_refused_by_the_name_of_the_call():
+    with pytest.raises(Refusal, match=r"the arguments of the call of f are not JSON: .*, in 'q: 1'; check"):
+        encode_chats(published_tokenizer("Qwen2.5"), [[user("q"), assistant("", "q: 1")]], ["row 1"], 100)
+
+
 @pytest.mark.parametrize(
     "source, chat, expected",
     [

@@ -282,15 +282,29 @@ def parts_of(content: str) -> list[Message]:
 
 
 def with_arguments(message: Message, as_dictionary: bool, as_text: bool) -> Message:
-    """Give the arguments of a message's tool calls a type that the template takes; those that it takes as they are stay."""
+    """Return a message whose tool calls have arguments of a type that the template takes: a dictionary or JSON text.
+
+    Arguments of an accepted type stay as they are, and a call without arguments gets empty ones. Raises ValueError for
+    text that is not JSON.
+    """
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function", call)
         arguments = function.get("arguments")
+        if arguments is None:
+            arguments = {}
         if as_text and not as_dictionary and isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
         elif as_dictionary and not as_text and isinstance(arguments, str):
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = _parsed(arguments, function["name"])
         function = {**function, "arguments": arguments}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
+
+
+def _parsed(arguments: str, name: str) -> Any:
+    """Parse the arguments of a tool call. Raises ValueError that names the call."""
+    try:
+        return json.loads(arguments) if arguments.strip() else {}
+    except ValueError as error:
+        raise ValueError(f"the arguments of the call of {name} are not JSON: {error}, in {arguments[:40]!r}") from error

@@ -26,7 +26,7 @@ UNRENDERABLE = (TemplateError, TypeError, KeyError, ValueError, AttributeError, 
 TAILS = (256, 64, 16, 8, 4)  # characters of a prompt by which its end is looked up
 QUESTION, ANSWER = "\ue000", "\ue001"  # of the template's samples: private characters
 CALL_ID = "call00001"  # nine letters and digits, as Mistral's templates demand
-FIX = "check the roles and their order in the row"
+FIX = "check the roles, their order and the tool calls in the row"
 
 
 @dataclass(frozen=True, eq=False)
