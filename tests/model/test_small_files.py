@@ -105,6 +105,21 @@ def test_the_end_token_of_an_answer_is_found_in_the_template(template, special, 
     assert end_tokens(tokenizer) == (number(END), *(tokenizer.convert_tokens_to_ids(token) for token in wanted))
 
 
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ m.content }}<turn_end>{% if loop.last %}<text_end>{% endif %}", ["<turn_end>", "<text_end>"]),
+        ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<call_end>{% else %}<turn_end>{% endfor %}", ["<turn_end>", "<call_end>"]),
+    ],
+    ids=["behind the last answer", "behind a tool call"],
+)
+def test_every_end_of_an_answer_is_found_in_the_template(source, wanted):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>" + source + "{% endfor %}"
+    tokenizer.add_tokens(["<turn_end>", "<text_end>", "<call_end>"], special_tokens=True)
+    assert tokenizer.convert_ids_to_tokens(list(end_tokens(tokenizer))) == [END, *wanted]
+
+
 def test_a_generation_config_without_its_tokenizer_keeps_no_token_ids(folder):
     """As in a trial with --tiny, whose vocabulary is bytes: numbers of sampling stay, and a line says which ids are gone."""
     own = {"eos_token_id": [151645, 97], "bos_token_id": number(BEGIN), "pad_token_id": 151643, "suppress_tokens": [97, 98], "top_p": 0.8}
@@ -170,7 +185,18 @@ def test_the_models_own_tokenizer_is_carried_byte_for_byte(folder):
         "preprocessor_config.json": '{"image_mean": [0.5], "patch": 7}',
         "processor_config.json": '{"processor_class": "X"}',
     }
-    others = ["model.safetensors.index.json", "trainer_state.json", "run.json", "all_results.json", "adapter_config.json", "LICENSE.txt", "README.md", "a.py"]
+    others = [
+        "model.safetensors.index.json",
+        "pytorch_model.bin.index.json",
+        "model.safetensors.index.fp16.json",
+        "trainer_state.json",
+        "run.json",
+        "all_results.json",
+        "adapter_config.json",
+        "LICENSE.txt",
+        "README.md",
+        "a.py",
+    ]
     for name, content in [*kept.items(), *((name, "{}") for name in others)]:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)

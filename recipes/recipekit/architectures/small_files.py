@@ -7,7 +7,6 @@ from typing import Any
 
 from ..refusal import refuse
 from ..run_folder import FACTS
-from .safetensors_files import INDEX
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
@@ -16,7 +15,7 @@ TEMPLATES = "additional_chat_templates"  # folder of the named templates (transf
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".codes")
 # Files with such a suffix that transformers does not read.
 OTHERS = re.compile(
-    rf"{re.escape(INDEX)}|trainer_state\.json|{re.escape(FACTS)}|(all|train|eval|test|predict)_results.*"
+    rf".*\.index(\.[^.]+)?\.json|trainer_state\.json|{re.escape(FACTS)}|(all|train|eval|test|predict)_results.*"
     r"|(licen[cs]e|notice|readme|use_policy|requirements)[^/]*",
     re.IGNORECASE,
 )
