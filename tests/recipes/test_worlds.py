@@ -161,6 +161,17 @@ def test_the_quickstart_takes_a_batch_that_its_ranks_can_share(tmp_path):
     assert rows[:9] == [16, 16, 24, 16, 20, 24, 28, 32, 36] and rows[63] == 256
 
 
+def test_the_quickstart_in_fp32_differs_in_nothing_else(tmp_path):
+    file, argv = FILES["llama_nano_zero2"], ["--out", str(tmp_path / "run")]
+    plain, fp32 = (
+        make_plan(parse(load("llama_nano_zero2").RECIPE, file, [*argv, *more]))
+        for more in ([], ["--deepspeed_config", str(quickstart.strategy_in_fp32(tmp_path / "new" / "run"))])
+    )
+    assert (plain.precision, fp32.precision) == ("bf16", "fp32")
+    differing = {name for name in {**plain.ds_config, **fp32.ds_config} if plain.ds_config.get(name) != fp32.ds_config.get(name)}
+    assert differing == {"bf16", "data_types"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_the_quickstart_runs_on(ranks, tmp_path, ops):
