@@ -87,6 +87,30 @@ def test_prompt_of_a_completion_is_not_learned(tmp_path):
     assert all("earlier" in text and set(learned.split("<|im_end|>\n")) == {"later", ""} for text, learned in found)
 
 
+@pytest.mark.parametrize("value", [0, False, ""])
+def test_entries_of_tools_that_are_not_null_stay_in_tables(tmp_path, value):
+    """In Parquet all tools have the same keys, with null where a tool lacks one."""
+    tools = [{"name": "f", "default": value}, {"name": "g", "strict": True}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": value, "y": None}}}
+    rows = [{"messages": [user(f"{n}?"), {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": tools} for n in NUMBERS]
+    ((text, learned), *_), _, _ = read(written(tmp_path, rows, "parquet"), published_tokenizer("Qwen2.5"), seq_len=512)
+    assert f"# Tools\n{json.dumps(tools[0])}\n{json.dumps(tools[1])}<|im_end|>" in text
+    assert f'"arguments": {json.dumps({"x": value})}}}' in learned
+
+
+@pytest.mark.parametrize("flag", [{"weight": 1}, {"training": True}, {"train": True}, {"weight": 0}])
+def test_a_prompt_is_never_learned_whatever_it_says(tmp_path, flag):
+    rows = [{"prompt": [user(f"{n}?"), assistant("earlier") | flag, user("q")], "completion": [assistant("later")]} for n in NUMBERS]
+    found, _, _ = read(written(tmp_path, rows), seq_len=256)
+    assert all("earlier" not in learned and "later" in learned for _, learned in found)
+
+
+@pytest.mark.parametrize("row, expected", [({"prompt": "", "completion": "a"}, "a"), ({"prompt": [], "completion": [assistant("a")]}, "a")])
+def test_a_completion_without_prompt_is_learned(tmp_path, row, expected):
+    found, state, _ = read(written(tmp_path, [row | {"id": n} for n in NUMBERS]), seq_len=256)
+    assert all(set(learned.split("<|im_end|>\n")) == {expected, ""} for _, learned in found) and not state["domains"][""]["bad"]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("as_text", [True, False])
 def test_tools_of_a_row_reach_the_template(tmp_path, kind, as_text):
@@ -163,6 +187,27 @@ def test_what_is_not_learned_is_counted(tmp_path):
     assert kept == state and again == said  # of cached tokens
     _, first, _ = read(dataset, steps=90)
     _, resumed, _ = read(dataset, steps=110, state=json.loads(json.dumps(first)))
+    assert resumed["domains"] == state["domains"]
+
+
+@pytest.mark.parametrize("elsewhere", ["question", "other answer"])
+def test_dropped_text_that_is_also_elsewhere_in_the_chat_is_dropped(elsewhere):
+    thought = "a thought of some length"
+    chat = [user(thought if elsewhere == "question" else "q"), assistant("a", reasoning_content=thought), user("q")]
+    chat.append(assistant(thought if elsewhere == "other answer" else "b"))
+    _, counts = Encoder(published_tokenizer("Qwen2.5"), "sft", 1000).counted([(chat, "row 1")])
+    assert (counts.said, counts.dropped) == (len("a") + len(thought) + len(chat[-1]["content"]), len(thought))
+
+
+def test_counts_go_on_over_epochs(tmp_path):
+    """As numbers of the whole run, for `metrics.jsonl`, and from a state that is in a later epoch."""
+    dataset = written(tmp_path, [{"messages": [user(f"{n}"), assistant("a" * (9 if n % 4 else 99))]} for n in range(40)])
+    _, state, _ = read(dataset, steps=60)
+    domain = state["domains"][""]
+    rows, cut, *_ = domain["lost"]
+    assert (epoch := domain["place"]["epoch"]) >= 2 and rows >= 39 * epoch and abs(cut - rows / 4) < 5
+    _, first, _ = read(dataset, steps=40)
+    _, resumed, _ = read(dataset, steps=20, state=json.loads(json.dumps(first)))
     assert resumed["domains"] == state["domains"]
 
 

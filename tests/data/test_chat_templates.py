@@ -1,5 +1,6 @@
 """What is learned of a chat, by the templates of published models."""
 
+import json
 from datetime import date
 from typing import Any
 
@@ -105,6 +106,18 @@ def test_learned_is_all_that_the_template_writes_in_a_turn(name, chat, tools, ex
     tokenizer = published_tokenizer(name)
     ids, labels, _ = encoded(tokenizer, chat, tools)
     assert runs(tokenizer, ids, labels) == expected
+
+
+@pytest.mark.parametrize("arguments", [{"x": "Zürich"}, '{"x": "Zürich"}', {"x": "東京"}])
+def test_arguments_of_calls_keep_their_letters(arguments):
+    """Also where a template takes JSON text and the row has an object."""
+    source = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %};{% endfor %}"
+    )
+    tokenizer = template_tokenizer(source)
+    ids, _, counts = encoded(tokenizer, [user("q"), assistant("", arguments)])
+    expected = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    assert f"f{expected};" in tokenizer.decode(ids) and counts.dropped == 0
 
 
 def test_tokens_are_the_templates_own():

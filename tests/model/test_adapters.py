@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from recipekit.architectures import safetensors_files
 from recipekit.checkpoints.convert import to_hf
 from recipekit.checkpoints.published import published_as
 from recipekit.command import parse
@@ -142,6 +144,40 @@ def check_case(folder: Path, name: str, logits: torch.Tensor, blueprint: dict[st
     assert contents == {"adapter_model.safetensors": dict.fromkeys(saved, "F32")}, name
     shapes = {key: tensor.shape for tensor in stated.tensors for key in stated.published[tensor.name].parts[0]}
     assert {key: shape for key, shape in saved.items() if key in shapes} == shapes, name
+
+
+def export_in_bf16(folder: str) -> None:
+    """Run on the rank of a pool: export an adapter and its merged model in bf16, with files of one tensor each where they are cut."""
+    from recipekit.mesh import make_mesh
+    from recipekit.parallel.groups import Groups
+
+    groups, base = Groups(make_mesh(1), "cpu"), Path(folder, "base")
+    plain = build_model(Recipe(model="none", init="random", seed=5), tiny_config("llama"), None, ds_config(0), torch.device("cpu")).model
+    plain.save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    recipe = recipe_with(CASES["every linear layer"][1], model=str(base), init="pretrained")
+    built = build_model(recipe, config, groups, ds_config(0), torch.device("cpu"))
+    engine: Any = SimpleNamespace(module=trained(built.model))
+    small = gather(built, config, byte_tokenizer(), torch.bfloat16, origin_of(str(base), "pretrained", "bytes", True), ())
+    export(engine, built, groups, small, base.with_name("merged"), torch.bfloat16, True)
+    export(engine, built, groups, small, base.with_name("adapter"), torch.float32, False)
+    with patch.object(safetensors_files, "SHARD_BYTES", 1):
+        export(engine, built, groups, small, base.with_name("cut"), torch.float32, False)
+        step: Any = SimpleNamespace(blueprint=built.blueprint, state={"export_dtype": "float32"})
+        assert list(published_as(step, None)[1]) == ["adapter_model.safetensors"]
+
+
+def test_a_merged_model_in_bf16_is_merged_in_fp32_and_rounded_once(pools: Any, tmp_path: Path) -> None:
+    """It has the tensors of the base model, no buffer more; the file of an adapter is never cut, since peft reads one."""
+    pools.run(1, export_in_bf16, timeout=120, folder=str(tmp_path))
+    base, got = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    assert base.keys() == got.keys() and keys_of(tmp_path / "adapter") == keys_of(tmp_path / "cut")
+    with warnings.catch_warnings(action="ignore"):
+        theirs: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    wanted = theirs.merge_and_unload().state_dict()
+    differing = sum((got[key] != wanted[key].bfloat16()).sum().item() for key in got)
+    assert differing < 1e-3 * sum(value.numel() for value in got.values())
+    assert any((wanted[key] != base[key]).any() for key in base)
 
 
 QUICK = [

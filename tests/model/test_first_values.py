@@ -1,5 +1,6 @@
 """First values of `init = random` against transformers' own `from_config`, parameter by parameter."""
 
+import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -8,9 +9,12 @@ import pytest
 import torch
 import transformers
 from pool import ROOT
+from recipekit.architectures.families import tiny_config
 from recipekit.model import initial
+from recipekit.model.build import build_model
 from recipekit.model.config_errors import WRONG_VALUE
 from recipekit.model.empty import config_of, empty_model
+from recipekit.recipe import Recipe
 from recipekit.tasks.facts import TASKS
 
 sys.path.insert(0, str(ROOT / "tools" / "make"))
@@ -198,3 +202,19 @@ def test_every_family_of_the_support_pages_starts_as_transformers_starts_it(task
     assert found == {}
     assert not_made.keys() == WITHOUT[task].keys(), not_made
     assert all(why in not_made[kind] for kind, why in WITHOUT[task].items()), not_made
+
+
+@pytest.mark.parametrize("kind", ["clip", "vit", "convnext"])
+def test_a_new_head_on_files_is_drawn_as_transformers_draws_it(tmp_path, kind):
+    """CLIP draws its classifier in the initialiser of the whole model."""
+    config = tiny_config(kind, task="image_classification")
+    auto: Any = transformers.AutoModelForImageClassification
+    auto.from_config(config_of(config)).save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    classes = {number: f"class {number}" for number in range(250)}
+    wider = stored | {"id2label": classes, "label2id": {name: number for number, name in classes.items()}}
+    recipe = Recipe(model=str(tmp_path), task="image_classification", num_labels=250)
+    zero: dict[str, Any] = {"zero_optimization": {"stage": 0}}
+    mine = build_model(recipe, wider, None, zero, torch.device("cpu")).model.get_parameter("classifier.weight")
+    theirs = auto.from_pretrained(tmp_path, num_labels=250, ignore_mismatched_sizes=True).classifier.weight
+    assert mine.shape == theirs.shape and mine.std().item() == pytest.approx(theirs.std().item(), rel=0.1)

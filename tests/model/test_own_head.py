@@ -93,6 +93,12 @@ def test_one_value_in_the_last_part_is_enough(tmp_path, monkeypatch):
     assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM")[0]["tie_word_embeddings"] is False
 
 
+def test_files_that_change_are_read_again(tmp_path):
+    for own in (False, True, False):
+        folder = folder_of(tmp_path, own=own, **TIED)
+        assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM")[0]["tie_word_embeddings"] is not own
+
+
 def test_a_head_alone_is_the_embedding(tmp_path):
     """Files of a tied model that were saved under the head's name."""
     save_model(tmp_path, "llama", tensors=lambda tensors: {key: value for key, value in tensors.items() if key != "model.embed_tokens.weight"}, **TIED)

@@ -97,6 +97,15 @@ def without_empty_objects(value: Any) -> Any:
     return [without_empty_objects(entry) for entry in value] if isinstance(value, list) else value
 
 
+def test_the_date_of_a_template_is_the_date_of_the_first_start(tmp_path):
+    tokenizer = published_tokenizer("Llama 3.2")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{number}?", "chosen": [GOOD], "rejected": [BAD]}) + "\n" for number in range(4)))
+    request = request_for(str(file), seq_len=512, tokenizer=str(tmp_path / "tokenizer"), day="2026-03-04")
+    assert all("Today Date: 04 Mar 2026" in tokenizer.decode(ids) for batch in first_step(request) for ids in batch["input_ids"].flatten(0, 1))
+
+
 @pytest.mark.parametrize("tools", ["[{", [3], "3"])
 def test_tools_that_cannot_be_read_are_named(tools):
     with pytest.raises(ValueError, match="its tools "):
