@@ -131,7 +131,7 @@ def test_tools_of_a_row_reach_the_template(tmp_path, kind, as_text):
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "claude", "value": "a"}]}, "the role 'claude'"),
         ({"messages": [user("q"), assistant("a")], "tools": "f(x)"}, "its tools cannot be read"),
         ({"messages": [user("q"), assistant("a")], "tools": [1]}, "not descriptions of tools"),
-        ({"instruction": "q", "output": 5}, "its output holds int '5', which should be text"),
+        ({"instruction": "q", "output": 5}, "its output holds int '5', which must be text"),
         ({"prompt": "q", "completion": [assistant("a")]}, "its prompt holds str 'q'"),
         ({"question": "q", "answer": "a"}, "has no column 'messages', only 'question', 'answer'"),
     ],

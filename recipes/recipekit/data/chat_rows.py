@@ -1,4 +1,4 @@
-"""Chats as data sets hold them: the forms of rows, known by their columns, and the messages in them."""
+"""Chats in data sets: the forms of rows, recognised by their columns, and their messages."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from ..refusal import Refusal, refuse
 
 Message = dict[str, Any]
 Row = dict[str, Any]
-Content = list[Message] | Row  # a chat of a row: its messages, or these with its tools and the name of its form
+Content = list[Message] | Row  # a chat: its messages, or a dictionary with messages, tools and form
 
 ROLES = ("assistant", "developer", "function", "ipython", "system", "tool", "user")
 SPEAKERS = {  # of ShareGPT
@@ -18,7 +18,7 @@ SPEAKERS = {  # of ShareGPT
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 TOOLS = "tools"  # the column of the tools that a chat may call
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that transformers takes for one another
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # equivalent keys of a message
 UNDERSTOOD = {"role", "content", "train", "tool_calls", "tool_call_id", "name", *THOUGHTS}  # keys of a message
 SKIP = "leave the row out (--bad_rows skip)"
 
@@ -28,7 +28,7 @@ SKIP = "leave the row out (--bad_rows skip)"
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows: the columns that it must have and may have, and how a row becomes messages."""
+    """A form of rows: its required and optional columns, and the function that makes messages of a row."""
 
     name: str
     columns: tuple[str, ...]
@@ -40,7 +40,10 @@ class Form:
         return [name for name in (*self.columns, *self.optional) if name in names]
 
     def content(self, row: Row, place: str, padded: bool = False) -> Content | None:
-        """Make the chat of a row; None of an empty one. Raises `Refusal`. `padded`: objects have the keys of all rows, as in tables."""
+        """Return the chat of a row; None for an empty row. Raises `Refusal`.
+
+        `padded`: objects have the keys of all rows, as in tables.
+        """
         messages = self.messages(row, place)
         if not messages:
             return None
@@ -56,20 +59,23 @@ OPENAI = "OpenAI messages"
 
 
 def forms(messages_field: str) -> tuple[Form, ...]:
-    """List the forms that are read, the first that fits wins. A `messages_field` that is not the default is the only column of chats."""
+    """List the supported forms, in the order in which they are tried.
+
+    If `messages_field` is not the default, it is the only column of chats.
+    """
     typed = Form(OPENAI, (messages_field,), (TOOLS,), lambda row, place: _list(row[messages_field], place))
     if messages_field != "messages":
         return (typed,)
     return (
         typed,
-        Form("ShareGPT (conversations)", ("conversations",), ("system", TOOLS), _with_system(lambda row, place: _list(row["conversations"], place))),
+        Form("ShareGPT (conversations)", ("conversations",), ("system", TOOLS), _with_system(_sharegpt)),
         Form("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system"), _with_system(_alpaca)),
         Form("prompts and completions", ("prompt", "completion"), (TOOLS,), _completion),
     )
 
 
 def form_of(names: Collection[str], messages_field: str = "messages") -> Form | None:
-    """Find the form of rows with these columns; None if there is none."""
+    """Return the form of rows with these columns; None if they match no form."""
     return next((form for form in forms(messages_field) if all(name in names for name in form.columns)), None)
 
 
@@ -86,8 +92,12 @@ def _with_system(messages: Callable[[Row, str], list[Message]]) -> Callable[[Row
 def _list(value: Any, place: str) -> list[Message]:
     if value is not None and not isinstance(value, list):
         rule = f"holds {type(value).__name__} {str(value)[:40]!r} where a list of messages (--messages_field) should be"
-        raise refuse(place, rule, f"name another column, mend the row, or {SKIP}")
+        raise refuse(place, rule, f"name another column, correct the row, or {SKIP}")
     return value or []
+
+
+def _sharegpt(row: Row, place: str) -> list[Message]:
+    return _list(row["conversations"], place)
 
 
 def _alpaca(row: Row, place: str) -> list[Message]:
@@ -101,7 +111,10 @@ def _alpaca(row: Row, place: str) -> list[Message]:
 
 
 def _completion(row: Row, place: str) -> list[Message]:
-    """Make the chat of a prompt and its completion, texts or lists of messages; only the completion is learned."""
+    """Return the chat of a prompt and its completion, which are texts or lists of messages.
+
+    Only the completion is learned.
+    """
     prompt, completion = row["prompt"], row["completion"]
     if not prompt and not completion:
         return []
@@ -109,7 +122,7 @@ def _completion(row: Row, place: str) -> list[Message]:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-            raise _wrong(place, name, value, "a list of messages, or both should be texts")
+            raise _wrong(place, name, value, "a list of messages, or both must be texts")
     return [*map(_unlearned, prompt), *completion]
 
 
@@ -118,24 +131,25 @@ def _unlearned(message: Any) -> Message:
 
 
 def _wrong(place: str, name: str, value: Any, expected: str) -> Refusal:
-    rule = f"its {name} holds {type(value).__name__} {str(value)[:40]!r}, which should be {expected}"
-    return refuse(place, rule, f"name the column of the chats with --messages_field, mend the row, or {SKIP}")
+    rule = f"its {name} holds {type(value).__name__} {str(value)[:40]!r}, which must be {expected}"
+    return refuse(place, rule, f"name the column of the chats with --messages_field, correct the row, or {SKIP}")
 
 
 def tools_of(value: Any, place: str) -> list[Any]:
-    """Read the tools of a row: a list of descriptions, or JSON text of one; each of them may be JSON text."""
+    """Parse the tools of a row: a list of descriptions, or a list as JSON text. A description may also be JSON text."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
         tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or ()]
     except (ValueError, TypeError) as error:
         raise refuse(place, f"its tools cannot be read: {error}", f"write a JSON list of tools, or {SKIP}") from error
     if not all(isinstance(tool, dict) for tool in tools):
-        raise refuse(place, f"its tools hold {str(tools)[:40]!r}, not descriptions of tools", f"write a JSON list of objects, or {SKIP}")
+        rule = f"its tools hold {str(tools)[:40]!r}, not descriptions of tools"
+        raise refuse(place, rule, f"write a JSON list of objects, or {SKIP}")
     return tools
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the entries that Parquet and Arrow add to objects, since all rows of a column there have the same keys."""
+    """Drop null entries of objects. Parquet and Arrow add them, because all rows of a column have the same keys."""
     if isinstance(value, dict):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -151,9 +165,9 @@ def _without_nulls_in_calls(message: Any) -> Any:
 
 
 def messages_of(chat: Any, place: str, more_roles: Collection[str] = ()) -> list[Message]:
-    """Return the messages of a chat in one form: role, content (text), tool_calls, train, and the keys that only a template knows.
+    """Return the messages of a chat in one form: role, content (text), tool_calls, train, and the keys that only a template reads.
 
-    Raises `Refusal` for a message that cannot be read, and for a role that is neither of `ROLES` nor of `more_roles`.
+    Raises `Refusal` for an unreadable message, and for a role that is neither in `ROLES` nor in `more_roles`.
     """
     if not isinstance(chat, list) or not chat:
         rule = f"a chat must be a list of messages, this is {type(chat).__name__} {str(chat)[:40]!r}"
@@ -169,16 +183,17 @@ def messages_of(chat: Any, place: str, more_roles: Collection[str] = ()) -> list
 
 
 class UnknownRole(Refusal):
-    """A message has a role that nobody knows; `met` are the roles of its chat."""
+    """The refusal of an unknown role; `met` are the roles in the chat."""
 
     def __init__(self, place: str, role: str, met: Iterable[str]):
-        rule = f"a message has the role {role!r}; the roles of these rows are {', '.join(sorted(met))}, the known ones {', '.join(ROLES)}"
-        super().__init__(refuse(place, rule, f"rename the roles in the rows (an answer has the role assistant), or {SKIP}").problems)
+        roles = f"the roles of these rows are {', '.join(sorted(met))}, the known roles are {', '.join(ROLES)}"
+        fix = f"rename the roles in the rows (an answer has the role assistant), or {SKIP}"
+        super().__init__(refuse(place, f"a message has the role {role!r}; {roles}", fix).problems)
         self.place, self.role, self.met = place, role, set(met)
 
 
 class _Unreadable(ValueError):
-    """A message that cannot be read: the rule that it breaks, and the fix."""
+    """An unreadable message: the rule that it breaks, and the fix."""
 
     def __init__(self, rule: str, fix: str):
         super().__init__(rule)
@@ -195,14 +210,15 @@ def _message(message: Any) -> Message:
     if not made.get("tool_calls"):
         made.pop("tool_calls", None)
     elif not isinstance(made["tool_calls"], list) or not all(_is_call(call) for call in made["tool_calls"]):
-        rule = f"the tool_calls of a message must be a list of functions with a name, these are {str(made['tool_calls'])[:60]}"
+        given = str(made["tool_calls"])[:60]
+        rule = f"the tool_calls of a message must be a list of functions with a name, these are {given}"
         raise _Unreadable(rule, fix)
     content = _text(made.get("content"))
     if content is None:
         speaks = "tool_calls" in made or any(isinstance(made.get(key), str) for key in THOUGHTS)
         if made.get("content") is not None or not speaks:
-            rule, fix = "a message must hold the strings 'role' and 'content'", f"{fix} (a list of text parts or tool_calls will do)"
-            raise _Unreadable(f"{rule}, this is {str(message)[:60]}", fix)
+            rule = f"a message must hold the strings 'role' and 'content', this is {str(message)[:60]}"
+            raise _Unreadable(rule, f"{fix} (a list of text parts or tool_calls is also accepted)")
         content = ""
     made["content"] = content
     if (train := _trained(message)) is not None:
@@ -217,14 +233,19 @@ def _is_call(call: Any) -> bool:
 
 def _text(content: Any) -> str | None:
     """Return the text of a message's content, which may be a list of text parts; None if it is neither."""
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        return "".join(part["text"] for part in content) if all(part.get("type", "text") == "text" for part in content) else None
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else None
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"
 
 
 def _of_sharegpt(message: Message) -> Message:
     speaker, value = message["from"], message.get("value")
-    made = {key: entry for key, entry in message.items() if key not in ("from", "value")} | {"role": SPEAKERS.get(speaker, speaker), "content": value}
+    made = {key: entry for key, entry in message.items() if key not in ("from", "value")}
+    made |= {"role": SPEAKERS.get(speaker, speaker), "content": value}
     if speaker == "function_call" and isinstance(value, str):
         try:
             calls = json.loads(value)
@@ -236,16 +257,17 @@ def _of_sharegpt(message: Message) -> Message:
 
 
 def _trained(message: Message) -> bool | None:
-    """Read `weight`, `train` and `training` of a message; None if it has none of them."""
+    """Return True or False for `weight`, `train` or `training` of a message; None if the message has no such key."""
     found = {key: message[key] for key in ("weight", "train", "training") if message.get(key) is not None}
     for key, value in found.items():
         allowed = (0, 1) if key == "weight" else (False, True)
-        right = isinstance(value, bool) if key != "weight" else isinstance(value, int | float) and not isinstance(value, bool)
-        if not right or value not in allowed:
-            rule = f"the {key} of a message must be {'0 or 1' if key == 'weight' else 'true or false'}, this is {value!r}"
-            raise _Unreadable(rule, "write one of these")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        has_type = is_number if key == "weight" else isinstance(value, bool)
+        if not has_type or value not in allowed:
+            values = "0 or 1" if key == "weight" else "true or false"
+            raise _Unreadable(f"the {key} of a message must be {values}, this is {value!r}", "write one of these")
     if len({bool(value) for value in found.values()}) > 1:
-        raise _Unreadable(f"a message is to be learned and not: {found}", "keep one of these keys")
+        raise _Unreadable(f"a message must not be both learned and excluded: {found}", "keep one of these keys")
     return bool(next(iter(found.values()))) if found else None
 
 
@@ -257,7 +279,10 @@ def unknown_keys(messages: list[Message], is_named: Callable[[str], bool]) -> se
 
 
 def text_pieces(message: Message) -> list[str]:
-    """Cut what an answer says into pieces by which it is looked up in the rendered chat: content, thoughts, names and arguments of calls."""
+    """Return the texts of an answer, which are looked up in the rendered chat.
+
+    They are its content, its thoughts, and the names and arguments of its calls.
+    """
     pieces = [message["content"], *(message[key] for key in THOUGHTS if isinstance(message.get(key), str))]
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
