@@ -333,3 +333,15 @@ def _parsed(arguments: str, name: str) -> Any:
         return json.loads(arguments) if arguments.strip() else {}
     except ValueError as error:
         raise ValueError(f"the arguments of the call of {name} are not JSON: {error}, in {arguments[:40]!r}") from error
+
+
+def another_answer(message: Message, mark: str) -> Message:
+    """Return an answer of the same kind, with `mark` instead of its text and calls."""
+    if not message.get("tool_calls"):
+        return {"role": "assistant", "content": mark}
+    calls = []
+    for call in message["tool_calls"]:
+        function = {"name": mark, "arguments": {}}
+        calls.append({**call, "function": function} if "function" in call else {**call, **function})
+    content = mark if message.get("content") else message.get("content")
+    return {**message, "content": content, "tool_calls": calls}

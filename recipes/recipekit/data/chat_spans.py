@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: renders chats, and finds the text of each answer in them.
+"""A tokenizer's chat template: rendered chats, and the spans of their answers.
 
 An answer is everything that the template writes between the generation prompt and the next message: content, thoughts,
-tool calls and the end of the turn. A template that marks its answers (`{% generation %}`) is taken at its word.
+tool calls and the end of the turn. If a template marks its answers (`{% generation %}`), these marks count.
 """
 
 import functools
@@ -16,35 +16,35 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..refusal import Refusal, refuse
-from .chat_rows import Message, parts_of, with_arguments
+from .chat_rows import Message, another_answer, parts_of, with_arguments
 
 Span = tuple[int, int]  # characters of a rendered chat: the first, and the one after the last
 
 GENERATION = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
 UNRENDERABLE = (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError)
-TAILS = (256, 64, 16, 8, 4)  # characters of a prompt by which its end is looked up
-QUESTION, ANSWER = "\ue000", "\ue001"  # of the template's samples: private characters
-CALL_ID = "call00001"  # nine letters and digits, as Mistral's templates demand
+TAILS = (256, 64, 16, 8, 4)  # lengths of a prompt's end that is looked up in a chat, in characters
+QUESTION, ANSWER = "\ue000", "\ue001"  # contents of the sample chats: private characters
+CALL_ID = "call00001"  # nine letters and digits, which Mistral's templates require
 FIX = "check the roles, their order and the tool calls in the row"
 
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """The chat template of a tokenizer. `day`: the date that a template writes as today's; None: the day on which it is rendered."""
+    """The chat template of a tokenizer. `day`: the date that it writes as today's date; None: the day of rendering."""
 
     tokenizer: Any
     day: date | None = None
 
     @functools.cached_property
     def sources(self) -> dict[bool, str]:
-        """The template's text without tools (False) and with tools (True): some tokenizers have two."""
+        """The template's text for chats without tools (False) and with tools (True). Some tokenizers have two templates."""
         templates = {}
         for has_tools in (False, True):
             try:
                 templates[has_tools] = self.tokenizer.get_chat_template(None, [{}] if has_tools else None)
             except ValueError as error:
-                rule = "has several chat templates, and none is the default"
+                rule = "has several chat templates without a default"
                 raise refuse("--tokenizer", rule, "name one of them `default` in its chat_template") from error
         return templates
 
@@ -63,7 +63,8 @@ class ChatTemplate:
         if not self.is_dated or self.day is None:
             return self.sources
         day = self.day
-        found = {key: TODAY.sub(lambda call: repr(day.strftime(call["format"])), source) for key, source in self.sources.items()}
+        written = lambda call: repr(day.strftime(call["format"]))  # noqa: E731
+        found = {key: TODAY.sub(written, source) for key, source in self.sources.items()}
         if any(re.search(r"strftime_now\s*\(", source) for source in found.values()):
             rule = "its chat template computes the format of today's date, which must stay the same for the whole run"
             raise refuse("--tokenizer", rule, "write the format as a string: strftime_now('%d %B %Y')")
@@ -72,7 +73,7 @@ class ChatTemplate:
     # Rendering ----------------------------------------------------------------------------------------------------
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, prompt: bool = False) -> str:
-        """Render a chat as text; with `prompt` the generation prompt follows. Raises one of `UNRENDERABLE`."""
+        """Render a chat as text, with the generation prompt if `prompt` is set. Raises one of `UNRENDERABLE`."""
         return self._render(messages, tools, prompt, marks=False)[0]
 
     def _render(self, messages: list[Message], tools: list[Any] | None, prompt: bool, marks: bool) -> tuple[str, list[Span]]:
@@ -90,7 +91,7 @@ class ChatTemplate:
         return text, spans[0] if marks else []
 
     def rendered(self, messages: list[Message], tools: list[Any] | None, place: str) -> tuple[str, list[Span]]:
-        """Render a chat: (text, the spans that the template marks). Raises `Refusal`."""
+        """Return (a chat as text, the spans that the template marks). Raises `Refusal`."""
         try:
             return self._render(messages, tools, False, self.is_marked)
         except UNRENDERABLE as error:
@@ -99,24 +100,30 @@ class ChatTemplate:
             raise refuse(place, f"the chat template cannot render this chat: {error}", FIX) from error
 
     def in_its_form(self, messages: list[Message]) -> list[Message]:
-        """Give contents the form that the template takes (text, or a list of parts), and arguments of tool calls (JSON text, or a dictionary)."""
+        """Return messages in the form that the template accepts.
+
+        A content is a text or a list of parts. Arguments of a tool call are JSON text or a dictionary.
+        """
         if self._takes_parts:
             messages = [{**message, "content": parts_of(message["content"])} for message in messages]
         if not any(message.get("tool_calls") for message in messages):
             return messages
-        messages = [{**message, **self._no_content} if message.get("tool_calls") and not message["content"] else message for message in messages]
-        return [with_arguments(message, *self._arguments) if message.get("tool_calls") else message for message in messages]
+        return [self._with_calls(message) if message.get("tool_calls") else message for message in messages]
+
+    def _with_calls(self, message: Message) -> Message:
+        return with_arguments(message if message["content"] else {**message, **self._no_content}, *self._arguments)
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """True if the template writes a content that is a list of parts, and not one that is a text, as those of many models of images."""
+        """True if the template writes contents that are lists of parts, and no texts, as for many vision models."""
         return not self._writes(QUESTION) and self._writes(parts_of(QUESTION))
 
     def _writes(self, content: Any) -> bool:
-        """Return True if the template writes a question with this content, in which `QUESTION` is."""
+        """Return True if the template writes a question with this content, which contains `QUESTION`."""
         chat = [{"role": "user", "content": content}]
+        source, tokens = self._dated_sources[False], self.tokenizer.special_tokens_map
         try:
-            texts, _ = render_jinja_template([chat], chat_template=self._dated_sources[False], **self.tokenizer.special_tokens_map)
+            texts, _ = render_jinja_template([chat], chat_template=source, **tokens)
         except UNRENDERABLE as error:
             if isinstance(error, Refusal):
                 raise
@@ -125,38 +132,39 @@ class ChatTemplate:
 
     @functools.cached_property
     def _arguments(self) -> tuple[bool, bool]:
-        """Whether the template takes the arguments of a tool call as (a dictionary, JSON text), which sample calls show."""
+        """(True if a tool call's arguments may be a dictionary, True if they may be JSON text), by sample calls."""
         as_text = '{"a": "b"}'
         return "{'a'" not in (self._sample_call({"a": "b"}) or "{'a'"), as_text in self._sample_call(as_text)
 
     @functools.cached_property
     def _no_content(self) -> Message:
-        """The content of a message that is a tool call alone, in the form with which the template writes the call."""
+        """The content with which the template writes a message that only calls tools: "" or null."""
         contents: tuple[Message, ...] = ({"content": ""}, {"content": None})
-        return next((content for content in contents if any(self._sample_call(arguments, content) for arguments in ({}, "{}"))), contents[0])
+        fitting = (content for content in contents if self._sample_call({}, content) or self._sample_call("{}", content))
+        return next(fitting, contents[0])
 
     def _sample_call(self, arguments: Any, content: Message | None = None) -> str:
-        """Render a chat whose answer is a tool call; empty if the template does not take these arguments, or writes no call."""
+        """Render a chat whose answer is a tool call; empty if the template fails on it or drops the call."""
         call = {"id": CALL_ID, "type": "function", "function": {"name": ANSWER, "arguments": arguments}}
         answer = {"role": "assistant", "tool_calls": [call], **(self._no_content if content is None else content)}
+        chat = [{"role": "user", "content": QUESTION}, answer]
+        source, tokens = self._dated_sources[True], self.tokenizer.special_tokens_map
         try:
-            texts, _ = render_jinja_template(
-                [[{"role": "user", "content": QUESTION}, answer]], chat_template=self._dated_sources[True], **self.tokenizer.special_tokens_map
-            )
+            texts, _ = render_jinja_template([chat], chat_template=source, **tokens)
         except UNRENDERABLE:
             return ""
         return texts[0] if ANSWER in texts[0] and "None" not in texts[0] else ""
 
-    # The samples: what the template writes around an answer -----------------------------------------------------------
+    # Sample chats: the text around an answer --------------------------------------------------------------------------
 
     @functools.cached_property
     def _sample(self) -> str:
-        """Two questions and two answers, rendered; empty if the template takes no such chat."""
+        """Two questions and two answers, rendered; empty if the template fails on them."""
         return self.attempt(_sample_chat(2)) or ""
 
     @functools.cached_property
     def header(self) -> str:
-        """The generation prompt; of a template without one, what it writes between a question and every answer."""
+        """The generation prompt. If the template has no such prompt: the text between a question and every answer."""
         ask = _sample_chat(1)[:1]
         bare, prompted = self.attempt(ask), self.attempt(ask, prompt=True)
         if bare is not None and prompted is not None and prompted != bare:
@@ -172,13 +180,13 @@ class ChatTemplate:
 
     @functools.cached_property
     def prompts_itself(self) -> bool:
-        """True if the template writes `header` where a generation prompt is asked for."""
+        """True if the template writes `header` as its generation prompt."""
         ask = _sample_chat(1)[:1]
         return not self.header or (self.attempt(ask, prompt=True) or "").endswith(self.header)
 
     @functools.cached_property
     def ending(self) -> str:
-        """What the template writes behind an answer that a question follows."""
+        """The text between an answer and the next question."""
         first = self.attempt(_sample_chat(1))
         begin = self._sample.find(ANSWER) + 1
         end = self.end_of(first, self._sample) if first is not None and begin else None
@@ -186,7 +194,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def endings(self) -> tuple[str, ...]:
-        """What the template writes behind an answer: one that a question follows, the last one, one that is a tool call."""
+        """The texts that follow an answer: before a question, at the end of a chat, after a tool call."""
         found = [self.ending]
         if (last := self.attempt(_sample_chat(1))) and ANSWER in last:
             found.append(last.partition(ANSWER)[2])
@@ -198,14 +206,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the last added one behind it."""
+        """The tokens that end an answer: the last added token of each ending."""
         ids, special = self.tokenizer.get_added_vocab(), self.tokenizer.added_tokens_decoder
         behind = [(ending, ids[tokens[-1]]) for ending in self.endings if (tokens := self._added.findall(ending))]
         return tuple(dict.fromkeys(token for ending, token in behind if ending != self._ending_of_calls or special[token].special))
 
     @functools.cached_property
     def roles(self) -> frozenset[str]:
-        """The roles that the template compares with."""
+        """The roles in comparisons of the template."""
         return frozenset(role for source in self.sources.values() for _, role in re.findall(r"==\s*(['\"])([\w .-]+)\1", source))
 
     def names(self, key: str) -> bool:
@@ -219,17 +227,17 @@ class ChatTemplate:
 
     @functools.cached_property
     def steps_back(self) -> tuple[int, ...]:
-        """Lengths by which a prompt may be shortened until it agrees with the chat: no part, the header's last part, its last two, ..."""
+        """Lengths by which a prompt may be shortened until the chat begins with it: 0, and the last parts of the header."""
         return tuple(itertools.accumulate((len(part) for part in reversed(self._parts(self.header))), initial=0))
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a text at its added tokens and line ends."""
+        """Split a text at its added tokens and line ends."""
         places = {0, len(text)} | {place for found in self._added.finditer(text) for place in found.span()}
         places |= {found.end() for found in re.finditer("\n", text)}
         return [text[first:last] for first, last in itertools.pairwise(sorted(places))]
 
     def _shared(self, one: str, other: str) -> int:
-        """Count the leading characters that are equal, without a part of an added token of either text."""
+        """Count the common leading characters of two texts, without a partial added token."""
         common = _common_prefix(one, other)
         for text in (one, other):
             for found in self._added.finditer(text, max(0, common - 64)):
@@ -242,7 +250,10 @@ class ChatTemplate:
     # Answers ------------------------------------------------------------------------------------------------------
 
     def answers(self, messages: list[Message], tools: list[Any] | None, place: str) -> tuple[str, list[tuple[int, Span]]]:
-        """Render a chat: (text, of each answer the number of its message and its span; -1 if the template marks it). Raises `Refusal`."""
+        """Return (a chat as text, (number of its message, span) of each answer). Raises `Refusal`.
+
+        The number is -1 for an answer that the template marks.
+        """
         text, marked = self.rendered(messages, tools, place)
         if self.is_marked and all(learned(message) for message in messages):
             return text, [(-1, span) for span in marked]
@@ -253,7 +264,7 @@ class ChatTemplate:
         return text, [(-1, span) for span in marked if not any(_overlap(span, other) for other in silent)]
 
     def attempt(self, messages: list[Message], tools: list[Any] | None = None, prompt: bool = False) -> str | None:
-        """Render a part of a chat; None if the template refuses this part alone."""
+        """Render a part of a chat; None if the template fails on it."""
         try:
             return self.render(messages, tools, prompt)
         except UNRENDERABLE as error:
@@ -262,7 +273,7 @@ class ChatTemplate:
             return None
 
     def end_of(self, part: str, text: str) -> int | None:
-        """Find where the last answer of `part` ends in the longer chat `text`, where it may end with another token."""
+        """Return the end of the last answer of `part` in the longer chat `text`; its last token may differ there."""
         end = self._shared(part, text)
         rest = part[end:]
         if self._added.sub("", rest).strip():
@@ -276,7 +287,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Chat:
-    """A chat and its text, in which the answers are looked for."""
+    """A chat and its rendered text."""
 
     template: ChatTemplate
     messages: list[Message]
@@ -297,7 +308,7 @@ class _Chat:
             yield number, (start, end)
 
     def _start(self, number: int) -> int | None:
-        """Find where an answer begins: behind the generation prompt; None if the text does not begin with what is before the answer."""
+        """Return the start of an answer, after the generation prompt; None if the text does not begin with this prompt."""
         prompt = self._prompt(number)
         for back in self.template.steps_back if prompt else ():
             if self.text.startswith(prompt[: len(prompt) - back]):
@@ -312,20 +323,20 @@ class _Chat:
         return prompt if self.template.prompts_itself else prompt + self.template.header
 
     def _end(self, number: int) -> int | None:
-        """Find where an answer ends; None if the text does not begin with the messages up to it."""
+        """Return the end of an answer; None if the text does not begin with the messages up to it."""
         if number + 1 == len(self.messages):
             return len(self.text)
         part = self.template.attempt(self.messages[: number + 1], self.tools)
         return None if part is None else self.template.end_of(part, self.text)
 
     def _looked_up(self, number: int, low: int) -> Span:
-        """Find an answer whose chat is rendered otherwise up to here than as a whole, as where thoughts or tools move.
+        """Find an answer if the chat up to it is no prefix of the whole chat, for example because thoughts or tools move.
 
-        The chat is rendered once more with another answer in its place: what differs is the answer, between its header and its ending.
+        Render the chat again with another answer. The two texts differ in the answer, between its header and its ending.
         """
         text = self.text
         mark = next(chr(code) for code in range(0xE100, 0xF8FF) if chr(code) not in text)
-        changed = [*self.messages[:number], _marked(self.messages[number], mark), *self.messages[number + 1 :]]
+        changed = [*self.messages[:number], another_answer(self.messages[number], mark), *self.messages[number + 1 :]]
         other = self.template.attempt(changed, self.tools)
         if other is None or mark not in other:
             raise _not_found(self.place, number)
@@ -341,7 +352,7 @@ class _Chat:
         return start, end
 
     def _behind_prompt(self, prompt: str, low: int, high: int) -> int | None:
-        """Find the last place between `low` and `high` where the text ends as the prompt does."""
+        """Return the last place between `low` and `high` where the end of the prompt ends in the text."""
         if not prompt:
             return high
         for length, back in itertools.product(TAILS, self.template.steps_back):
@@ -360,20 +371,10 @@ def _sample_chat(turns: int) -> list[Message]:
     return [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}] * turns
 
 
-def _marked(message: Message, mark: str) -> Message:
-    """Make another answer of the same kind, which says nothing but `mark`."""
-    if not message.get("tool_calls"):
-        return {"role": "assistant", "content": mark}
-    calls = []
-    for call in message["tool_calls"]:
-        function = {"name": mark, "arguments": {}}
-        calls.append({**call, "function": function} if "function" in call else {**call, **function})
-    return {**message, "content": mark if message.get("content") else message.get("content"), "tool_calls": calls}
-
-
 def _not_found(place: str, number: int) -> Refusal:
-    rule = "the chat template changes this answer so that its tokens cannot be found"
-    return refuse(f"{place}, message {number + 1}", rule, "look at the row and the template, or leave it out (--bad_rows skip)")
+    rule = "the chat template changes this answer, so that its tokens cannot be found"
+    fix = "compare the row with the template, or leave the row out (--bad_rows skip)"
+    return refuse(f"{place}, message {number + 1}", rule, fix)
 
 
 def _overlap(one: Span, other: Span) -> bool:
@@ -381,7 +382,7 @@ def _overlap(one: Span, other: Span) -> bool:
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Count the leading characters that are equal."""
+    """Count the common leading characters of two texts."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

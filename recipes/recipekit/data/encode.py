@@ -1,4 +1,4 @@
-"""What a tokenizer makes of a document: token ids, and labels that say which tokens are trained on."""
+"""Documents as token ids and labels, which mark the tokens that are trained on."""
 
 import functools
 import hashlib
@@ -21,19 +21,19 @@ Encoded = tuple[np.ndarray, np.ndarray]  # ids (n,) int64; labels (n,) int64: th
 
 
 TOOLS_OF_ROW = "tools (a column)"
-MOST = 0.5  # share of the chats, or of what they say, that a run must not lose
+MOST = 0.5  # the largest share of the chats, or of their answers' text, that may be lost
 
 
 class Counts(NamedTuple):
-    """What of chats is not learned. Characters are those of the answers that are to be learned."""
+    """Counts of chats and of their lost text. Characters are counted in the answers that are learned."""
 
     rows: int = 0
     cut: int = 0  # rows that are longer than seq_len
     barren: int = 0  # rows without a token to learn
     said: int = 0  # characters
-    dropped: int = 0  # characters that the template leaves out
-    forms: tuple[str, ...] = ()  # of rows
-    keys: tuple[str, ...] = ()  # of messages that nobody reads
+    dropped: int = 0  # characters that the template drops
+    forms: tuple[str, ...] = ()  # names of the forms of rows
+    keys: tuple[str, ...] = ()  # unread keys of messages
 
     def __add__(self, other: Any) -> "Counts":
         sums = (one + more for one, more in zip(self[:5], other[:5], strict=True))
@@ -41,37 +41,37 @@ class Counts(NamedTuple):
         return Counts(*sums, *names)
 
     def lines(self, seq_len: int) -> list[str]:
-        """Describe the chats in one line, and in another the keys of messages that nobody reads."""
+        """Return a line about the chats, and a line about unread keys if there are some."""
         lost = f"{self.cut:,} are longer than seq_len = {seq_len} and cut, {self.barren:,} have no answer to learn"
         dropped = f"the chat template leaves out {self.dropped / max(1, self.said):.1%} of the answers' text"
         found = [f"chats: of the first {self.rows:,} rows, read as {' and '.join(self.forms)}, {lost}; {dropped}"]
         return found + [f"chats: neither training nor the chat template reads these keys: {', '.join(self.keys)}"] * bool(self.keys)
 
     def problems(self, seq_len: int) -> list[Problem]:
-        """List what is lost of more than `MOST` of the chats."""
-        skip, found = "or train on the rest with --bad_rows skip", []
-        where = f"--dataset, the first {self.rows:,} rows"
+        """Return a problem for each count that exceeds the share `MOST`."""
+        where, skip = f"--dataset, the first {self.rows:,} rows", "or train on the rest with --bad_rows skip"
+        found = []
         if self.cut > MOST * self.rows:
-            found.append(
-                Problem(where, f"{self.cut:,} chats are longer than seq_len = {seq_len}, which cuts off their ends", f"use a longer --seq_len, {skip}")
-            )
+            rule = f"{self.cut:,} chats are longer than seq_len = {seq_len}, which cuts off their ends"
+            found.append(Problem(where, rule, f"use a longer --seq_len, {skip}"))
         if self.barren > MOST * self.rows:
-            fix = f"an answer has the role assistant, is not excluded by weight or train, and begins within --seq_len tokens: change the rows, {skip}"
-            found.append(Problem(where, f"{self.barren:,} chats have no answer to learn", fix))
+            needed = "an answer has the role assistant, is not excluded by weight or train, and begins within --seq_len tokens"
+            found.append(Problem(where, f"{self.barren:,} chats have no answer to learn", f"{needed}: change the rows, {skip}"))
         if self.dropped > MOST * self.said:
-            rule = f"the chat template leaves out {self.dropped / self.said:.0%} of the answers' text (thoughts, calls or content)"
+            share = f"{self.dropped / self.said:.0%}"
+            rule = f"the chat template leaves out {share} of the answers' text (thoughts, calls or content)"
             found.append(Problem(where, rule, f"use a tokenizer whose chat template writes it, {skip}"))
         return found
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What a stream adds up; nothing where there are no chats."""
+        """The numbers that a stream adds up; () without chats."""
         return tuple(self[:5]) if self.rows else ()
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of documents. `day`: the date that a chat template writes as today's."""
+    """A tokenizer with the task and the row length of a run. `day`: the date that a chat template writes as today's date."""
 
     tokenizer: Any
     task: str
@@ -82,7 +82,7 @@ class Encoder:
         return self.counted(documents)[0]
 
     def counted(self, documents: list[Document]) -> tuple[list[Encoded], Counts]:
-        """Encode documents: (ids and labels of each, what of chats is not learned)."""
+        """Encode documents: (ids and labels of each, counts of chats)."""
         contents, places = [content for content, _ in documents], [place for _, place in documents]
         if not documents:
             return [], Counts()
@@ -103,7 +103,7 @@ class Encoder:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end an answer in training; none of a task that hides tokens."""
+        """The tokens that end an answer in training; () for a task with masked tokens."""
         if TASKS[self.task].masked:
             return ()
         of_chats = self.template.end_tokens if self.tokenizer.chat_template and (self.chats or TASKS[self.task].pairs) else ()
@@ -158,23 +158,27 @@ def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def encode_chats(tokenizer: Any, chats: list[Content], places: list[str], seq_len: int) -> list[Encoded]:
-    """Encode each chat as one document of at most `seq_len` tokens, with loss on the answers: all that the template writes in the assistant's turns.
+    """Encode each chat as one document of at most `seq_len` tokens, with loss on the answers.
 
-    `places` names each chat in messages. A chat without a target comes back empty. Raises `Refusal` for a malformed chat.
+    An answer is everything that the template writes in a turn of the assistant. `places` names each chat in error
+    messages. A chat without a target is returned empty. Raises `Refusal` for a malformed chat.
     """
     return counted_chats(ChatTemplate(tokenizer), chats, places, seq_len)[0]
 
 
 def counted_chats(template: ChatTemplate, chats: list[Content], places: list[str], seq_len: int) -> tuple[list[Encoded], Counts]:
-    """Encode chats as `encode_chats` does, and count what of them is not learned."""
+    """Encode chats like `encode_chats`, and count the chats and their lost text."""
     rendered, counts = [], Counts(rows=len(chats))
     for messages, tools, place in _readable(template, chats, places):
         text, answers = template.answers(messages, tools, place)
         rendered.append((text, [span for number, span in answers if number < 0 or learned(messages[number])]))
         counts += _said(messages, text, answers)
-        keys = unknown_keys(messages, template.names) | ({TOOLS_OF_ROW} if tools and not template.names("tools") else set())
+        keys = unknown_keys(messages, template.names)
+        if tools and not template.names("tools"):
+            keys.add(TOOLS_OF_ROW)
         counts += Counts(keys=tuple(keys))
-    counts += Counts(forms=tuple({chat.get("form", OPENAI) if isinstance(chat, dict) else OPENAI for chat in chats}))
+    forms = {chat.get("form", OPENAI) if isinstance(chat, dict) else OPENAI for chat in chats}
+    counts += Counts(forms=tuple(forms))
     texts = [text for text, _ in rendered]
     tokenizer = template.tokenizer
     batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False)
@@ -187,7 +191,7 @@ def counted_chats(template: ChatTemplate, chats: list[Content], places: list[str
 
 
 def wanted_tokens(offsets: list[tuple[int, int]], answers: list[Span]) -> np.ndarray:
-    """Return which tokens hold a character of an answer, (n,) bool; `offsets` are the characters of each token."""
+    """Return which tokens contain a character of an answer, (n,) bool; `offsets` are the spans of the tokens."""
     wanted = np.zeros(len(offsets), dtype=bool)
     token = 0
     for start, end in answers:
@@ -200,7 +204,7 @@ def wanted_tokens(offsets: list[tuple[int, int]], answers: list[Span]) -> np.nda
 
 
 def _readable(template: ChatTemplate, chats: list[Content], places: list[str]) -> list[tuple[list[Message], list[Any] | None, str]]:
-    """Read the messages and tools of chats. Raises `Refusal`; one for a role that nobody knows names all roles of these chats."""
+    """Return (messages, tools, place) of each chat. Raises `Refusal`; for an unknown role it names all roles of the chats."""
     found, unknown, met = [], None, set[str]()
     for chat, place in zip(chats, places, strict=True):
         messages, tools = (chat["messages"], chat.get("tools")) if isinstance(chat, dict) else (chat, None)
@@ -215,7 +219,7 @@ def _readable(template: ChatTemplate, chats: list[Content], places: list[str]) -
 
 
 def _said(messages: list[Message], text: str, answers: list[tuple[int, Span]]) -> Counts:
-    """Count the characters of the answers that are to be learned, and how many of these the template leaves out."""
+    """Count the characters of the answers that are learned, and the characters of these that the template drops."""
     said = dropped = 0
     spans = {number: span for number, span in answers if number >= 0}
     for number, message in enumerate(messages):
