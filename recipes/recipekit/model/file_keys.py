@@ -1,4 +1,4 @@
-"""The keys of a model's files: the parameter that each belongs to, and the keys that belong to none."""
+"""The keys of a model's files: the parameters they belong to, and unused keys."""
 
 import json
 import re
@@ -21,11 +21,11 @@ COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention
 CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")  # of shape (1, 1, positions, positions)
 NEXT_TOKEN_LAYERS = re.compile(r"num_nextn_predict_layers|(num_)?mtp_(num_)?(hidden_)?layers")  # keys of config.json
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "module")
-DEEPEST = 6  # parts of a prefix that is looked for
+DEEPEST = 6  # the most parts of a prefix that is looked for
 
 
 def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
-    """Finds where each parameter lies in files that hold `keys`, by the conversions that transformers publishes for the model.
+    """Map each parameter to its place in files with these `keys`, by the conversions that transformers publishes for the model.
 
     Published files of many mixtures have a matrix for each expert, where the model has one tensor of all of them.
     """
@@ -48,10 +48,10 @@ def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
         kinds = [type(operation).__name__ for operation in operations]
         if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or operations[0].dim != 0:
             rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
-            raise refuse(
-                f"model = {model.config._name_or_path}", rule, "load and save it once with transformers' save_pretrained(..., save_original_format=False)"
-            )
-        parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in converter.source_patterns if pattern in patterns)
+            fix = "load and save it once with transformers' save_pretrained(..., save_original_format=False)"
+            raise refuse(f"model = {model.config._name_or_path}", rule, fix)
+        sources = [pattern for pattern in converter.source_patterns if pattern in patterns]
+        parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in sources)
         found[name] = Stored(parts, stacked=True, dim=operations[1].dim if len(kinds) > 1 else 0)
     return found
 
@@ -61,14 +61,14 @@ def _expert(key: str) -> list[int]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Maps each further name of a tied parameter to its first name."""
+    """Map each further name of a tied parameter to its first name."""
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(named.items())}
     return {name: first[id(parameter)] for name, parameter in named.items() if first[id(parameter)] != name}
 
 
 def separated_names(model: PreTrainedModel, config: Path) -> dict[str, str]:
-    """Maps the parameters that the file `config` ties and this model does not to the parameters they would be tied to."""
+    """Map parameters that the file `config` ties, but this model does not, to the parameters that they are tied to there."""
     disk = type(model.config).from_dict(json.loads(config.read_bytes())) if config.is_file() else None
     if not ties(disk) or ties(model.config):
         return {}
@@ -76,16 +76,16 @@ def separated_names(model: PreTrainedModel, config: Path) -> dict[str, str]:
 
 
 def ties(config: PreTrainedConfig | None) -> bool:
-    """Returns True if a config, or the config of a part of the model, ties embeddings."""
+    """Return True if a config, or the config of a part of the model, ties embeddings."""
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     return any(getattr(part, "tie_word_embeddings", False) for part in parts)
 
 
 def unused_keys(model: PreTrainedModel, keys: list[str], found: Mapping[str, Stored], unread: set[str], shape: Callable[[str], list[int]]) -> list[str]:
-    """Lists the keys that no parameter of the model takes, without those that transformers ignores and buffers that a model computes.
+    """List the keys that no parameter of the model uses, except keys that transformers ignores and computed buffers.
 
-    `found` is of `find_stored`; the parameters `unread` take nothing from the files. `shape` gives the shape of a key.
-    Raises `Refusal` for layers that the model does not have.
+    `found` is the result of `find_stored`. The parameters `unread` are not read from the files. `shape` returns the shape
+    of a key. Raises `Refusal` for layers that the model does not have.
     """
     state = model.state_dict().keys() - unread
     name_of = {key: name for name, stored in found.items() for part in stored.parts for key in part}
@@ -104,15 +104,16 @@ def unused_keys(model: PreTrainedModel, keys: list[str], found: Mapping[str, Sto
 
 
 def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
-    """Raises `Refusal` if unused keys continue a list of layers of the model. Layers that predict further tokens may."""
+    """Raise `Refusal` if unused keys belong to further layers of a list of layers.
+
+    Layers that predict further tokens are allowed.
+    """
     config: dict[str, Any] = model.config.to_dict()
     blocks = [config, *(block for block in config.values() if isinstance(block, dict))]
-    further = max((value for block in blocks for key, value in block.items() if NEXT_TOKEN_LAYERS.fullmatch(str(key)) and isinstance(value, int)), default=0)
-    lengths = {
-        place: len(module)
-        for place, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and all(child.isdecimal() for child, _ in module.named_children())
-    }
+    stated = [(str(key), value) for block in blocks for key, value in block.items() if type(value) is int]
+    further = max((value for key, value in stated if NEXT_TOKEN_LAYERS.fullmatch(key)), default=0)
+    lists = [(place, module) for place, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    lengths = {place: len(module) for place, module in lists if all(child.isdecimal() for child, _ in module.named_children())}
     base = f"{model.base_model_prefix}."
     beyond = Counter[str]()  # list of layers -> how many the files hold
     for name in unused.values():
@@ -126,16 +127,17 @@ def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
         return
     place, held = next(iter(beyond.items()))
     count = lengths[place]
-    stated = [key for block in blocks for key, value in block.items() if value == count and type(value) is int and "layer" in str(key)]
-    known = f'write "{stated[0]}": {held} into its config.json' if stated else "give the config.json of these files"
+    keys = [key for key, value in stated if value == count and "layer" in key]
+    known = f'write "{keys[0]}": {held} into its config.json' if keys else "give the config.json of these files"
     numbers = f"{count} to {held - 1}" if held - count > 1 else f"{count}"
     rule = f"its files hold {held} layers in {place}, and its config.json makes {count}"
-    raise refuse(f"model = {model.config._name_or_path}", rule, f"{known}; to train the shorter model, delete {place}.{numbers} from the files")
+    fix = f"{known}; to train the shorter model, delete {place}.{numbers} from the files"
+    raise refuse(f"model = {model.config._name_or_path}", rule, fix)
 
 
 @dataclass(frozen=True)
 class Affix:
-    """Text that the names in files have and the model's names do not: a `prefix`, and wrappers' `words` inside of the names."""
+    """Extra text in the names of files: a `prefix`, and `words` of wrappers inside the names."""
 
     prefix: str = ""
     words: tuple[str, ...] = ()
@@ -151,15 +153,14 @@ class Affix:
 
 
 def foreign_affix(model: PreTrainedModel, keys: list[str], wanted: list[str]) -> Affix | None:
-    """Finds the text to delete from the names in files so that most of the `wanted` parameters are found; None if nothing helps.
+    """Return the extra text in the names of files without which most of the `wanted` parameters are found, or None.
 
     A wrapper such as torch.compile's puts a word before all names, or before the names in each layer.
     """
-
     state = model.state_dict().keys()
 
     def found(affix: Affix) -> tuple[int, int]:
-        """Counts the parameters that are found, and those under their own names: transformers itself adds or takes off the base model's name."""
+        """Return (parameters found, parameters found by their full names): transformers also adds or removes the base model's name."""
         renamed = [affix.without(key) for key in keys]
         try:
             return len(find_stored(model, renamed).keys() & set(wanted)), len(state & set(renamed))
@@ -181,14 +182,15 @@ def _prefixes(key: str) -> Iterator[str]:
 
 
 def refuse_affix(model: PreTrainedModel, keys: list[str], affix: Affix) -> Refusal:
-    """Explains names with a foreign `affix`, with the lines that rename the tensors."""
-    having = sum(affix.without(key) != key for key in keys)
-    rule = f"{having} of the {len(keys)} names of tensors in its files have {affix} in them, which the names of a {model.config.model_type}'s parameters do not"
+    """Return the refusal of names with an `affix`, with the line that renames the tensors."""
+    having, kind = sum(affix.without(key) != key for key in keys), model.config.model_type
+    names = f"{having} of the {len(keys)} names of tensors in its files have {affix} in them"
+    rule = f"{names}, which the names of a {kind}'s parameters do not"
     if any(".lora_" in key for key in keys):
         fix = "merge the adapter with peft's merge_and_unload(), and save that with save_pretrained"
     else:
-        new = f"key.removeprefix({affix.prefix!r})" if affix.prefix else "key" + "".join(f".replace('{word}.', '')" for word in affix.words)
-        fix = (
-            f"rename them in each file with safetensors.torch: save_file({{{new}: value for key, value in load_file(FILE).items()}}, FILE, {{'format': 'pt'}})"
-        )
+        replaced = "".join(f".replace('{word}.', '')" for word in affix.words)
+        new = f"key.removeprefix({affix.prefix!r})" if affix.prefix else f"key{replaced}"
+        renamed = f"{{{new}: value for key, value in load_file(FILE).items()}}"
+        fix = f"rename them in each file with safetensors.torch: save_file({renamed}, FILE, {{'format': 'pt'}})"
     return refuse(f"model = {model.config._name_or_path}", rule, fix)

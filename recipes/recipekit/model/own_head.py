@@ -1,4 +1,4 @@
-"""The head of a model whose config.json ties it to the embedding, and whose files hold another one."""
+"""A head in a model's files that differs from the embedding, to which config.json ties it."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from .weights import open_files, weights_folder
 
 
 def config_of_files(model_config: dict[str, Any], name: str, auto_class: str) -> tuple[dict[str, Any], str]:
-    """Returns the config.json of a model as its files hold the model, and the line that says what differs from `model_config`.
+    """Return (the config.json that matches a model's files, a line about its difference from `model_config`).
 
-    Where the files hold a head that differs from the embedding, the head is not tied: transformers 5.22.2 loads such files
-    the same way (`tie_weights`). Otherwise returns `model_config` itself and "". Reads the two tensors up to their first difference.
+    If the files hold a head that differs from the embedding, the head is not tied. transformers 5.22.2 loads such files the
+    same way (`tie_weights`). Otherwise return (`model_config`, ""). The two tensors are read up to their first difference.
     """
     config = config_of(model_config, name)
     if not ties(config):
@@ -34,16 +34,20 @@ def _compared(model_config: dict[str, Any], name: str, auto_class: str, folder: 
     model = empty_model(model_config, "eager", name, auto_class=auto_class)
     weights = open_files(name, Path(folder))
     found = find_stored(model, list(weights.where))
-    pairs = [(alias, first) for alias, first in tied_names(model).items() if alias in found and first in found and found[alias] != found[first]]
-    same_shape = [(alias, first) for alias, first in pairs if weights.shape_of(found[alias]) == weights.shape_of(found[first])]  # others are refused later
+    tied = [(alias, first) for alias, first in tied_names(model).items() if alias in found and first in found]
+    pairs = [(alias, first) for alias, first in tied if found[alias] != found[first]]
+    # Tensors of different shapes are refused later.
+    same_shape = [(alias, first) for alias, first in pairs if weights.shape_of(found[alias]) == weights.shape_of(found[first])]
     differing = [(alias, first) for alias, first in same_shape if not weights.same(found[alias], found[first])]
     if not differing:
         return model_config, ""
-    apart = {key: value | {"tie_word_embeddings": False} for key, value in model_config.items() if isinstance(value, dict) and "tie_word_embeddings" in value}
-    changed = model_config | apart | {"tie_word_embeddings": False}
+
+    untied = {"tie_word_embeddings": False}
+    nested = {key: value for key, value in model_config.items() if isinstance(value, dict) and untied.keys() <= value.keys()}
+    changed = model_config | {key: value | untied for key, value in nested.items()} | untied
     alias, first = differing[0]
     if alias in tied_names(empty_model(changed, "eager", name, auto_class=auto_class)):
         rule = f"{alias} and {first} differ in its files, and a {model_config['model_type']} always ties them"
         raise refuse(f"model = {name}", rule, f"delete {alias} from its files")
-    ends = f"{alias} differs from {first} in its files"
-    return changed, f'model = {name}: {ends}, so that the two are not tied, as in transformers; the run has "tie_word_embeddings": false'
+    note = f"{alias} differs from {first} in its files, so the two are not tied, as in transformers"
+    return changed, f'model = {name}: {note}; the run has "tie_word_embeddings": false'
