@@ -334,7 +334,7 @@ def test_an_adapter_whose_file_would_lack_something_is_refused(adapt: Callable[[
 
 def test_layouts_and_merges_that_are_not_exact_are_refused() -> None:
     lora = partial(wrapped, fields={"target_modules": ["embed_tokens"]})
-    assert "tp > 1: peft's adapters do not know" in refused(lora, tp=2)
+    assert "tp > 1: peft's adapters do not support" in refused(lora, tp=2)
     assert "--merge with LoRA on a tied embedding" in refused(lora, kind="qwen3", merge=True)
     assert "trainable_token_indices with ZeRO-3" in refused(partial(wrapped, fields={"target_modules": Q, "trainable_token_indices": [1]}), stage=3)
 

@@ -40,7 +40,7 @@ REFUSED = {
     "experts without a preset": ("dots1", "pretrain", "--ep 2", "DeepSpeed's AutoEP does not take it apart"),
     "sinks under sp": ("gpt_oss", "pretrain", "--sp 2 --attention eager", "sp > 1 with GptOssForCausalLM: model.layers.0.self_attn.sinks"),
     "state space under sp": ("mamba2", "pretrain", "--sp 2 --attention eager", "its layers carry information along the row"),
-    "adapter under tp": ("llama", "pretrain", "--tp 2", "tp > 1: peft's adapters do not know tensor-parallel shards"),
+    "adapter under tp": ("llama", "pretrain", "--tp 2", "tp > 1: peft's adapters do not support tensor-parallel shards"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Adapters of peft: the kinds that a run trains, the keys of their files, and the merged weights.
+"""Adapters of peft: the supported kinds, the keys of their files, and the merged weights.
 
 File names, file contents and merges come from peft's own functions, so peft reads and merges what a run exports.
 """
@@ -21,7 +21,7 @@ from torch import nn
 from ..parallel.plans import ends_of
 from ..refusal import Problem, Refusal
 
-# Fields of peft's LoraConfig whose every value trains, exports and merges as in peft (tests/model/test_adapters.py).
+# Fields of peft's LoraConfig that train, export and merge as in peft with every value (tests/model/test_adapters.py).
 FIELDS = frozenset(
     {
         *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -31,7 +31,7 @@ FIELDS = frozenset(
         *("fan_in_fan_out", "init_lora_weights"),
     }
 )
-INITS = (True, False, "gaussian", "orthogonal")  # the others change the base weights, or need data
+INITS = (True, False, "gaussian", "orthogonal")  # other values change the base weights, or need data
 NOT_COMPARED = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode", "runtime_config")
 USE = "use LoraConfig with its own fields"
 
@@ -48,9 +48,9 @@ class AdapterRequest:
 
 
 def adapted(model: Any, request: AdapterRequest, ds_config: dict[str, Any]) -> Any:
-    """Return the model that `adapt` makes of `model`, whose parameters may be on the meta device.
+    """Return the result of `adapt` for `model`, whose parameters may be on the meta device.
 
-    Raises `Refusal` for an adapter of peft that the run cannot train, export and merge as peft does.
+    Raises `Refusal` for an adapter that the run cannot train, export and merge with the same result as peft.
     """
     base = dict(model.named_parameters())
     shapes = {name: _shape(parameter) for name, parameter in base.items()}
@@ -80,7 +80,7 @@ def adapted(model: Any, request: AdapterRequest, ds_config: dict[str, Any]) -> A
 def config_of(model: Any) -> dict[str, Any] | None:
     """Return the adapter's config as JSON, without machine and version; None for a model without an adapter of peft.
 
-    A resume compares it, so the order of names does not count.
+    A resume compares it, so lists of names are sorted.
     """
     for config in getattr(model, "peft_config", {}).values():
         return {name: _plain(value) for name, value in config.to_dict().items() if name not in NOT_COMPARED}
@@ -88,7 +88,7 @@ def config_of(model: Any) -> dict[str, Any] | None:
 
 
 def published_keys(model: Any) -> dict[str, str]:
-    """Return key -> parameter or buffer for the file that peft writes of the adapter; {} for other models."""
+    """Map each key of the adapter's file to a parameter or buffer; {} for models without an adapter."""
     if not hasattr(model, "peft_config"):
         return {}
     from peft import get_peft_model_state_dict
@@ -97,7 +97,7 @@ def published_keys(model: Any) -> dict[str, str]:
     named = {name: torch.empty(0) for name in model.state_dict()}
     names = {id(value): name for name, value in named.items()}
 
-    # With the base model's name peft would ask the hub for its vocabulary; `adapted` has refused another one.
+    # With the base model's name, peft would request its vocabulary from the hub. `adapted` has refused a changed vocabulary.
     base, config.base_model_name_or_path = config.base_model_name_or_path, None
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -113,10 +113,10 @@ Gather = Callable[[Iterable[tuple[str, nn.Parameter]], torch.dtype], Iterator[tu
 
 
 def merged(model: Any, gather: Gather, dtype: torch.dtype, writes: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the base model's names with the merged weights and its buffers, one module at a time (a collective).
+    """Yield the merged weights and the buffers under the base model's names, one module at a time (a collective).
 
     `gather` turns named parameters into full tensors on the CPU. peft merges each module in fp32. A rank that does not
-    write only takes part in the gathering.
+    write takes part in the gathering only.
     """
     base = model.get_base_model()
     wrappers = _outermost(base)
@@ -146,19 +146,19 @@ def merged(model: Any, gather: Gather, dtype: torch.dtype, writes: bool) -> Iter
 
 
 def unties(model: Any) -> bool:
-    """Return True if the embedding and the head of the base model are tied, and no longer so in the merged model."""
+    """Return True if the embedding and the head are tied in the base model, but not in the merged model."""
     base = model.get_base_model()
     return _share_a_weight(base, saved=False) and not _share_a_weight(base, saved=True)
 
 
 def _share_a_weight(base: Any, saved: bool) -> bool:
-    """Return True if embedding and head have one weight: in the base model, or with `saved` in the trained model."""
+    """Return True if embedding and head share a weight in the base model or, with `saved`, in the trained model."""
     ends = [_inside(end, saved) for end in ends_of(base) if end is not None]
     return len(ends) == 2 and getattr(ends[0], "weight", None) is getattr(ends[1], "weight", 0)
 
 
 def _inside(module: Any, saved: bool) -> Any:
-    """Return the plain module in peft's wrappers: the base model's, or with `saved` the trained copy of modules_to_save."""
+    """Return the module inside peft's wrappers: the base model's or, with `saved`, the trained copy in modules_to_save."""
     from peft.utils import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
@@ -169,7 +169,7 @@ def _inside(module: Any, saved: bool) -> Any:
 
 
 def _outermost(base: nn.Module) -> dict[str, Any]:
-    """Return the modules that peft has put into the model, without those inside of others."""
+    """Return the modules of peft in the model, except modules inside another one of them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def _outermost(base: nn.Module) -> dict[str, Any]:
 
 
 def _once(base: nn.Module, owner: Callable[[str], str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter under its first name, and under a second one where the first belongs to a replaced module."""
+    """Yield each parameter under its first name, and also under a later name if the first one is in a replaced module."""
     first: dict[int, str] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         before = first.setdefault(id(parameter), name)
@@ -190,14 +190,15 @@ def _once(base: nn.Module, owner: Callable[[str], str]) -> Iterator[tuple[str, n
 
 
 def _copied(module: nn.Module, tensors: dict[str, torch.Tensor], prefix: str) -> Any:
-    """Copy a module with full tensors in place of its parameters and without the hooks of an engine."""
+    """Copy a module with full tensors as its parameters, and without the hooks of an engine."""
     made: Any = copy.copy(module)
     made._parameters = {
         name: None if parameter is None else nn.Parameter(tensors.get(prefix + name, torch.empty(0)), requires_grad=False)
         for name, parameter in module._parameters.items()
     }
     made._buffers = {name: None if buffer is None else buffer.detach().cpu() for name, buffer in module._buffers.items()}
-    made._modules = {name: None if child is None else _copied(child, tensors, f"{prefix}{name}.") for name, child in module._modules.items()}
+    children = module._modules.items()
+    made._modules = {name: None if child is None else _copied(child, tensors, f"{prefix}{name}.") for name, child in children}
     made._forward_hooks, made._forward_pre_hooks = OrderedDict(), OrderedDict()
     if hasattr(module, "merged_adapters"):
         made.merged_adapters = []
@@ -216,7 +217,7 @@ def _merge(module: Any) -> nn.Module:
 
 
 def _check_wrapper(made: Any) -> list[Problem]:
-    """Refuse what is not one adapter in peft's wrapper."""
+    """Refuse everything except a single adapter in peft's wrapper."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -233,50 +234,52 @@ def _check_wrapper(made: Any) -> list[Problem]:
 
 
 def _check_config(config: Any) -> list[Problem]:
-    """Refuse other kinds than LoRA, and fields of LoRA that are not in FIELDS."""
+    """Refuse kinds of adapters other than LoRA, and fields of LoRA that are not in FIELDS."""
     kind = type(config).__name__
     if config.peft_type != "LORA" or kind != "LoraConfig":
-        rule = f"{getattr(config.peft_type, 'value', config.peft_type)} is not supported: only LoRA and its variants DoRA and rsLoRA are"
+        name = getattr(config.peft_type, "value", config.peft_type)
+        rule = f"{name} is not supported: only LoRA and its variants DoRA and rsLoRA are"
         return [Problem(f"adapt: {kind}", rule, USE)]
     defaults = type(config)()
     problems = [
-        Problem(f"adapt: {name}", "is not supported: a run could not train, export or merge it as peft does", "leave it out")
+        Problem(f"adapt: {name}", "is not supported: a run would not train, export or merge it like peft", "leave it out")
         for name, value in vars(config).items()
         if name not in FIELDS and not name.startswith("_") and value != getattr(defaults, name, None)
     ]
     if config.init_lora_weights not in INITS:
-        rule = "changes the base weights or needs data, and the run would export an adapter for another base model"
+        rule = "changes the base weights or needs data, so the run would export an adapter for another base model"
         fix = 'use True or "gaussian"'
         problems.append(Problem(f"adapt: init_lora_weights = {config.init_lora_weights}", rule, fix))
     return problems
 
 
 def _check_layout(config: Any, request: AdapterRequest, zero3: bool) -> list[Problem]:
-    """Refuse layouts that the adapter's layers do not know."""
+    """Refuse layouts that the adapter's layers do not support."""
     problems = []
-    for axis, rule in (("ep", "experts that lie on other ranks"), ("tp", "tensor-parallel shards")):
+    for axis, rule in (("ep", "experts on other ranks"), ("tp", "tensor-parallel shards")):
         if getattr(request, axis) > 1:
-            fix = f"use --{axis} 1; ZeRO-3 divides the frozen weights too"
-            problems.append(Problem(f"{axis} > 1", f"peft's adapters do not know {rule}", fix))
+            fix = f"use --{axis} 1; ZeRO-3 also shards the frozen weights"
+            problems.append(Problem(f"{axis} > 1", f"peft's adapters do not support {rule}", fix))
     if zero3 and config.trainable_token_indices is not None:
-        rule = "reads rows of the embedding outside of its module, which ZeRO-3 has divided"
+        rule = "reads rows of the embedding outside of its module, where ZeRO-3 has sharded them"
         problems.append(Problem("adapt: trainable_token_indices with ZeRO-3", rule, "use zero2.json"))
     return problems
 
 
 def _check_scaling(made: Any, config: Any) -> list[Problem]:
-    """Refuse a scaling that adapter_config.json does not lead to."""
+    """Refuse a scaling that does not follow from adapter_config.json."""
     for name, module in made.named_modules():
         for adapter, scaling in getattr(module, "scaling", {}).items() if hasattr(module, "lora_alpha") else ():
             rank = module.r[adapter]
-            if not math.isclose(scaling, module.lora_alpha[adapter] / (math.sqrt(rank) if config.use_rslora else rank)):
+            divisor = math.sqrt(rank) if config.use_rslora else rank
+            if not math.isclose(scaling, module.lora_alpha[adapter] / divisor):
                 rule = f"sets the scaling of {name} to {scaling}, which adapter_config.json cannot state"
                 return [Problem("adapt", rule, "set lora_alpha or alpha_pattern in LoraConfig")]
     return []
 
 
 def _check_trained(made: Any) -> list[Problem]:
-    """Refuse trained parameters that the adapter's file would lack."""
+    """Refuse trained parameters that would be missing in the adapter's file."""
     held = set(published_keys(made).values())
     aliases: dict[int, bool] = {}
     for name, parameter in made.named_parameters(remove_duplicate=False):
@@ -291,21 +294,22 @@ def _check_trained(made: Any) -> list[Problem]:
 
 
 def _check_merge(made: Any) -> list[Problem]:
-    """Refuse to merge LoRA into one of two tied ends: the sum would change the other one."""
+    """Refuse to merge LoRA into a tied embedding or head, because the merge would change both."""
     from peft.tuners.lora import LoraLayer
 
     base = made.get_base_model()
     if not any(isinstance(end, LoraLayer) for end in ends_of(base)) or not _share_a_weight(base, saved=False):
         return []
     rule = "merging would change the head together with the embedding, since they share one weight"
-    return [Problem("--merge with LoRA on a tied embedding", rule, "leave out --merge, or put the embedding into modules_to_save")]
+    fix = "leave out --merge, or put the embedding into modules_to_save"
+    return [Problem("--merge with LoRA on a tied embedding", rule, fix)]
 
 
 @contextlib.contextmanager
 def _checked_configs(request: AdapterRequest, zero3: bool) -> Iterator[None]:
-    """Check each config that is given to peft (0.21.2) before peft makes layers of it.
+    """Check each config that peft (0.21.2) receives, before peft makes layers of it.
 
-    Some kinds change the base model, or fail on a model without weights, so a check of the finished model is too late.
+    Some kinds change the base model, or fail on a model without weights. A check of the finished model would be too late.
     """
     from peft import PeftModel
 
@@ -327,7 +331,7 @@ def _checked_configs(request: AdapterRequest, zero3: bool) -> Iterator[None]:
 def _known_to_peft(ds_config: dict[str, Any]) -> Iterator[None]:
     """Let peft gather the partitioned weights that it reads while it makes layers (the norms of DoRA).
 
-    peft 0.21.2 asks transformers whether ZeRO-3 is on (utils/integrations.py), which transformers knows by this object only.
+    peft 0.21.2 asks transformers whether ZeRO-3 is on (utils/integrations.py), and transformers needs this object to know.
     """
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 

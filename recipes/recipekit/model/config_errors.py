@@ -1,4 +1,4 @@
-"""Refusals for a config.json with a value that a constructor of transformers does not take."""
+"""Refusals of a config.json with a value that a constructor of transformers does not accept."""
 
 import contextlib
 import linecache
@@ -12,13 +12,13 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..refusal import Refusal, refuse
 
-# Errors that a model of transformers raises for a wrong value of its config.json, or of an input.
+# Errors that a model of transformers raises for a wrong value in its config.json, or for a wrong input.
 WRONG_VALUE = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(RuntimeError, TypeError, ValueError, StrictDataclassError),
 )
 ALSO_CALLED = {"padding_idx": "pad_token_id"}  # name in a module of torch -> key of config.json
-SAY_NOTHING = ("model_type", "dtype", "torch_dtype")  # words of almost every line, or right already
+SAY_NOTHING = ("model_type", "dtype", "torch_dtype")  # words of almost every line, or already checked
 QUOTES = ("'([^']+)'", '"([^"]+)"', "`([^`]+)`")
 COUNTED = re.compile(r".*(size|sizes|head|heads|dim|embd|model|layers?|depths|experts|factor|scalar|channels)")
 
@@ -45,8 +45,8 @@ def wrong_values(given: dict[str, Any], where: str) -> Iterator[None]:
 def suspects_of(error: BaseException, values: dict[str, Any]) -> list[str]:
     """Return the keys of config.json that probably caused a constructor's error: "key = value", at most three.
 
-    In this order: keys whose value the message quotes, numbers of zero or less that the model's own code read on its way
-    to the error, for a division any zero, and at last every key that the message or the innermost statement names.
+    They are the first of these that exist: keys whose value the message quotes, numbers of zero or less that the model's
+    code read before the error, any zero if the error is a division, keys that the message or the statement names.
     """
     said = str(error)
     quoted = {word for quote in QUOTES for word in re.findall(quote, said)}
@@ -63,13 +63,13 @@ def suspects_of(error: BaseException, values: dict[str, Any]) -> list[str]:
 
 
 def _named(words: str, values: dict[str, Any]) -> list[str]:
-    """Return the keys of which the last part is a word of a text."""
+    """Return the keys whose last part is a word in a text."""
     named = {ALSO_CALLED.get(word.lower(), word) for word in re.findall(r"[A-Za-z_]\w*", words)}
     return [key for key in values if key.rpartition(".")[2] in named.difference(SAY_NOTHING)]
 
 
 def _statements(error: BaseException) -> Iterator[str]:
-    """Yield the statements of model classes that were running when an error was raised, the innermost first."""
+    """Yield the statements of model classes that were running when an error was raised, innermost first."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if "/transformers/models/" in frame.filename:
             first, last = frame.lineno or 0, frame.end_lineno or 0

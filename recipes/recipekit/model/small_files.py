@@ -1,4 +1,4 @@
-"""The small files of an export: the model's own files are carried, and only what training decides is changed."""
+"""The small files of an export: copies of the model's own files, with the values that training decides."""
 
 import json
 import tempfile
@@ -23,7 +23,7 @@ TOKEN_IDS = (
     *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"),
     *("sequence_bias", "forced_decoder_ids"),
 )
-# Keys of a config that `construct` sets, or that every export has its own value of.
+# Keys of a config that `construct` sets, or whose value depends on the export.
 OF_CONSTRUCTION = ("dtype", "use_cache", "_name_or_path", "transformers_version", "architectures")
 OF_METADATA = ("_from_model_config", "_original_object_hash")  # of a generation config that transformers derives
 
@@ -42,12 +42,12 @@ class Origin:
 
     @property
     def carries_tokenizer(self) -> bool:
-        """Return True if the tokenizer's files are taken as they are."""
+        """Return True if the tokenizer's files are copied unchanged."""
         return self.own_tokenizer and self.tokenizer is not None
 
 
 def origin_of(model: str, init: str, tokenizer: str, reads_text: bool) -> Origin:
-    """Find the folders of a run's small files; arguments are named after the fields of a recipe."""
+    """Return the folders of a run's small files; the arguments are fields of the recipe."""
     folder = weights_folder(model) if init == "pretrained" else folder_of(model)
     if not reads_text or tokenizer == "bytes":
         return Origin(folder, None, own_tokenizer=not reads_text)
@@ -70,7 +70,7 @@ class SmallFiles:
     notes: tuple[str, ...] = ()
 
     def write(self, folder: Path, of_adapter: bool = False) -> None:
-        """Write the files into `folder`; beside an adapter only those of the tokenizer or processor."""
+        """Write the files into `folder`; for an adapter, only files of the tokenizer or processor."""
         for name, content in self.contents.items():
             if of_adapter and not (files.OF_TOKENIZER.fullmatch(name) or files.OF_PROCESSOR.fullmatch(name)):
                 continue
@@ -82,7 +82,7 @@ def gather(built: Built, model_config: dict[str, Any], processor: Any, dtype: to
     """Read and make the small files of a run's exports.
 
     `model_config` is the config.json that the model was made from. `ends` are the tokens that end an answer in
-    training. Raise `Refusal` for a generation config that cannot be read.
+    training. Raises `Refusal` for a generation config that cannot be read.
     """
     model: Any = built.models[0]
     model = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -92,7 +92,7 @@ def gather(built: Built, model_config: dict[str, Any], processor: Any, dtype: to
         contents[GENERATION] = content
     config = changed_config(model_config, model.config, str(dtype).removeprefix("torch."))
     if tokenizer is not None and not origin.carries_tokenizer:
-        config["transformers_version"] = transformers.__version__  # the tokenizer's files are of this version
+        config["transformers_version"] = transformers.__version__  # the version that wrote the tokenizer's files
     contents[CONFIG] = _json(config | {"architectures": [built.architecture]})
     return SmallFiles(contents, tuple(notes))
 
@@ -107,10 +107,10 @@ def _tokenizer_of(processor: Any) -> Any:
 
 
 def _carried(origin: Origin, processor: Any, reads_text: bool) -> tuple[dict[str, bytes], list[str]]:
-    """Return (contents by name, lines for the start) of the files of tokenizer and processor, and of all others.
+    """Return (contents by name, lines for the start) of all small files except config and generation config.
 
-    Files of the model's own tokenizer are taken as they are. Another one writes its files, and what it does not know
-    of its own files is added. A processor of images writes its file over the model's.
+    Files of the model's own tokenizer are copied. Another tokenizer writes its files, and the keys and files that its
+    class does not write are added. An image processor replaces the model's file.
     """
     contents, notes = dict[str, bytes](), list[str]()
 
@@ -137,16 +137,16 @@ def _carried(origin: Origin, processor: Any, reads_text: bool) -> tuple[dict[str
 
 
 def _read(folder: Path, wanted: Callable[[str], bool], contents: dict[str, bytes], notes: list[str]) -> None:
-    """Add the wanted small files of a folder to `contents`."""
+    """Add small files of a folder to `contents`, if `wanted(name)` is true."""
     for name in filter(wanted, files.small_files(folder)):
         if (size := (folder / name).stat().st_size) > files.LARGEST:
-            notes.append(f"{folder / name}: with {size:,} bytes no config or tokenizer file; exports do not contain it")
+            notes.append(f"{folder / name}: {size:,} bytes are too large for a config or tokenizer file; exports leave it out")
         else:
             contents[name] = (folder / name).read_bytes()
 
 
 def _saved(processor: Any) -> dict[str, bytes]:
-    """Return the files that a processor writes about itself."""
+    """Return the files that a processor writes with `save_pretrained`, by name."""
     with tempfile.TemporaryDirectory() as folder:
         processor.save_pretrained(folder)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -154,7 +154,7 @@ def _saved(processor: Any) -> dict[str, bytes]:
 
 
 def _with_own_keys(made: bytes, own: bytes | None) -> bytes:
-    """Add the keys of a tokenizer's own JSON file that the class that wrote `made` left out."""
+    """Add keys of a tokenizer's JSON file `own` that are missing in `made`, the file that its class wrote."""
     try:
         before, now = json.loads(own or b"null"), json.loads(made)
     except ValueError:
@@ -168,14 +168,16 @@ def _with_own_keys(made: bytes, own: bytes | None) -> bytes:
 
 
 def changed_config(own: dict[str, Any], config: Any, dtype: str) -> dict[str, Any]:
-    """Return the config.json `own` with the dtype of the weights and every value that changed since it made the model.
+    """Return the config.json `own` with the dtype of the weights, and with the values that have changed in the model's `config`.
 
-    A task or the recipe's `adapt` may have changed the model's `config`. A key that no class knows stays, and so does
-    one that the class calls by another name.
+    A task or the recipe's `adapt` may have changed them. Keys that the class does not know, or renames, stay.
     """
     found = files.with_dtype(_changed(own, config_of(own).to_dict(), config.to_dict()), dtype)
-    found |= {} if {"dtype", "torch_dtype"} & found.keys() else {"dtype": dtype}
-    return found | ({"use_cache": True} if found.get("use_cache") is False else {})
+    if not {"dtype", "torch_dtype"} & found.keys():
+        found["dtype"] = dtype
+    if found.get("use_cache") is False:
+        found["use_cache"] = True
+    return found
 
 
 def _changed(own: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -194,27 +196,30 @@ def _changed(own: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -
 
 
 def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int, ...], notes: list[str]) -> bytes | None:
-    """Return the generation config of the exports: the model's own, or else what transformers derives from config.json.
+    """Return the generation config of the exports: the model's own file, or else one derived from config.json.
 
-    None for a model that generates nothing. Adds to `notes` what it changes.
+    None for a model that does not generate. Adds a line to `notes` for each change.
     """
     file = origin.model / GENERATION if origin.model else None
     carried = file is not None and file.is_file()
     if not carried and not model.can_generate():
         return None
-    own = files.read_json(file) if file and carried else json.loads(model.generation_config.to_json_string(use_diff=True))
+    if file and carried:
+        own = files.read_json(file)
+    else:
+        own = json.loads(model.generation_config.to_json_string(use_diff=True))
     found = own
     if tokenizer is not None and not origin.own_tokenizer:
         vocabulary = model.config.get_text_config().vocab_size
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         found, gone = with_special_tokens(own, {number for number in special if number < vocabulary})
-        rule = "has token ids that are not special tokens of the run's tokenizer, and exports leave them out"
+        rule = "has token ids that are not special tokens of the run's tokenizer, so exports leave them out"
         notes += [f"{file} {rule}: {', '.join(gone)}"] if gone and carried else []
     before = ids_of(found.get("eos_token_id"))
     if not before and tokenizer is not None:
         ends = (*ends, *ids_of(tokenizer.eos_token_id))  # documents end with it
     added = [number for number in dict.fromkeys(ends) if number not in before]
-    if added and tokenizer is not None:  # a run without text teaches no end
+    if added and tokenizer is not None:
         found = {key: value for key, value in found.items() if key not in OF_METADATA}
         found["eos_token_id"] = [*before, *added] if before or len(added) > 1 else added[0]
         said = [number for number in added if carried or number != tokenizer.eos_token_id]
@@ -224,7 +229,7 @@ def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int
 
 
 def with_special_tokens(own: dict[str, Any], special: set[int]) -> tuple[dict[str, Any], list[str]]:
-    """Return (a generation config whose token ids are all `special`, the values that it no longer has)."""
+    """Return (`own` without token ids that are not `special`, the removed values)."""
     found, gone = dict(own), list[str]()
     for key in TOKEN_IDS:
         ids = ids_of(own.get(key))
