@@ -197,6 +197,9 @@ def summed(kind: str, precision: str) -> dict[str, Any]:
             engine.step()
             handle.remove()
             found[name] = float(engine.get_global_grad_norm())
+            for value in engine.module.parameters():
+                value.grad = torch.full_like(value, 1e25)
+            found[f"{name} of large gradients"] = float(engine._grad_norm())
         finally:
             torch_engine.PIECE = before
     found |= {"computed": seen, "weights": {str(value.dtype) for value in engine.module.parameters()}}
@@ -212,6 +215,8 @@ def test_gradients_are_added_up_in_fp32_and_squared_in_any_pieces(pools: Any, ki
     assert abs(exact / rounded - 1) > 1e-3
     for found in pools.run(RANKS, summed, kind=kind, precision=precision):
         assert found["norm"] == pytest.approx(exact, rel=1e-7) and found["norm in pieces"] == pytest.approx(found["norm"], rel=1e-14)
+        for name in ("norm", "norm in pieces"):  # fp32 has no number for their squares
+            assert found[f"{name} of large gradients"] == pytest.approx(1e25 * math.sqrt(6), rel=1e-6)
         assert found["weights"] == {"torch.float32"}
         assert found["autocast"] == ("torch.bfloat16" if (kind, precision) == ("ddp", "bf16") else "None")
         assert found["computed"] == ["torch.bfloat16" if (kind, precision) == ("fsdp2", "bf16") else "torch.float32"]

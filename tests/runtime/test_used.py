@@ -201,7 +201,7 @@ def rows_of(rank: int, number: int) -> torch.Tensor:
     return torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-def train_towers(stage: int, hows: list[str], overlap: bool = False) -> list[float] | str:
+def train_towers(stage: int, hows: list[str], overlap: bool = False, axis: str = "dp") -> list[float] | str:
     """Returns the losses of two steps in which rank 1 goes through the model as `hows` says, one word for each micro-batch, or the refusal."""
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": len(hows), "steps_per_print": 10**9}
     config["zero_optimization"] = {"stage": stage} | ({"overlap_comm": True} if overlap else {})
@@ -210,7 +210,7 @@ def train_towers(stage: int, hows: list[str], overlap: bool = False) -> list[flo
     losses, rank = [], dist.get_rank()
     try:
         for step in range(2):
-            with compared(engine, Mesh(dp=2), step + 1, on=step == 0):
+            with compared(engine, Mesh(**{axis: 2}), step + 1, on=step == 0):
                 for number, how in enumerate(hows):
                     loss = engine(rows_of(rank, step * len(hows) + number), how if rank else "used").square().mean()
                     engine.backward(loss)
@@ -245,6 +245,12 @@ OTHER_ORDERS = {
 
 
 ALONE = "bias alone at the end"  # under ZeRO-3 it would read a weight outside of its module
+
+
+def test_ranks_that_only_share_sequences_are_compared(pools):
+    """They sum gradients as data-parallel ranks do."""
+    results = pools.run(2, train_towers, timeout=60, stage=1, hows=[ALONE], axis="sp")
+    assert isinstance(results[0], str) and results[0] == results[1] and "b.bias in micro-batch 1 of step 1: not every rank runs it here" in results[0], results
 
 
 @pytest.mark.parametrize(
