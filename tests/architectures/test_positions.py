@@ -28,4 +28,5 @@ def test_rows_behind_the_last_position_are_said(case: str) -> None:
     config = {"max_position_embeddings": 128} | more
     assert beyond_positions(config, 2048) == said
     assert beyond_positions({"text_config": config}, 2048) == said
+    assert beyond_positions({"max_position_embeddings": 4096, "text_config": config}, 2048) == said
     assert beyond_positions(config, 128) == []

@@ -9,7 +9,8 @@ import torch
 from recipekit.data.processors import byte_tokenizer
 from recipekit.model import small_files
 from recipekit.model.build import Built, build_model
-from recipekit.model.small_files import SmallFiles, gather, origin_of
+from recipekit.model.empty import config_of
+from recipekit.model.small_files import SmallFiles, changed_config, gather, origin_of
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.runtime.small_files import end_tokens
@@ -132,6 +133,16 @@ def test_a_generation_config_without_its_tokenizer_keeps_no_token_ids(folder):
     assert END in found.notes[1]
 
 
+def test_ids_without_an_embedding_leave_a_generation_config(folder):
+    """The tokenizer has these special tokens, the model's vocabulary ends before them."""
+    config = tiny_config("llama") | {"vocab_size": number(TURN)}
+    assert number(END) < number(TURN)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [number(END), number(TURN)], "pad_token_id": number(TURN)}))
+    found = carried(folder, build(config), config, tokenizer="bytes")
+    assert json.loads(found.contents["generation_config.json"]) == {"eos_token_id": [number(END)]}
+    assert f"eos_token_id [{number(END)}, {number(TURN)}], pad_token_id {number(TURN)}" in found.notes[0]
+
+
 def test_a_damaged_generation_config_is_refused(folder):
     config = tiny_config("llama")
     built = build(config)
@@ -168,6 +179,16 @@ def test_config_json_has_what_was_changed_after_it_was_read(folder):
     made = json.loads(carried(folder, build(config, adapt=resized), config).contents["config.json"])
     assert made["vocab_size"] == 272 and made["tie_word_embeddings"] == (not config.get("tie_word_embeddings", False))
     assert made["use_cache"] is True and made["text_notes"] == {"dtype": "bfloat16", "vocab_size": 264}
+
+
+def test_a_nested_config_keeps_its_keys_beside_a_changed_value():
+    text, vision = ({"model_type": kind, "served_by": {"a": 1}} for kind in ("gemma3_text", "siglip_vision_model"))
+    own = {"model_type": "gemma3", "text_config": text | {"hidden_size": 32}, "vision_config": vision}
+    config: Any = config_of(own)
+    config.text_config.hidden_size, config.vision_config.image_size = 48, 42
+    found = changed_config(own, config, "bfloat16")
+    assert found["text_config"] == own["text_config"] | {"hidden_size": 48}
+    assert found["vision_config"] == own["vision_config"] | {"image_size": 42}
 
 
 def test_the_models_own_tokenizer_is_carried_byte_for_byte(folder):
@@ -271,3 +292,12 @@ def test_code_is_carried_where_an_auto_map_names_it(folder):
     found = carried(folder, built, with_code)
     assert found.contents["modeling_own.py"] == b"raise SystemExit"
     assert json.loads(found.contents["config.json"])["auto_map"] == with_code["auto_map"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "preprocessor_config.json", "processor_config.json"])
+def test_code_is_carried_that_another_file_than_config_json_names(folder, name):
+    (folder / "own.py").write_text("raise SystemExit")
+    held = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(held | {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}))
+    config = tiny_config("llama")
+    assert carried(folder, build(config), config).contents["own.py"] == b"raise SystemExit"

@@ -9,8 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from recipekit.architectures.families import tiny_config
 from recipekit.command import parse
+from recipekit.mesh import Mesh
+from recipekit.model.describe import draft
+from recipekit.model.empty import empty_model
 from recipekit.plan import Plan, make_plan
-from recipekit.planner.show import show
+from recipekit.planner.show import layout_of, show, stages_in
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.runtime.start import check_memory
@@ -25,6 +28,13 @@ BASE = Recipe(
     warmup_steps=0,
     ds_config="zero1.json",
 )
+
+
+@pytest.mark.parametrize("schedule, stages", [("1f1b", 2), ("dualpipev", 4)])
+def test_a_layout_has_the_stages_of_its_schedule(schedule, stages):
+    """A rank of DualPipeV has two: one on the way there, and one on the way back."""
+    mesh, blueprint = Mesh(pp=2), draft(empty_model(tiny_config("llama", 264), "eager"))
+    assert stages_in(mesh, schedule) == stages and len(layout_of(mesh, blueprint, schedule).bounds) == stages + 1
 
 
 def with_lora(model):
