@@ -183,7 +183,7 @@ def initialised_from_outside(whole: PreTrainedModel) -> dict[str, list[tuple[Any
         own = {id(parameter) for parameter in part.parameters(recurse=False)}
         inner = {id(parameter): parameter for parameter in part.parameters() if id(parameter) not in own}
         versions = {key: parameter._version for key, parameter in inner.items()}
-        with torch.no_grad(), guard_torch_init_functions(), _seen_on_meta():
+        with torch.no_grad(), guard_torch_init_functions(), _seen_on_meta(), _untied(whole):
             owners[id(part)]._init_weights(part)
         for key, parameter in inner.items():
             if parameter._version != versions[key]:
@@ -205,13 +205,28 @@ def _seen_on_meta() -> Iterator[None]:
 def draw_from_outside(whole: PreTrainedModel, name: str, calls: list[tuple[Any, nn.Module]], value: torch.Tensor, seed: int) -> torch.Tensor:
     """Draw a parameter again by calls of `initialised_from_outside`; `value` is what its own part gave it."""
     meta, real = whole.get_parameter(name), nn.Parameter(value.clone())
-    replace_parameter(whole, meta, real)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
-        for owner, module in calls:
-            torch.manual_seed(seed_of(seed, name))
-            owner._init_weights(module)
-    replace_parameter(whole, real, meta)
+    with _untied(whole):
+        replace_parameter(whole, meta, real)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
+            for owner, module in calls:
+                torch.manual_seed(seed_of(seed, name))
+                owner._init_weights(module)
+        replace_parameter(whole, real, meta)
     return real.detach()
+
+
+@contextlib.contextmanager
+def _untied(model: PreTrainedModel) -> Iterator[None]:
+    """Give each weight that is tied to another one a tensor that is not used: transformers ties weights after all are drawn."""
+    tied = {alias: model.get_parameter(alias) for alias in model.all_tied_weights_keys}
+    places = {alias: (model.get_submodule(alias.rpartition(".")[0]), alias.rpartition(".")[2]) for alias in tied}
+    for module, key in places.values():
+        module._parameters[key] = nn.Parameter(torch.empty_like(module._parameters[key], device="meta"))
+    try:
+        yield
+    finally:
+        for alias, (module, key) in places.items():
+            module._parameters[key] = tied[alias]
 
 
 def _draw_the_rest(module: nn.Module) -> None:
