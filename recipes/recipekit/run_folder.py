@@ -71,18 +71,19 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
 
 
 def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
-    """Raise `Refusal` with every difference between an adapter's config and the config in the run folder `out` that `--resume auto` found.
+    """Raise `Refusal` with every difference between an adapter's config and the config in `out`, the run to resume.
 
-    A run folder older than this check states no adapter and is continued. A field that one of two versions of peft lacks
-    counts as off.
+    Only `--resume auto` is checked. A run folder older than this check states no adapter, and the run continues. A field
+    that one of two versions of peft lacks counts as off.
     """
     if resume != "auto" or ADAPTER not in (saved := _saved_identity(out) or {}):
         return
     before, found = saved[ADAPTER], now
-    ways = f"restore it, start a new run with --out NEW, accept the difference with --resume {out}, or put the old run aside with --resume never"
+    accept = f"accept the difference with --resume {out}, or put the old run aside with --resume never"
+    ways = f"restore it, start a new run with --out NEW, {accept}"
+    if before is None and found is None:
+        return
     if before is None or found is None:
-        if before is found:
-            return
         rule = f"the run in {out} {'has an adapter of peft' if before else 'has no adapter of peft'}"
         raise refuse(f"adapt {'makes one' if found else 'makes no adapter of peft'}", rule, ways)
     names = [name for name in {**found, **before} if (found.get(name) or None) != (before.get(name) or None)]
@@ -183,7 +184,7 @@ def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
 
 
 def day_of_run(saved: Path | None) -> str:
-    """Reads the date of the first start of the run in this run or step folder; empty if it keeps none."""
+    """Return the date of the first start of the run in this run or step folder; "" if run.json has no date."""
     for run in [saved, saved.parent.parent] if saved else []:
         with contextlib.suppress(OSError, ValueError):
             return str(json.loads((run / FACTS).read_text()).get("date", ""))

@@ -8,9 +8,9 @@ from recipekit.architectures.positions import beyond_positions
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LINE = "seq_len: rows of 2048 tokens exceed max_position_embeddings = 128 in the model's config.json"
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "none": ({}, [f"{LINE}: the model was not trained on positions behind it"]),
-    "null": ({"rope_scaling": None}, [f"{LINE}: the model was not trained on positions behind it"]),
-    "default": ({"rope_parameters": {"rope_type": "default"}}, [f"{LINE}: the model was not trained on positions behind it"]),
+    "none": ({}, [f"{LINE}: the model was not trained on later positions"]),
+    "null": ({"rope_scaling": None}, [f"{LINE}: the model was not trained on later positions"]),
+    "default": ({"rope_parameters": {"rope_type": "default"}}, [f"{LINE}: the model was not trained on later positions"]),
     "yarn": ({"rope_scaling": YARN}, [f"{LINE}; yarn scaling by 4.0 reaches 512 from 128"]),
     "old key": ({"rope_scaling": {"type": "linear", "factor": 2}}, [f"{LINE}; linear scaling by 2 reaches 256 from 128"]),
     "by type of layer": (

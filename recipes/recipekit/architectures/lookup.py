@@ -33,7 +33,10 @@ def model_config(model: str, task: str = "pretrain") -> dict[str, Any] | None:
 
 
 def folder_of(model: str, file: str = "config.json") -> Path | None:
-    """Return the folder that holds a model's `file`: its own, or one of the local hub cache; None if it is not on this machine."""
+    """Return the folder with a model's `file`: a local folder, or a folder of the hub cache.
+
+    None if the file is not on this machine.
+    """
     if Path(model).is_dir():
         return Path(model)
     cached = sorted(in_hub_cache(model).glob(f"snapshots/*/{file}"), key=lambda path: path.stat().st_mtime)

@@ -28,9 +28,9 @@ LARGEST = 1 << 27  # bytes of a file that counts as small
 
 
 def small_files(folder: Path) -> list[str]:
-    """List a folder's small files, by name: config and tokenizer files, but no weights and no records of training.
+    """List the names of a folder's small files: config and tokenizer files, but no weights and no records of training.
 
-    Code belongs to them only if an `auto_map` in one of the files names it. It is copied, never run.
+    Code is among them only if a config has an `auto_map`. It is copied, never run.
     """
     names = [path.name for path in folder.iterdir() if path.is_file() and is_small(path)]
     names += [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja")]
@@ -45,7 +45,7 @@ def is_small(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raise `Refusal` if the file cannot be read or holds none."""
+    """Read a JSON object. Raises `Refusal` if the file cannot be read or is not a JSON object."""
     try:
         return parse_json(path.read_bytes(), str(path))
     except OSError as error:
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object of a file. Raise `Refusal`, which calls it `where`, if it is none."""
+    """Return the JSON object in a file's content. Raises `Refusal`, with `where` as the file's name."""
     try:
         found = json.loads(content)
     except ValueError as error:
@@ -64,6 +64,6 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json whose dtypes, also those of the models in it, are `dtype`."""
+    """Return a config.json with `dtype` as its dtype, also in nested configs."""
     found = {key: with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in config.items()}
     return found | {key: dtype for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}

@@ -116,7 +116,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
 
 
 def _copy_small(paths: dict[str, Path], folder: Path) -> None:
-    """Copy a model's small files, name -> file, into `folder`."""
+    """Copy a model's small files (name -> file) into `folder`."""
     for name, path in paths.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
@@ -139,9 +139,10 @@ def from_hf(
     config: dict[str, Any] | None = None,
     originals: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a step folder of step 0 from a model's files: the weights as masters, the moments zero.
+    """Write a step folder of step 0 from a model's files: the weights as masters, and zeros as moments.
 
-    `config` is written as its config.json where the model's own differs. `originals` maps keys that the files lack to the keys to read.
+    `config` becomes its config.json if the model's own file differs. `originals` maps keys that the files lack to the keys
+    to read instead.
     """
     effort = effort or Effort()
     entries = safetensors_files.open_folder(folder)

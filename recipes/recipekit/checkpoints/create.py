@@ -222,6 +222,9 @@ def _base_optimizer(holder: Holder, carried: Carried, rank: int, indices: list[l
 
 
 def _scaler(carried: Carried) -> dict[str, Any]:
-    """Return the entries of the loss scaler in an optimizer file: those of the checkpoint that is converted, or of a scaler that is off."""
+    """Return the entries of the loss scaler in an optimizer file.
+
+    They come from the converted checkpoint. If it has none, the scaler is off.
+    """
     off = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False}
     return off | carried.scaler | {"overflow": False}

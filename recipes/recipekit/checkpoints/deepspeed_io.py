@@ -140,7 +140,7 @@ COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # o
 def _with_counts(scaler: Any, saved: Any) -> Any:
     """Return this start's loss scaler with the scale and the counts of the saved one.
 
-    The window, the hysteresis, the least scale and a scale that stays are the user's, who may have changed them.
+    The window, the hysteresis, the smallest scale and a constant scale keep the values of this start's JSON.
     """
     if scaler.dynamic and saved.dynamic:
         vars(scaler).update({name: vars(saved)[name] for name in COUNTED})
@@ -150,9 +150,9 @@ def _with_counts(scaler: Any, saved: Any) -> Any:
 
 @contextlib.contextmanager
 def _first_states(optimizer: Any, layout: Layout) -> Iterator[None]:
-    """Give an optimizer that has not taken a step yet the states that a checkpoint of its layout has, as zeros, within the `with`.
+    """Give an optimizer without states the states of a checkpoint of its layout, as zeros, within the `with`.
 
-    In fp16 every step so far may have been skipped for its overflow. A load of such a checkpoint lets the optimizer begin anew.
+    In fp16 an overflow may have skipped every step so far. After a load of such a checkpoint, the optimizer starts again.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if inner.state or layout.swapped:
@@ -160,12 +160,16 @@ def _first_states(optimizer: Any, layout: Layout) -> Iterator[None]:
         return
     flats = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # of ZeRO-3, whose groups are empty between two steps
     numbers = getattr(optimizer, "sub_group_to_group_id", {})
-    groups = [(numbers[index], [flat]) for index, flat in enumerate(flats)] if flats else [(g, group["params"]) for g, group in enumerate(inner.param_groups)]
+    if flats:
+        groups = [(numbers[index], [flat]) for index, flat in enumerate(flats)]
+    else:
+        groups = [(number, group["params"]) for number, group in enumerate(inner.param_groups)]
     for number, parameters in groups:
         matrix = layout.of_matrices is not None and inner.param_groups[number].get("matrix")
         for parameter in parameters:
-            states = {role: torch.zeros_like(parameter) for role in (layout.of_matrices if matrix else layout.states) or ()}
-            if hasattr(inner, "new_states"):  # of ours that keep others than tensors of the weight's shape
+            roles = (layout.of_matrices if matrix else layout.states) or ()
+            states = {role: torch.zeros_like(parameter) for role in roles}
+            if hasattr(inner, "new_states"):  # some states of our optimizers do not have the weight's shape
                 states = inner.new_states(parameter)
             counts = {name: 0 if layout.int_step else torch.tensor(0.0) for name in layout.scalars}
             if kept := counts | states:

@@ -28,7 +28,7 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
     adapter = blueprint.adapter or _keys_of_lora(blueprint)
     chosen = [tensor for tensor in blueprint.tensors if not adapter or tensor.name in adapter.values()]
     keys = {name: key for key, name in reversed(adapter.items())} if adapter else {tensor.name: tensor.name for tensor in chosen}
-    further = {key: (name, "every") for key, name in adapter.items() if keys[name] != key}  # of tied modules
+    further = {key: (name, "every") for key, name in adapter.items() if keys[name] != key}  # tied modules
     named = {tensor.name: NAMES[tensor.buffer] if tensor.buffer else wanted for tensor in chosen}
     files: list[dict[str, str]] = [{}]
     size = 0
@@ -48,9 +48,9 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
 
 
 def _keys_of_lora(blueprint: Blueprint) -> dict[str, str]:
-    """Return the keys for a LoRA run whose step folder does not state them (`Blueprint.adapter`): every trained tensor; {} for other runs.
+    """Return the keys of a LoRA run whose step folder is older than `Blueprint.adapter`; {} for other runs.
 
-    peft 0.21.2 writes them so; its adapter was always called default.
+    They name every trained tensor as in peft 0.21.2. The adapter was always called default.
     """
     if not any("lora_" in tensor.name for tensor in blueprint.tensors):
         return {}
@@ -66,7 +66,10 @@ def _key_of_lora(name: str) -> str:
 
 
 def extra_keys(blueprint: Blueprint) -> list[str]:
-    """List the tensors of the model's own files that the model does not have, such as rotary frequencies or attention masks."""
+    """List the tensors in the model's own files that the model does not have.
+
+    Examples are rotary frequencies and attention masks.
+    """
     known = shapes_of(blueprint)
     return sorted(key for keys in blueprint.files.values() for key in keys if key not in known)
 

@@ -37,7 +37,10 @@ class Step:
 
     @property
     def small_files(self) -> dict[str, Path]:
-        """Map names in a model's folder to the files of config and tokenizer: our own copies, or those that HF Trainer leaves beside its checkpoint."""
+        """Map names in a model's folder to config and tokenizer files.
+
+        The files are the copies in this step folder, or the files of HF Trainer beside its checkpoint.
+        """
         own = self.folder / "hf_files"
         if own.is_dir():
             return {path.relative_to(own).as_posix(): path for path in sorted(own.rglob("*")) if path.is_file()}

@@ -33,7 +33,7 @@ class TorchStates:
         assert not background, "what is saved in the background was refused"
         writes = torch.distributed.get_rank() == 0
         file, failure = next(holders(blueprint, layout)).model_file(), None
-        if skipped := not self.optimizer.state:  # every step so far was skipped for its overflow
+        if skipped := not self.optimizer.state:  # an overflow has skipped every step so far
             self._make_states(blueprint, layout, dict.fromkeys(layout.scalars, 0.0))
         opened: TensorFiles | None = None
         if writes:
@@ -52,7 +52,7 @@ class TorchStates:
         if opened is not None:
             opened.close()
         if skipped:
-            self.optimizer.state.clear()  # the optimizer's own first values may be others than zeros
+            self.optimizer.state.clear()  # the optimizer's own first values may differ from zero
         if failure is not None:
             raise failure
         return ([(None, step / file)] if writes else []) + errors.kept(self.optimizer, step, torch.distributed.get_rank())

@@ -25,11 +25,11 @@ class Place:
     row: int = 0
     document: int = 0
     bad: int = 0  # broken rows skipped before it
-    lost: tuple[int, ...] = ()  # what of the chats before it was not learned (`Counts.numbers`); empty without chats
+    lost: tuple[int, ...] = ()  # `Counts.numbers` of the chats before it; empty without chats
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What decides how a block that begins here is packed and shuffled."""
+        """The key of the order in which a block that starts here is packed and shuffled."""
         return self.epoch, self.part, self.group, self.row, self.document, self.bad
 
 
@@ -84,14 +84,15 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
 
 
 def added(one: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
-    """Add up numbers of chats; those of a corpus without chats are empty."""
+    """Add up numbers of chats; without chats they are empty."""
     return tuple(map(sum, zip(one, more, strict=True))) if one and more else one or more
 
 
 def _no_target(documents: int, reader: Any) -> Refusal:
     fix = "give longer documents"
     if reader.encoder is not None and reader.encoder.chats:
-        fix = "a chat needs a message of the role assistant that is not excluded by weight or train, and begins within --seq_len tokens"
+        needed = "a message of the role assistant that is not excluded by weight or train"
+        fix = f"a chat needs {needed}, and begins within --seq_len tokens"
     return refuse("--dataset", f"{documents} documents in a row hold no token to train on", fix)
 
 

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
     bad: int  # rows and row groups that were skipped, being broken
     barren: int  # documents that hold no target
     told: list[str]  # why the first few of `bad` were skipped
-    counts: Counts = Counts()  # what of chats is not learned
+    counts: Counts = Counts()  # chats and their lost text
 
 
 class SampleChunk(NamedTuple):
@@ -120,7 +120,7 @@ class Reader:
     sizes: Sizes
     cache: Path | None
     held_out: bool = False  # read those documents only that are held out
-    strict: bool = False  # most chats must be learned as they are
+    strict: bool = False  # refuse data of which most chats are lost
     say: Say = LOG.warning
     told: list[str] = field(default_factory=list)  # what was said of rows left out
     closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
@@ -128,7 +128,10 @@ class Reader:
     patient: float = 5.0  # seconds after which it says that it waits for another process
 
     def report(self, counts: Counts) -> None:
-        """Says what of the first chats is not learned. Raises `Refusal` if that is more than `MOST` of them, unless bad rows are skipped."""
+        """Report the first chats and their lost text.
+
+        Raises `Refusal` if the lost share exceeds `MOST`, unless bad rows are skipped.
+        """
         if not counts.rows or self.encoder is None:
             return
         for line in counts.lines(self.encoder.seq_len):
@@ -160,7 +163,7 @@ class Reader:
                 return
 
     def _check_tokens(self, chunk: Chunk | SampleChunk, part: int, group: int, row: int) -> None:
-        """Raise `Refusal` for a chunk, new or kept, with a token that has no embedding."""
+        """Raise `Refusal` for a new or cached chunk with a token that has no embedding."""
         if self.encoder is not None and isinstance(chunk, Chunk) and len(chunk.ids):
             check_token(self.encoder.tokenizer, int(chunk.ids.max()), f"the rows from {self.source.place(part, group, row)} on")
 

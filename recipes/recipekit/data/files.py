@@ -235,7 +235,10 @@ def _first_of_lines(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[str, ...]]) -> tuple[list[str], dict[str, Any]]:
-    """Reads the names of all columns, and the first value of those that are `wanted`, none if one of these is missing or there is no row."""
+    """Return the names of all columns, and the first value of each `wanted` column.
+
+    There are no values if a wanted column is missing, or if there is no row.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

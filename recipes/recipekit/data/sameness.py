@@ -15,12 +15,12 @@ SAMPLED = 1 << 16  # floats of a tensor that are hashed
 class DomainState(TypedDict):
     """How far a corpus of a stream has been used."""
 
-    place: dict[str, Any]  # of the block in use, as `blocks.Place`; what is 0 is left out
+    place: dict[str, Any]  # of the block in use, as `blocks.Place`, without zeros
     used: int  # rows of that block
     weight: float  # in the mixture
     tokens: int  # given since the weights last changed
     bad: int  # broken rows left out
-    lost: NotRequired[list[int]]  # of chats: rows read, cut and without a target, characters of the answers and of what the template drops
+    lost: NotRequired[list[int]]  # chats: rows read, cut, and without target; characters of answers, and dropped ones
 
 
 class StreamState(TypedDict):

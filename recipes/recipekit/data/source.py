@@ -54,7 +54,7 @@ class Wanted:
         return bool(self.names)
 
     def documents(self, value: Any, place: str, padded: bool = True) -> list[Document]:
-        """Makes documents of a wanted value: one, or none if the value is empty. Raises `Refusal` for a value of a wrong kind.
+        """Return the documents of a wanted value: one, or none if it is empty. Raises `Refusal` for a wrong value.
 
         `padded`: the value comes from a table, whose objects have the keys of all rows.
         """
@@ -72,7 +72,7 @@ class Wanted:
         return TASKS[self.task].chats
 
     def read(self, names: Collection[str]) -> tuple[str, ...]:
-        """Lists the columns that are read of rows with columns of these names."""
+        """List the columns to read if a row has columns of these names."""
         return columns_read(self.task, self.columns, names)
 
     def of_row(self, row: dict[str, Any]) -> Any:

@@ -73,9 +73,9 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model in files. `config` is its config.json as the files hold the model; `notes` are lines for the user.
+    """A model in files. `config` is the config.json that matches the files; `notes` are lines for the user.
 
-    `copies` maps keys of the blueprint that the files lack to the keys whose tensors they are.
+    `copies` maps keys of the blueprint that the files lack to the keys to read instead.
     """
 
     blueprint: Blueprint
@@ -85,7 +85,7 @@ class PublishedModel:
 
 
 def published_model(folder: Path) -> PublishedModel:
-    """Describes a model from its files. Raises `Refusal` for a model that cannot be trained, or files that do not hold all of it."""
+    """Describe a model from its files. Raises `Refusal` for a model that cannot be trained, or for incomplete files."""
     name, attention = str(folder), "eager"  # every model has this attention; only `check_causal` computes with it
     config = read_config(folder / "config.json", name, task="")
     safetensors_files.open_folder(folder)

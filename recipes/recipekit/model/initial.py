@@ -36,10 +36,10 @@ def fill(
     divide: Callable[[nn.Module], Any] | None = None,
     whole: PreTrainedModel | None = None,
 ) -> None:
-    """Gives every parameter that is still on the meta device its value: drawn from `seed`, or read from `weights`.
+    """Give every parameter that is still on the meta device its value: sampled with `seed`, or read from `weights`.
 
-    `divide` is called with each layer that is filled, and with the model at the end. `whole` is the same model on the meta
-    device, uncut; random values need it (`initialised_from_outside`).
+    `divide` is called with each layer that is filled, and with the model at the end. `whole` is the complete model on the
+    meta device. Random values need it (`initialised_from_outside`).
     """
     outside = initialised_from_outside(whole) if whole is not None else {}
     tp_mesh = groups.tp_mesh if groups else None
@@ -159,16 +159,16 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of what is drawn for one parameter: it depends on the run's seed and on the name alone."""
+    """Return the seed for the values of one parameter. It depends on the run's seed and on the name only."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def initialised_from_outside(whole: PreTrainedModel) -> dict[str, list[tuple[Any, nn.Module]]]:
-    """Find the parameters whose first values come from the initialiser of a module outside their part: name -> calls.
+    """Map parameters whose first values come from the initialiser of a module outside their part to its calls.
 
-    A call is (owner, module), for `owner._init_weights(module)`; the calls are in the order in which transformers makes
-    them. A parent may set weights far below it: Whisper's encoder its positions, CLIP's classifier its head. A tied
-    parameter has the values of the module that it is tied to: a head that comes first those of the embedding.
+    A call is (owner, module), for `owner._init_weights(module)`. The calls are in the order in which transformers makes
+    them. A parent may set weights far below it: Whisper's encoder sets its positions, CLIP's classifier its head. A tied
+    parameter has the values of the module that it is tied to, even if it comes first.
     """
     owners = {id(module): owner for owner, module in _init_owners(whole)}
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
@@ -193,7 +193,7 @@ def initialised_from_outside(whole: PreTrainedModel) -> dict[str, list[tuple[Any
 
 @contextlib.contextmanager
 def _seen_on_meta() -> Iterator[None]:
-    """Let `trunc_normal_` write to a meta tensor, so that its version shows the call: in torch 2.13 it returns at once."""
+    """Let `trunc_normal_` write to a meta tensor, so that its version shows the call. In torch 2.13 it returns early."""
     own = TORCH_INIT_FUNCTIONS["trunc_normal_"]
     TORCH_INIT_FUNCTIONS["trunc_normal_"] = lambda tensor, *_, **__: tensor.zero_()
     try:
@@ -203,7 +203,7 @@ def _seen_on_meta() -> Iterator[None]:
 
 
 def draw_from_outside(whole: PreTrainedModel, name: str, calls: list[tuple[Any, nn.Module]], value: torch.Tensor, seed: int) -> torch.Tensor:
-    """Draw a parameter again by calls of `initialised_from_outside`; `value` is what its own part gave it."""
+    """Sample a parameter again with calls of `initialised_from_outside`; `value` is the value from its own part."""
     meta, real = whole.get_parameter(name), nn.Parameter(value.clone())
     with _untied(whole):
         replace_parameter(whole, meta, real)

@@ -25,15 +25,15 @@ from .file_keys import find_stored, foreign_affix, refuse_affix, separated_names
 HEAD = re.compile(r"(\w*classifier|score|head)\.")  # parameters of a head for classes, as transformers names them
 
 ENDS = 4096  # values of a tensor's first and last row that its mark covers
-NAMED = 3  # keys that the line of unused ones lists
-COMPARED = 1 << 22  # values of two tensors that are compared at a time
+NAMED = 3  # unused keys that a line lists
+COMPARED = 1 << 22  # values of two tensors to compare at a time
 
 
 class Weights:
     """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them.
 
-    `drawn` names the parameters of a new head, which are not read. `note` is the line for the user about keys that no
-    parameter takes. `not_finite` lists the tensors that `check_finite` has found.
+    `drawn` names the parameters of a new head, which are not read. `note` is the line for the user about unused keys.
+    `not_finite` lists the tensors that `check_finite` has found.
     """
 
     def __init__(self, files: list[Path], name: str = ""):
@@ -44,7 +44,7 @@ class Weights:
         self.stored: dict[str, Stored] = {}  # by parameter
         self.drawn: set[str] = set()
         self.bytes_read = 0
-        self.copies: dict[str, str] = {}  # key that the files lack -> key whose tensor is taken
+        self.copies: dict[str, str] = {}  # missing key -> key to read instead
         self.note = ""
         self.not_finite: list[Problem] = []
 
@@ -144,8 +144,8 @@ class Weights:
 def open_weights(name: str, model: PreTrainedModel, new_head: bool = False) -> Weights:
     """Opens the files of a model's weights, a hub id or a folder, and finds every parameter in them.
 
-    With `new_head` the parameters outside the base model that the files lack, or have in another shape, are left to be drawn.
-    Raises `Refusal` naming what the files lack: a parameter is never left at a random value, unless transformers leaves it so.
+    With `new_head`, parameters outside the base model that are missing, or have another shape, are sampled. Raises
+    `Refusal` with the missing parameters. Only parameters that transformers itself allows to be missing are sampled.
     """
     folder = weights_folder(name)
     weights = open_files(name, folder)
@@ -175,9 +175,8 @@ def open_weights(name: str, model: PreTrainedModel, new_head: bool = False) -> W
         raise refuse(f"model = {name}", rule, f"give files and config of one model{labels}")
     if unused := unused_keys(model, keys, found, weights.drawn, lambda key: weights.shape_of(Stored(((key,),)))):
         listed = ", ".join(unused[:NAMED]) + (", ..." if len(unused) > NAMED else "")
-        weights.note = (
-            f"model = {name}: {len(unused)} tensor{'s' if len(unused) > 1 else ''} of its files {'are' if len(unused) > 1 else 'is'} not used: {listed}"
-        )
+        count = f"{len(unused)} tensors of its files are" if len(unused) > 1 else "1 tensor of its files is"
+        weights.note = f"model = {name}: {count} not used: {listed}"
     return weights
 
 

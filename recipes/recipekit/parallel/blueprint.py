@@ -70,7 +70,7 @@ class Blueprint:
     `aliases`: further names of tied parameters, with their places. `num_layers` 0: no pipeline plan. `published`: of a
     model read from files, where those hold each tensor, and each file's keys with their dtypes (as safetensors names them).
     `blocks`: where its experts are; none if it has none, or DeepSpeed does not divide them. `groups`: what the numbers of optimizer groups mean.
-    `adapter`: key in the file of an adapter -> its tensor here; {} for other models, and for step folders older than this field.
+    `adapter`: key in an adapter's file -> tensor; {} for other models, and for step folders older than this field.
     """
 
     tensors: tuple[Tensor, ...]

@@ -11,10 +11,11 @@ from deepspeed.runtime.zero import partition_parameters
 
 @contextlib.contextmanager
 def broadcasting_scalars() -> Iterator[None]:
-    """Let DeepSpeed broadcast parameters of shape () while it makes an engine, or partitions a parameter, within the `with`.
+    """Let DeepSpeed broadcast parameters of shape () within the `with`.
 
-    It views each parameter as bytes first (engine.py, _broadcast_model; partition_parameters.py, _zero_init_param), which torch
-    refuses for a tensor without dimension. So such a parameter has shape (1,) meanwhile.
+    DeepSpeed views each parameter as bytes when it makes an engine or partitions a parameter (engine.py, _broadcast_model;
+    partition_parameters.py, _zero_init_param). torch refuses this view for a tensor without dimension, so such a parameter
+    has shape (1,) during the broadcast.
     """
     engines: Any = deepspeed_engine.DeepSpeedEngine
     inits: Any = partition_parameters.Init

@@ -150,7 +150,7 @@ def seen_device(command: Command) -> tuple[str, int] | None:
 
 
 def refuse_degrees(plan: Plan, model: PreTrainedModel, plans: Plans) -> None:
-    """Raise `Refusal` for a degree that the model cannot have: by the same checks as `build_model`, before it."""
+    """Raise `Refusal` for a degree that the model does not support, by the same checks as `build_model`."""
     recipe, mesh = plan.recipe, plan.mesh
     assert plan.model_config is not None
     if mesh.sp > 1:
@@ -182,7 +182,7 @@ def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
 
 
 def config_in_files(plan: Plan) -> tuple[dict[str, Any], str]:
-    """Returns the config.json of the plan's model as its local files hold the model, and the line about that; files elsewhere are not asked."""
+    """Return (the config.json that matches the model's local files, a line about its difference). Reads no other files."""
     assert plan.model_config is not None
     if plan.recipe.init != "pretrained" or not Path(plan.recipe.model).is_dir():
         return plan.model_config, ""
@@ -190,7 +190,7 @@ def config_in_files(plan: Plan) -> tuple[dict[str, Any], str]:
 
 
 def notes_on_files(plan: Plan, model: PreTrainedModel) -> list[str]:
-    """Lists what a start will say about the model's local files. Raises `Refusal` for files that do not fit the model."""
+    """Return the lines of a start about the model's local files. Raises `Refusal` for files that do not fit the model."""
     recipe = plan.recipe
     if recipe.init != "pretrained" or not Path(recipe.model).is_dir():
         return []

@@ -137,9 +137,9 @@ def load_model(
 
 
 def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
-    """Returns the model's config.json as its files hold the model, and the line about a difference, "" if there is none.
+    """Return (the config.json that matches the model's files, a line about its difference, or "").
 
-    Downloads the files that are not on this machine.
+    Downloads missing files.
     """
     recipe = plan.recipe
     model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, folder_classes(recipe.dataset))
@@ -153,14 +153,14 @@ def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
 
 
 def refuse_values(built: Built) -> None:
-    """Raises `Refusal`, on every rank, if one of them has read a NaN or an infinite value (a collective)."""
+    """Raise `Refusal` on every rank if one of them has read a NaN or an infinite value (a collective)."""
     own = built.weights.not_finite if built.weights else []
     if problems := shared_problems(Refusal(own) if own else None):
         raise Refusal(problems)
 
 
 def check_resume(plan: Plan, model_config: dict[str, Any]) -> None:
-    """Compare the adapter that the recipe will make with the adapter of the run to resume; needs no weights."""
+    """Compare the recipe's adapter with the adapter of the run to resume. Needs no weights."""
     if plan.resume_from is None:
         return
     recipe, adapter = plan.recipe, None

@@ -70,7 +70,7 @@ def metrics_of(
 
 
 def chats_lost(of_domains: list[list[int]]) -> dict[str, Any]:
-    """What of the chats read so far is not learned: rows, and the share of the answers' text that the template drops."""
+    """Return the metrics of lost chats: numbers of rows, and the share of the answers' text that the template drops."""
     rows, cut, barren, said, dropped = (sum(column) for column in zip([0] * 5, *filter(None, of_domains), strict=True))
     return {"rows_read": rows, "rows_cut": cut, "rows_without_target": barren, "answers_dropped": dropped / max(1, said)}
 

@@ -1,12 +1,13 @@
-"""Compares which parameters the ranks use, and in which order, in the first step after a start.
+"""The comparison of the parameters that ranks use, and of their order, in the first step after a start.
 
-Ranks that differ are refused by name. Otherwise they would hang, or train with wrong gradients.
+If ranks differ, the step is refused with the names of the parameters. Otherwise the ranks would hang or train with wrong
+gradients.
 
 Ranks that sum gradients need the same gradients in the same order. If a rank lacks some, the buckets of ZeRO-1, -2 and -3
-have other sizes (DeepSpeed 0.19.8: gloo aborts, NCCL waits or adds up other tensors). If gradients come in another order,
-ZeRO-2 adds up other tensors without a warning, and so does ZeRO-1 with overlap_comm (stage_1_and_2.py: a bucket is filled in
-the order in which gradients come). FSDP2 and ZeRO-3 then wait for each other. DDP is held to the same rule. Only ZeRO-0 sums
-in the order of the model. So ranks are compared before any sum begins:
+have other sizes (DeepSpeed 0.19.8: gloo aborts, NCCL waits or adds up wrong tensors). If gradients come in another order,
+ZeRO-2 and ZeRO-1 with overlap_comm add up wrong tensors without a warning, because a bucket is filled in the order in which
+gradients come (stage_1_and_2.py). FSDP2 and ZeRO-3 then wait for each other. DDP follows the same rule. Only ZeRO-0 sums in
+the order of the model. Ranks are therefore compared before any sum:
 
     before each backward pass       the parameters that the loss reaches, read off its graph, in the order of their gradients
     before the sum of a pipeline    those that the outputs of the stages reached
@@ -51,19 +52,20 @@ class Comparison:
     step: int
     names: dict[int, str]  # id of a trained parameter -> its name, or that of the block of experts which may go without it
     places: tuple[str, ...]  # modules that all ranks have to run in the same order, and what comes after them
-    ordered: bool = True  # ranks must have gradients in the same order
+    ordered: bool = True  # gradients must come in the same order on all ranks
     micro_batch: int = 0
     running: bool = True  # a forward pass; a backward pass may run modules again
-    used: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of each micro-batch that has not been compared, in the order of gradients
+    used: dict[int, tuple[str, ...]] = field(default_factory=dict)  # micro-batch, not yet compared -> names, in the order of gradients
 
     def note(self, micro_batch: int, outputs: Any) -> None:
         """Takes note of the trained parameters that a backward pass from the outputs of a micro-batch would reach."""
         names = self.names | _gathered(self.module, self.names) | _inputs(self.module)
         found = [names[leaf] for leaf in reached(tree_leaves(outputs)) if leaf in names]
-        self.used[micro_batch] = tuple(dict.fromkeys([*self.used.get(micro_batch, ()), *(found if self.ordered else sorted(found))]))
+        before = self.used.get(micro_batch, ())
+        self.used[micro_batch] = tuple(dict.fromkeys([*before, *(found if self.ordered else sorted(found))]))
 
     def compare(self) -> None:
-        """Raises `Refusal`, on all ranks, if ranks that sum gradients have others, or in another order (a collective)."""
+        """Raise `Refusal` on all ranks if ranks that sum gradients have other ones or another order (a collective)."""
         own = hashlib.blake2b(repr(sorted(self.used.items())).encode(), digest_size=8).digest()
         everyone = [torch.empty(1, dtype=torch.int64) for _ in range(self.mesh.world)]
         dist.all_gather(everyone, torch.tensor([int.from_bytes(own, signed=True)]), group=waiting_group())
@@ -93,7 +95,8 @@ class Comparison:
     def _differ(self) -> Refusal:
         """Return the refusal of the first micro-batch in which ranks differ (a collective).
 
-        There is one problem for all parameters that the same ranks lack, or else one for each order that differs from the first rank's.
+        It has a problem for each group of parameters that the same ranks lack. If no rank lacks a parameter, it has a
+        problem for each order that differs from the first rank's order.
         """
         everyone: list[Any] = [None] * self.mesh.world
         dist.all_gather_object(everyone, self.used, group=waiting_group())
@@ -111,7 +114,7 @@ class Comparison:
         return Refusal(problems)
 
     def _reordered(self, used: list[tuple[str, ...]]) -> list[tuple[list[str], str]]:
-        """Return (names of parameters, rule) for each order of gradients that is not the order of the first rank with the same parameters."""
+        """Return (names, rule) for each order of gradients that differs from the order of the first rank with the same parameters."""
         ranks_of: dict[tuple[int, ...], dict[tuple[str, ...], list[int]]] = {}
         for rank, names in enumerate(used):
             ranks_of.setdefault(self._held(rank), {}).setdefault(names, []).append(rank)
@@ -120,14 +123,14 @@ class Comparison:
             (first, of_first), *others = orders.items()
             for other, of_other in others:
                 moved = _moved(first, other)
-                after = [f"{self._place(order, moved[0])} on {_ranks(ranks)}" for order, ranks in ((first, of_first), (other, of_other))]
-                found.append(
-                    (moved, f"the backward pass computes this gradient {' and '.join(after)}, and ranks sum gradients in the order in which they come")
-                )
+                both = ((first, of_first), (other, of_other))
+                places = " and ".join(f"{self._place(order, moved[0])} on {_ranks(ranks)}" for order, ranks in both)
+                rule = f"the backward pass computes this gradient {places}, and ranks sum gradients in the order in which they come"
+                found.append((moved, rule))
         return found
 
     def _place(self, order: Sequence[str], name: str) -> str:
-        """Return where a parameter stands in an order of gradients."""
+        """Return the place of a parameter in an order of gradients."""
         at = order.index(name)
         return f"after {expert.own_name(self.module, order[at - 1])}" if at else "first"
 
@@ -145,9 +148,9 @@ class Comparison:
 
 @contextlib.contextmanager
 def compared(engine: Engine, mesh: Mesh, step: int, on: bool) -> Iterator[None]:
-    """Refuse a step, taken within the `with`, in which ranks that sum gradients have others or in another order.
+    """Refuse a step within the `with` if ranks that sum gradients have other ones or another order.
 
-    Does nothing if `on` is false, or if there are no such ranks.
+    Does nothing if `on` is false, or if no ranks sum gradients.
     """
     if not on or mesh.dp * mesh.sp == 1:
         yield
@@ -219,9 +222,9 @@ def _watch_pipeline(watched: Any, comparison: Comparison, undo: contextlib.ExitS
 
 
 def reached(outputs: Iterable[Any]) -> list[int]:
-    """Return the ids of the leaves that a backward pass from some tensors reaches, in the order in which their gradients come.
+    """Return the ids of the leaves that a backward pass reaches, in the order in which their gradients come.
 
-    The ids of FSDP2's groups of parameters are among them, where it sums their gradients.
+    The ids of FSDP2's groups of parameters are among them, at the places where FSDP2 sums their gradients.
     Autograd runs the ready node with the highest sequence number first, and nodes are numbered as the forward pass makes them.
     So the gradient of a leaf is complete after the lowest number among the nodes that use it.
     """
@@ -244,7 +247,7 @@ def reached(outputs: Iterable[Any]) -> list[int]:
 
 
 def _moved(first: Sequence[str], other: Sequence[str]) -> list[str]:
-    """Return the fewest names, or nearly so, whose removal makes two orders of the same names equal."""
+    """Return a small set of names without which two orders of the same names are equal."""
     same = SequenceMatcher(None, first, other, autojunk=False).get_matching_blocks()
     kept = {name for block in same for name in first[block.a : block.a + block.size]}
     return [name for name in other if name not in kept]
@@ -260,7 +263,8 @@ def _gathered(module: nn.Module, names: dict[int, str]) -> dict[int, str]:
 def _inputs(module: nn.Module) -> dict[int, str]:
     """Map the id of each group of parameters of FSDP2 (torch 2.13) to a name of its module's input.
 
-    FSDP2 sums the gradients of a module behind the gradient of its input. Without such a gradient it sums them at the end, while the other ranks wait.
+    FSDP2 sums the gradients of a module after the gradient of its input. If the input has no gradient, FSDP2 sums them at
+    the end, while the other ranks wait.
     """
     fsdp = [(name, inner) for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
     return {id(group): f"the input of {name or 'the model'}" for name, inner in fsdp for group in inner._get_fsdp_state()._fsdp_param_groups}

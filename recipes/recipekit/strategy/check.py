@@ -101,10 +101,10 @@ def _at_fault(pivot: str, config: dict[str, Any], clean: dict[str, Any]) -> bool
 
 
 def check_device(config: dict[str, Any], device_type: str, has_fp16: bool = False) -> list[Problem]:
-    """Refuses what the accelerator of this process cannot do.
+    """Return problems of a JSON with the accelerator of this process.
 
-    `device_type` is torch's name of the accelerator, such as cuda or cpu; `has_fp16` is what DeepSpeed's accelerator says of a
-    CPU, most of which compute no fp16.
+    `device_type` is torch's name of the accelerator, such as cuda or cpu. `has_fp16`: DeepSpeed's accelerator computes in
+    fp16, which most CPUs do not.
     """
     facts = Facts(walk(config)[1])
     found = []

@@ -39,10 +39,10 @@ NUM_DRAWN, DRAWN_SIZE = 8000, 32
 
 @dataclass(frozen=True)
 class Pictures:
-    """Makes pictures into what a model takes.
+    """The conversion of pictures into a model's inputs.
 
-    `save_pretrained` writes how an evaluated one is made, as transformers reads it, with the keys of the model's `own`
-    file that change nothing of that.
+    `save_pretrained` writes the conversion of an evaluated picture in transformers' format, with the keys of the model's
+    `own` file that do not change it.
     """
 
     size: tuple[int, int]  # (H, W)
@@ -101,7 +101,7 @@ def processor(request: Request, model_config: dict[str, Any]) -> Pictures:
 
 
 def published(model: str, init: str) -> dict[str, Any]:
-    """Reads how a folder, or the local cache, where it came with the weights, says that pictures are prepared; {} if it does not say.
+    """Return the published image processor from a folder or the local cache; {} if there is none.
 
     With random weights nothing is downloaded, and what the cache of one host may hold is not looked at.
     """
