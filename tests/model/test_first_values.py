@@ -75,6 +75,7 @@ WITHOUT = {
     "image_classification": {
         "bit": "must be divisible by num_groups",
         "dinat": "natten",
+        "imagegpt": "has no initialiser for",
         "shieldgemma2": "M parameters",
         **dict.fromkeys(("cvt", "efficientnet", "mobilenet_v1", "mobilenet_v2", "mobilevit", "mobilevitv2"), "cannot shrink"),
         **dict.fromkeys(("perceiver", "pp_lcnet", "swiftformer", "timm_wrapper"), "cannot shrink"),
