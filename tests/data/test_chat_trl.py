@@ -29,6 +29,8 @@ NO_THOUGHT = ["<think>\n\n</think>\n\n"]  # the generation prompt ends with empt
 THINK_LINE = ["<think>\n"]  # the generation prompt opens the thoughts and ends the line
 AFTER_TOOL = ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"]  # TRL's markers enclose the speaker, and the end of the results
 
+OF_PARTS = ("idefics3",)  # templates that write a content only as a list of parts
+
 COMPARED = [
     *((name, PAIR, None, EQUAL) for name in ("cohere", "gemma", "gemma3", "idefics3", "diffusion_gemma")),
     *((name, CALLING, TOOLS, EQUAL) for name in ("lfm2", "llama3", "phi3_5", "qwen2_5_vl", "qwen3_instruct_2507")),
@@ -45,7 +47,8 @@ COMPARED = [
 def test_labels_are_those_of_trl(name, chat, tools, prompts):
     source, training = ((BUNDLED / f"{name}{kind}.jinja").read_text() for kind in ("", "_training"))
     tokenizer = template_tokenizer(source, tuple(sorted(set(TOKENS.findall(source)))), (), "<s>", "<|endoftext|>")
-    theirs = tokenizer.apply_chat_template(chat, tools=tools, chat_template=training, return_dict=True, return_assistant_tokens_mask=True)
+    given = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in chat] if name in OF_PARTS else chat
+    theirs = tokenizer.apply_chat_template(given, tools=tools, chat_template=training, return_dict=True, return_assistant_tokens_mask=True)
 
     ((ids, labels),), _ = counted_chats(ChatTemplate(tokenizer), [{"messages": chat, "tools": tools}], ["row 1"], 4096)
     learned = np.concatenate([[False], labels[:-1] != IGNORE])
