@@ -220,8 +220,8 @@ def _untied(model: PreTrainedModel) -> Iterator[None]:
     """Give each weight that is tied to another one a tensor that is not used: transformers ties weights after all are drawn."""
     tied = {alias: model.get_parameter(alias) for alias in model.all_tied_weights_keys}
     places = {alias: (model.get_submodule(alias.rpartition(".")[0]), alias.rpartition(".")[2]) for alias in tied}
-    for module, key in places.values():
-        module._parameters[key] = nn.Parameter(torch.empty_like(module._parameters[key], device="meta"))
+    for alias, (module, key) in places.items():
+        module._parameters[key] = nn.Parameter(torch.empty_like(tied[alias], device="meta"))
     try:
         yield
     finally:
