@@ -224,7 +224,7 @@ def _base_optimizer(holder: Holder, carried: Carried, rank: int, indices: list[l
 def _scaler(carried: Carried) -> dict[str, Any]:
     """Return the entries of the loss scaler in an optimizer file.
 
-    They come from the converted checkpoint. If it has none, the scaler is off.
+    They come from the converted checkpoint. Without a scaler there, it is off.
     """
     off = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False}
     return off | carried.scaler | {"overflow": False}

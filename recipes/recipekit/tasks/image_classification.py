@@ -101,7 +101,7 @@ def processor(request: Request, model_config: dict[str, Any]) -> Pictures:
 
 
 def published(model: str, init: str) -> dict[str, Any]:
-    """Return the published image processor from a folder or the local cache; {} if there is none.
+    """Return the published image processor from a folder or the local cache, or {}.
 
     With random weights nothing is downloaded, and what the cache of one host may hold is not looked at.
     """
