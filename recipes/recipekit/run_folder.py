@@ -86,7 +86,9 @@ def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
     if before is None or found is None:
         rule = f"the run in {out} {'has an adapter of peft' if before else 'has no adapter of peft'}"
         raise refuse(f"adapt {'makes one' if found else 'makes no adapter of peft'}", rule, ways)
-    names = [name for name in {**found, **before} if (found.get(name) or None) != (before.get(name) or None)]
+    # json keeps the order of patterns: peft takes the first one that matches a module
+    stated = lambda config, name: json.dumps(config.get(name) or None)  # noqa: E731
+    names = [name for name in {**found, **before} if stated(found, name) != stated(before, name)]
     problems = [
         Problem(f"adapt: {name} = {found.get(name)}", f"the run in {out} has {before.get(name)}", ways if number == 0 else "see the ways above")
         for number, name in enumerate(names)

@@ -81,6 +81,26 @@ def test_input_of_an_instruction_and_system_of_a_row(tmp_path):
     assert text.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n") and "?\nx<|im_end|>" in text
 
 
+@pytest.mark.parametrize("form", ["messages", "ShareGPT", "Alpaca", "prompts", "a named column"])
+def test_system_column_begins_the_chat_in_every_form(tmp_path, form):
+    """It is not repeated if the chat begins with the same text."""
+    named, changes = form == "a named column", {"messages_field": "conversations"} if form == "a named column" else {}
+    rows = [FORMS["ShareGPT" if named else form](n) | {"system": "S"} for n in NUMBERS]
+    if form == "messages":
+        rows = [{"messages": [{"role": "system", "content": "S"}] * (n % 2) + row["messages"], "system": "S"} for n, row in enumerate(rows)]
+    found, _, _ = read(written(tmp_path, rows), seq_len=128, **changes)
+    for text, _ in found:
+        assert text.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n")
+        assert text.count("system\n") == text.count("user\n")
+
+
+def test_history_of_an_alpaca_row_is_read_as_earlier_turns(tmp_path):
+    rows = [{"instruction": f"{n}?", "output": "y", "history": [["q1", "a1"], ["q2", "a2"]]} for n in NUMBERS]
+    ((text, learned), *_), _, _ = read(written(tmp_path, rows), seq_len=256)
+    turns = "".join(CHATML.format(q=q, a=a) for q, a in (("q1", "a1"), ("q2", "a2")))
+    assert text.startswith(turns) and learned.startswith("a1<|im_end|>\na2<|im_end|>\ny<|im_end|>\n")
+
+
 def test_prompt_of_a_completion_is_not_learned(tmp_path):
     rows = [{"prompt": [user("q"), assistant("earlier"), user(f"{n}?")], "completion": [assistant("later")]} for n in NUMBERS]
     found, _, _ = read(written(tmp_path, rows), seq_len=256)
@@ -132,6 +152,9 @@ def test_tools_of_a_row_reach_the_template(tmp_path, kind, as_text):
         ({"messages": [user("q"), assistant("a")], "tools": "f(x)"}, "its tools cannot be read"),
         ({"messages": [user("q"), assistant("a")], "tools": [1]}, "not descriptions of tools"),
         ({"instruction": "q", "output": 5}, "its output holds int '5', which must be text"),
+        ({"instruction": "q", "output": "a", "history": [["q"]]}, "its history holds list"),
+        ({"instruction": "q", "output": "a", "history": [["q", 1]]}, "a list of pairs of texts"),
+        ({"instruction": "q", "output": "a", "history": "q"}, "its history holds str 'q'"),
         ({"prompt": "q", "completion": [assistant("a")]}, "its prompt holds str 'q'"),
         ({"question": "q", "answer": "a"}, "has no column 'messages', only 'question', 'answer'"),
     ],

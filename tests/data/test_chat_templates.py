@@ -145,6 +145,22 @@ def test_end_tokens_are_those_that_answers_end_with(name, expected):
     assert tokenizer.convert_ids_to_tokens(list(Encoder(tokenizer, "sft", 64).end_tokens)) == expected
 
 
+@pytest.mark.parametrize("inside, behind, expected", [("{end}", "", ["<|end|>"]), ("", "{end}", []), ("<turn_end>", "{end}", ["<turn_end>"])])
+def test_end_tokens_of_a_marked_template_are_those_that_it_marks(inside, behind, expected):
+    answer = "{% generation %}{{ m.content }}" + inside + "{% endgeneration %}" + behind
+    source = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" + answer + "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    tokenizer = template_tokenizer(source.replace("{end}", "<|end|>"), ("<|end|>",), ("<turn_end>",), eos="<|end|>")
+    assert tokenizer.convert_ids_to_tokens(list(Encoder(tokenizer, "sft", 64).end_tokens)) == expected
+
+
+def test_comments_of_a_template_are_no_part_of_it():
+    comment = "{# {% generation %} strftime_now(f) {{ m.note }} {% if m.role == 'judge' %} #}"
+    template = ChatTemplate(template_tokenizer(comment + "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"), DAY)
+    assert not template.is_marked and not template.is_dated and not template.names("note") and "judge" not in template.roles
+    text, answers = template.answers(PAIR, None, "row 1")
+    assert [text[slice(*span)] for _, span in answers] == ["a1\n", "a2\n"]
+
+
 def test_end_tokens_of_other_tasks():
     tokenizer = published_tokenizer("Phi-3")
     assert Encoder(tokenizer, "pretrain", 64).end_tokens == (tokenizer.eos_token_id,)
@@ -233,6 +249,7 @@ def test_forms_of_messages(chat, expected):
     [
         ("Qwen2.5", PAIR, 4, 0),
         ("Qwen3", THOUGHTS, 46, 2),  # t1
+        ("Qwen3", [user("q"), assistant("a", reasoning_content="t", thinking="t")], 2, 0),
         ("DeepSeek-R1", THOUGHTS, 46, 4),
         ("Llama 2", [user("q"), assistant("a", {"xx": "yy"})], 6, 5),  # a, f, xx, yy
         ("Gemma", [user("q"), assistant("a", reasoning_content="thought")], 8, 7),

@@ -28,7 +28,7 @@ from recipekit.tasks.facts import TASKS
 # Tokens -----------------------------------------------------------------------------------------------------------
 
 SOURCE = {"ready": False, "local": True, "fingerprint": "a", "piece": 7, "times": 1, "size": 10}
-ENCODER = {"identity": "b", "longest": 0, "date": ""}
+ENCODER = {"identity": "b", "longest": 0, "vocabulary": 5, "date": ""}
 
 
 def cache_of(folder: Path, source: dict[str, Any] | None = None, encoder: dict[str, Any] | None = None, sizes: Sizes | None = None) -> Path:
@@ -43,11 +43,11 @@ def test_tokens_are_kept_by_all_that_they_follow_from(tmp_path: Path, monkeypatc
     first = cache_of(tmp_path)
     assert cache_of(tmp_path) == first == cache_of(tmp_path, {"size": 11}, sizes=Sizes(read_rows=3, block_rows=7, long_text=9))
     others = [cache_of(tmp_path, {name: value}) for name, value in (("fingerprint", "c"), ("piece", 8), ("times", 2))]
-    others += [cache_of(tmp_path, encoder={name: value}) for name, value in (("identity", "c"), ("longest", 9), ("date", "2026-01-01"))]
+    others += [cache_of(tmp_path, encoder={name: value}) for name, value in (("identity", "c"), ("longest", 9), ("vocabulary", 6), ("date", "2026-01-01"))]
     others += [cache_of(tmp_path, sizes=Sizes(**{name: 99})) for name in ("chunk_rows", "chunk_characters")]
     monkeypatch.setattr(chunks, "FORMAT", chunks.FORMAT + 1)
     others.append(cache_of(tmp_path))
-    assert len({first, *others}) == 10
+    assert len({first, *others}) == 11
     assert all(path.parent == tmp_path for path in others)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,25 +35,39 @@ def write(folder: Path, task: str, word: str) -> None:
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def read(recipe: Recipe, vocab_size: int = 264) -> int:
-    """Read every chunk; return the number of tokens."""
-    request = request_of(recipe)
+def read(recipe: Recipe, vocab_size: int = 264, **changes: Any) -> tuple[int, int]:
+    """Read every chunk; return (number of tokens, number of rows left out)."""
+    request = dataclasses.replace(request_of(recipe), **changes)
     tokenizer = fitting_tokenizer(request, {"vocab_size": vocab_size})
     corpus = open_corpus(request, tokenizer)
     (reader,) = corpus.readers()
-    return sum(len(chunk.ids) for chunk in reader.chunks(0, 0, 0))
+    chunks = list(reader.chunks(0, 0, 0))
+    return sum(len(chunk.ids) for chunk in chunks), sum(chunk.bad for chunk in chunks)
 
 
 @pytest.mark.parametrize("task", ["pretrain", "sft", "masked_lm"])
 def test_only_data_with_such_a_token_are_refused(tmp_path: Path, task: str) -> None:
     recipe = recipe_of(tmp_path, task)
     write(tmp_path, task, "plain")
-    assert read(recipe) > 1000
+    assert read(recipe)[0] > 1000
     write(tmp_path, task, "<image>")
     with pytest.raises(Refusal, match=SAYS):
         read(recipe)
-    assert read(recipe, 265) > 1000, "the tokens are kept now"
+    assert read(recipe, 265)[0] > 1000, "the tokens are kept now"
     with pytest.raises(Refusal, match=SAYS):
+        read(recipe)
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft", "masked_lm"])
+def test_a_row_with_such_a_token_is_named_and_can_be_left_out(tmp_path: Path, task: str) -> None:
+    recipe = recipe_of(tmp_path, task)
+    write(tmp_path, task, "<image>")
+    with pytest.raises(Refusal, match=r"rows\.jsonl.*151.*holds token 264"):
+        read(recipe)
+    without, bad = read(recipe, bad_rows="skip")
+    whole, none = read(recipe, 265)  # another model's tokens are kept beside them
+    assert (bad, none) == (1, 0) and 0 < whole - without < whole // 50
+    with pytest.raises(Refusal, match="holds token 264"):
         read(recipe)
 
 

@@ -379,6 +379,16 @@ def test_a_resume_with_another_adapter_is_refused_with_the_difference(tmp_path: 
     check_adapter(config_with(BEFORE | changes), str(tmp_path), tmp_path)  # the user accepts the difference
 
 
+def test_the_order_of_patterns_is_part_of_an_adapter(tmp_path: Path) -> None:
+    """peft takes the first pattern that matches a module."""
+    patterns = {"q_proj": 4, ".*_proj": 8}
+    for name in ("alpha_pattern", "rank_pattern"):
+        write_run(tmp_path, **{ADAPTER: config_with(BEFORE | {name: patterns})})
+        check_adapter(config_with(BEFORE | {name: patterns}), "auto", tmp_path)
+        with pytest.raises(Refusal, match=f"adapt: {name} = "):
+            check_adapter(config_with(BEFORE | {name: dict(reversed(patterns.items()))}), "auto", tmp_path)
+
+
 def test_the_same_adapter_is_continued_however_its_names_are_ordered(tmp_path: Path) -> None:
     write_run(tmp_path, **{ADAPTER: config_with(BEFORE)})
     check_adapter(config_with(BEFORE | {"target_modules": ["q_proj", "v_proj"]}), "auto", tmp_path)

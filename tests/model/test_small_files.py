@@ -155,6 +155,7 @@ def test_a_damaged_generation_config_is_refused(folder):
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "keys that no class knows": ("llama", {"served_by": {"a": [1, None]}, "auto_flag": False, "transformers_version": "4.31.0"}),
     "names of an older transformers": ("llama", {"rope_theta": 500000.0, "rope_scaling": None, "torch_dtype": "float16"}),
+    "no dtype, written as null": ("llama", {"torch_dtype": None, "dtype": None}),
     "a default value": ("qwen3", {"attention_dropout": 0.0, "use_sliding_window": False, "torch_dtype": "bfloat16"}),
     "task parameters": ("gpt2", {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}),
 }
@@ -164,8 +165,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_config_json_keeps_every_key(folder, kind, own):
     config = {key: value for key, value in tiny_config(kind).items() if key not in ("dtype", "torch_dtype", "rope_parameters")} | own
     made = json.loads(carried(folder, build(config), config).contents["config.json"])
-    dtype = "torch_dtype" if "torch_dtype" in own else "dtype"
-    assert made == config | {dtype: "bfloat16"}
+    dtype = "torch_dtype" if own.get("torch_dtype") else "dtype"
+    assert made == {key: value for key, value in config.items() if key != "torch_dtype" or value} | {dtype: "bfloat16"}
 
 
 def resized(model: Any) -> Any:

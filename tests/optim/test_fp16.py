@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
+from recipekit.checkpoints import create
+from recipekit.mesh import Mesh
+from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, default_optimizer
 from recipekit.recipe import Recipe
 from recipekit.run_folder import read_metrics
 from recipekit.runtime.deepspeed_engine import repaired
@@ -131,6 +134,29 @@ def test_the_scale_goes_to_another_number_of_ranks(pools, tmp_path):
     after = scaler_of(tmp_path / "run")
     assert before["dynamic"] and after["dynamic"] and after["cur_iter"] == before["cur_iter"] + 1 == 5
     assert after["cur_scale"] in (before["cur_scale"], before["cur_scale"] / 2, before["cur_scale"] * 2) and before["cur_scale"] < 2.0**24
+
+
+@pytest.mark.parametrize("stages", [(0, 2, 0), (0, 3, 1, 0), (0, 1, 2, 3, 0)], ids=str)
+def test_the_scale_goes_from_torchs_engines_to_zero_and_back(tmp_path, stages):
+    """GradScaler counts the steps since an overflow; DeepSpeed remembers the step that overflowed."""
+    blueprint = Blueprint((Tensor("weight", (4, 3), 0, None, "0"),), {}, 1, True)
+    scale = {"scale": 2.0**9, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}
+    counts = {"global_steps": 11, "skipped_steps": 4, "global_samples": 88, "lr_scheduler": None, "ds_config": {}, "loss_scale": scale}
+    carried = create.Carried({0: {"lr": 0.1}}, {"step": 7.0}, counts)
+    for number, stage in enumerate(stages):
+        layout = Layout(Mesh(), stage, default_optimizer(stage, "float32"), "float32", ())
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        create.create(folder, blueprint, layout, carried)
+        carried = create.read_carried(folder, blueprint, layout)
+        if stage:
+            scaler = torch.load(next(folder.glob("*optim_states.pt")), weights_only=False)["optimizer_state_dict"]["loss_scaler"]
+            assert (scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter, scaler.dynamic) == (2.0**9, 11, 7, True)
+            assert "loss_scale" not in torch.load(next(folder.glob("*model_states.pt")), weights_only=False)
+            scaler.scale_window = 3  # as many steps have not overflowed
+            scaler.update_scale(False)
+            assert scaler.cur_scale == 2.0**10
+    assert carried.counts["loss_scale"] == scale
 
 
 def test_a_resume_keeps_the_scale_and_takes_the_users_window():

@@ -308,6 +308,19 @@ def test_a_model_of_the_hub_is_looked_up_in_the_cache(tmp_path, monkeypatch):
         pictures(model="nobody/model")
 
 
+@pytest.mark.parametrize("own", ["[]", "3", '{"image_processor": []}', '{"image_processor": "x"}'])
+def test_a_processor_config_of_another_form_is_refused(tmp_path, own):
+    (tmp_path / "processor_config.json").write_text(own)
+    with pytest.raises(Refusal, match=r"processor_config\.json: .* not a JSON object"):
+        pictures(model=str(tmp_path))
+
+
+def test_an_image_processor_that_is_null_counts_as_missing(tmp_path):
+    (tmp_path / "processor_config.json").write_text('{"image_processor": null}')
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.25] * 3}))
+    assert pictures(model=str(tmp_path)).mean == (0.25,) * 3
+
+
 def test_a_model_of_other_channels_is_refused():
     with pytest.raises(Refusal, match=r"takes pictures of 4 channels, and they are grey \(1\) or coloured \(3\)"):
         pictures({"num_channels": 4})

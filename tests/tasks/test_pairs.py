@@ -106,6 +106,27 @@ def test_the_date_of_a_template_is_the_date_of_the_first_start(tmp_path):
     assert all("Today Date: 04 Mar 2026" in tokenizer.decode(ids) for batch in first_step(request) for ids in batch["input_ids"].flatten(0, 1))
 
 
+@pytest.mark.parametrize("name", ["chosen", "rejected"])
+@pytest.mark.parametrize("more", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_an_answer_that_is_not_to_be_learned_is_refused(name, more):
+    row = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    assert read(row | {"prompt": [USER | more]}) == AS_CHAT
+    with pytest.raises(ValueError, match=f"its {name} answer has a message with weight 0 or train false"):
+        read(row | {name: [row[name][0] | more]})
+
+
+def test_roles_that_the_template_knows_are_read():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'context' %}[{{ m.content }}]{% else %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+    )
+    row = {"prompt": [{"role": "context", "content": "C"}, USER], "chosen": [GOOD], "rejected": [BAD]}
+    start, chosen, _ = encode_pair(Pairs(tokenizer, 64, False), row)
+    assert tokenizer.decode(chosen) == "[C]user:Hi?;assistant:Hello.;" and start > 10
+    with pytest.raises(ValueError, match="the role 'context'"):
+        read(row)
+
+
 @pytest.mark.parametrize("tools", ["[{", [3], "3"])
 def test_tools_that_cannot_be_read_are_named(tools):
     with pytest.raises(ValueError, match="its tools "):

@@ -63,7 +63,14 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
     return found
 
 
+def is_of_adapter(name: str) -> bool:
+    """Return True for a small file that an adapter's export contains: its config, and files of tokenizer and processor."""
+    return name == ADAPTER or bool(OF_TOKENIZER.fullmatch(name) or OF_PROCESSOR.fullmatch(name))
+
+
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json with `dtype` as its dtype, also in nested configs."""
+    """Return a config.json with `dtype` as its dtype, also in nested configs. A null counts as a missing key."""
+    keys = ("dtype", "torch_dtype")
     found = {key: with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in config.items()}
-    return found | {key: dtype for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
+    found = {key: value for key, value in found.items() if key not in keys or value is not None}
+    return found | {key: dtype for key in keys if isinstance(config.get(key), str)}

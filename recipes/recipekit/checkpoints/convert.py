@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..architectures import safetensors_files
-from ..architectures.small_files import ADAPTER, small_files, with_dtype
+from ..architectures.small_files import ADAPTER, is_of_adapter, small_files, with_dtype
 from ..parallel.blueprint import Blueprint, Layout
 from ..refusal import refuse
 from . import create, errors, manifest
@@ -105,8 +105,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
         if check:
             share_work(lambda copy: _compare(copy, read, written, effort), todo, effort.workers)
     adapter = any(file.startswith("adapter_model") for file in contents)
-    of_base = ("config.json", "generation_config.json") if adapter else ()
-    _copy_small({name: path for name, path in step.small_files.items() if name not in of_base}, journal.folder)
+    _copy_small({name: path for name, path in step.small_files.items() if not adapter or is_of_adapter(name)}, journal.folder)
     if dtype is not None and (config := journal.folder / "config.json").exists():
         own = with_dtype(json.loads(config.read_text()), dtype)
         config.write_text(json.dumps({"dtype": dtype} | own if "torch_dtype" not in own else own, indent=2) + "\n")

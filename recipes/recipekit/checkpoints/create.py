@@ -11,7 +11,9 @@ from ..parallel import factors
 from ..parallel.blueprint import Blueprint, Extent, Layout, Tensor, flat_groups, flat_tensors, held, holders_of, state_keys
 from . import expert_files, torch_files
 from .places import Holder, expert_optimizer_file, holders, is_swapped, layer_file, swap_files, swap_folder
-from .torch_files import FileTensor, Fragment, LossScaler, Size, ZeroStage
+from .torch_files import DynamicLossScaler, FileTensor, Fragment, LossScaler, Size, ZeroStage
+
+INTERVAL = 2000  # steps after which torch's GradScaler raises its scale
 
 
 @dataclass
@@ -61,7 +63,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
                 scalars |= {name: float(kept[name]) for name in layout.scalars if name in kept}
         if not counts:
             counts = {key: model.get(key) for key in ("global_steps", "skipped_steps", "global_samples", "lr_scheduler", "ds_config")}
-            counts |= {"loss_scale": scale} if (scale := model.get("loss_scale")) else {}  # of torch's engines in fp16
+            counts |= _scale_of_torch(model, scaler)
     return Carried(groups, scalars, counts, scaler=scaler)
 
 
@@ -82,6 +84,8 @@ def create(folder: Path, blueprint: Blueprint, layout: Layout, carried: Carried)
                 torch_files.write(folder / layer_file(stage, holder.tp_rank), OrderedDict(_weights(holder, stage)))
         for rank in range(layout.partitions if layout.zero_stage == 3 else 1):
             content = module_states(holder, carried) | carried.counts | expert_files.model_entries(holder, rank)
+            if layout.zero_stage:
+                content.pop("loss_scale", None)  # it is in the optimizer's file
             torch_files.write(folder / holder.model_file(rank), content)
         for file, content in expert_files.files_of_experts(holder):
             torch_files.write(folder / file, content)
@@ -227,4 +231,37 @@ def _scaler(carried: Carried) -> dict[str, Any]:
     They come from the converted checkpoint. Without a scaler there, it is off.
     """
     off = {"loss_scaler": LossScaler(cur_scale=1, dynamic=False), "dynamic_loss_scale": False}
-    return off | carried.scaler | {"overflow": False}
+    return off | (carried.scaler or _of_deepspeed(carried)) | {"overflow": False}
+
+
+def _of_deepspeed(carried: Carried) -> dict[str, Any]:
+    """Return the entries of DeepSpeed's loss scaler with the scale of torch's; {} for a checkpoint without fp16."""
+    if not (scale := carried.counts.get("loss_scale")):
+        return {}
+    steps = carried.counts["global_steps"]
+    made = DynamicLossScaler(
+        cur_scale=scale["scale"],
+        cur_iter=steps,
+        last_overflow_iter=steps - 1 - scale["_growth_tracker"],
+        scale_factor=scale["growth_factor"],
+        scale_window=scale["growth_interval"],
+        min_scale=1,
+        delayed_shift=1,
+        cur_hysteresis=1,
+        consecutive_hysteresis=False,
+        raise_error_at_min_scale=True,
+        dynamic=True,
+    )
+    return {"loss_scaler": made, "dynamic_loss_scale": True}
+
+
+def _scale_of_torch(model: dict[str, Any], scaler: dict[str, Any]) -> dict[str, Any]:
+    """Return the loss scale as `torch.amp.GradScaler.state_dict()`, from a model file or ZeRO's scaler; {} without fp16."""
+    if scale := model.get("loss_scale"):
+        return {"loss_scale": scale}
+    held: Any = scaler.get("loss_scaler")
+    if held is None or not held.dynamic:
+        return {}
+    good = held.cur_iter - held.last_overflow_iter - 1  # steps since the last one that overflowed
+    numbers = {"growth_factor": held.scale_factor, "backoff_factor": 1 / held.scale_factor, "growth_interval": INTERVAL}
+    return {"loss_scale": {"scale": float(held.cur_scale), **numbers, "_growth_tracker": min(good % held.scale_window, INTERVAL - 1)}}

@@ -63,14 +63,19 @@ def forms(messages_field: str) -> tuple[Form, ...]:
 
     If `messages_field` is not the default, it is the only column of chats.
     """
-    typed = Form(OPENAI, (messages_field,), (TOOLS,), lambda row, place: _list(row[messages_field], place))
+
+    def named(row: Row, place: str) -> list[Message]:
+        return _list(row[messages_field], place)
+
+    openai = Form(OPENAI, (messages_field,), ("system", TOOLS), _with_system(named))
     if messages_field != "messages":
-        return (typed,)
+        return (openai,)
+    optional = ("input", "system", "history")
     return (
-        typed,
+        openai,
         Form("ShareGPT (conversations)", ("conversations",), ("system", TOOLS), _with_system(_sharegpt)),
-        Form("Alpaca (instruction, input, output)", ("instruction", "output"), ("input", "system"), _with_system(_alpaca)),
-        Form("prompts and completions", ("prompt", "completion"), (TOOLS,), _completion),
+        Form("Alpaca (instruction, input, output)", ("instruction", "output"), optional, _with_system(_alpaca)),
+        Form("prompts and completions", ("prompt", "completion"), ("system", TOOLS), _with_system(_completion)),
     )
 
 
@@ -84,9 +89,18 @@ def _with_system(messages: Callable[[Row, str], list[Message]]) -> Callable[[Row
         found, system = messages(row, place), row.get("system")
         if system is not None and not isinstance(system, str):
             raise _wrong(place, "system", system, "text")
-        return [{"role": "system", "content": system}, *found] if system and found else found
+        if not system or not found or _is_system(found[0], system):
+            return found
+        return [{"role": "system", "content": system}, *found]
 
     return made
+
+
+def _is_system(message: Any, text: str) -> bool:
+    """Return True if a message is a system message with this text."""
+    if not isinstance(message, dict):
+        return False
+    return message.get("role", message.get("from")) == "system" and message.get("content", message.get("value")) == text
 
 
 def _list(value: Any, place: str) -> list[Message]:
@@ -107,7 +121,16 @@ def _alpaca(row: Row, place: str) -> list[Message]:
     question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
     if not question and not row["output"]:
         return []
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"] or ""}]
+    turns = [*_history(row.get("history"), place), (question, row["output"] or "")]
+    return [message for asked, answer in turns for message in ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})]
+
+
+def _history(value: Any, place: str) -> list[Any]:
+    """Return the earlier turns of an Alpaca row: pairs of a question and its answer, which is learned."""
+    is_turn = lambda turn: isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)  # noqa: E731
+    if value is not None and not (isinstance(value, list) and all(map(is_turn, value))):
+        raise _wrong(place, "history", value, "a list of pairs of texts: a question and its answer")
+    return value or []
 
 
 def _completion(row: Row, place: str) -> list[Message]:
@@ -271,6 +294,11 @@ def _trained(message: Message) -> bool | None:
     return bool(next(iter(found.values()))) if found else None
 
 
+def learned(message: Message) -> bool:
+    """Return True unless the row excludes this message from training."""
+    return bool(message.get("train", True))
+
+
 def unknown_keys(messages: list[Message], is_named: Callable[[str], bool]) -> set[str]:
     """Find the keys of messages that neither training nor the template reads, such as `train` of a question."""
     keys = {key for message in messages for key in message} - UNDERSTOOD
@@ -283,7 +311,7 @@ def text_pieces(message: Message) -> list[str]:
 
     They are its content, its thoughts, and the names and arguments of its calls.
     """
-    pieces = [message["content"], *(message[key] for key in THOUGHTS if isinstance(message.get(key), str))]
+    pieces = list(dict.fromkeys([message["content"], *(message[key] for key in THOUGHTS if isinstance(message.get(key), str))]))
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         arguments = function.get("arguments")

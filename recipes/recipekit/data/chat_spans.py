@@ -16,11 +16,12 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..refusal import Refusal, refuse
-from .chat_rows import Message, another_answer, parts_of, with_arguments
+from .chat_rows import Message, another_answer, learned, parts_of, with_arguments
 
 Span = tuple[int, int]  # characters of a rendered chat: the first, and the one after the last
 
 GENERATION = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
 UNRENDERABLE = (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError)
 TAILS = (256, 64, 16, 8, 4)  # lengths of a prompt's end that is looked up in a chat, in characters
@@ -49,14 +50,19 @@ class ChatTemplate:
         return templates
 
     @functools.cached_property
+    def _code(self) -> list[str]:
+        """The template's texts without their comments."""
+        return [COMMENT.sub("", source) for source in self.sources.values()]
+
+    @functools.cached_property
     def is_dated(self) -> bool:
         """True if the template writes today's date."""
-        return any("strftime_now" in source for source in self.sources.values())
+        return any("strftime_now" in source for source in self._code)
 
     @functools.cached_property
     def is_marked(self) -> bool:
         """True if the template marks what the assistant generates."""
-        return all(GENERATION.search(source) for source in self.sources.values())
+        return all(GENERATION.search(source) for source in self._code)
 
     @functools.cached_property
     def _dated_sources(self) -> dict[bool, str]:
@@ -65,7 +71,7 @@ class ChatTemplate:
         day = self.day
         written = lambda call: repr(day.strftime(call["format"]))  # noqa: E731
         found = {key: TODAY.sub(written, source) for key, source in self.sources.items()}
-        if any(re.search(r"strftime_now\s*\(", source) for source in found.values()):
+        if any(re.search(r"strftime_now\s*\(", COMMENT.sub("", source)) for source in found.values()):
             rule = "its chat template computes the format of today's date, which must stay the same for the whole run"
             raise refuse("--tokenizer", rule, "write the format as a string: strftime_now('%d %B %Y')")
         return found
@@ -206,19 +212,27 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the last added token of each ending."""
+        """The tokens that end an answer: the last added token of each ending, if the answer is learned up to there."""
         ids, special = self.tokenizer.get_added_vocab(), self.tokenizer.added_tokens_decoder
-        behind = [(ending, ids[tokens[-1]]) for ending in self.endings if (tokens := self._added.findall(ending))]
+        behind = [(ending, ids[tokens[-1]]) for ending in self.endings if (tokens := self._added.findall(self._learned(ending)))]
         return tuple(dict.fromkeys(token for ending, token in behind if ending != self._ending_of_calls or special[token].special))
+
+    def _learned(self, ending: str) -> str:
+        """Return the part of an answer's ending that is learned: all of it, unless `{% generation %}` marks less."""
+        if not self.is_marked or ending == self._ending_of_calls:
+            return ending
+        text, spans = self._render(_sample_chat(2), None, False, marks=True)
+        marked = [text[start:end].partition(ANSWER)[2] for start, end in spans]
+        return ending[: max((_common_prefix(part, ending) for part in marked), default=0)]
 
     @functools.cached_property
     def roles(self) -> frozenset[str]:
         """The roles in comparisons of the template."""
-        return frozenset(role for source in self.sources.values() for _, role in re.findall(r"==\s*(['\"])([\w .-]+)\1", source))
+        return frozenset(role for source in self._code for _, role in re.findall(r"==\s*(['\"])([\w .-]+)\1", source))
 
     def names(self, key: str) -> bool:
         """Return True if the template names this key."""
-        return any(re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", source) for source in self.sources.values())
+        return any(re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", source) for source in self._code)
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str]:
@@ -261,7 +275,7 @@ class ChatTemplate:
         if not self.is_marked:
             return text, spans
         silent = [span for number, span in spans if not learned(messages[number])]
-        return text, [(-1, span) for span in marked if not any(_overlap(span, other) for other in silent)]
+        return text, [(-1, (start, end)) for start, end in marked if not any(start < last and first < end for first, last in silent)]
 
     def attempt(self, messages: list[Message], tools: list[Any] | None = None, prompt: bool = False) -> str | None:
         """Render a part of a chat; None if the template fails on it."""
@@ -362,11 +376,6 @@ class _Chat:
         return None if self.template.header else high
 
 
-def learned(message: Message) -> bool:
-    """Return True unless the row excludes this message from training."""
-    return bool(message.get("train", True))
-
-
 def _sample_chat(turns: int) -> list[Message]:
     return [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}] * turns
 
@@ -375,10 +384,6 @@ def _not_found(place: str, number: int) -> Refusal:
     rule = "the chat template changes this answer, so that its tokens cannot be found"
     fix = "compare the row with the template, or leave the row out (--bad_rows skip)"
     return refuse(f"{place}, message {number + 1}", rule, fix)
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
 
 
 def _common_prefix(one: str, other: str) -> int:

@@ -66,7 +66,7 @@ def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes)
     if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
     base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else Path(token_cache).expanduser()
-    limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.longest, source.piece, FORMAT)
+    limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.longest, encoder.vocabulary, source.piece, FORMAT)
     key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, encoder.date, limits, source.times)).encode(), digest_size=12).hexdigest()
     folder = base / key
     try:
@@ -155,17 +155,11 @@ class Reader:
             if self.closed.is_set():
                 raise RuntimeError("the stream is closed")
             chunk = self._chunk(part, group, row, rows)
-            self._check_tokens(chunk, part, group, row)
             tell(chunk.told, self.told, self.say)
             yield chunk
             row = chunk.row
             if chunk.last:
                 return
-
-    def _check_tokens(self, chunk: Chunk | SampleChunk, part: int, group: int, row: int) -> None:
-        """Raise `Refusal` for a new or cached chunk with a token that has no embedding."""
-        if self.encoder is not None and isinstance(chunk, Chunk) and len(chunk.ids):
-            check_token(self.encoder.tokenizer, int(chunk.ids.max()), f"the rows from {self.source.place(part, group, row)} on")
 
     def _chunk(self, part: int, group: int, row: int, rows: Rows) -> Chunk | SampleChunk:
         if self.encoder is None:
@@ -220,13 +214,13 @@ class Reader:
             longest = max(documents, key=lambda document: len(document[0]) if isinstance(document[0], str) else 0)
             self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
         try:
-            encoded, counts = encoder.counted(documents)
+            encoded, counts = encode_fitting(encoder, documents)
         except Refusal as problem:  # a chat may turn out to be broken only when it is rendered
             self.refuse_unless_skipped(problem)
             encoded, counts = list[Encoded](), Counts()
             for document in documents:
                 try:
-                    alone, more = encoder.counted([document])
+                    alone, more = encode_fitting(encoder, [document])
                     encoded, counts = encoded + alone, counts + more
                 except Refusal as problem:
                     self.refuse_unless_skipped(problem)
@@ -298,6 +292,17 @@ class Reader:
     def refuse_unless_skipped(self, problem: Refusal) -> None:
         if not self.skip or isinstance(problem, Unreachable):
             raise problem
+
+
+def encode_fitting(encoder: Encoder, documents: list[Document]) -> tuple[list[Encoded], Counts]:
+    """Encode documents like `encoder.counted`. Raises `Refusal` for the first one with a token that has no embedding."""
+    encoded, counts = encoder.counted(documents)
+    highest = max((int(ids.max()) for ids, _ in encoded if len(ids)), default=-1)
+    if highest >= encoder.vocabulary:
+        for document in documents if len(documents) > 1 else ():
+            encode_fitting(encoder, [document])
+        check_token(encoder.tokenizer, highest, documents[0][1])
+    return encoded, counts
 
 
 def tell(problems: list[str], told: list[str], say: Say) -> None:

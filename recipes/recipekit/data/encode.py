@@ -12,8 +12,8 @@ import numpy as np
 from ..refusal import Problem
 from ..task import IGNORE
 from ..tasks.facts import TASKS
-from .chat_rows import OPENAI, Content, Message, UnknownRole, messages_of, text_pieces, unknown_keys
-from .chat_spans import ChatTemplate, Span, learned
+from .chat_rows import OPENAI, Content, Message, UnknownRole, learned, messages_of, text_pieces, unknown_keys
+from .chat_spans import ChatTemplate, Span
 from .processors import num_embeddings
 from .source import Document
 

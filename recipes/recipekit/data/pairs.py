@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from ..refusal import Refusal
 from ..task import IGNORE, MicroBatch, Row
-from .chat_rows import TOOLS, messages_of, tools_of, without_nulls
+from .chat_rows import TOOLS, learned, messages_of, tools_of, without_nulls
 from .chat_spans import UNRENDERABLE, ChatTemplate
 from .processors import fitting_tokenizer, num_embeddings, pad_id
 from .request import Request
@@ -79,16 +80,17 @@ def pairs_of(request: Request, model_config: dict[str, Any]) -> Pairs:
 # From a row to tokens ---------------------------------------------------------------------------------------------
 
 
-def answers_of(row: Row) -> tuple[str | Messages, str | Messages, str | Messages]:
+def answers_of(row: Row, roles: Collection[str] = ()) -> tuple[str | Messages, str | Messages, str | Messages]:
     """Finds (prompt, chosen answer, rejected answer) of a row, all texts or all lists of messages.
 
     Without a prompt, or where the answers are chats and the prompt is a text that they begin with, the prompt is what both begin
-    with; a text as prompt of chats that begin with the answer is a user's message. Raises ValueError.
+    with; a text as prompt of chats that begin with the answer is a user's message. `roles` are accepted besides the usual ones.
+    Raises ValueError.
     """
-    chosen, rejected, prompt = _content("chosen", row["chosen"]), _content("rejected", row["rejected"]), row.get("prompt")
+    chosen, rejected, prompt = _content("chosen", row["chosen"], roles), _content("rejected", row["rejected"], roles), row.get("prompt")
     if type(chosen) is not type(rejected):
         raise ValueError("of its two answers one is a text, and one a list of messages")
-    prompt = None if prompt is None else _content("prompt", prompt)
+    prompt = None if prompt is None else _content("prompt", prompt, roles)
     if chosen == rejected:
         raise ValueError("its chosen and its rejected answer are equal")
     if isinstance(chosen, str) and isinstance(prompt, list):
@@ -103,13 +105,13 @@ def answers_of(row: Row) -> tuple[str | Messages, str | Messages, str | Messages
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _content(name: str, value: Any) -> str | Messages:
+def _content(name: str, value: Any, roles: Collection[str]) -> str | Messages:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"its {name} holds {type(value).__name__} {str(value)[:40]!r} where a text or a list of messages should be")
     try:
-        return messages_of(value, f"its {name}") if value else []
+        return messages_of(value, f"its {name}", roles) if value else []
     except Refusal as problem:
         raise ValueError(problem.problems[0].rule.replace("a message", f"a message of its {name}", 1)) from problem
 
@@ -120,7 +122,8 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
     An answer begins where prompt and answer together have other tokens than the prompt alone; an answer that is a text ends with
     the end token. Raises ValueError for a row that is too long, or that no answer can be told of.
     """
-    tokenizer, (prompt, chosen, rejected) = pairs.tokenizer, answers_of(row)
+    tokenizer = pairs.tokenizer
+    prompt, chosen, rejected = answers_of(row, pairs.template.roles if tokenizer.chat_template else ())
     if isinstance(prompt, str):
         texts = [prompt, prompt + str(chosen), prompt + str(rejected)]
         begin, *whole = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
@@ -129,6 +132,9 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
     else:
         if not prompt:
             raise ValueError("its answers have no prompt: their first messages differ already")
+        for name, answer in (("chosen", chosen), ("rejected", rejected)):
+            if not all(learned(message) for message in answer if isinstance(message, dict)):
+                raise ValueError(f"its {name} answer has a message with weight 0 or train false, and whole answers are compared")
         begin, *whole = _rendered(pairs.template, [prompt, prompt + list(chosen), prompt + list(rejected)], _tools_of(row))
     if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
         raise ValueError(f"it holds token {highest}, and the model has embeddings for 0 to {count - 1}; resize_token_embeddings adds them")

@@ -72,7 +72,7 @@ class SmallFiles:
     def write(self, folder: Path, of_adapter: bool = False) -> None:
         """Write the files into `folder`; for an adapter, only files of the tokenizer or processor."""
         for name, content in self.contents.items():
-            if of_adapter and not (files.OF_TOKENIZER.fullmatch(name) or files.OF_PROCESSOR.fullmatch(name)):
+            if of_adapter and not files.is_of_adapter(name):
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)

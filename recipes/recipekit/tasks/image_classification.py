@@ -28,9 +28,9 @@ from .facts import TASKS
 
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop: its share of the picture, and width / height (Szegedy et al., CVPR 2015, section 6)
 TRIES = 10  # crops drawn until one fits
-MARGIN = 256, 224  # an evaluated picture is so much larger than what is cut out of its middle
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # may hold the former as image_processor, which transformers then prefers
+MARGIN = 256, 224  # an evaluated picture is so much larger than what is cut out of its middle
 # Further keys that the class of the exported processor acts on (ViTImageProcessor, transformers 5.22.2).
 ACTED_ON = ("do_pad", "pad_size", "default_to_square", "data_format", "input_data_format", "image_seq_length", "return_tensors", "device")
 OTHER_CLASS = ("feature_extractor_type", "auto_map")  # name classes that prepare pictures otherwise
@@ -112,8 +112,12 @@ def published(model: str, init: str) -> dict[str, Any]:
     try:
         for file in filter(Path.exists, names):
             found = json.loads(file.read_bytes())
-            if file.name == PREPROCESSOR or "image_processor" in found:
-                return found if file.name == PREPROCESSOR else found["image_processor"]
+            own = found.get("image_processor") if file.name == PROCESSOR and isinstance(found, dict) else found
+            if own is None and file.name == PROCESSOR:
+                continue
+            if not isinstance(own, dict):
+                raise ValueError("it or its image_processor is not a JSON object")
+            return own
         return {}
     except (OSError, ValueError) as error:
         raise refuse(str(file), f"cannot be read: {error}", "download the model again, or delete the file: 0.5 is taken off then") from error
