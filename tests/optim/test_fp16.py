@@ -159,6 +159,18 @@ def test_the_scale_goes_from_torchs_engines_to_zero_and_back(tmp_path, stages):
     assert carried.counts["loss_scale"] == scale
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_without_fp16_has_no_scale(tmp_path, stage):
+    counts = {"global_steps": 11, "skipped_steps": 0, "global_samples": 88, "lr_scheduler": None, "ds_config": {}}
+    blueprint = Blueprint((Tensor("weight", (4, 3), 0, None, "0"),), {}, 1, True)
+    layout = Layout(Mesh(), stage, default_optimizer(stage, "float32"), "float32", ())
+    create.create(tmp_path, blueprint, layout, create.Carried({0: {"lr": 0.1}}, {"step": 7.0}, counts))
+    saved = torch.load(next(tmp_path.glob("*optim_states.pt")), weights_only=False)["optimizer_state_dict"]
+    assert (saved["loss_scaler"].cur_scale, saved["loss_scaler"].dynamic) == (1, False)
+    assert (saved["dynamic_loss_scale"], saved["overflow"]) == (False, False)
+    assert create.read_carried(tmp_path, blueprint, layout).counts == counts
+
+
 def test_a_resume_keeps_the_scale_and_takes_the_users_window():
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
     from recipekit.checkpoints.deepspeed_io import _with_counts

@@ -13,6 +13,7 @@ from recipekit.mesh import Mesh
 from recipekit.model.empty import leaf_modules
 from recipekit.refusal import Refusal
 from recipekit.run_folder import read_metrics
+from recipekit.runtime import used
 from recipekit.runtime.used import compared, reached
 from test_model import ds_config
 from test_parity import accumulating, recipe_for, strategy, train_in_layout
@@ -325,6 +326,37 @@ def test_the_order_of_gradients_is_read_off_the_graph(kind):
     read = [names[leaf] for leaf in reached([loss])]
     loss.backward()
     assert read == came and len(read) > 2
+
+
+def test_a_graph_is_read_from_the_tensors_with_a_gradient_alone():
+    model = Graphs()
+    loss = model(torch.arange(8).view(2, 4), "tied").sum()
+    assert reached([None, 3, torch.ones(2), "x"]) == [] and reached([torch.ones(2), loss, 3]) == reached([loss])
+
+
+@pytest.mark.parametrize(
+    ("orders", "said"),
+    [
+        (["abcd", "acdb", "xy", "xy"], ["b in micro-batch 2 of step 7: the backward pass computes this gradient after a on rank 0 and after d on rank 1"]),
+        (["abcd", "abcd", "xyz", "zxy"], ["z in micro-batch 2 of step 7: the backward pass computes this gradient after y on rank 2 and first on rank 3"]),
+        (["ab", "a", "xy", "yx"], ["b in micro-batch 2 of step 7: a gradient on rank 0, none on rank 1, which have to sum it"]),  # before an order
+        (
+            ["ab", "b", "x", "xyz"],
+            ["a in micro-batch 2 of step 7: a gradient on rank 0, none on rank 1", "y, z in micro-batch 2 of step 7: a gradient on rank 3"],
+        ),
+    ],
+    ids=["order of the first stage", "order of the last stage", "lacking and order", "lacking on both stages"],
+)
+def test_the_first_difference_is_named_of_the_ranks_of_a_stage(monkeypatch, orders, said):
+    """Ranks of other stages have other parameters, and are not compared. The first micro-batch is the same on all ranks."""
+    everyone = [{0: ("s", "t"), 1: tuple(order), 2: tuple(reversed(order))} for order in orders]
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, _, group: found.__setitem__(slice(None), everyone))
+    monkeypatch.setattr(used, "waiting_group", lambda: None)
+    mesh = Mesh(dp=2, pp=2)
+    assert [mesh.coords(rank)["pp"] for rank in range(4)] == [0, 0, 1, 1]
+    comparison = used.Comparison(towers(), mesh, 7, {}, (), used=everyone[0])
+    found = [f"{problem.where}: {problem.rule}" for problem in comparison._differ().problems]
+    assert len(found) == len(said) and all(one.startswith(start) for one, start in zip(found, said, strict=True)), found
 
 
 class Experts(torch.nn.Module):
