@@ -12,7 +12,7 @@ from job import NANO
 from pool import ROOT, environment
 from recipekit.hosts import checks, gpus
 from recipekit.hosts.gpus import check_gpus_seen, check_ordinal
-from recipekit.hosts.ports import check_master_port
+from recipekit.hosts.ports import check_master_port, free_port
 from recipekit.hosts.subject import Slot, read_subject
 from recipekit.refusal import Problem
 from test_torch_builds import CLOSED, OPEN
@@ -197,6 +197,35 @@ def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypat
     monkeypatch.setenv("MASTER_PORT", "x")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     assert [str(problem).split(":")[0] for problem in check_master_port(0)] == ["MASTER_PORT = x"]
+
+
+JOINED = """
+import os, socket, sys, tempfile
+import torch.distributed as dist
+from recipekit.hosts.ports import check_master_port, free_port
+
+def problems():
+    return len(check_master_port(0))
+
+dist.init_process_group("gloo")  # over the master port, which its store now holds
+found = [problems()]
+dist.destroy_process_group()
+with socket.create_server(("", 0)) as taken:
+    os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+    found.append(problems())
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+    found.append(problems())
+    dist.destroy_process_group()
+    found.append(problems())
+print(found)
+"""
+
+
+def test_the_master_port_is_not_checked_once_a_process_has_joined_its_group() -> None:
+    """A program may call `init_process_group` before `run(RECIPE)`; then rank 0 itself holds the port, or needs none."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run([sys.executable, "-c", JOINED], env=environment() | place, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[0, 1, 0, 1]\n"), done.stdout + done.stderr
 
 
 def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

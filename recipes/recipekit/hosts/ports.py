@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 from dataclasses import replace
 
 from ..refusal import Problem
@@ -28,8 +29,11 @@ def check_port(port: int) -> Findings:
 
 
 def check_master_port(rank: int) -> list[Problem]:
-    """Refuses the port that a launcher named for rank 0 if another program has it. Without a launcher a run takes a free port."""
-    if rank or "MASTER_PORT" not in os.environ:
+    """Refuse the port that a launcher named for rank 0 if another program has it.
+
+    Without a launcher, a run takes a free port. A process that has joined its group already may hold the port itself.
+    """
+    if rank or "MASTER_PORT" not in os.environ or _has_joined():
         return []
     if not (port := os.environ["MASTER_PORT"]).isdigit():
         return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
@@ -42,6 +46,12 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def _has_joined() -> bool:
+    """Return True if this process has a group of torch.distributed, without importing torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _free_port(above: int) -> int:
