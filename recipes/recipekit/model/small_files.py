@@ -173,7 +173,7 @@ def changed_config(own: dict[str, Any], config: Any, dtype: str) -> dict[str, An
     A task or the recipe's `adapt` may have changed them. Keys that the class does not know, or renames, stay.
     """
     found = files.with_dtype(_changed(own, config_of(own).to_dict(), config.to_dict()), dtype)
-    if not {"dtype", "torch_dtype"} & found.keys():
+    if "torch_dtype" not in found:
         found["dtype"] = dtype
     if found.get("use_cache") is False:
         found["use_cache"] = True
@@ -209,7 +209,7 @@ def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int
     else:
         own = json.loads(model.generation_config.to_json_string(use_diff=True))
     found = own
-    if tokenizer is not None and not origin.own_tokenizer:
+    if not origin.own_tokenizer:  # false only for a run that reads text
         vocabulary = model.config.get_text_config().vocab_size
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         found, gone = with_special_tokens(own, {number for number in special if number < vocabulary})
