@@ -90,7 +90,7 @@ def added(one: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
 
 def _no_target(documents: int, reader: Any) -> Refusal:
     fix = "give longer documents"
-    if reader.encoder is not None and reader.encoder.chats:
+    if reader.encoder.chats:
         needed = "a message of the role assistant that is not excluded by weight or train"
         fix = f"a chat needs {needed}, and begins within --seq_len tokens"
     return refuse("--dataset", f"{documents} documents in a row hold no token to train on", fix)

@@ -161,7 +161,7 @@ def _wrong(place: str, name: str, value: Any, expected: str) -> Refusal:
 def tools_of(value: Any, place: str) -> list[Any]:
     """Parse the tools of a row: a list of descriptions, or a list as JSON text. A description may also be JSON text."""
     try:
-        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+        tools = json.loads(value.strip() or "[]") if isinstance(value, str) else value
         tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or ()]
     except (ValueError, TypeError) as error:
         raise refuse(place, f"its tools cannot be read: {error}", f"write a JSON list of tools, or {SKIP}") from error

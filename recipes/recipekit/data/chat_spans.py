@@ -367,8 +367,6 @@ class _Chat:
 
     def _behind_prompt(self, prompt: str, low: int, high: int) -> int | None:
         """Return the last place between `low` and `high` where the end of the prompt ends in the text."""
-        if not prompt:
-            return high
         for length, back in itertools.product(TAILS, self.template.steps_back):
             tail = prompt[: len(prompt) - back][-length:]
             if tail and (at := self.text.rfind(tail, low, high)) >= 0:

@@ -132,8 +132,9 @@ class Reader:
 
         Raises `Refusal` if the lost share exceeds `MOST`, unless bad rows are skipped.
         """
-        if not counts.rows or self.encoder is None:
+        if not counts.rows:
             return
+        assert self.encoder is not None
         for line in counts.lines(self.encoder.seq_len):
             self.say(line)
         if self.strict and not self.skip and (problems := counts.problems(self.encoder.seq_len)):

@@ -209,7 +209,7 @@ def _readable(template: ChatTemplate, chats: list[Content], places: list[str]) -
     for chat, place in zip(chats, places, strict=True):
         messages, tools = (chat["messages"], chat.get("tools")) if isinstance(chat, dict) else (chat, None)
         try:
-            found.append((messages_of(messages, place, template.roles), tools or None, place))
+            found.append((messages_of(messages, place, template.roles), tools, place))
             met |= {message["role"] for message in found[-1][0]}
         except UnknownRole as problem:
             unknown, met = unknown or problem, met | problem.met

@@ -81,7 +81,7 @@ class Wanted:
     def of_table(self, table: Any) -> pa.Array:
         """Takes the wanted values from a pyarrow table or record batch."""
         several = self.as_rows or (self.chats and not self.are_tokens(table.schema))
-        values = pa.Table.from_batches([table]) if several and isinstance(table, pa.RecordBatch) else table
+        values = pa.Table.from_batches([table]) if isinstance(table, pa.RecordBatch) else table
         columns = list(self.read(table.schema.names))
         values = values.select(columns).to_struct_array() if several else values.column(self.columns[0])
         if isinstance(values, pa.ChunkedArray):
