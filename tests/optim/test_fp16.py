@@ -16,6 +16,7 @@ from recipekit.checkpoints import create
 from recipekit.mesh import Mesh
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, default_optimizer
 from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
 from recipekit.run_folder import read_metrics
 from recipekit.runtime.deepspeed_engine import repaired
 from test_parity import accumulating, recipe_for, strategy, train_in_layout
@@ -74,6 +75,23 @@ def test_one_step_of_sgd_is_plain_pytorchs(pools, stage, fp16):
         for weight, begun, move in zip(weights, start, moves, strict=True):
             assert (weight - begun - move).norm() <= (1e-3 if stage else 2e-2) * move.norm()  # without ZeRO it was read in fp16
         assert grad_norm == pytest.approx(norm, rel=1e-3)
+
+
+def refused_step(stage: int, fp16: dict[str, Any]) -> str:
+    try:
+        step_in_fp16(stage, fp16)
+    except Refusal as refusal:
+        return str(refusal)
+    return "trained"
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=slow), pytest.param(3, marks=slow)])
+def test_an_overflow_at_the_smallest_scale_is_refused_on_every_rank(pools, stage):
+    fp16 = {"initial_scale_power": 24, "min_loss_scale": 2.0**24, "hysteresis": 1}
+    results = pools.run(2, refused_step, timeout=60, stage=stage, fp16=fp16)
+    assert results[0] == results[1]
+    assert results[0].startswith("fp16.min_loss_scale: gradients overflow in fp16 at the smallest loss scale; train in bf16"), results[0]
+    assert pools.run(2, refused_step, timeout=60, stage=stage, fp16=fp16 | {"min_loss_scale": 1.0}) == ["trained"] * 2
 
 
 def train(recipe: Recipe, config: dict[str, Any], out: str) -> int:

@@ -19,7 +19,7 @@ from ..parallel import pipeline
 from ..parallel.blueprint import Blueprint, Layout, describe, held
 from ..parallel.groups import Groups
 from ..parallel.scalars import broadcasting_scalars
-from ..refusal import Say
+from ..refusal import Say, refuse
 
 
 def make(built: Built, groups: Groups, ds_config: dict[str, Any], loss: Callable[..., torch.Tensor], pipeline_schedule: str, say: Say) -> Engine:
@@ -57,8 +57,24 @@ def repaired(made: Any) -> Engine:
     undo_hidden_step(made)
     keep_grad_norm(made)
     keep_momentum_norm(made)
+    if getattr(made.optimizer, "loss_scaler", None) is not None:
+        made.optimizer.step = partial(_step_in_fp16, made.optimizer.step)
     states = DeepSpeedStates(made)
     made.accumulate = partial(accumulate, made)
     made.before_step, made.after_step = partial(before_step, made), partial(after_step, made)
     made.save_states, made.load_states = states.save, states.load
     return made
+
+
+def _step_in_fp16(step: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Take an optimizer step. Raises `Refusal`, on all ranks, if gradients overflow at the smallest loss scale.
+
+    DeepSpeed 0.19.8 raises a bare Exception there (runtime/fp16/loss_scaler.py).
+    """
+    try:
+        return step(*given, **named)
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        fix = "train in bf16, lower the learning rate, or set a smaller min_loss_scale"
+        raise refuse("fp16.min_loss_scale", "gradients overflow in fp16 at the smallest loss scale", fix) from error
