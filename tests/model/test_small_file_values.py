@@ -108,6 +108,15 @@ def test_the_folders_of_the_small_files(folder: Path, tmp_path: Path, monkeypatc
         assert found == wanted and found.carries_tokenizer == (wanted.own_tokenizer and wanted.tokenizer is not None), case
     assert Origin() == Origin(None, None, True)
 
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    byte_tokenizer().save_pretrained(tmp_path / "bytes")
+    assert origin_of(own, "random", "bytes", True) == Origin(folder, None, False), "the word, not a folder of that name"
+    assert origin_of(own, "random", "~/other", True) == Origin(folder, other, False)
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "a.gguf").write_bytes(b"GGUF")
+    assert origin_of(own, "random", str(tmp_path / "gguf"), True) == Origin(folder, None, False)
+
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "tokenizer_config.json").write_text("{}")  # of a tokenizer without a model

@@ -49,7 +49,7 @@ class Origin:
 def origin_of(model: str, init: str, tokenizer: str, reads_text: bool) -> Origin:
     """Return the folders of a run's small files; the arguments are fields of the recipe."""
     folder = weights_folder(model) if init == "pretrained" else folder_of(model)
-    if not reads_text or tokenizer == "bytes":
+    if not reads_text or tokenizer == "bytes":  # the word, also where a folder has that name
         return Origin(folder, None, own_tokenizer=not reads_text)
     same = Path(tokenizer).is_dir() and Path(model).is_dir() and Path(tokenizer).samefile(model)
     if own := tokenizer in ("", model) or same:
@@ -84,8 +84,7 @@ def gather(built: Built, model_config: dict[str, Any], processor: Any, dtype: to
     `model_config` is the config.json that the model was made from. `ends` are the tokens that end an answer in
     training. Raises `Refusal` for a generation config that cannot be read.
     """
-    model: Any = built.models[0]
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    model: Any = built.models[0]  # an adapter's wrapper has the attributes of its model
     tokenizer = _tokenizer_of(processor)
     contents, notes = _carried(origin, processor, reads_text=tokenizer is not None)
     if content := _generation_file(model, origin, tokenizer, ends, notes):

@@ -1,0 +1,129 @@
+"""The refusal of a config.json names the values that a constructor's error came from."""
+
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from recipekit.model.config_errors import suspects_of, wrong_values
+from recipekit.refusal import Refusal, refuse
+
+ERRORS = [ArithmeticError, ZeroDivisionError, AssertionError, AttributeError, LookupError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_of_a_constructor_is_refused_with_its_text(kind: Callable[[str], Exception]) -> None:
+    long = "x " * 300
+    with pytest.raises(Refusal) as caught, wrong_values({"b": {"act": "gelo"}, "act": "gelu"}, "model = M"):
+        raise kind(f"no `gelo`\n  in {long}")
+    (problem,) = caught.value.problems
+    text = str(kind(f"no `gelo`\n  in {long}")).replace("\n  ", " ")[:400]
+    name = "" if kind is StrictDataclassError else f"{kind.__name__}: "  # type: ignore[attr-defined]
+    if kind is not KeyError:  # whose text is a representation
+        assert problem.rule == f"transformers {transformers.__version__} does not take its config.json: {name}{text} (probably b.act = gelo)"
+    assert (problem.where, problem.fix) == ("model = M", "correct the value in config.json") and name in problem.rule
+
+
+def test_other_errors_and_refusals_are_not_changed() -> None:
+    with pytest.raises(Refusal) as bare, wrong_values({"a": "b"}, "model = M"):
+        raise TypeError("x")
+    assert bare.value.problems[0].rule.endswith("does not take its config.json: TypeError: x")
+    for error in (OSError("a"), ImportError("a"), KeyboardInterrupt(), refuse("A", "is b", "use c")):
+        with pytest.raises(type(error)) as caught, wrong_values({"a": 0}, "model = M"):
+            raise error
+        assert caught.value is error
+
+
+def raised(error: Exception, *statements: str) -> Exception:
+    """Raise `error` in functions that call one another, each with a statement of a file of transformers; the last one raises."""
+    call: Callable[[], Any] = lambda: _raise(error)  # noqa: E731
+    for number, statement in reversed(list(enumerate(statements))):
+        file = f"/site/transformers/models/own/modeling_{number}.py"
+        source = f"def run():\n    return call(\n        *{statement!r}[:0])\n"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        space: dict[str, Any] = {"call": call}
+        exec(compile(source, file, "exec"), space)
+        call = space["run"]
+    try:
+        call()
+    except type(error) as found:
+        return found
+    raise AssertionError
+
+
+def _raise(error: Exception) -> None:
+    hidden_size = error  # a name of this file is no statement of a model's code
+    raise hidden_size
+
+
+ZERO = {"hidden_size": 0, "dropout": 0.0, "bos": -1, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("error", "statements", "values", "found"),
+    [
+        # Quoted values.
+        (ValueError("no 'a' or \"b\" or `c` or d"), (), dict(zip("stuvw", "abcd3", strict=True)), ["s = a", "t = b", "u = c"]),
+        (ValueError("'3' and 'e'"), (), {"model_type": "e", "n": 3}, []),
+        (ValueError("'a' of hidden_size"), (), {"hidden_size": 0, "act": "a"}, ["act = a"]),
+        (StrictDataclassError("'a' of hidden_size"), (), {"hidden_size": 0, "act": "a"}, ["act = a"]),
+        (StrictDataclassError("hidden_size"), (), {"hidden_size": 0}, []),
+        # Numbers of zero or less that the message or the code names.
+        (TypeError("hidden_size, dropout, bos, num_heads"), (), ZERO, ["hidden_size = 0", "bos = -1"]),
+        (TypeError("num_heads"), (), ZERO, ["num_heads = 4"]),
+        (TypeError("of dropout and num_heads"), (), ZERO, ["dropout = 0.0", "num_heads = 4"]),
+        (TypeError("x"), ("a.hidden_size",), ZERO, ["hidden_size = 0"]),
+        (TypeError("bos"), ("a.hidden_size",), ZERO, ["bos = -1"]),
+        (TypeError("x"), ("a.bos", "a.hidden_size", "a.num_heads"), ZERO, ["hidden_size = 0"]),
+        (TypeError("num_heads"), ("a.bos", "dropout"), ZERO, ["bos = -1"]),
+        (TypeError("x"), ("num_heads", "dropout"), ZERO, ["dropout = 0.0"]),
+        (TypeError("x"), (), ZERO, []),
+        # Divisions.
+        (ZeroDivisionError("by zero"), (), ZERO, ["hidden_size = 0", "bos = -1"]),
+        (ZeroDivisionError("by zero"), ("a.dropout",), ZERO, ["hidden_size = 0", "bos = -1"]),
+        (ZeroDivisionError("by zero"), ("a.bos",), ZERO, ["bos = -1"]),
+        (ZeroDivisionError("by zero"), ("a.num_heads",), {"num_heads": 4, "dropout": 0.0}, ["num_heads = 4"]),
+        # Words.
+        (AssertionError("Padding_idx must be"), (), {"pad_token_id": 99, "padding": -1}, ["pad_token_id = 99"]),
+        (TypeError("dtype, torch_dtype, model_type"), (), {"dtype": "a", "torch_dtype": "b", "model_type": "c"}, []),
+        (TypeError("hidden_sizes, my_hidden_size and hidden"), (), ZERO, []),
+        (TypeError("hidden_size"), (), {"text.hidden_size": 0, "hidden_size.text": 0, "a.b.hidden_size": -2}, ["text.hidden_size = 0", "a.b.hidden_size = -2"]),
+        (TypeError("a b c d e"), (), dict.fromkeys("abcde", 1), ["a = 1", "b = 1", "c = 1"]),
+        (TypeError("a_size b_size"), (), {"a_size": False, "b_size": 7}, ["a_size = False", "b_size = 7"]),
+        (TypeError("a_size b_size"), (), {"b_size": 7, "a_size": None}, ["b_size = 7", "a_size = None"]),
+    ],
+)  # fmt: skip
+def test_the_first_kind_of_suspects_that_exists_is_named(error: Exception, statements: tuple[str, ...], values: dict[str, Any], found: list[str]) -> None:
+    assert suspects_of(raised(error, *statements), values) == found
+
+
+COUNTS = (
+    "size",
+    "patch_sizes",
+    "n_head",
+    "num_heads",
+    "head_dim",
+    "n_embd",
+    "d_model",
+    "n_layer",
+    "num_layers",
+    "depths",
+    "experts",
+    "rope.factor",
+    "scalar",
+    "channels",
+)
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_zero_is_suspected_in_counts_only(key: str) -> None:
+    for zero in (0, 0.0):
+        assert suspects_of(ZeroDivisionError("x"), {"attention_dropout": zero, key: zero, f"{key}_drop": zero}) == [f"{key} = {zero}"]
+    assert suspects_of(ZeroDivisionError("x"), {key: 1, "drop": -0.5}) == ["drop = -0.5"]
+
+
+def test_values_are_named_by_their_place() -> None:
+    with pytest.raises(Refusal, match=r"\(probably a\.b\.n_head = 0 or n_layer = -1\)"), wrong_values({"a": {"b": {"n_head": 0}, "c": 1}, "n_layer": -1}, "M"):
+        raise ZeroDivisionError("x")
