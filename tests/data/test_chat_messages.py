@@ -49,6 +49,7 @@ def test_columns_of_each_form():
     for form in forms("messages"):
         for name in form.columns:
             assert form_of([other for other in form.columns if other != name]) is None
+    assert forms("messages")[2].present(["system", "output", "messages"]) == ["output", "system"]
     assert form_of(["output", "instruction"]) is not None and form_of(["conversations"], "talk") is None
 
 

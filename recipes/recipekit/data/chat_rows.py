@@ -13,9 +13,9 @@ Row = dict[str, Any]
 Content = list[Message] | Row  # a chat: its messages, or a dictionary with messages, tools and form
 
 ROLES = ("assistant", "developer", "function", "ipython", "system", "tool", "user")
-SPEAKERS = {  # of ShareGPT
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant",
+SPEAKERS = {  # of ShareGPT, whose other speakers are roles
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 TOOLS = "tools"  # the column of the tools that a chat may call
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # equivalent keys of a message
@@ -39,7 +39,7 @@ class Form:
         """List the columns of this form that are among `names`."""
         return [name for name in (*self.columns, *self.optional) if name in names]
 
-    def content(self, row: Row, place: str, padded: bool = False) -> Content | None:
+    def content(self, row: Row, place: str, padded: bool) -> Content | None:
         """Return the chat of a row; None for an empty row. Raises `Refusal`.
 
         `padded`: objects have the keys of all rows, as in tables.

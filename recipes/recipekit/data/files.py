@@ -146,7 +146,7 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
             _check_sample({name: values[column] for name, column in zip(request.names, columns, strict=True) if column in values}, place)
         elif request.chats and (form := form_of(names, columns[0])):
             if values:
-                form.content(values, place)
+                form.content(values, place, padded=kind != "lines")
         else:
             check_value(values.get(columns[0]), request.chats, place, tokens=kind != "lines")
 
