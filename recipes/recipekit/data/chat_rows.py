@@ -283,10 +283,8 @@ def _trained(message: Message) -> bool | None:
     """Return True or False for `weight`, `train` or `training` of a message; None if the message has no such key."""
     found = {key: message[key] for key in ("weight", "train", "training") if message.get(key) is not None}
     for key, value in found.items():
-        allowed = (0, 1) if key == "weight" else (False, True)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        has_type = is_number if key == "weight" else isinstance(value, bool)
-        if not has_type or value not in allowed:
+        is_wrong_type = isinstance(value, bool) == (key == "weight")
+        if is_wrong_type or value not in (0, 1):
             values = "0 or 1" if key == "weight" else "true or false"
             raise _Unreadable(f"the {key} of a message must be {values}, this is {value!r}", "write one of these")
     if len({bool(value) for value in found.values()}) > 1:
