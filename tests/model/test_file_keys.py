@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 from recipekit.architectures import families
+from recipekit.architectures.lookup import with_labels
+from recipekit.model import initial
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
 from recipekit.model.weights import Weights, open_weights
@@ -217,6 +219,25 @@ def test_values_that_are_no_numbers_are_noted(tmp_path, kind, name, value, found
     save_model(tmp_path, kind, tensors=spoiled)
     (rule,) = values_of(tmp_path)[1]
     assert rule.endswith(f"holds {found} in its files")
+
+
+@pytest.mark.parametrize("inner", ["convolution.weight", "normalization.running_var"])
+@pytest.mark.parametrize("labels", [0, 3])
+def test_values_are_checked_beside_a_new_head_and_in_buffers(tmp_path, monkeypatch, inner, labels):
+    """Also in a model without lists of layers, whose weights and drawn head are one part."""
+    monkeypatch.setattr(initial, "parts", lambda model: iter([(model, True)]))
+    name, task = f"resnet.embedder.embedder.{inner}", "image_classification"
+
+    def spoiled(tensors: Tensors) -> Tensors:
+        tensors[name].view(-1)[-1] = float("nan")
+        return tensors
+
+    save_model(tmp_path, "resnet", task, spoiled)
+    config = with_labels(json.loads((tmp_path / "config.json").read_text()), labels)
+    recipe = Recipe(model=str(tmp_path), task=task, num_labels=labels)
+    built = build_model(recipe, config, None, ds_config(0), torch.device("cpu"))
+    assert built.weights is not None and bool(built.weights.drawn) == bool(labels)
+    assert [problem.rule for problem in built.weights.not_finite] == [f"{name} holds a NaN in its files"]
 
 
 def test_values_that_the_training_dtype_does_not_hold_are_noted(tmp_path):

@@ -65,7 +65,7 @@ def fill(
                     value = tensor_parallel.shard(value, cuts[name], tp_mesh)
             # a copy: safetensors' tensors are views of the mapped file, which training must not write to
             filled = nn.Parameter(value.to(device, dtype, copy=True), requires_grad=parameter.requires_grad)
-            if read and weights is not None:
+            if weights is not None and name not in weights.drawn:
                 weights.check_finite(name, value, filled)
             for mark, kept in vars(parameter).items():
                 setattr(filled, mark, kept)
@@ -78,12 +78,20 @@ def fill(
         if divide and any(part is layer for layer in layers):
             divide(part)
     _return_freed_blocks(False)
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        stored = weights is not None and name in persistent and name in weights.stored
-        buffer.data = (weights.whole(name).to(buffer.dtype) if weights and stored else buffer.data).to(device)
+    _fill_buffers(model, weights, device)
     if divide:
         divide(model)
+
+
+def _fill_buffers(model: nn.Module, weights: Weights | None, device: torch.device) -> None:
+    """Move the buffers to `device`, with the values of the files if these have them."""
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if weights is not None and name in persistent and name in weights.stored:
+            value = weights.whole(name)
+            buffer.data = value.to(buffer.dtype)
+            weights.check_finite(name, value, buffer)
+        buffer.data = buffer.data.to(device)
 
 
 def parts(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
