@@ -130,9 +130,7 @@ class ChatTemplate:
         source, tokens = self._dated_sources[False], self.tokenizer.special_tokens_map
         try:
             texts, _ = render_jinja_template([chat], chat_template=source, **tokens)
-        except UNRENDERABLE as error:
-            if isinstance(error, Refusal):
-                raise
+        except UNRENDERABLE:
             return False
         return QUESTION in texts[0]
 
@@ -246,8 +244,8 @@ class ChatTemplate:
 
     def _parts(self, text: str) -> list[str]:
         """Split a text at its added tokens and line ends."""
-        places = {0, len(text)} | {place for found in self._added.finditer(text) for place in found.span()}
-        places |= {found.end() for found in re.finditer("\n", text)}
+        pieces = itertools.chain(self._added.finditer(text), re.finditer("\n", text))
+        places = {0, len(text)} | {place for found in pieces for place in found.span()}
         return [text[first:last] for first, last in itertools.pairwise(sorted(places))]
 
     def _shared(self, one: str, other: str) -> int:
