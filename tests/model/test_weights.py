@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from recipekit.architectures.safetensors_files import INDEX
 from recipekit.command import parse
 from recipekit.model.build import build_model
+from recipekit.model.weights import weights_folder
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
@@ -30,6 +32,25 @@ def save_tiny(folder: Path, kind: str = "llama", seed: int = 5) -> Any:
     model = build_model(Recipe(model="none", init="random", seed=seed), config, None, ds_config(0), torch.device("cpu")).model
     model.save_pretrained(folder, max_shard_size="500KB")
     return model
+
+
+def test_a_download_has_the_weights_and_every_small_file(monkeypatch, tmp_path):
+    """Exports carry the small files, such as the tokenizer's model. Weights in other formats stay where they are."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.append({"name": name} | options) or str(tmp_path))
+    assert weights_folder("someone/model") == tmp_path and asked[0]["name"] == "someone/model"
+    files = [
+        "config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "merges.txt",
+        "qwen.tiktoken",
+        "source.spm",
+        "bpe.codes",
+        "model-00001-of-00002.safetensors",
+    ]
+    others = ["pytorch_model.bin", "model.onnx", "model.gguf", "code.py", "README.md"]
+    assert list(filter_repo_objects([*files, *others], allow_patterns=asked[0]["allow_patterns"])) == files
 
 
 def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]:

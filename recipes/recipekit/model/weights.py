@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..architectures import safetensors_files
 from ..architectures.lookup import read_config, with_labels
+from ..architectures.small_files import SUFFIXES
 from ..hub import hub_is_away
 from ..parallel import tensor
 from ..parallel.blueprint import Stored
@@ -26,6 +27,7 @@ HEAD = re.compile(r"(\w*classifier|score|head)\.")  # parameters of a head for c
 
 ENDS = 4096  # values of a tensor's first and last row that its mark covers
 NAMED = 3  # unused keys that a line lists
+DOWNLOADED = ["*.safetensors", *(f"*{suffix}" for suffix in SUFFIXES)]  # files of a hub model: exports carry the small ones
 COMPARED = 1 << 22  # values of two tensors to compare at a time
 
 
@@ -186,7 +188,7 @@ def open_files(name: str, folder: Path) -> Weights:
 
 
 def weights_folder(name: str) -> Path:
-    """Returns the folder of a model's safetensors; downloads a hub model once per host. Raises `Refusal` if it cannot be had."""
+    """Return the folder of a model's safetensors and small files. Downloads a hub model once per host. Raises `Refusal` if it cannot be had."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -194,7 +196,7 @@ def weights_folder(name: str) -> Path:
 
     page = f"https://huggingface.co/{name}"
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], local_files_only=hub_is_away()))
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=hub_is_away()))
     except GatedRepoError:
         raise refuse(f"model = {name}", f"is gated: its licence has to be accepted at {page}", "then log in with: hf auth login") from None
     except RepositoryNotFoundError:
