@@ -86,6 +86,9 @@ def test_tied_and_separated_names(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": on}))
         assert separated_names(model, tmp_path / "config.json") == wanted
     assert separated_names(untied, tmp_path / "no.json") == {}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    untied._tied_weights_keys = None  # type: ignore[assignment]
+    assert separated_names(untied, tmp_path / "config.json") == {}
 
 
 def test_a_config_ties_if_one_of_its_parts_does() -> None:

@@ -51,7 +51,7 @@ HEADS = {
     "bert": ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
     "modernbert": ("decoder.weight", "model.embeddings.tok_embeddings.weight"),
 }
-TIED = {"tie_word_embeddings": True}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
 
 def config_json(folder: str) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def change(folder: Path, remove: tuple[str, ...] = (), **more: torch.Tensor) -> None:
+def change(folder: Path, remove: tuple[str, ...] = (), **more: Any) -> None:
     tensors = load_file(folder / FILE)
     save_file({key: value.clone() for key, value in tensors.items() if key not in remove} | more, folder / FILE, metadata={"format": "pt"})
 
@@ -140,8 +140,7 @@ def test_only_parameters_that_transformers_allows_to_be_missing_are_drawn(folder
     with pytest.raises(Refusal, match=r"^model = X: its files lack 1 of 39 parameters, first model\.layers\.1\.mlp\.up_proj\.weight; give the files that match this "
                        r"config\.json and transformers version$"):  # fmt: skip
         opened(folder)
-    change(folder, **{"model.layers.1.mlp.up_proj.weight": empty_model(config_json(str(folder))).get_parameter("model.layers.1.mlp.up_proj.weight").new_ones((), device="cpu")
-                      .expand(128, 64).contiguous()})  # fmt: skip
+    change(folder, (), **{"model.layers.1.mlp.up_proj.weight": torch.ones(128, 64)})
     assert opened(folder).drawn == {"model.norm.weight"} and "model.norm.weight" not in opened(folder).stored
 
 
@@ -178,7 +177,7 @@ def test_a_head_that_the_files_tie_is_read_from_the_embedding(folder: Path) -> N
     ],
 )
 def test_up_to_three_unused_keys_are_named(folder: Path, extra: tuple[str, ...], said: str) -> None:
-    change(folder, **{key: torch.ones(1) for key in extra})
+    change(folder, (), **{key: torch.ones(1) for key in extra})
     assert opened(folder).note == said
 
 
@@ -197,7 +196,7 @@ def test_files_beside_the_index_are_not_read(folder: Path) -> None:
 def test_heads_of_one_model_are_compared_again_for_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered within a process depends on the config, the name, the class, and on every file and its time."""
     folder, asked = tmp_path / "model", []
-    folder_of(folder, **TIED)
+    folder_of(folder, "llama", **TIED)
     tensors = load_file(folder / FILE)
     (folder / FILE).unlink()
     shards = {"model-00001-of-00002.safetensors": ["lm_head.weight"], "model-00002-of-00002.safetensors": [key for key in tensors if key != "lm_head.weight"]}
@@ -215,7 +214,7 @@ def test_heads_of_one_model_are_compared_again_for_other_files(tmp_path: Path, m
 def test_what_needs_no_comparison_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An untied config, and files with one tensor of the vocabulary."""
     monkeypatch.setattr(own_head, "_compared", lambda *words: ({}, "compared"))
-    folder = folder_of(tmp_path, **TIED)
+    folder = folder_of(tmp_path, "llama", **TIED)
     config = config_json(folder)
     assert config_of_files(config, folder, "AutoModelForCausalLM")[1] == "compared"
     untied = config | {"tie_word_embeddings": False}
@@ -229,7 +228,7 @@ def test_what_needs_no_comparison_is_not_compared(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("shape", [(264, 63), (264,)])
 def test_a_head_of_another_shape_is_not_compared(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """It is refused where the model is built."""
-    folder = folder_of(tmp_path, **TIED)
+    folder = folder_of(tmp_path, "llama", **TIED)
     change(tmp_path, remove=("lm_head.weight",), **{"lm_head.weight": torch.ones(shape)})
     assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM") == (config_json(folder), "")
 

@@ -24,7 +24,7 @@ from ..refusal import Problem, Refusal
 # Fields of peft's LoraConfig that train, export and merge as in peft with every value (tests/model/test_adapters.py).
 FIELDS = frozenset(
     {
-        *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
         *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
         *("bias", "lora_bias", "modules_to_save", "trainable_token_indices", "ensure_weight_tying"),

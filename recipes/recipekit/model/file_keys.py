@@ -91,10 +91,10 @@ def unused_keys(model: PreTrainedModel, keys: list[str], found: Mapping[str, Sto
     name_of = {key: name for name, stored in found.items() for part in stored.parts for key in part}
     left = {key: name_of.get(key, key) for key in keys if name_of.get(key) not in state}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    computed = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    buffers = {name for name, _ in model.named_buffers()}
 
     def ignorable(key: str, name: str) -> bool:
-        if any(pattern.search(name) for pattern in ignored) or name in computed or COMPUTED.search(name):
+        if any(pattern.search(name) for pattern in ignored) or name in buffers or COMPUTED.search(name):
             return True
         return bool(CAUSAL_MASK.search(name)) and shape(key)[:2] == [1, 1]
 
