@@ -61,6 +61,8 @@ def test_text_around_an_answer(name):
         ("{{ 'A: ' if loop.index == 2 else 'A; ' if m.role == 'assistant' else 'U' }}{{ m.content }}.", "A", "."),
         ("{{ loop.index }}{{ m.content }}.", "", "."),
         (" {{ m.content }}.", "", "."),
+        ("{% if messages | length == 3 %}{{ m.a.b }}{% endif %}<{{ m.role }}>{{ m.content }}\n", "<assistant>", "\n"),
+        ("<{{ m.role }}>{{ m.content if m.role == 'user' }}\n", "", ""),
         ("<{{ m.role }}>{{ m.content }}{{ m.content if m.role == 'assistant' }}\n", "", "\ue001\n"),
         ("{% if m.role == 'user' %}<u>{{ m.content }}{% else %}<a>{{ m.content }}</a>{% endif %}", "<a>", "</a>"),
         ("{% if loop.index == 1 and loop.last %}{{ m.nope.nope }}{% endif %}<{{ m.role }}>{{ m.content }}", "", ""),
@@ -94,6 +96,31 @@ def test_end_of_an_answer_in_a_longer_chat(part, text, end):
     assert found.end_of(part, text) == end
     found.tokenizer.eos_token = None
     assert found.end_of("ab", "ab<|end|>") == 2
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<turn_end>{% else %}<|end|>{% endfor %}", ["<|end|>"]),
+        ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<|x|>{% else %}<|end|>{% endfor %}", ["<|end|>", "<|x|>"]),
+        (
+            "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}<|x|>{% else %}<turn_end>{% endfor %}",
+            ["<turn_end>", "<|x|>"],
+        ),
+        ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments.items() | list }}<|x|>{% else %}.{% endfor %}", ["<|x|>"]),
+        ("{{ m.content }}<turn_end>.{% if loop.last %}<|x|><|end|>\n{% endif %}", ["<turn_end>", "<|end|>"]),
+        ("{{ m.content }}{{ m.content }}<turn_end>", ["<turn_end>"]),
+    ],
+)
+def test_last_token_of_each_ending_ends_an_answer(source, expected):
+    """Behind a call only if it is special: other tokens there close the call, not the turn."""
+    found = template(each("<{{ m.role }}>" + source))
+    assert found.tokenizer.convert_ids_to_tokens(list(found.end_tokens)) == expected
+
+
+def test_a_token_that_begins_like_another_is_told_from_it():
+    tokenizer = template_tokenizer(each("{{ m.content }}\n", "<|x|>>bot\n"), ("<|x|>", "<|x|>>"))
+    assert ChatTemplate(tokenizer).steps_back == (0, 1, 4, 10)
 
 
 # Dates, marks, keys and roles -------------------------------------------------------------------------------------

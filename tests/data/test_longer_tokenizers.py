@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from recipekit.data.processors import byte_tokenizer, check_tokenizer, fitting_t
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_corpus
 from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.refusal import Refusal, refuse
+from recipekit.runtime import corpus
+from recipekit.tasks.facts import TASKS
 
 SAYS = r"holds token 264 \('<image>'\): the tokenizer has 265 tokens, and the model has embeddings for 0 to 263; call resize_token_embeddings\(265\)"
 
@@ -39,8 +42,7 @@ def read(recipe: Recipe, vocab_size: int = 264, **changes: Any) -> tuple[int, in
     """Read every chunk; return (number of tokens, number of rows left out)."""
     request = dataclasses.replace(request_of(recipe), **changes)
     tokenizer = fitting_tokenizer(request, {"vocab_size": vocab_size})
-    corpus = open_corpus(request, tokenizer)
-    (reader,) = corpus.readers()
+    (reader,) = open_corpus(request, tokenizer).readers()
     chunks = list(reader.chunks(0, 0, 0))
     return sum(len(chunk.ids) for chunk in chunks), sum(chunk.bad for chunk in chunks)
 
@@ -88,6 +90,32 @@ def test_tokens_of_the_task_itself_need_an_embedding(tmp_path: Path) -> None:
 def test_a_pair_with_such_a_token_is_a_broken_row(tmp_path: Path) -> None:
     tokenizer = fitting_tokenizer(request_of(recipe_of(tmp_path, "preference")), {"text_config": {"vocab_size": 264}})
     pairs = Pairs(tokenizer, 64, False)
-    assert encode_pair(pairs, {"prompt": "a", "chosen": "b", "rejected": "c"})[0] >= 1
-    with pytest.raises(ValueError, match="it holds token 264, and the model has embeddings for 0 to 263"):
-        encode_pair(pairs, {"prompt": "a", "chosen": "b<image>", "rejected": "c"})
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert encode_pair(pairs, row)[0] >= 1
+    for name in row:
+        with pytest.raises(ValueError, match="it holds token 264, and the model has embeddings for 0 to 263"):
+            encode_pair(pairs, row | {name: "b<image>"})
+    tokenizer.num_embeddings = 265
+    assert encode_pair(pairs, row | {"chosen": "b<image>"})[1][1:] == [ord("b") - 33, 264, tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("task, embeddings, notes", [("pretrain", 264, 1), ("pretrain", 265, 0), ("sft", 263, 1), ("image_classification", 264, 0)])
+def test_a_longer_tokenizer_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, embeddings: int, notes: int) -> None:
+    """Of a task that reads tokens, also if the tokenizer is part of a processor; what the data refuse is raised on all ranks."""
+    tokenizer: Any = fitting_tokenizer(request_of(recipe_of(tmp_path)), {"vocab_size": embeddings})
+    monkeypatch.setattr(corpus, "shared_problems", lambda refusal: refusal.problems if refusal else [])
+    for name in ("open_corpus", "open_rows"):
+        monkeypatch.setattr(corpus, name, lambda *given: None)
+    of_task = SimpleNamespace(facts=TASKS[task], samples=None if TASKS[task].of_tokens else "samples")
+    line = f"tokenizer: it has 265 tokens, the model has embeddings for {embeddings}; data with one of the others are refused"
+    for processor in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):
+        said: list[str] = []
+        corpus.check_data(recipe_of(tmp_path, task), of_task, processor, said.append)  # type: ignore[arg-type]
+        assert said == [line] * notes
+    monkeypatch.setattr(corpus, "open_corpus" if of_task.samples is None else "open_rows", refused)
+    with pytest.raises(Refusal, match="no such data"):
+        corpus.check_data(recipe_of(tmp_path, task), of_task, tokenizer, said.append)  # type: ignore[arg-type]
+
+
+def refused(*given: Any) -> None:
+    raise refuse("--dataset", "no such data", "give some")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from recipekit.model.empty import config_of
 from recipekit.model.small_files import SmallFiles, changed_config, gather, origin_of
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
+from recipekit.runtime import small_files as of_run
 from recipekit.runtime.small_files import end_tokens
 from test_model import ds_config, tiny_config
 from transformers import AutoTokenizer
@@ -119,6 +121,37 @@ def test_every_end_of_an_answer_is_found_in_the_template(source, wanted):
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>" + source + "{% endfor %}"
     tokenizer.add_tokens(["<turn_end>", "<text_end>", "<call_end>"], special_tokens=True)
     assert tokenizer.convert_ids_to_tokens(list(end_tokens(tokenizer))) == [END, *wanted]
+
+
+def test_end_tokens_by_task_and_tokenizer():
+    """The tokenizer's end token first, once; a template that cannot be used adds none."""
+    tokenizer = byte_tokenizer()
+    assert end_tokens(tokenizer) == end_tokens(tokenizer, "sft") == end_tokens(tokenizer, "preference") == (number(END), number(TURN))
+    assert end_tokens(tokenizer, "pretrain") == (number(END),)
+    tokenizer.chat_template = {"one": tokenizer.chat_template, "two": ""}
+    assert end_tokens(tokenizer) == (number(END),)
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = TURN
+    assert end_tokens(tokenizer) == (number(TURN),)
+    tokenizer.eos_token = None
+    assert end_tokens(tokenizer) == (number(TURN),) and end_tokens(tokenizer, "preference") == (number(TURN),)
+
+
+@pytest.mark.parametrize(
+    ("task", "ends", "reads_text"),
+    [("sft", 2, True), ("preference", 2, True), ("pretrain", 0, True), ("reward", 0, True), ("masked_lm", 0, True), ("image_classification", 0, False)],
+)
+def test_small_files_of_a_run_are_gathered_with_the_ends_of_its_answers(monkeypatch, task, ends, reads_text):
+    given: list[Any] = []
+    monkeypatch.setattr(of_run, "origin_of", lambda *words: words)
+    monkeypatch.setattr(of_run, "export_dtype", lambda plan, config: torch.float16)
+    monkeypatch.setattr(of_run, "gather", lambda *words: given.append(words) or SmallFiles({}, ("n1", "n2")))
+    recipe = Recipe(model="m", init="random", tokenizer="t", task=task)
+    for processor in (byte_tokenizer(), SimpleNamespace(tokenizer=byte_tokenizer())):
+        said: list[str] = []
+        of_run.small_files_of(SimpleNamespace(recipe=recipe), "built", {"a": 1}, processor, said.append)  # type: ignore[arg-type]
+        expected = (number(END), number(TURN))[:ends]
+        assert given.pop() == ("built", {"a": 1}, processor, torch.float16, ("m", "random", "t", reads_text), expected) and said == ["n1", "n2"]
 
 
 def test_a_generation_config_without_its_tokenizer_keeps_no_token_ids(folder):

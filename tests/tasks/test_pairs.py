@@ -158,6 +158,16 @@ UNUSABLE = {
     "of its two answers one is a text, and one a list of messages": {"chosen": [GOOD]},
     "its prompt is a list of messages, and its answers are texts": {"prompt": [USER]},
     "its answers have no prompt: their first messages differ already": {"prompt": None, "chosen": [GOOD], "rejected": [BAD]},
+    "its answers have no prompt: their first messages differ": {"prompt": [], "chosen": [GOOD], "rejected": [BAD]},
+    **{
+        f"a message of its {name} must hold the strings 'role' and 'content', this is {{'role': 'user'}}": {
+            "prompt": [USER],
+            "chosen": [GOOD],
+            "rejected": [BAD],
+        }
+        | {name: [USER, {"role": "user"}]}
+        for name in ("prompt", "rejected")
+    },
     "a message of its chosen must hold the strings 'role' and 'content', this is {'role': 'assistant'}": {"chosen": [{"role": "assistant"}], "rejected": [BAD]},
     "it takes 130 tokens, more than seq_len = 128; --seq_len 130 holds it": {"rejected": "5" * 125},
 }

@@ -1,6 +1,6 @@
 """A corpus as an endless sequence of packed blocks, in an order drawn for each epoch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class Place:
     row: int = 0
     document: int = 0
     bad: int = 0  # broken rows skipped before it
-    lost: tuple[int, ...] = ()  # `Counts.numbers` of the chats before it; empty without chats
+    lost: Sequence[int] = ()  # `Counts.numbers` of the chats before it; empty without chats
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
         place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost)
 
 
-def added(one: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+def added(one: Sequence[int], more: Sequence[int]) -> Sequence[int]:
     """Add up numbers of chats; without chats they are empty."""
     return tuple(map(sum, zip(one, more, strict=True))) if one and more else one or more
 

@@ -177,8 +177,8 @@ class ChatTemplate:
         if bare is None or len(parts) != 3 or not parts[0].startswith(bare) or QUESTION not in parts[1]:
             return ""
         first = parts[0][len(bare) :]
-        second = self.attempt(_sample_chat(2)[:3]) or ""
-        second = (parts[0] + ANSWER + parts[1])[len(second) :]
+        asked = self.attempt(_sample_chat(2)[:3])
+        second = (parts[0] + ANSWER + parts[1])[len(asked) :] if asked else ""
         header = first[: _common_prefix(first, second)] if second else first
         return header if header.strip() else ""
 
@@ -199,10 +199,8 @@ class ChatTemplate:
     @functools.cached_property
     def endings(self) -> tuple[str, ...]:
         """The texts that follow an answer: before a question, at the end of a chat, after a tool call."""
-        found = [self.ending]
-        if (last := self.attempt(_sample_chat(1))) and ANSWER in last:
-            found.append(last.partition(ANSWER)[2])
-        return tuple(dict.fromkeys([*found, self._ending_of_calls]))
+        last = self.attempt(_sample_chat(1)) or ""
+        return tuple(dict.fromkeys([self.ending, last.partition(ANSWER)[2], self._ending_of_calls]))
 
     @functools.cached_property
     def _ending_of_calls(self) -> str:

@@ -27,7 +27,7 @@ class Domains:
         self.step = state["step"]
         self.weights = [state["domains"][domain.name]["weight"] for domain in domains]  # in force when the tokens were given
         self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
-        self.before = [_place(state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
+        self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
         self.bad = [state["domains"][domain.name]["bad"] for domain in domains]  # rows left out up to its end
         self.lost = [tuple(state["domains"][domain.name].get("lost", ())) for domain in domains]  # of chats, up to there
@@ -119,11 +119,6 @@ def steps(
         if pinned:
             batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
         yield batches, {"identity": at_step(identity, ramp, domains.step), "step": domains.step, "domains": domains.state()}
-
-
-def _place(saved: dict[str, Any]) -> Place:
-    own: dict[str, Any] = saved | ({"lost": tuple(saved["lost"])} if "lost" in saved else {})
-    return Place(**own)
 
 
 def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:

@@ -81,9 +81,8 @@ class Wanted:
     def of_table(self, table: Any) -> pa.Array:
         """Takes the wanted values from a pyarrow table or record batch."""
         several = self.as_rows or (self.chats and not self.are_tokens(table.schema))
-        values = pa.Table.from_batches([table]) if isinstance(table, pa.RecordBatch) else table
         columns = list(self.read(table.schema.names))
-        values = values.select(columns).to_struct_array() if several else values.column(self.columns[0])
+        values = table.select(columns).to_struct_array() if several else table.column(self.columns[0])
         if isinstance(values, pa.ChunkedArray):
             values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
         if pa.types.is_fixed_size_list(values.type):
