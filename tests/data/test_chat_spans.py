@@ -253,6 +253,9 @@ def test_longest_known_end_of_the_prompt_is_looked_up(length, shorter):
     assert answers(template(each(source, of_assistant)), [user("quest"), assistant("a")]) == [decoy + "a"]
 
 
+OTHER_ENDING = (
+    "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<|x|>{% else %}<|end|>{% endfor %}"
+)
 OTHER_HEADER = "{% if m.role == 'user' %}U{{ m.content }};{% else %}{{ '<|x|>' if not loop.first }}name: {{ m.content }};{% endif %}"
 
 
@@ -269,6 +272,10 @@ OTHER_HEADER = "{% if m.role == 'user' %}U{{ m.content }};{% else %}{{ '<|x|>' i
         ("{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}", "<assistant>", PAIR[:2], ["a1"]),
         # The private character that marks another answer may be in the text.
         ("{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>", "<assistant>", [user("\ue100q"), assistant("\ue101")], ["\ue101<|end|>"]),
+        # A part of the chat cannot be rendered; nothing around an answer is the same in a shorter chat; an ending that comes first.
+        ("{{ m.a.b if messages | length == 2 and messages[-1].content == 'a1' }}<{{ m.role }}>{{ m.content }}\n", "<assistant>", PAIR, ["a1\n", "a2\n"]),
+        ("{{ messages | length }}{{ m.content }}", "", PAIR, ["a1", "a2"]),
+        (OTHER_ENDING, "<assistant>", [*PAIR[:3], assistant("", {"x": 1})], ["a1<|end|>", "f<|x|>"]),
         # Answers without anything around them.
         ("{{ m.content }}", "", PAIR, ["a1", "a2"]),
         # Two answers in a row, and one that begins with the next header.
@@ -282,13 +289,14 @@ def test_answers_of_a_chat(source, prompt, chat, expected):
 @pytest.mark.parametrize(
     "source, number",
     [
+        ("{{ '[b]' if m.role == 'assistant' else '[u]' }}{{ m.content }};{{ messages | length }}", 2),  # no end of the prompt is in the chat
         ("{{ 'x' if m.role == 'assistant' else m.content }}{{ messages | length if loop.first }}", 2),  # no answer is written
         ("{{ 'a2|' if loop.first and messages[-1].content == 'a2' }}{{ m.content }}<|end|>", 4),  # the last answer begins in front of the first
     ],
 )
 def test_an_answer_that_cannot_be_found_is_refused(source, number):
     with pytest.raises(Refusal, match=f"^row 1, message {number}: the chat template changes this answer, so that its tokens cannot be found"):
-        answers(template(each(source)), PAIR)
+        answers(template(each(source, "<assistant>" if "[b]" in source else "")), PAIR)
 
 
 MARKED = "{% if m.role == 'assistant' %}{{ 'A' }}{% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
