@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from recipekit.architectures.families import tiny_config
+from recipekit.model import head
 from recipekit.model.config_errors import suspects_of, wrong_values
+from recipekit.model.empty import construct
 from recipekit.refusal import Refusal, refuse
+from recipekit.tasks import image_classification
 
 ERRORS = [ArithmeticError, ZeroDivisionError, AssertionError, AttributeError, LookupError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError]
 
@@ -56,6 +60,63 @@ def raised(error: Exception, *statements: str) -> Exception:
 def _raise(error: Exception) -> None:
     hidden_size = error  # a name of this file is no statement of a model's code
     raise hidden_size
+
+
+NOT_IN_TRANSFORMERS = [ArithmeticError, RuntimeError, NotImplementedError, TypeError, LookupError, AttributeError, AssertionError]
+
+
+@pytest.mark.parametrize("kind", NOT_IN_TRANSFORMERS)
+def test_a_small_copy_that_fails_shows_nothing_about_its_head(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    def fail(*_: Any) -> None:
+        raise kind("x" * 300)
+
+    monkeypatch.setattr(head, "small_copy", fail)
+    with pytest.raises(ValueError, match=rf"^no small copy of it runs, which would show it \({kind.__name__}: x{{200}}\)$"):
+        head.operations_of({"model_type": "llama", "of": kind.__name__}, "pretrain")
+
+
+def test_the_refusal_of_a_small_copy_is_the_reason_that_its_head_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise refuse("A", "is b", "use c")
+
+    monkeypatch.setattr(head, "small_copy", fail)
+    with pytest.raises(ValueError, match=r"^no small copy of it runs, which would show it \(is b\)$"):
+        head.operations_of({"model_type": "llama", "of": "refusal"}, "pretrain")
+
+
+ATTENTIONS = [
+    "M does not support an Attention Implementation through x. More",
+    "the attn_implementation is wrong. More",
+    *(f"no {word} here. More" for word in ("flash attention", "flash_attention_2", "FlashAttention2", "SDPA")),
+]
+
+
+@pytest.mark.parametrize("kind", [ValueError, ImportError])
+@pytest.mark.parametrize("said", [*ATTENTIONS, "attention heads must be divisible. More", "flash and attention"])
+def test_only_an_attention_that_a_class_lacks_is_refused_as_one(monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception]) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise kind(said)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fail)
+    for attention, fix in (("sdpa", "use --attention eager"), ("eager", "use another model")):
+        with pytest.raises((Refusal, kind)) as caught:
+            construct(transformers.LlamaConfig(), attention)
+        expected = f"attention = {attention}: a llama cannot use it here: {said.removesuffix('. More')}; {fix}" if said in ATTENTIONS else said
+        assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("kind", [*NOT_IN_TRANSFORMERS, ValueError, ImportError, StrictDataclassError])
+def test_an_image_model_whose_small_copy_fails_is_refused(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    def fail(*_: Any) -> None:
+        raise kind("y" * 300)
+
+    monkeypatch.setattr(image_classification, "small_copy", fail)
+    config = tiny_config("vit", task="image_classification")
+    rule = rf"^model = M: no small copy of a vit runs on pictures alone \({kind.__name__}: y{{200}}\); use another image classifier"
+    with pytest.raises(Refusal, match=rule):
+        image_classification.check(config, "eager", "M")
+    monkeypatch.setattr(image_classification, "small_copy", lambda *_: (_ for _ in ()).throw(refuse("A", "is b", "use c")))
+    assert image_classification.check(config, "eager", "M") == "not known whether a vit takes pictures: is b"
 
 
 ZERO = {"hidden_size": 0, "dropout": 0.0, "bos": -1, "num_heads": 4}

@@ -1,5 +1,6 @@
 """First values of `init = random` against transformers' own `from_config`, parameter by parameter."""
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -183,6 +184,16 @@ def test_values_from_outside_depend_on_the_name_alone() -> None:
     first, second = (one[f"{name}_projection.weight"] for name in ("text", "visual"))
     assert torch.equal(first, again["text_projection.weight"]) and not torch.equal(first, other["text_projection.weight"])
     assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.1
+
+
+def test_each_value_comes_from_the_seed_and_the_name() -> None:
+    """The same numbers in every version: a generator seeded by both, and a deviation of 0.02."""
+    digest = hashlib.blake2b(b"7:lm_head.weight", digest_size=8).digest()
+    assert initial.seed_of(7, "lm_head.weight") == int.from_bytes(digest, "little") // 2
+    drawn = drawn_here(tiny_config("llama", 264), "AutoModelForCausalLM", 7)
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
+        generator = torch.Generator().manual_seed(initial.seed_of(7, name))
+        assert torch.equal(drawn[name], torch.empty_like(drawn[name]).normal_(0, 0.02, generator=generator)), name
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from recipekit.model.small_files import Origin, gather
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.task import IGNORE
-from recipekit.tasks.image_classification import SHAPES, TASK, Pictures, _box, drawn
+from recipekit.tasks.image_classification import SHAPES, TASK, Pictures, _box, drawn, published
 from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification
 
 CONFIG: dict[str, Any] = {"model_type": "vit", "image_size": 32, "id2label": {str(number): f"class {number}" for number in range(10)}}
@@ -306,6 +307,37 @@ def test_a_model_of_the_hub_is_looked_up_in_the_cache(tmp_path, monkeypatch):
     (folder / "preprocessor_config.json").write_text("{")
     with pytest.raises(Refusal, match=r"preprocessor_config.json: cannot be read: "):
         pictures(model="nobody/model")
+
+
+def test_the_newest_files_of_the_cache_are_taken_and_the_processors_own_first(tmp_path, monkeypatch):
+    """With random weights the cache is not looked at, and a folder is."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folders = [tmp_path / "models--nobody--model" / "snapshots" / name for name in ("b", "c", "a")]
+    for number, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [number / 4] * 3}))
+        os.utime(folder, (number, number))
+    assert published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3} and published("nobody/model", "random") == {}
+    (folders[1] / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.125] * 3}}))
+    os.utime(folders[1], (1, 1))
+    assert published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3}
+    (folders[2] / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.75] * 3}}))
+    os.utime(folders[2], (2, 2))
+    assert published("nobody/model", "pretrained") == published(str(folders[2]), "random") == {"image_mean": [0.75] * 3}
+    (folders[2] / "processor_config.json").write_text('{"processor_class": "X"}')
+    assert published(str(folders[2]), "random") == {"image_mean": [0.5] * 3}
+
+
+LEFT_OUT = ("do_pad", "pad_size", "default_to_square", "data_format", "input_data_format", "image_seq_length", "return_tensors", "device", "auto_map")
+
+
+def test_only_keys_that_no_class_acts_on_are_carried(tmp_path):
+    own = {**dict.fromkeys((*LEFT_OUT, "feature_extractor_type"), 3), "do_resize": False, "resample": 3, "x_pad_size": 5, "size": 9}
+    made = replace(pictures(), own=own)
+    made.save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    replace(made, own={}).save_pretrained(tmp_path)
+    assert found == json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"x_pad_size": 5}
 
 
 @pytest.mark.parametrize("own", ["[]", "3", '{"image_processor": []}', '{"image_processor": "x"}'])
