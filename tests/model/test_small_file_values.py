@@ -205,6 +205,14 @@ def test_another_tokenizers_files_state_the_version_that_wrote_them(folder: Path
         assert config["transformers_version"] == version and config["dtype"] == "float16" and config["architectures"] == ["LlamaForCausalLM"]
 
 
+def test_a_run_without_text_keeps_the_version_of_the_config(folder: Path) -> None:
+    config = tiny_config("llama") | {"transformers_version": "4.30.0"}
+    built: Any = SimpleNamespace(models=[empty_model(config)], architecture="LlamaForCausalLM")
+    for origin in (Origin(folder), Origin()):
+        contents = gather(built, config, Pictures(), torch.float32, origin, ()).contents
+        assert json.loads(contents["config.json"])["transformers_version"] == "4.30.0" and contents["preprocessor_config.json"] == b'{"made": 1}'
+
+
 def test_a_tokenizer_may_be_inside_a_processor() -> None:
     tokenizer = byte_tokenizer()
     assert small_files._tokenizer_of(tokenizer) is tokenizer and small_files._tokenizer_of(SimpleNamespace(tokenizer=tokenizer)) is tokenizer
