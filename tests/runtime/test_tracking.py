@@ -74,10 +74,16 @@ def wandb_core(run_dir: Path, process: psutil.Process | None = None, start: int 
     raise AssertionError("wandb-core did not start")
 
 
-def start_script(body: str, *arguments: object, **more: Any) -> subprocess.Popen[str]:
-    """Runs `body` in a process of its own, with this file's helpers at hand."""
+@contextlib.contextmanager
+def start_script(body: str, *arguments: object, **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run `body` in a process of its own, with this file's helpers at hand. A test that fails within the `with` ends the process."""
     code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\nfrom test_tracking import *\n" + body
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, **more)
+    with subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, **more) as job:
+        try:
+            yield job
+        except BaseException:
+            job.kill()
+            raise
 
 
 def test_wandb_holds_the_numbers_of_metrics_jsonl_across_a_resume(tmp_path: Path) -> None:

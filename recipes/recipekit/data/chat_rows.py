@@ -121,16 +121,17 @@ def _alpaca(row: Row, place: str) -> list[Message]:
     question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
     if not question and not row["output"]:
         return []
-    turns = [*_history(row.get("history"), place), (question, row["output"] or "")]
+    history = row.get("history") or []
+    if not _are_turns(history):
+        raise _wrong(place, "history", history, "a list of pairs of texts: a question and its answer")
+    turns = [*history, (question, row["output"] or "")]
     return [message for asked, answer in turns for message in ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})]
 
 
-def _history(value: Any, place: str) -> list[Any]:
-    """Return the earlier turns of an Alpaca row: pairs of a question and its answer, which is learned."""
+def _are_turns(history: Any) -> bool:
+    """Return True for a list of pairs of texts, the earlier turns of an Alpaca row. Their answers are learned."""
     is_turn = lambda turn: isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)  # noqa: E731
-    if value is not None and not (isinstance(value, list) and all(map(is_turn, value))):
-        raise _wrong(place, "history", value, "a list of pairs of texts: a question and its answer")
-    return value or []
+    return isinstance(history, list) and all(map(is_turn, history))
 
 
 def _completion(row: Row, place: str) -> list[Message]:
