@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ class Domains:
         self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
         self.bad = [state["domains"][domain.name]["bad"] for domain in domains]  # rows left out up to its end
-        self.lost = [tuple(state["domains"][domain.name].get("lost", ())) for domain in domains]  # of chats, up to there
+        self.lost: list[Sequence[int]] = [tuple(state["domains"][domain.name].get("lost", ())) for domain in domains]  # of chats, up to there
         self.streams = [open_blocks(number, place) for number, place in enumerate(self.before)]
         self.after: list[Place | None] = [None] * len(domains)
         self.block: list[Any] = [None] * len(domains)
