@@ -1,6 +1,7 @@
 """Folders as people have them: what recipes cannot train is refused by name in every command that takes a model, and what they can train is taken."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 import transformers
 from pool import ROOT, environment
 from recipekit.architectures.families import default_config, tiny_config
-from recipekit.architectures.lookup import CAUSAL, READS_AHEAD, fitting_task, model_config, read_config, types_of
+from recipekit.architectures.lookup import CAUSAL, READS_AHEAD, fitting_task, folder_of, model_config, read_config, types_of
 from recipekit.architectures.safetensors_files import INDEX
 from recipekit.command import parse
 from recipekit.data.processors import byte_tokenizer
@@ -464,3 +465,17 @@ def test_a_row_longer_than_the_positions_of_an_encoder_is_refused(tmp_path: Path
         Refusal, match=f"seq_len = 33: a {kind} has positions for 32 tokens .max_position_embeddings in its config.json.; use --seq_len 32 or less"
     ):
         plan(33)
+
+
+def test_the_newest_snapshot_of_the_hub_cache_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time of the file that is asked for. A folder without it does not count."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshots = tmp_path / "models--nobody--model" / "snapshots"
+    for name, file, time in (("b", "config.json", 200), ("a", "config.json", 300), ("d", "config.json", 100), ("c", "tokenizer_config.json", 400)):
+        (snapshots / name).mkdir(parents=True)
+        (snapshots / name / file).write_text("{}")
+        os.utime(snapshots / name / file, (time, time))
+    assert folder_of("nobody/model") == snapshots / "a"
+    assert folder_of("nobody/model", "tokenizer_config.json") == snapshots / "c"
+    assert folder_of("nobody/model", "generation_config.json") is None and folder_of("nobody/other") is None
+    assert folder_of(str(tmp_path), "generation_config.json") == tmp_path

@@ -118,6 +118,16 @@ def test_entries_of_tools_that_are_not_null_stay_in_tables(tmp_path, value):
     assert f'"arguments": {json.dumps({"x": value})}}}' in learned
 
 
+def test_nulls_of_tools_stay_in_lines_of_json(tmp_path):
+    """The user wrote them: each line has its own keys."""
+    tools = [{"name": "f", "default": None}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": None, "y": 1}}}
+    rows = [{"messages": [user(f"{n}?"), {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": tools} for n in NUMBERS]
+    ((text, learned), *_), _, _ = read(written(tmp_path, rows), published_tokenizer("Qwen2.5"), seq_len=512)
+    assert f"# Tools\n{json.dumps(tools[0])}<|im_end|>" in text
+    assert '"arguments": {"x": null, "y": 1}}' in learned
+
+
 @pytest.mark.parametrize("flag", [{"weight": 1}, {"training": True}, {"train": True}, {"weight": 0}])
 def test_a_prompt_is_never_learned_whatever_it_says(tmp_path, flag):
     rows = [{"prompt": [user(f"{n}?"), assistant("earlier") | flag, user("q")], "completion": [assistant("later")]} for n in NUMBERS]

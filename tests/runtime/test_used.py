@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -357,6 +358,20 @@ def test_the_first_difference_is_named_of_the_ranks_of_a_stage(monkeypatch, orde
     comparison = used.Comparison(towers(), mesh, 7, {}, (), used=everyone[0])
     found = [f"{problem.where}: {problem.rule}" for problem in comparison._differ().problems]
     assert len(found) == len(said) and all(one.startswith(start) for one, start in zip(found, said, strict=True)), found
+
+
+@pytest.mark.parametrize(("stage", "ordered"), [(0, False), (1, True), (2, True), (3, True), (None, True)])
+def test_orders_are_compared_unless_gradients_are_summed_in_the_models_order(stage, ordered):
+    """ZeRO-0 sums them there. DDP and FSDP2, which have no stage, follow the order of the backward pass."""
+    model = towers()
+    engine = SimpleNamespace(module=model) if stage is None else SimpleNamespace(module=model, zero_optimization_stage=lambda: stage)
+    comparison, places = used._begin(engine, Mesh(dp=2), 1)
+    assert comparison.ordered == ordered and len(places) == (3 if stage == 3 else 0)
+    came = {}
+    for number, how in enumerate(["used", "the other way round"]):
+        comparison.note(number, model(rows_of(0, 0), how).sum())
+        came[how] = comparison.used[number]
+    assert (came["used"] != came["the other way round"]) == ordered and set(came["used"]) == set(came["the other way round"])
 
 
 class Experts(torch.nn.Module):
