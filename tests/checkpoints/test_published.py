@@ -1,4 +1,4 @@
-"""Which tensors lie in which file of a Hugging Face folder, under which key and in which dtype, and its small files. No ranks."""
+"""The files, keys and dtypes of the tensors in a Hugging Face folder, and its small files. No ranks."""
 
 import json
 from dataclasses import replace
@@ -175,7 +175,7 @@ def test_config_json_states_the_dtype_that_was_asked(tmp_path: Path, own: dict[s
 
 
 def test_an_adapter_leaves_the_base_models_small_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own config, the tokenizer and the processor are what a run writes beside an adapter, too."""
+    """It has its own config, and the files of tokenizer and processor, like the export of a run."""
     folder = model_in(tmp_path / "model")
     (folder / "preprocessor_config.json").write_text("{}")
     (folder / "params.json").write_text("{}")

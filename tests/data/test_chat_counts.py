@@ -23,7 +23,7 @@ from recipekit.task import IGNORE
 from recipekit.tasks.facts import TASKS
 
 DAY = date(2026, 3, 4)
-PAIR = [user("q"), assistant("a")]  # 23 tokens of bytes and ChatML, of which the last three are learned
+PAIR = [user("q"), assistant("a")]  # 23 tokens of bytes and ChatML; the last three are learned
 
 
 def test_counts_are_added_and_names_are_sorted():

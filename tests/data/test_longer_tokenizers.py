@@ -101,7 +101,7 @@ def test_a_pair_with_such_a_token_is_a_broken_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task, embeddings, notes", [("pretrain", 264, 1), ("pretrain", 265, 0), ("sft", 263, 1), ("image_classification", 264, 0)])
 def test_a_longer_tokenizer_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, embeddings: int, notes: int) -> None:
-    """Of a task that reads tokens, also if the tokenizer is part of a processor; what the data refuse is raised on all ranks."""
+    """For tasks that read tokens, also if the tokenizer is part of a processor. A refusal of the data is raised on all ranks."""
     tokenizer: Any = fitting_tokenizer(request_of(recipe_of(tmp_path)), {"vocab_size": embeddings})
     monkeypatch.setattr(corpus, "shared_problems", lambda refusal: refusal.problems if refusal else [])
     for name in ("open_corpus", "open_rows"):

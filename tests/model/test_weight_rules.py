@@ -234,7 +234,7 @@ def test_a_head_of_another_shape_is_not_compared(tmp_path: Path, shape: tuple[in
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], always: bool = False) -> tuple[dict[str, Any], str]:
-    """Compare three tied tensors, two of which differ, of a model whose config has parts."""
+    """Compare three tied tensors of a model whose config has parts. Two of them differ."""
     tied = {"head_a": "embed", "head_b": "embed", "head_c": "embed"}
     files = SimpleNamespace(where=["x"], shape_of=lambda one: [1], same=lambda one, other: one == stored("a"))
     monkeypatch.setattr(own_head, "empty_model", lambda config, attention, name, auto_class: (config, attention, name, auto_class))

@@ -84,8 +84,8 @@ def answers_of(row: Row, roles: Collection[str] = ()) -> tuple[str | Messages, s
     """Finds (prompt, chosen answer, rejected answer) of a row, all texts or all lists of messages.
 
     Without a prompt, or where the answers are chats and the prompt is a text that they begin with, the prompt is what both begin
-    with; a text as prompt of chats that begin with the answer is a user's message. `roles` are accepted besides the usual ones.
-    Raises ValueError.
+    with; a text as prompt of chats that begin with the answer is a user's message. `roles` are accepted in
+    addition to `ROLES`. Raises ValueError.
     """
     chosen, rejected, prompt = _content("chosen", row["chosen"], roles), _content("rejected", row["rejected"], roles), row.get("prompt")
     if type(chosen) is not type(rejected):

@@ -28,9 +28,9 @@ from .facts import TASKS
 
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop: its share of the picture, and width / height (Szegedy et al., CVPR 2015, section 6)
 TRIES = 10  # crops drawn until one fits
+MARGIN = 256, 224  # an evaluated picture is so much larger than what is cut out of its middle
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # may hold the former as image_processor, which transformers then prefers
-MARGIN = 256, 224  # an evaluated picture is so much larger than what is cut out of its middle
 # Further keys that the class of the exported processor acts on (ViTImageProcessor, transformers 5.22.2).
 ACTED_ON = ("do_pad", "pad_size", "default_to_square", "data_format", "input_data_format", "image_seq_length", "return_tensors", "device")
 OTHER_CLASS = ("feature_extractor_type", "auto_map")  # name classes that prepare pictures otherwise
