@@ -14,6 +14,7 @@ Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a chec
 
 import argparse
 import difflib
+import io
 import os
 import shlex
 import signal
@@ -228,4 +229,7 @@ def say(text: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # in a pod this is the first process, which without a handler does not notice SIGTERM
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # ranks print UTF-8, whatever the locale
     sys.exit(main())

@@ -14,6 +14,7 @@ import codecs
 import contextlib
 import ctypes
 import json
+import locale
 import os
 import re
 import selectors
@@ -29,11 +30,11 @@ from typing import Any
 from . import cores, spawn
 from .addresses import free_port, interface_to, own_address
 from .hosts import devices
+from .rank import STOPS
 
 LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive the ranks
 TRACEBACK_BEGINS = "Traceback (most recent call last):"
 TAIL, TRACEBACK = 25, 200  # lines of a failed rank that are shown: without, and with its last traceback
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -106,6 +107,8 @@ class Agent:
             "LAUNCH_PIPE": f"{folder}/pipe",
             "LAUNCH_LOCAL_WORLD_SIZE": str(slots),
         }
+        if locale.getencoding().lower() != "utf-8":
+            variables["PYTHONUTF8"] = "1"  # torch 2.13 cannot be imported where text is ASCII, and launchers import it
         variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
         threads = len(allowed) // slots
         if self.spec["bind_cores"]:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from .hosts import Host
+from .rank import STOPS
 from .refused import Refused
 
 HELLO = 120.0  # seconds in which every host must have answered
 SETTLE = 2.0  # seconds that ranks may still print why they fail, after one has failed
 SETTLE_LOST = 15.0  # the same if the ranks that have ended only lost a peer: the rank that failed first may still have to print why
 SETTLE_STOP = 60.0  # the same if a rank ended because it was asked to: the others are ending too
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-STOP_CODES = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
+STOP_CODES = {128 + number: number.name for number in STOPS}
 # Last words of a rank when another rank has failed: gloo and sockets, torch's stores, NCCL, recipekit/runtime/failure.py
 LOST_PEER = (
     *("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused"),

@@ -9,6 +9,9 @@ import os
 import signal
 import sys
 
+# Ask for a checkpoint and an end; schedulers announce with the last three that the time is over
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+
 
 def main() -> None:
     rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
@@ -23,7 +26,7 @@ def main() -> None:
     for own, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(own, target)
     # the launchers block these signals: a signal to all processes of a host must not make a launcher kill a rank that is saving
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])
 
 

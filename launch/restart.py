@@ -112,8 +112,8 @@ def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
 
 
 def requeue(reason: str, say: Any) -> None:
-    """Puts a preempted Slurm job back into the queue. Ctrl-C (SIGINT) and `scancel` are a person's wish, and stop the job for good."""
-    if reason != "SIGTERM" or "SLURM_JOB_ID" not in os.environ:
+    """Put a preempted Slurm job back into the queue. Ctrl-C (SIGINT) and `scancel` are a person's wish, and stop the job for good."""
+    if reason in ("SIGINT", "SIGHUP") or "SLURM_JOB_ID" not in os.environ:
         return
     job = os.environ["SLURM_JOB_ID"]
     try:

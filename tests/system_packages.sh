@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The Debian packages that some tests need; a test whose package is missing says so and is skipped. `--list` prints them and installs nothing.
 set -euo pipefail
-packages="libaio-dev python3.11-doc iproute2 openssh-client openssh-server pdsh slurmctld slurmd slurm-client munge dataset-fashion-mnist faketime bible-kjv bible-kjv-text linux-doc-6.1"
+packages="libaio-dev python3.11-doc iproute2 openssh-client openssh-server pdsh slurmctld slurmd slurm-client munge openmpi-bin mpich locales dataset-fashion-mnist faketime bible-kjv bible-kjv-text linux-doc-6.1"
 if [ "${1:-}" = --list ]; then
     echo "$packages"
     exit

@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
+from recipekit.command import recipe_of
 from recipekit.hosts import fabric, findings, gpus, op_cache
 from recipekit.hosts.findings import Findings, Row
 from recipekit.hosts.rendezvous import Chair, Line, Member, echo, meet, reach
@@ -36,9 +37,11 @@ from recipekit.hosts.report import Report
 from recipekit.hosts.subject import Slot, Subject, examine_host, left_mark, local_gpus, read_subject, room
 from recipekit.hosts.torch_builds import gpus_in_use
 from recipekit.packages import require_packages
-from recipekit.refusal import Refusal
+from recipekit.ranks import take_rank
+from recipekit.refusal import Refusal, exit_refused
 from recipekit.runtime.stopping import start_launcher_watch
 from recipekit.strategy import check
+from recipekit.utf8 import use_utf8
 
 LOOK = 180.0  # seconds in which a host has to report about itself
 CONNECT = 5.0  # seconds in which a rank has to connect to another
@@ -334,6 +337,14 @@ def main() -> None:
     if importlib.util.find_spec("torch") is None:  # problems found by another Python would be of no use
         require_packages()
     place = os.environ
+    try:
+        lines = [*use_utf8(), *take_rank(place)]
+        if arguments.recipe and "RANK" not in place:
+            recipe_of(arguments.recipe)  # before ranks are started and links are measured
+    except Refusal as refusal:
+        exit_refused(refusal)
+    if lines and arguments.torch_part is None and place.get("RANK", "0") == "0":
+        print("\n".join(lines), flush=True)
     if "RANK" not in place:
         raise SystemExit(local_main(arguments))
     if place.get("LAUNCH_ONCE") == "1":  # `python -m launch --doctor` starts one process on each host

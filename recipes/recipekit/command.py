@@ -42,7 +42,8 @@ class Command:
 def recipe_of(path: Path) -> Recipe:
     """Returns the `RECIPE` of a recipe's file; importing the file starts nothing. Raises `Refusal` if there is none."""
     if not path.is_file():
-        raise refuse(f"--recipe {path}", "no such file on this host", "give a file of recipes/")
+        rule = "is a folder" if path.is_dir() else "no such file on this host"
+        raise refuse(f"--recipe {path}", rule, _nearest_file(path) or "give a file of recipes/")
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     try:
@@ -54,6 +55,14 @@ def recipe_of(path: Path) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", "give a file of recipes/")
     return recipe
+
+
+def _nearest_file(missing: Path) -> str:
+    """Suggest the recipe's file that was probably meant by one that is not there; "" if none is near."""
+    folders = (missing.parent, Path(__file__).resolve().parents[1])
+    there = {file.stem: file for folder in reversed(folders) for file in sorted(folder.glob("*.py"))}
+    near = difflib.get_close_matches(missing.stem, there, 1)
+    return f"did you mean {os.path.relpath(there[near[0]])}?" if near else ""
 
 
 def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:

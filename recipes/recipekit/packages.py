@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .refusal import Refusal, exit_refused, refuse
+from .utf8 import use_utf8
 
 # Import names of what requirements.txt installs, without wandb (a run can do without it) and matplotlib (draws after a run).
 NEEDED = (
@@ -29,8 +30,9 @@ def check_packages(needed: Sequence[str] = NEEDED) -> None:
 
 
 def require_packages(needed: Sequence[str] = NEEDED) -> None:
-    """Ends a tool with exit code 1 and a message if packages are missing; called before the tool imports them."""
+    """End a tool with exit code 1 and a message if packages are missing; called before the tool imports them."""
     try:
+        use_utf8()
         check_packages(needed)
     except Refusal as refusal:
         exit_refused(refusal)

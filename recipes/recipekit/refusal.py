@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from .starters import LOCAL_RANKS
+
 Say = Callable[[str], None]  # prints a line to the user
 
 # What DeepSpeed does with a problem when nobody refuses it first; "" if DeepSpeed never sees the problem.
@@ -63,14 +65,15 @@ def exit_refused(refusal: Refusal, patience: float = 60) -> NoReturn:
 
 
 def _local_rank_0_alive() -> bool:
-    """Returns True while a sibling process (same parent) carries LOCAL_RANK=0 in its environment."""
+    """Return True while a sibling process (same parent) carries LOCAL_RANK=0, or the like of srun, in its environment."""
+    first = {f"{name}=0".encode() for name in LOCAL_RANKS}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             status = (entry / "stat").read_text().rpartition(")")[2].split()
             sibling = int(status[1]) == os.getppid() and status[0] != "Z"
-            if sibling and b"LOCAL_RANK=0" in (entry / "environ").read_bytes().split(b"\0"):
+            if sibling and first & {*(entry / "environ").read_bytes().split(b"\0")}:
                 return True
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # the process ended while we looked, or belongs to another user

@@ -1,7 +1,6 @@
 """`run(RECIPE)`: the one way every recipe starts. Light until it is certain that the run can start."""
 
 import os
-import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -10,25 +9,29 @@ from typing import IO
 
 from .command import parse
 from .hosts import op_cache
+from .hosts.accounts import wandb_disabled
 from .hosts.locks import lock
-from .hosts.ports import free_port
+from .hosts.ports import free_port, has_joined
 from .packages import check_packages
+from .ranks import take_rank
 from .recipe import Recipe
 from .refusal import Refusal, exit_refused, refuse
 from .runtime import environment
+from .utf8 import use_utf8
 
 
 def run(recipe: Recipe, argv: list[str] | None = None) -> None:
     """Reads the command line, refuses what cannot work, trains, and exits: 0 done, 1 refused or failed, 2 usage,
-    143 stopped by a signal after a checkpoint (130 by Ctrl-C)."""
-    from .runtime.stopping import quiet_interrupts, start_launcher_watch
+    143 stopped by a signal after a checkpoint (128 + the number of another signal, so 130 by Ctrl-C)."""
+    from .runtime.stopping import ignore_stops, quiet_interrupts, start_launcher_watch
 
     quiet_interrupts()
-    start_launcher_watch()
     from .runtime.failure import Peers
 
     code, patience, clean, peers = 0, 60.0, False, Peers()
     try:
+        notes = (*use_utf8(), *take_rank(os.environ, has_joined()))
+        start_launcher_watch()
         command = parse(recipe, Path(sys.argv[0]), argv)
         check_packages()
         from .plan import make_plan  # imports nothing heavy; a refusal takes about a second
@@ -40,11 +43,14 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
             show(plan)
             return
         held = _lock(plan.out) if command.rank == 0 else None
-        plan = replace(plan, notes=(*plan.notes, *environment.complete(os.environ, plan.ds_config, command.local_ranks or 1)))  # before the import of torch
+        notes = (*notes, *plan.notes, *environment.complete(os.environ, plan.ds_config, command.local_ranks or 1))  # before the import of torch
+        plan = replace(plan, notes=notes)
         from .hosts.checks import check_start
 
         if problems := check_start(plan):
             raise Refusal(problems)
+        if plan.recipe.wandb and wandb_disabled():
+            plan = replace(plan, recipe=replace(plan.recipe, wandb=False), notes=(*notes, "W&B is off, because WANDB_DISABLED is set"))
         _single_process_defaults()
         from .train import main
 
@@ -57,8 +63,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
     except Refusal as refusal:
         exit_refused(refusal, patience)
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # launchers repeat signals; this rank is ending already
+        ignore_stops()  # launchers repeat signals; this rank is ending already
         if "torch.distributed" in sys.modules:
             import torch.distributed as dist
 

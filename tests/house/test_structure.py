@@ -76,6 +76,9 @@ WORDS = {
     "task",
     "engine",
     "packages",
+    "starters",
+    "ranks",
+    "utf8",
     "tasks.facts",
     "optim.facts",
 }  # vocabulary: imports only words

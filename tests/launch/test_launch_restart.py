@@ -39,7 +39,8 @@ raise ValueError("the fourth batch is broken")
 """
 STOPS = """
 import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+    signal.signal(number, lambda number, _: sys.exit(128 + number))
 open(f"ready_{os.environ['RANK']}", "w")
 time.sleep(600)
 """
@@ -91,15 +92,24 @@ def test_a_crash_is_named_by_its_signal(launch: Callable[..., Job]) -> None:
     assert not job.processes()
 
 
-def test_a_stop_is_passed_on_and_is_no_crash(launch: Callable[..., Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGXCPU, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stop_is_passed_on_and_is_no_crash(launch: Callable[..., Job], tmp_path: Path, number: signal.Signals) -> None:
     job = launch("stops.py", STOPS, "--max_restarts", "10")
     job.wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2 or job.process.poll() is not None, 120)
-    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(number)
     began = time.monotonic()
-    assert job.wait(60) == 143, job.output
+    assert job.wait(60) == 128 + number, job.output
     job.wait_gone(30)
     assert time.monotonic() - began < 10 * contention()
-    assert "stopped by SIGTERM" in job.output and "restart" not in job.output
+    assert f"stopped by {number.name}" in job.output and "restart" not in job.output
 
 
 def job(folder: Path) -> LaunchJob:
@@ -169,7 +179,7 @@ def test_nothing_is_started_again_after_a_signal(run: Callable[..., tuple[int, s
     assert code == 1 and CRASH in said and "not started again: SIGTERM had asked for a stop" in said
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 140)])
 def test_a_signal_in_the_pause_before_a_restart_stops_the_job(run: Callable[..., tuple[int, str]], number: int, code: int) -> None:
     threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
     ended, said = run(Outcome("failed", 1, CRASH))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -40,13 +41,14 @@ def wait_for(true: Callable[[], object], seconds: float, tell: Callable[[], obje
 
 
 @pytest.mark.slow
-def test_a_job_trains_stops_and_goes_on_as_one_run(slurm: Slurm, ops: Callable[[str], None], tmp_path: Path) -> None:
-    """A preemption (SIGTERM), the requeue, and a stop for good (SIGINT); the steps are those of one machine that nobody disturbed."""
+@pytest.mark.parametrize("signal", ["TERM", "USR1", "USR2"])
+def test_a_job_trains_stops_and_goes_on_as_one_run(slurm: Slurm, ops: Callable[[str], None], tmp_path: Path, signal: str) -> None:
+    """A preemption (SIGTERM, or what a user asks Slurm for), the requeue, and a stop for good (SIGINT); the steps are those of one machine that nobody disturbed."""
     run, output = tmp_path / "run", tmp_path / "job.log"
     job = submit(slurm, output, "--gpus", "2", str(NANO), *FLAGS, "--out", str(run))
     tell = lambda: f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"  # noqa: E731
     wait_for(lambda: steps_done(run) > 3, 240, tell)
-    slurm.run("scancel", "--signal=TERM", job)
+    slurm.run("scancel", f"--signal={signal}", job)
     wait_for(lambda: slurm.job(job).get("Restarts") == "1", 120, tell)
     first = steps_done(run)
     assert (run / "checkpoints" / "latest").read_text() == f"step_{first:08d}", tell()
@@ -89,6 +91,49 @@ def test_words_reach_the_script_on_both_nodes_as_typed(slurm: Slurm, tmp_path: P
         got, variables = json.loads((tmp_path / f"dump_{rank}").read_text())
         assert got == words
         assert variables["WORLD_SIZE"] == "4" and not variables.keys() & SECRETS.keys()
+
+
+MEETS = str(ROOT / "tests" / "support" / "meets.py")
+
+
+def srun(slurm: Slurm, *words: str) -> str:
+    return slurm.run("srun", *words, folder=ROOT, PYTHONPATH=python_path(), HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+
+
+def test_tasks_of_srun_are_the_ranks_of_one_run(slurm: Slurm) -> None:
+    """On two nodes of two and one tasks, whose names no name server knows; a single task in a job of three is alone."""
+    came = json.loads(srun(slurm, "--nodes=2", "--ntasks=3", "--quiet", sys.executable, MEETS))
+    assert came == [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]]
+    refused = srun(slurm, "--nodes=2", "--ntasks=4", "--distribution=cyclic", sys.executable, str(NANO), "--tiny")
+    assert "the ranks of a host must be neighbours; start it with srun --distribution=block" in refused and "Traceback" not in refused
+    alone = "import os; from recipekit.ranks import take_rank; print(take_rank(os.environ), os.environ.get('WORLD_SIZE'))"
+    nested = shlex.join(["srun", "--ntasks=1", "--nodes=1", "--overlap", "--quiet", sys.executable, "-c", alone])
+    batch = ["salloc", "--quiet", "--ntasks=3", "--nodes=2", "sh", "-c", f"{shlex.join([sys.executable, '-c', alone])}; {nested}"]
+    assert slurm.run(*batch, PYTHONPATH=python_path()).splitlines() == ["[] None"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--ntasks=2",), ("--ntasks=2", "--nodes=2")], ids=["one node", "two nodes"])
+def test_srun_of_a_recipe_trains_one_run_and_saves_at_a_signal(slurm: Slurm, ops: Callable[[str], None], tmp_path: Path, words: tuple[str, ...]) -> None:
+    """SIGUSR1 to the whole step, as of `#SBATCH --signal=USR1@60`; the same command continues there."""
+    run, output = tmp_path / "run", tmp_path / "job.log"
+    recipe = shlex.join(["srun", *words, sys.executable, str(NANO), *FLAGS, "--out", str(run)])
+    given = {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+    def start(more: str) -> str:
+        return slurm.run("sbatch", "--parsable", *words, f"--output={output}", f"--wrap={recipe} {more}", folder=tmp_path, **given).strip()
+
+    job = start("")
+    tell = lambda: f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"  # noqa: E731
+    wait_for(lambda: steps_done(run) > 3, 240, tell)
+    slurm.run("scancel", "--signal=USR1", job)
+    wait_for(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), 120, tell)
+    done = steps_done(run)
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{done:08d}", tell()
+    assert slurm.job(job)["ExitCode"] == "138:0" and "on 2 ranks (dp2)" in output.read_text(), tell()
+    job = start(f"--stop_at {done + 2}")
+    wait_for(lambda: slurm.job(job)["JobState"] == "COMPLETED", 240, tell)
+    assert f"resumed from {run}/checkpoints/step_{done:08d}" in output.read_text() and steps_done(run) == done + 2, tell()
 
 
 STOPS = """

@@ -133,7 +133,17 @@ def job(tmp_path: Path) -> Iterator[Job]:
         process.communicate(timeout=LIMIT)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        (signal.SIGHUP, 129),
+        (signal.SIGUSR1, 138),  # of schedulers: #SBATCH --signal=USR1@60, qsub -notify
+        (signal.SIGUSR2, 140),  # LSF before its run limit, qsub -notify
+        (signal.SIGXCPU, 152),  # limits of CPU time
+    ],
+)
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(job: Job, number: int, code: int) -> None:
     rank = job.start_rank("train()")
     rank.send_signal(number)
@@ -142,11 +152,21 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(job: Job, number
     assert job.saved() == [signal.Signals(number).name]
 
 
-def test_nohup_is_respected(job: Job) -> None:
-    rank = job.start_rank("signal.signal(signal.SIGHUP, signal.SIG_IGN)\ntrain()")
-    rank.send_signal(signal.SIGHUP)
+@pytest.mark.parametrize(
+    ("number", "own"),
+    [
+        (signal.SIGHUP, "signal.signal(signal.SIGHUP, signal.SIG_IGN)"),  # nohup
+        (signal.SIGUSR1, "import faulthandler; faulthandler.register(signal.SIGUSR1)"),
+        (signal.SIGUSR2, "signal.signal(signal.SIGUSR2, lambda *_: None)"),
+    ],
+)
+def test_what_a_program_does_at_a_signal_of_its_own_stays(job: Job, number: int, own: str) -> None:
+    rank = job.start_rank(f"{own}\ntrain()")
+    rank.send_signal(number)
     time.sleep(1)
     assert rank.poll() is None
+    rank.send_signal(signal.SIGTERM)
+    assert rank.wait(5) == 143
 
 
 def test_the_signals_of_launchers_do_not_interrupt_the_checkpoint(job: Job) -> None:

@@ -46,6 +46,7 @@ MOST_CASES = 20  # of one pool: each case leaves process groups with threads and
 
 
 OF_A_GPU = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")  # what `environment` sets, and tests of a GPU need as it was
+STACKS = signal.SIGRTMIN  # no program here means anything else by it: a run stops at SIGUSR1 and SIGUSR2
 BEGAN_WITH = "TESTS_BEGAN_WITH"  # the variable that holds those two as JSON, for workers of pytest-xdist, too
 
 
@@ -147,7 +148,7 @@ class Pool:
     def _stacks(self) -> str:
         for process in self.processes:
             if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)
+                os.kill(process.pid, STACKS)
         time.sleep(0.5)
         return "\n".join(f"--- rank {rank}\n{(self.folder / f'stacks{rank}').read_text()}" for rank in range(self.world))
 
@@ -189,7 +190,7 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    faulthandler.register(signal.SIGUSR1, open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for the process's life)
+    faulthandler.register(STACKS, open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for the process's life)
     connection = Client(address, "AF_UNIX")
     connection.send(int(os.environ["RANK"]))
     import deepspeed

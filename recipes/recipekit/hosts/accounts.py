@@ -9,12 +9,30 @@ import urllib.request
 from ..refusal import Problem
 from .findings import Findings, Row
 
+DISABLED = "WANDB_DISABLED"  # a variable of transformers' Trainer (read by 4.x; 5.22 has --report_to only)
+ON, OFF = ("1", "on", "yes", "true"), ("", "0", "off", "no", "false")
+
+
+def wandb_disabled() -> bool:
+    """Return True if the user has switched W&B off by Trainer's variable."""
+    return os.environ.get(DISABLED, "").lower() in ON
+
+
+def check_wandb_disabled(wanted: bool, typed: frozenset[str]) -> list[Problem]:
+    """Refuse a WANDB_DISABLED that says neither yes nor no, and one beside --wandb."""
+    value = os.environ.get(DISABLED, "")
+    if wanted and value.lower() not in ON + OFF:
+        return [Problem(f"{DISABLED} = {value}", "must be true or false", "write true to record nothing in W&B, or unset it")]
+    if wanted and "wandb" in typed and wandb_disabled():
+        return [Problem(f"--wandb with {DISABLED} = {value}", "contradict each other", f"leave out --wandb, or unset {DISABLED}")]
+    return []
+
 
 def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
     """Refuses a typed wish for W&B if its package is missing. `wanted`: the recipe records with W&B, which a run leaves out if nobody typed the wish."""
     mode = os.environ.get("WANDB_MODE", "")
     wished = "--wandb" if "wandb" in typed else f"WANDB_MODE = {mode}" if mode in ("online", "shared") else ""
-    if not wanted or not wished or importlib.util.find_spec("wandb"):
+    if not wanted or not wished or wandb_disabled() or importlib.util.find_spec("wandb"):
         return []
     return [Problem(wished, "the package wandb is not installed", "pip install -r requirements.txt, or leave it out: metrics.jsonl holds the same")]
 
@@ -22,8 +40,8 @@ def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
 def check_wandb(wanted: bool) -> Findings:
     """Looks for a W&B login if the run is to be recorded online."""
     mode = os.environ.get("WANDB_MODE", "")
-    if not wanted or mode not in ("", "online", "shared"):
-        yield Row("W&B", mode or "off")
+    if not wanted or wandb_disabled() or mode not in ("", "online", "shared"):
+        yield Row("W&B", "off" if not wanted or wandb_disabled() else mode)
         return
     try:
         import wandb

@@ -13,7 +13,7 @@ from typing import Any
 from ..plan import Plan
 from ..refusal import Problem
 from . import op_cache
-from .accounts import check_wandb_installed
+from .accounts import check_wandb_disabled, check_wandb_installed
 from .findings import Findings, Row
 from .gpus import check_gpus_seen, check_ordinal
 from .ops import check_ops, check_torch_compile
@@ -53,6 +53,7 @@ def check_start(plan: Plan) -> list[Problem]:
         *check_master_port(plan.command.rank),
         *check_ops(plan.ds_config),
         *(check_torch_compile(gpus_in_use()) if plan.recipe.compile == "on" else []),
+        *check_wandb_disabled(plan.recipe.wandb, plan.command.typed),
         *check_wandb_installed(plan.recipe.wandb, plan.command.typed),
     ]
 

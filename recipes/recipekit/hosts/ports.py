@@ -33,7 +33,7 @@ def check_master_port(rank: int) -> list[Problem]:
 
     Without a launcher, a run takes a free port. A process that has joined its group already may hold the port itself.
     """
-    if rank or "MASTER_PORT" not in os.environ or _has_joined():
+    if rank or "MASTER_PORT" not in os.environ or has_joined():
         return []
     if not (port := os.environ["MASTER_PORT"]).isdigit():
         return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
@@ -48,7 +48,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def _has_joined() -> bool:
+def has_joined() -> bool:
     """Return True if this process has a group of torch.distributed, without importing torch."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +82,6 @@ def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
 def run_facts(plan: Plan, model_config: dict[str, Any], built: Built) -> dict[str, Any]:
     """Collect everything that made this run, as run.json holds it."""
     recipe = {name: value for name, value in vars(plan.recipe).items() if isinstance(value, (str, int, float, bool))}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=plan.command.folder, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "recipe": recipe | {"name": plan.command.name, "tiny": plan.command.tiny},
         "identity": identity(plan.recipe, plan.model_config, built.has_norms) | {ADAPTER: config_of(built.model)},
@@ -90,7 +90,7 @@ def run_facts(plan: Plan, model_config: dict[str, Any], built: Built) -> dict[st
         "model_config": model_config,
         "versions": versions(),
         "build": build_facts(),
-        "git_commit": commit or None,
+        "git_commit": git_commit(plan.command.folder),
         "host": {
             "name": platform.node(),
             "cpus": os.cpu_count(),
@@ -101,6 +101,15 @@ def run_facts(plan: Plan, model_config: dict[str, Any], built: Built) -> dict[st
         "mfu": {"convention": CONVENTION, "peak": DEVICES[device_name()].flops} if device_name() in DEVICES else None,
         "argv": sys.argv,
     }
+
+
+def git_commit(folder: Path) -> str | None:
+    """Return the commit that is checked out; None in a folder without a repository, and on a machine without git."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:  # no git on PATH, or one that may not be run
+        return None
+    return done.stdout.strip() or None
 
 
 def write_facts(plan: Plan, facts: dict[str, Any], files: dict[str, dict[str, str]]) -> None:

@@ -17,7 +17,6 @@ import os
 import platform
 import queue
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..refusal import Refusal, exit_refused
-from .stopping import POLL, leave, tell
+from .stopping import POLL, ignore_stops, leave, tell
 
 SEEN = 2.0  # seconds in which the other ranks see the mark
 LAST_WORDS = 5.0  # seconds for the last record of a rank elsewhere: the state of its W&B run
@@ -91,8 +90,7 @@ class Peers:
 
     def _end(self, error: BaseException) -> None:
         """Prints the error and ends this rank, within GONE seconds in any case."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # launchers send signals; this rank is ending already
+        ignore_stops()  # launchers send signals; this rank is ending already
         code, what = 1, traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
         if isinstance(error, Refusal):
             self._refused = True

@@ -1,9 +1,13 @@
 """Turns processes into ranks that can talk: groups, devices, compiled ops, room in memory."""
 
+import contextlib
 import importlib
 import logging
+import os
 import platform
+import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils import logger
 
+from ..command import Command
 from ..hosts.checks import free_memory
 from ..hosts.ops import prepare_ops
 from ..hosts.torch_builds import gpus_in_use
@@ -26,6 +31,8 @@ from ..strategy.baseline import check_precision
 from ..strategy.check import check_device
 from .agree import shared_problems
 from .failure import Peers
+
+WAIT = 10.0  # seconds in which the ranks usually meet
 
 
 def start(plan: Plan, peers: Peers | None = None) -> torch.device:
@@ -43,7 +50,8 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
         raise Refusal(problems)
     prepare_ops(plan.ds_config, print if plan.command.local_rank == 0 else lambda _: None)
     do_without_shm_op()
-    deepspeed.init_distributed(timeout=time_limit(plan.recipe.retry_s), verbose=False)
+    with named_wait(plan.command):
+        deepspeed.init_distributed(timeout=time_limit(plan.recipe.retry_s), verbose=False)
     if peers:
         peers.watch(waiting_group())
     lacking = None
@@ -59,6 +67,23 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+@contextlib.contextmanager
+def named_wait(command: Command, after: float = WAIT) -> Iterator[None]:
+    """Print, on the first rank of each host, which ranks are missing if the `with` takes longer than `after` seconds."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    others = "the other ranks" if command.rank == 0 else "rank 0 and the other ranks"
+    text = f"rank {command.rank} of {command.world} waits for {others}, which meet at {where}"
+    text += "; if nobody starts them, unset RANK and WORLD_SIZE"
+    timer = threading.Timer(after, print, (text,), {"flush": True})
+    timer.daemon = True
+    if command.local_rank == 0 and command.world > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def do_without_shm_op() -> None:

@@ -3,6 +3,7 @@
 A Python signal handler does not run while the main thread is blocked inside a collective, so a thread listens.
 
     SIGTERM, SIGINT, SIGHUP   a request, honoured at the next step boundary; repeats change nothing (launchers send several)
+    SIGUSR1, SIGUSR2, SIGXCPU the same: schedulers announce with them that the time is over
     third Ctrl-C              presses at least a second apart: the rank ends at once, without a checkpoint
     launcher gone             before a `Stopper` is active the rank ends at once; after that it is a request, as a signal is
 """
@@ -18,7 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-REASONS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "launcher gone": 143, "bad data": 1}  # why a run stops -> its exit code
+ANNOUNCED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)  # a handler that a program has for one of these stays
+STOPS = (signal.SIGTERM, signal.SIGINT, *ANNOUNCED)
+# Why a run stops -> its exit code
+REASONS = {number.name: 128 + number for number in STOPS} | {"launcher gone": 143, "bad data": 1}
 POLL = 0.5  # seconds between two looks at the launcher and at the clock
 
 
@@ -54,7 +58,7 @@ class Stopper:
 
     def __enter__(self) -> Self:
         # under nohup, which ignores SIGHUP, we ignore it too
-        numbers = {signal.SIGTERM, signal.SIGINT} | ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set())
+        numbers = {signal.SIGTERM, signal.SIGINT, *(number for number in ANNOUNCED if _kills(number))}
         self._stop_listening = _listen(numbers, self._python_handler, self._react)
         return self
 
@@ -77,6 +81,19 @@ class Stopper:
             tell(f"stuck: no step boundary came in the {self._grace:g} s after {self.requested}; the stacks of its threads:")
             faulthandler.dump_traceback(2)
             os._exit(self.exit_code)
+
+
+def ignore_stops() -> None:
+    """Ignore further requests to stop; for a process that is ending."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _kills(number: signal.Signals) -> bool:
+    """Return True if nothing catches or ignores the signal, a handler in C such as faulthandler's included."""
+    status = Path("/proc/self/status").read_text()
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigCgt", "SigIgn"))]
+    return not any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def quiet_interrupts() -> None:

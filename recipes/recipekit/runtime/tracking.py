@@ -303,6 +303,8 @@ def _quiet_wandb(run_dir: Path) -> None:
 
 def _trouble(error: str, host: str) -> str:
     """Says what keeps W&B from taking the run, and how to mend it."""
+    if "No API key" in error:
+        return "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next start"
     if "error 401" not in error and "not logged in" not in error:
         return f"W&B cannot be reached ({error})"
     mend = "give a valid WANDB_API_KEY" if "WANDB_API_KEY" in os.environ else f"wandb login --relogin --host {host} takes another"
