@@ -37,6 +37,11 @@ def leave_config(model_config: dict[str, Any], processor: Any) -> dict[str, Any]
     return model_config
 
 
+def nothing_more(processor: Any, task: str) -> dict[str, Any]:
+    """Return the identity of samples that are the same with every processor."""
+    return {}
+
+
 def do_nothing(engine: Engine, *batches: Any) -> None:
     """Stands where a task does nothing before or after a step."""
 
@@ -55,6 +60,8 @@ class Samples:
     collate: Callable[[Any, list[Row | None], list[int] | None], MicroBatch]
     drawn: Callable[[int], Row]
     num_drawn: int  # rows of that data set
+    # (processor, task) -> values that decide the tensors of a row, as JSON: a resume compares them
+    identity: Callable[[Any, str], dict[str, Any]] = nothing_more
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def test_a_block_ends_where_its_samples_are_large(tmp_path):
     pq.write_table(pa.table({"image": [bytes(10_000)] * 300, "label": [0] * 300}), tmp_path / "a.parquet")
     for sizes, length in ((dataclasses.replace(SMALL, block_bytes=1 << 28), 100), (dataclasses.replace(SMALL, block_bytes=200_000), 19)):
         request = request_for(tmp_path / "a.parquet", sizes=sizes)
-        [reader] = open_rows(request, PICTURES).readers()
+        [reader] = open_rows(request, PICTURES, None).readers()
         found: list[int] = []
         for _, block in blocks.blocks(reader, 0, sizes.block_bytes, samples._shuffled, blocks.Place()):
             found.append(len(block.samples))

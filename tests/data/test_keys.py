@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import recipekit.data.samples as samples_module
 import recipekit.data.stream as stream_module
+from PIL import Image
 from recipekit import run_folder
-from recipekit.data import chunks, files, remote
+from recipekit.data import chunks, files, remote, tokenizer_identity
 from recipekit.data.chunks import open_cache
 from recipekit.data.masks import Masks
 from recipekit.data.packing import hashes, permutation
+from recipekit.data.pairs import Pairs
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.hosts import op_cache
@@ -24,6 +26,8 @@ from recipekit.phases import ramp_of
 from recipekit.recipe import Recipe
 from recipekit.runtime import references
 from recipekit.tasks.facts import TASKS
+from recipekit.tasks.find import task_called
+from recipekit.tasks.image_classification import Pictures
 
 # Tokens -----------------------------------------------------------------------------------------------------------
 
@@ -127,7 +131,7 @@ def covered(monkeypatch: pytest.MonkeyPatch, step: int = 0, steps: int = 10, **c
         "open_data": lambda *rest: stream,
         "check_same_data": lambda stream: None,
         "open_held_out": lambda *rest: [],
-        "Encoder": lambda *rest: SimpleNamespace(identity=given["encoder"]),
+        "identity_of": lambda tokenizer, task: given["encoder"] + tokenizer_identity.identity_of(tokenizer, task),
     }.items():
         monkeypatch.setattr(references, name, value)
     monkeypatch.setattr(references.Kept, "covers", lambda kept, *what: asked.append(what) or True)
@@ -173,7 +177,6 @@ def asked_in_steps(monkeypatch: pytest.MonkeyPatch, together: int, steps: int) -
         "open_data": lambda *rest: Source(),
         "check_same_data": lambda stream: None,
         "open_held_out": lambda *rest: ["held out"],
-        "Encoder": lambda *rest: SimpleNamespace(identity="tokens"),
     }.items():
         monkeypatch.setattr(references, name, value)
     kept: list[Any] = []
@@ -271,32 +274,48 @@ def identity_of(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, Any
     """Returns the identity of the stream of a request, whose corpus is not opened."""
     source = SimpleNamespace(fingerprint=fields.pop("fingerprint", "f"), files={})
     monkeypatch.setattr(stream_module, "open_source", lambda *rest: source)
+    processor = fields.pop("processor", None)
     request = Request(**{"dataset": "nobody/nothing", "task": "pretrain", "seq_len": 64} | fields)
-    if TASKS[request.task].rows == "samples":
-        corpus = samples_module.open_rows(request, None)  # type: ignore[arg-type]
+    if samples := task_called(request.task).samples:
+        corpus = samples_module.open_rows(request, samples, processor or PROCESSORS[request.task])
     else:
         tokenizer = byte_tokenizer()
         corpus = stream_module.open_corpus(request, tokenizer)
     return corpus.identity
 
 
+def pictures(**changes: Any) -> Pictures:
+    own = {"size": (8, 8), "channels": 1, "mean": (0.5,), "std": (0.5,), "resample": Image.Resampling.BILINEAR}
+    return Pictures(**own | {"num_labels": 2, "augment": True, "pool": None} | changes)  # type: ignore[arg-type]
+
+
+def other_pairs() -> Pairs:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|note|>"])
+    return Pairs(tokenizer, 64, False)
+
+
+PAIRS = Pairs(byte_tokenizer(), 64, False)
+PROCESSORS = {"image_classification": pictures(), "preference": PAIRS, "reward": PAIRS}
 STREAMS = [
     ("pretrain", {"seq_len": 96, "seed": 8, "global_batch": 48, "fingerprint": "g", "dataset": "x=a@1; y=b@2"}),
     ("sft", {"seq_len": 96}),
     ("masked_lm", {"mask_rate": 0.4, "whole_words": True}),
     ("image_classification", {"augment": "none", "seed": 8, "global_batch": 48, "fingerprint": "g"}),
-    ("preference", {"seq_len": 96, "tokenizer": "other"}),
-    ("reward", {"seq_len": 96, "tokenizer": "other"}),
+    *(("image_classification", {"processor": pictures(**{name: value})}) for name, value in (("size", (8, 9)), ("mean", (0.4,)), ("std", (0.4,)))),
+    *(("image_classification", {"processor": pictures(**{name: value})}) for name, value in (("channels", 3), ("resample", Image.Resampling.NEAREST))),
+    ("preference", {"seq_len": 96, "processor": other_pairs()}),
+    ("reward", {"seq_len": 96, "processor": other_pairs()}),
 ]
 
 
-@pytest.mark.parametrize(("task", "changes"), STREAMS, ids=[task for task, _ in STREAMS])
+@pytest.mark.parametrize(("task", "changes"), STREAMS, ids=[f"{task}-{'-'.join(changes)}" for task, changes in STREAMS])
 def test_a_stream_is_another_one_by_each_number_that_its_rows_depend_on(monkeypatch: pytest.MonkeyPatch, task: str, changes: dict[str, Any]) -> None:
     if task == "masked_lm":
         monkeypatch.setattr(stream_module, "check_tokenizer", lambda *rest: None)
         monkeypatch.setattr(stream_module, "check_edges", lambda *rest: None)
         monkeypatch.setattr(stream_module, "edges", lambda *rest: ([1], [2]))
-        monkeypatch.setattr(stream_module, "Encoder", lambda *rest: SimpleNamespace(identity="e", date=""))
+        monkeypatch.setattr(stream_module, "Encoder", lambda *rest: SimpleNamespace(identity="e", date="", vocabulary=9))
     first, sizes = identity_of(monkeypatch, task=task), Sizes()
     assert first == identity_of(monkeypatch, task=task) and first["task"] == task
     assert first == identity_of(monkeypatch, task=task, micro_batch=5, token_cache="off", bad_rows="skip", threads=3, retry_s=1.0)

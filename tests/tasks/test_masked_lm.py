@@ -11,10 +11,10 @@ import torch
 from recipekit.architectures.families import default_config
 from recipekit.architectures.lookup import model_config
 from recipekit.data.blocks import Place
-from recipekit.data.encode import edges, encode_sequences
+from recipekit.data.encode import encode_sequences
 from recipekit.data.held_out import eval_rows
 from recipekit.data.masks import RANDOM, REPLACED, Masks, borders_of_words, masks_of
-from recipekit.data.processors import byte_tokenizer, check_edges, check_tokenizer
+from recipekit.data.processors import byte_tokenizer, check_edges, check_tokenizer, edges
 from recipekit.data.request import Request
 from recipekit.data.sameness import OtherData
 from recipekit.data.stream import open_stream

@@ -143,7 +143,7 @@ def test_an_answer_begins_where_the_tokens_are_no_longer_those_of_the_prompt():
             return self.num_embeddings
 
         def __call__(self, texts: list[str], **more: Any) -> dict[str, list[list[int]]]:
-            assert not more.pop("verbose") and not more.pop("return_attention_mask") and not more
+            assert more == {"verbose": False, "return_attention_mask": False, "add_special_tokens": True}
             return {"input_ids": [[ord(letter) for letter in text.replace("=4", "\u0100")] for text in texts]}
 
     start, chosen, rejected = encode_pair(Pairs(Joining(), 9, False), {"prompt": "2=", "chosen": "4", "rejected": "5"})

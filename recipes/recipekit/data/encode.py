@@ -1,8 +1,8 @@
 """Documents as token ids and labels, which mark the tokens that are trained on."""
 
 import functools
-import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ from ..task import IGNORE
 from ..tasks.facts import TASKS
 from .chat_rows import OPENAI, Content, Message, UnknownRole, learned, messages_of, text_pieces, unknown_keys
 from .chat_spans import ChatTemplate, Span
-from .processors import num_embeddings
+from .processors import edges, encode, num_embeddings
 from .source import Document
+from .tokenizer_identity import identity_of
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids (n,) int64; labels (n,) int64: the token that follows, or IGNORE
 
@@ -87,10 +88,10 @@ class Encoder:
         if not documents:
             return [], Counts()
         if TASKS[self.task].masked:
-            return encode_sequences(self.tokenizer, contents, self.seq_len), Counts()
+            return encode_sequences(self.tokenizer, contents, self.seq_len, places), Counts()
         if self.chats:
             return counted_chats(self.template, contents, places, self.seq_len)
-        return encode_texts(self.tokenizer, contents), Counts()
+        return encode_texts(self.tokenizer, contents, places), Counts()
 
     @property
     def date(self) -> str:
@@ -124,37 +125,32 @@ class Encoder:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Hashes what the tokenizer makes of a text: another value for another tokenizer."""
-        tokenizer = self.tokenizer
-        own = tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
-        probe = [*own, tokenizer.chat_template if self.chats else None, *([edges(tokenizer)] if TASKS[self.task].masked else [])]
-        return hashlib.blake2b(repr(probe).encode(), digest_size=8).hexdigest()
+        """The hash of the tokenizer: another value for another tokenizer."""
+        return identity_of(self.tokenizer, self.task)
 
 
-def encode_texts(tokenizer: Any, texts: list[str]) -> list[Encoded]:
-    """Encodes each text as one document: begin token if the tokenizer adds one, tokens, end token. A document without a target comes back empty."""
-    with_special = tokenizer("a")["input_ids"]
-    begin = [tokenizer.bos_token_id] if with_special[0] == tokenizer.bos_token_id else []
-    rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+def encode_texts(tokenizer: Any, texts: list[str], places: Sequence[str] = ()) -> list[Encoded]:
+    """Encode each text as one document: begin token if the tokenizer adds one, tokens, end token.
+
+    A document without a target is returned empty. `places` names each text in error messages.
+    """
+    begin = [tokenizer.bos_token_id] if edges(tokenizer)[0][:1] == [tokenizer.bos_token_id] else []
+    rows = encode(tokenizer, texts, places)["input_ids"]
     documents = (np.array([*begin, *row, tokenizer.eos_token_id], dtype=np.int64) for row in rows)
     return [_document(ids, np.ones(len(ids), dtype=bool)) for ids in documents]
 
 
-def encode_sequences(tokenizer: Any, texts: list[str], seq_len: int) -> list[Encoded]:
-    """Encodes each text as documents of up to `seq_len` tokens, every one between the tokenizer's edges, such as [CLS] and [SEP]; each token is a target."""
+def encode_sequences(tokenizer: Any, texts: list[str], seq_len: int, places: Sequence[str] = ()) -> list[Encoded]:
+    """Encode each text as documents of up to `seq_len` tokens. Each token is a target.
+
+    Every document is between the tokenizer's edges, such as [CLS] and [SEP].
+    """
     begin, end = edges(tokenizer)
     room = seq_len - len(begin) - len(end)
-    rows = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    rows = encode(tokenizer, texts, places)["input_ids"]
     parts = (row[start : start + room] for row in rows for start in range(0, max(len(row), 1), room))
     documents = (np.array([*begin, *part, *end] if part else [], dtype=np.int64) for part in parts)
     return [(ids, ids) for ids in documents]
-
-
-def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Finds the tokens that a tokenizer puts before and behind a text."""
-    bare, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    start = next(start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)
-    return whole[:start], whole[start + len(bare) :]
 
 
 def encode_chats(tokenizer: Any, chats: list[Content], places: list[str], seq_len: int) -> list[Encoded]:
@@ -180,8 +176,7 @@ def counted_chats(template: ChatTemplate, chats: list[Content], places: list[str
     forms = {chat.get("form", OPENAI) if isinstance(chat, dict) else OPENAI for chat in chats}
     counts += Counts(forms=tuple(forms))
     texts = [text for text, _ in rendered]
-    tokenizer = template.tokenizer
-    batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False)
+    batch = encode(template.tokenizer, texts, places, return_offsets_mapping=True)
     encoded = []
     for (_, answers), ids, offsets in zip(rendered, batch["input_ids"], batch["offset_mapping"], strict=True):
         wanted = wanted_tokens(offsets, answers)

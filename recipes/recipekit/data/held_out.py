@@ -55,7 +55,7 @@ def eval_samples(
 
     Rows are taken from parts and groups in an order drawn once and for all, as those of a sorted data set begin with one class.
     """
-    corpus, say_once = open_rows(request, samples, say, state), say if dp_rank == 0 else lambda _: None
+    corpus, say_once = open_rows(request, samples, processor, say, state), say if dp_rank == 0 else lambda _: None
     if request.eval_rows * 100 > LONG_READ:
         say_once(f"evaluation: 1 row in 100 is held out, so for eval_rows = {request.eval_rows} every rank first reads about {request.eval_rows * 100:,} rows")
     found = _of_domains(corpus, _held_out_samples)

@@ -16,8 +16,9 @@ from ..refusal import Refusal
 from ..task import IGNORE, MicroBatch, Row
 from .chat_rows import TOOLS, learned, messages_of, tools_of, without_nulls
 from .chat_spans import UNRENDERABLE, ChatTemplate
-from .processors import fitting_tokenizer, num_embeddings, pad_id
+from .processors import encode, fitting_tokenizer, num_embeddings, pad_id
 from .request import Request
+from .tokenizer_identity import identity_of
 
 ROUNDED_TO = 64  # tokens: the rows of a micro-batch are as long as its longest answer, in such steps
 NUM_DRAWN = 8000
@@ -70,6 +71,11 @@ class Pairs:
 
     def save_pretrained(self, folder: str | Path) -> None:
         self.tokenizer.save_pretrained(folder)
+
+
+def identity(pairs: Pairs, task: str) -> dict[str, Any]:
+    """Return the part of a data stream's identity that its tokenizer decides."""
+    return {"tokenizer": identity_of(pairs.tokenizer, task)}
 
 
 def pairs_of(request: Request, model_config: dict[str, Any]) -> Pairs:
@@ -126,7 +132,7 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
     prompt, chosen, rejected = answers_of(row, pairs.template.roles if tokenizer.chat_template else ())
     if isinstance(prompt, str):
         texts = [prompt, prompt + str(chosen), prompt + str(rejected)]
-        begin, *whole = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        begin, *whole = _tokens(tokenizer, texts, add_special_tokens=True)
         end = tokenizer.eos_token_id
         whole = [ids if ids and ids[-1] == end else [*ids, end] for ids in whole]
     else:
@@ -164,7 +170,15 @@ def _rendered(template: ChatTemplate, chats: list[Any], tools: list[Any] | None)
         texts = [template.render(chat, tools, prompt=number == 0) for number, chat in enumerate(chats)]
     except UNRENDERABLE as error:
         raise ValueError(f"the chat template cannot render it: {error}") from error
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return _tokens(tokenizer, texts)
+
+
+def _tokens(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]:
+    """Encode the texts of a row. Raises ValueError for a text that the tokenizer cannot encode."""
+    try:
+        return encode(tokenizer, texts, **options)["input_ids"]
+    except Refusal as problem:
+        raise ValueError(problem.problems[0].rule) from problem
 
 
 def _common(one: list[int], other: list[int]) -> int:

@@ -1,5 +1,7 @@
-"""Tokenizers: loaded from the hub or a folder, or made in code."""
+"""Tokenizers: loaded from the hub or a folder, or made in code; the tokens of a text, and those put around it."""
 
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -93,6 +95,54 @@ def pad_id(tokenizer: Any) -> int:
     """Names the token that fills a row; it never carries loss, and no other token attends to it."""
     own = tokenizer.pad_token_id
     return own if own is not None and own < num_embeddings(tokenizer) else tokenizer.eos_token_id
+
+
+def encode(tokenizer: Any, texts: list[str], places: Sequence[str] = (), **options: Any) -> Any:
+    """Encode texts without the tokens that the tokenizer puts around each.
+
+    Raises `Refusal` for a text that the tokenizer cannot encode; `places` names the texts.
+    """
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False} | options
+    found, problem = _attempt(tokenizer, texts, options)
+    if problem is None:
+        return found
+    alone = (place for text, place in zip(texts, places, strict=False) if _attempt(tokenizer, [text], options)[1])
+    rule = f"the tokenizer has no token for a part of this text, and no token for unknown parts ({problem})"
+    raise refuse(next(alone, "--dataset"), rule, "use a tokenizer with an unknown token, change the row, or leave it out (--bad_rows skip)")
+
+
+def _attempt(tokenizer: Any, texts: list[str], options: dict[str, Any]) -> tuple[Any, Exception | None]:
+    """Return (encoded texts, None), or (None, the error of a text that has no tokens).
+
+    tokenizers 0.22 raises a plain `Exception` for a word that a model without an unknown token does not know.
+    """
+    try:
+        return tokenizer(texts, **options), None
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        return None, error
+
+
+def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before and after a text."""
+    for text in _samples(tokenizer):
+        bare, _ = _attempt(tokenizer, [text], {"add_special_tokens": False, "verbose": False})
+        if bare is None or not (own := bare["input_ids"][0]):
+            continue
+        whole = tokenizer(text, verbose=False)["input_ids"]
+        for start in range(len(whole) - len(own) + 1):
+            if whole[start : start + len(own)] == own:
+                return whole[:start], whole[start + len(own) :]
+    return [], []
+
+
+def _samples(tokenizer: Any) -> Iterator[str]:
+    """Yield the texts of a tokenizer's tokens, special ones last because a tokenizer may also put them around texts."""
+    special = set(tokenizer.all_special_ids)
+    plain = (number for number in range(len(tokenizer)) if number not in special)
+    for number in itertools.chain(plain, sorted(special)):
+        yield tokenizer.decode([number])
 
 
 def check_edges(edges: tuple[list[int], list[int]], seq_len: int) -> None:

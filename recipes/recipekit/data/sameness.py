@@ -12,6 +12,13 @@ NAMED_FILES = 5  # changed files that a refusal names
 SAMPLED = 1 << 16  # floats of a tensor that are hashed
 
 
+OTHER_TOKENIZER = Problem(
+    "--tokenizer",
+    "is not the tokenizer of the saved run: its vocabulary, special tokens or chat template differ",
+    "restore the old files, or start a new run with --out NEW",
+)
+
+
 class DomainState(TypedDict):
     """How far a corpus of a stream has been used."""
 
@@ -40,6 +47,7 @@ def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
     saved, now = {"batch_ramp": []} | saved, {"batch_ramp": []} | now
     fix = "go on with the value of the saved run, or start a new one with --out NEW"
     problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
+    problems = [OTHER_TOKENIZER if problem.where.startswith("tokenizer = ") else problem for problem in problems]
     if changed and saved.get("corpus") != now.get("corpus"):
         fix = "bring the old files back, or start a new run with --out NEW"
         problems = [

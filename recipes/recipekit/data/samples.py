@@ -87,11 +87,12 @@ def collator(request: Request, processor: Any, samples: Samples, say: Say) -> Co
     return Collator(processor, samples, request.skip, partial(LOG.warning, "rank %d: %s", rank) if rank else say)
 
 
-def open_rows(request: Request, samples: Samples, say: Say = LOG.warning, state: StreamState | None = None) -> Corpus:
-    """Opens the corpora whose rows are the samples of a run, as `open_corpus` does those of documents."""
+def open_rows(request: Request, samples: Samples, processor: Any, say: Say = LOG.warning, state: StreamState | None = None) -> Corpus:
+    """Open the corpora whose rows are the samples of a run, as `open_corpus` opens documents."""
     sizes = [request.sizes.block_samples, request.sizes.block_bytes, request.sizes.chunk_rows, PICTURES_OF_A_PART, DRAWN_PARTS]
-    own = {name: getattr(request, name) for name in ("augment", "seq_len", "tokenizer") if name in TASKS[request.task].reads}
-    return opened(request, None, samples, own | {"blocks": sizes}, say, state)
+    own = {name: getattr(request, name) for name in ("augment", "seq_len") if name in TASKS[request.task].reads}
+    own |= {"blocks": sizes, **samples.identity(processor, request.task)}
+    return opened(request, None, samples, own, say, state)
 
 
 def open_samples(
@@ -111,7 +112,7 @@ def open_samples(
     micro-batch counts nothing.
     """
     check_batch(request.ramp, request.micro_batch, dp)
-    corpus = open_rows(request, samples, say, state)
+    corpus = open_rows(request, samples, processor, say, state)
     corpus.check(state, files)
     readers = corpus.readers()
 

@@ -20,18 +20,19 @@ from ..refusal import Problem, Refusal, Say
 from ..task import Samples
 from .blocks import Place, blocks, packed
 from .chunks import Reader, open_cache
-from .encode import Encoder, edges
+from .encode import Encoder
 from .formats import PIECE, TOKEN_LENGTH
 from .lanes import Domains, packed_batches, steps
 from .masks import masks_of
 from .mixture import Domain, domains_of
 from .prefetch import PREFETCH, Stream
-from .processors import check_edges, check_tokenizer, pad_id
+from .processors import check_edges, check_tokenizer, edges, pad_id
 from .remote import Patience
 from .request import Request
 from .sameness import DomainState, StreamState, at_step, changed_files, check_identity
 from .source import Source
 from .sources import open_source
+from .tokenizer_identity import former_identity
 
 LOG = logging.getLogger(__name__)
 
@@ -51,7 +52,19 @@ class Corpus:
         """Raises `OtherData` if a `state` is of another stream than this one; with that stream's `files` it names those that have changed."""
         if state is not None:
             now = at_step(self.identity, self.request.ramp, state["step"])
-            check_identity(state["identity"], now, changed_files(files or {}, self.files))
+            check_identity(self._in_todays_words(state["identity"]), now, changed_files(files or {}, self.files))
+
+    def _in_todays_words(self, saved: dict) -> dict:
+        """Return a saved identity with this version's hash of the tokenizer if an older version recorded the same tokenizer.
+
+        Older versions recorded a hash of a sample's tokens or, for samples, the flag `--tokenizer`.
+        """
+        now = self.identity.get("tokenizer")
+        if saved.get("tokenizer") in (None, now):
+            return saved
+        encoder = self.encoder
+        former = former_identity(encoder.tokenizer, encoder.task) if encoder else self.request.tokenizer
+        return saved | {"tokenizer": now} if saved["tokenizer"] == former else saved
 
     @property
     def files(self) -> dict[str, dict[str, str]]:
@@ -85,7 +98,8 @@ def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state:
         "blocks": [sizes.tokens_of_block(request.seq_len), sizes.chunk_rows, sizes.chunk_characters, PIECE, sizes.part_bytes, TOKEN_LENGTH],
     }
     own |= {"date": encoder.date} if encoder.date else {}
-    own |= {"mask_rate": request.mask_rate, "whole_words": request.whole_words} if request.masked else {}
+    if request.masked:  # a token may be replaced by any token that has an embedding
+        own |= {"mask_rate": request.mask_rate, "whole_words": request.whole_words, "vocabulary": encoder.vocabulary}
     return opened(request, encoder, None, own, say, state)
 
 

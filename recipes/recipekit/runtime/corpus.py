@@ -48,7 +48,7 @@ def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
         say(f"tokenizer: it has {len(tokenizer)} tokens, the model has embeddings for {fewer}; data with one of the others are refused")
     try:
         if task.samples:
-            open_rows(request_of(recipe), task.samples, say)
+            open_rows(request_of(recipe), task.samples, processor, say)
         else:
             open_corpus(request_of(recipe), processor, say)
     except Refusal as error:

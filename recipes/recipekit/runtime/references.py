@@ -26,9 +26,9 @@ from safetensors.numpy import save_file
 from ..checkpoints.manifest import STATE
 from ..checkpoints.state import State
 from ..data.chat_spans import ChatTemplate
-from ..data.encode import Encoder
 from ..data.pairs import Pairs, References, keys_of
 from ..data.sameness import StreamState
+from ..data.tokenizer_identity import identity_of
 from ..hosts.locks import lock
 from ..model.adapter import config_of
 from ..refusal import Refusal, Say
@@ -112,8 +112,7 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
         is_dated = pairs.tokenizer.chat_template and ChatTemplate(pairs.tokenizer).is_dated
         stated = (
             stream.state["identity"],
-            Encoder(pairs.tokenizer, plan.recipe.task, pairs.seq_len).identity,
-            pairs.tokenizer.chat_template,
+            identity_of(pairs.tokenizer, plan.recipe.task),  # the state of an older run has none
             *filter(None, [plan.recipe.batch_ramp, plan.day if is_dated else ""]),
         )
         identity = hashlib.blake2b(json.dumps(stated, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -100,6 +100,12 @@ def processor(request: Request, model_config: dict[str, Any]) -> Pictures:
     )
 
 
+def identity(pictures: Pictures, task: str) -> dict[str, Any]:
+    """Return the conversion of pictures as a part of a data stream's identity."""
+    mean, std = map(list, (pictures.mean, pictures.std))
+    return {"pictures": [*pictures.size, pictures.channels, int(pictures.resample), mean, std]}
+
+
 def published(model: str, init: str) -> dict[str, Any]:
     """Return the published image processor from a folder or the local cache, or {}.
 
@@ -324,7 +330,7 @@ TASK = Task(
     loss=loss,
     count=count,
     check=check,
-    samples=Samples(collate, drawn, NUM_DRAWN),
+    samples=Samples(collate, drawn, NUM_DRAWN, identity),
     measures=("accuracy", "top5_accuracy"),
     measure=measure,
 )

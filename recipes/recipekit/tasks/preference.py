@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from ..data.pairs import NUM_DRAWN, Pairs, collate_pairs, drawn, keys_of, pairs_of
+from ..data.pairs import NUM_DRAWN, Pairs, collate_pairs, drawn, identity, keys_of, pairs_of
 from ..model.causal import check_causal
 from ..recipe import Recipe
 from ..task import IGNORE, MicroBatch, Row, Samples, Task
@@ -95,7 +95,7 @@ TASK = Task(
     loss=partial(loss, Recipe.beta),
     count=count,
     check=check_causal,
-    samples=Samples(collate, drawn, NUM_DRAWN),
+    samples=Samples(collate, drawn, NUM_DRAWN, identity),
     measures=("accuracy", "margin", "rewards/chosen", "rewards/rejected"),
     measure=partial(measure, Recipe.beta),
     each_step=True,

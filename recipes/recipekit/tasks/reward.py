@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..data.pairs import NUM_DRAWN, Pairs, collate_pairs, drawn, pairs_of
+from ..data.pairs import NUM_DRAWN, Pairs, collate_pairs, drawn, identity, pairs_of
 from ..model.config_errors import WRONG_VALUE
 from ..model.small import EXAMPLES, small_copy
 from ..refusal import Refusal, refuse
@@ -95,7 +95,7 @@ TASK = Task(
     loss=loss,
     count=count,
     check=check,
-    samples=Samples(collate, drawn, NUM_DRAWN),
+    samples=Samples(collate, drawn, NUM_DRAWN, identity),
     measures=("accuracy", "margin"),
     measure=measure,
     each_step=True,
