@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Command:
     name: str  # of the recipe's file, without .py
     folder: Path  # the recipe's file lies here
     typed: frozenset[str]
+    unused: dict[str, str] = field(default_factory=dict)  # split and subset of the recipe's file, if another data set was typed
     tiny: bool = False
     dry_run: bool = False
     device: str = ""  # a dry run says whether the states fit it
@@ -103,7 +104,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     changes = {name: given[name] for name in flags if name in given}
     if "deepspeed_config" in given:
         changes["ds_config"] = given["deepspeed_config"]
-    changed = dataclasses.replace(recipe, **changes)
+    changed, unused = dataclasses.replace(recipe, **changes).for_other_data(recipe, frozenset(changes))
     if parser.problems:
         raise Refusal(parser.problems + check_recipe(changed.shortened(frozenset(changes))[0]), exit_code=2)
     return Command(
@@ -111,6 +112,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         name=path.stem,
         folder=path.resolve().parent,
         typed=frozenset(changes),
+        unused=unused,
         tiny=given["tiny"],
         dry_run=given["dry_run"],
         device=given.get("device", ""),

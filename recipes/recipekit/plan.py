@@ -15,7 +15,8 @@ from .architectures.positions import beyond_positions
 from .architectures.safetensors_files import open_folder
 from .architectures.shrink import BYTE_VOCAB, ROBERTAS, shrink
 from .command import Command
-from .data.files import check_first_row, folder_classes, left_out, local_files
+from .data.files import folder_classes, local_files, say_files
+from .data.first_row import check_first_row
 from .data.mixture import Domain, domains_of
 from .data.request import request_of
 from .kernels.deterministic import check_environment
@@ -75,6 +76,7 @@ def make_plan(command: Command) -> Plan:
     """Resolves a command for its world size; raises one `Refusal` with every problem. Reads files, changes nothing."""
     problems: list[Problem] = []
     recipe, notes = command.recipe.shortened(command.typed)
+    notes += say_unused(command.recipe.dataset, command.unused)
     problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
     recipe = recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)  # that it is none has been told
     problems += _check_read(recipe, command.typed)
@@ -93,7 +95,7 @@ def make_plan(command: Command) -> Plan:
     bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
     model_config = _config_of_model(recipe.model, recipe.task, command.tiny, bytes_only, notes, problems)
     if model_config is not None and (not command.tiny or recipe.facts.labels or "num_labels" in command.typed):
-        model_config = lookup.with_labels(model_config, recipe.labels, folder_classes(recipe.dataset))
+        model_config = lookup.with_labels(model_config, recipe.labels, folder_classes(recipe.dataset, recipe.split, recipe.subset))
     limits = shapes.limiting(model_config, recipe.facts.rows)
     lay_out = partial(_lay_out, recipe, model_config=limits, fixed=command.typed | written, tiny=command.tiny)
     laid = lay_out(command.world)
@@ -107,7 +109,7 @@ def make_plan(command: Command) -> Plan:
     problems += _check_out(command.out)
     resume_from = None
     with collecting(problems):
-        resume_from = find_resume(recipe, command.out, model_config, command.tiny, command.typed)
+        resume_from = find_resume(recipe, command.out, model_config, command.tiny, command.typed, command.unused)
     if config or not problems:
         problems += swap.check_swap(config, command.out)
         problems += _check_strategy(config, command, limits, lay_out)
@@ -228,18 +230,22 @@ def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -
 def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[Problem]:
     """Looks at local data, the model's files and the tokenizer: at the first row, at headers and names. The hub is not asked.
 
-    Adds to `notes` what of the data is left out.
+    Adds to `notes` which files are read and which are left out.
     """
     problems: list[Problem] = []
     domains: list[Domain] = []
     with collecting(problems):
-        domains = domains_of(recipe.dataset) if isinstance(recipe.dataset, str) else []  # `check_recipe` has told of another type
+        domains = domains_of(recipe.dataset, recipe.subset) if isinstance(recipe.dataset, str) else []  # `check_recipe` has told of another type
     problems += check_mixture(recipe.facts, domains)
     for domain in domains:
         with collecting(problems):
-            if domain.dataset != "builtin" and (files := local_files(domain.dataset)) is not None:
-                notes += left_out(domain.dataset)
-                check_first_row(files, domain.dataset, request_of(recipe))
+            if domain.dataset == "builtin":
+                continue
+            request = dataclasses.replace(request_of(recipe), dataset=domain.dataset, subset=domain.subset)
+            which = "image" in request.names, request.split, request.subset
+            if (files := local_files(domain.dataset, *which)) is not None:
+                check_first_row(files, domain.dataset, request)
+                notes += say_files(domain.dataset, *which)
     with collecting(problems):
         if model_known and recipe.init == "pretrained" and Path(recipe.model).is_dir():
             open_folder(Path(recipe.model))
@@ -253,6 +259,15 @@ def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[P
         if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_known):  # else the model is told of already, or is not here
             lookup.local_tokenizer(recipe.model, recipe.tokenizer)
     return problems
+
+
+def say_unused(dataset: str, unused: Mapping[str, str]) -> list[str]:
+    """Return a line about a split and subset of the recipe's file that do not apply to the data set that was typed."""
+    if not unused or dataset == "builtin":
+        return []
+    listed = " and ".join(f"{name} {value}" for name, value in unused.items())
+    defaults = " and ".join({"split": "split train", "subset": "no subset"}[name] for name in unused)
+    return [f"--dataset: {defaults}, since {listed} of the recipe's file belong{'s' * (len(unused) == 1)} to its own data set"]
 
 
 def check_mixture(facts: Facts, domains: list[Domain]) -> list[Problem]:

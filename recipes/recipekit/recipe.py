@@ -29,8 +29,8 @@ class Recipe:
         "builtin",
         group="data",
     )
-    subset: str = _say("configuration name of a hub dataset", "")
-    split: str = _say("split of the dataset", "train")
+    subset: str = _say("subset (configuration) of the dataset, by its README", "")
+    split: str = _say("split of the dataset; a file is the split train", "train")
     text_field: str = _say("column that holds a document", "text")
     bad_rows: str = _say("a row or file that cannot be read: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
     retry_s: float = _say("seconds for which a server that does not answer well is asked again for data", 600.0)
@@ -151,6 +151,17 @@ class Recipe:
             fitted["batch_ramp"] = left
             lines.append(f"batch_ramp: {self.batch_ramp} of the recipe cut off after {self.steps} steps")
         return dataclasses.replace(self, **fitted), lines
+
+    def for_other_data(self, file: "Recipe", typed: frozenset[str]) -> tuple["Recipe", dict[str, str]]:
+        """Take the default split and subset, unless typed, where another data set was typed than the recipe's `file` names.
+
+        Return the recipe and the values of the file that do not apply.
+        """
+        if "dataset" not in typed or self.dataset == file.dataset:
+            return self, {}
+        defaults = {name: Recipe.__dataclass_fields__[name].default for name in ("split", "subset") if name not in typed}
+        changed = {name: default for name, default in defaults.items() if getattr(file, name) != default}
+        return dataclasses.replace(self, **changed), {name: getattr(file, name) for name in changed}
 
     @property
     def plans(self) -> Plans:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,18 @@ IDENTITY = (
     *("weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
 ADAPTER = "adapter"  # in a run's identity: the config of its adapter; None without one
+NO_VALUES: Mapping[str, str] = {}
 LOWERED = ("warmup_steps", "decay_steps", "batch_ramp")  # where fewer steps are typed (`Recipe.shortened`)
 OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
 
 
-def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, tiny: bool, typed: frozenset[str] = frozenset()) -> Path | None:
-    """Returns the folder to go on from, or None for a new run. Raises `Refusal` with every difference to the run in `out`."""
+def find_resume(
+    recipe: Recipe, out: Path, model_config: dict[str, Any] | None, tiny: bool, typed: frozenset[str] = frozenset(), unused: Mapping[str, str] = NO_VALUES
+) -> Path | None:
+    """Returns the folder to go on from, or None for a new run. Raises `Refusal` with every difference to the run in `out`.
+
+    Older runs recorded the `unused` split and subset of the recipe's file, which belong to another data set.
+    """
     if recipe.resume == "never":
         return None
     now = identity(recipe, model_config)
@@ -48,7 +55,7 @@ def find_resume(recipe: Recipe, out: Path, model_config: dict[str, Any] | None, 
     if (before := _saved_identity(out)) is None:
         return None
     now |= _statistics(recipe.micro_batch, before)
-    others = [name for name in now if before.get(name) != now[name]]
+    others = [name for name in now if before.get(name) not in (now[name], unused.get(name, now[name]))]
     others.sort(key=lambda name: name not in typed)  # the flags that the user typed come first
     if "steps" in others:  # what was lowered with steps will be again
         others = [name for name in others if name in typed or name not in LOWERED]

@@ -104,7 +104,7 @@ def test_what_can_be_read_is_planned(tmp_path, name, content, flags):
 
 
 def test_what_is_left_out_of_a_folder_is_told(tmp_path):
-    """What describes the data is no data; text beside text is read as ever."""
+    """What describes the data is no data, as for `datasets`; pages that are alone are."""
     for name in (
         "a.jsonl",
         "below/b.jsonl",
@@ -128,11 +128,15 @@ def test_what_is_left_out_of_a_folder_is_told(tmp_path):
         plan = make_plan(parse(Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes"), NANO, command))
         return [note for note in plan.notes if note.startswith("--dataset")]
 
-    assert notes(tmp_path) == [f"--dataset {tmp_path}: c.csv, d.csv.gz, e.zip and 1 more left out, as .csv, .zip is not read"]
+    assert notes(tmp_path) == [f"--dataset {tmp_path}: reads 2 files of split train; leaves out by their endings 3 .csv, 1 .zip"]
     for name in ("a.jsonl", "below/b.jsonl"):
         (tmp_path / name).rename(tmp_path / f"{name}.txt")
-    assert local_files(str(tmp_path)) == sorted(tmp_path / name for name in ("a.jsonl.txt", "below/b.jsonl.txt", "README.md", "license.txt"))
-    assert notes(tmp_path / "*.txt") == []
+    assert local_files(str(tmp_path)) == sorted(tmp_path / name for name in ("a.jsonl.txt", "below/b.jsonl.txt", "license.txt"))
+    assert notes(tmp_path / "*.txt") == [f"--dataset {tmp_path}/*.txt: reads 2 files of split train"]
+    (tmp_path / "pages" / "more").mkdir(parents=True)
+    for name in ("README.md", "more/README.md", "more/a.rst"):
+        (tmp_path / "pages" / name).write_text("x")
+    assert local_files(str(tmp_path / "pages")) == [tmp_path / "pages" / name for name in ("README.md", "more/README.md", "more/a.rst")]
 
 
 def test_an_odd_row_in_the_middle_may_be_left_out(tmp_path):

@@ -19,7 +19,8 @@ import torch
 from fashion import png
 from recipekit.data import blocks, chunks, held_out, samples, sources
 from recipekit.data.content import is_held_out
-from recipekit.data.files import check_first_row, folder_classes, local_files
+from recipekit.data.files import folder_classes, local_files
+from recipekit.data.first_row import check_first_row
 from recipekit.data.folders import SETTLED
 from recipekit.data.held_out import eval_samples
 from recipekit.data.mixture import Domain
@@ -486,10 +487,7 @@ def test_a_folder_that_stays_as_it_is_is_listed_and_hashed_once(tmp_path, monkey
     [
         (["a.png", "b.png"], "holds pictures that lie in no folder of a class; put the pictures into a folder for each class, FOLDER/CLASS/PICTURE.png"),
         (["cat/a.png", "b.png"], "holds pictures that lie in no folder of a class"),
-        (
-            ["train/cat/a.png", "train/dog/b.png", "val/cat/c.png"],
-            "deeper than a folder for each class: train/cat; name the folder above the classes, for example",
-        ),
+        (["cat/a.png", "more/dog/b.png"], "its folders of classes are not equally deep: cat and more/dog; name the folder above the classes, for example"),
         (["cat/a.png", "cat/b.png"], "all its pictures are of one class, cat"),
         (["cat/a.png", "dog/b.png", "cow/notes.log"], "the folder of the class cow holds no picture; fill it, or delete it"),
         (["cat/notes.log"], "holds no file of a known kind: .txt, .md, "),

@@ -22,10 +22,10 @@ from datasets import config as datasets_config
 from ..refusal import Refusal, Say, refuse
 from .content import characters_of, held_out_tokens, is_empty, is_held_out, size_of
 from .encode import Counts, Encoded, Encoder
-from .files import not_utf8, unreadable
 from .processors import check_token
 from .remote import Unreachable
 from .request import Sizes
+from .rows import not_utf8, unreadable
 from .source import UNREADABLE, Document, Source, Values, holds_tokens
 
 FORMAT = 3  # of the files

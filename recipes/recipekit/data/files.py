@@ -1,179 +1,176 @@
-"""The files that a dataset flag names, their kind, their first row, and a fingerprint of their content."""
+"""Which local files a dataset flag names: paths, globs, and of folders the files of a split and a subset."""
 
-import codecs
 import contextlib
-import functools
-import gzip
-import hashlib
-import json
 import os
 import sysconfig
-import zlib
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections import Counter
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 from ..refusal import Problem, Refusal, refuse
-from ..tasks.facts import TASKS
-from .chat_rows import TOOLS, form_of
-from .folders import below, stamp
-from .request import Request
+from .folders import below, folders_of, skipped
+from .kinds import KINDS, MEDIA, METADATA, PICTURES, choose, count_endings, describes, kind_of, possible, suffix
+from .splits import DEFAULT, TRAIN, splits_of
 
-KINDS = {
-    ".txt": "text", ".md": "text", ".rst": "text", ".py": "text", ".yaml": "text",
-    ".jsonl": "lines", ".ndjson": "lines", ".json": "lines",
-    ".parquet": "parquet", ".arrow": "arrow",
-}  # fmt: skip
-PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # of one kind, "pictures"
-OTHER_KINDS = (".csv", ".tsv", ".xls", ".xlsx", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst", ".db", ".pkl", ".npy")
-ENDS = 64 * 1024  # bytes of each end of a file that its fingerprint covers
-SAMPLED = 1024  # pictures of a folder whose bytes its fingerprint covers; of the others it covers name and size
+COUNTED = 32  # Parquet files whose rows are counted for the line at the start
 
 
-def local_files(dataset: str, pictures: bool = False) -> list[Path] | None:
-    """Finds the files that a dataset flag names (path, folder, glob, several by comma), sorted; None if it must be a hub id or an address.
+def local_files(dataset: str, pictures: bool = False, split: str = TRAIN, subset: str = "") -> list[Path] | None:
+    """Return the files that a dataset flag names (path, folder, glob, several by comma), sorted; None if it must be a hub id or an address.
 
-    Of a folder with files of several kinds `pictures` says which are data: the pictures, or all others.
+    A folder is read by its `split` and `subset`; all other files are of the split `train`. Of a folder with files of several
+    kinds `pictures` says which are data: the pictures, or all others. Raises `Refusal` if there are no such files.
     """
     if "://" in dataset:
+        _check_whole(dataset.partition("?")[0], split, subset)
         return None
     parts = _parts(dataset)
     files: dict[Path, None] = {}  # in order, as each part has them: to sort what is sorted is fast
     problems = []
     for part in parts:
         path = Path(part).expanduser()
-        if path.is_dir():
-            found = _chosen(below(path), pictures)
-        elif path.exists():
-            found = [path]
-        else:
-            found = [file for match in glob(str(path), recursive=True) if (file := Path(match)).is_file()]
+        found = [path] if path.is_file() else _matching(path) if not path.is_dir() else []
         is_path = len(parts) > 1 or part.startswith((".", "/", "~")) or part.count("/") > 1 or any(c in part for c in "*?[") or suffix(path) in KINDS
         if not found and not is_path and not path.exists():
             return None
-        if not found and path.is_dir():
-            known = f"{', '.join(KINDS)}{', or pictures in a folder for each class' if pictures else ''}"
-            problems.append(Problem(f"--dataset {part}", f"holds no file of a known kind: {known}", "convert its files to one of these"))
-        elif not found:
+        try:
+            if path.is_dir():
+                found = _of_folder(path, pictures, split, subset).files
+            elif found:
+                _check_whole(part, split, subset)
+        except Refusal as refusal:
+            problems += refusal.problems
+            continue
+        if not found:
             problems.append(Problem(f"--dataset {part}", "there is no such file", "check the path; a hub id is ORG/NAME"))
         files.update(dict.fromkeys(found))
     if problems:
         raise Refusal(problems)
-    return sorted(files)
+    found = sorted(files)
+    return list({os.path.abspath(file): file for file in reversed(found)}.values())[::-1] if len(parts) > 1 else found
 
 
-def left_out(dataset: str) -> list[str]:
-    """Says, in one line for each folder that a dataset flag names, which files are not read though they may hold data."""
-    lines = []
-    for part in _parts(dataset):
-        names = sorted(file.name for file in below(Path(part).expanduser()) if suffix(file) in OTHER_KINDS)
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"--dataset {part}: {', '.join(names[:3])}{more} left out, as {', '.join(sorted({suffix(Path(name)) for name in names}))} is not read")
-    return lines
+def _check_whole(part: str, split: str, subset: str) -> None:
+    """Raise `Refusal` for a split or a subset of a file, a glob or an address, whose rows are all of the split train."""
+    if split != TRAIN:
+        raise refuse(f"--split {split}", f"{part} is no folder, and all its rows are of the split {TRAIN}", f"use --split {TRAIN}, or name a folder")
+    if subset not in ("", DEFAULT):
+        raise refuse(f"--subset {subset}", f"{part} is no folder and has no subsets", "leave --subset out, or name a folder")
 
 
 def _parts(dataset: str) -> list[str]:
     return [dataset] if Path(dataset).expanduser().exists() else [part.strip() for part in dataset.split(",") if part.strip()]
 
 
-@functools.lru_cache(maxsize=32)
-def _chosen(files: tuple[Path, ...], pictures: bool) -> list[Path]:
-    """Chooses the files of a known kind, without a README or LICENSE beside data of another kind."""
-    found, shown = [file for file in files if suffix(file) in KINDS], [file for file in files if suffix(file) in PICTURES]
-    if shown and (not found or (pictures and not {KINDS[suffix(file)] for file in found} & {"parquet", "arrow"})):
-        return shown
-    data = [file for file in found if KINDS[suffix(file)] != "text" or file.stem.upper() not in ("README", "LICENSE")]
-    return found if all(KINDS[suffix(file)] == "text" for file in data) else data
+def _matching(pattern: Path) -> list[Path]:
+    return [file for match in glob(str(pattern), recursive=True) if (file := Path(match)).is_file()]
 
 
-def suffix(file: Path) -> str:
-    return os.path.splitext(file.name.removesuffix(".gz"))[1].lower()
+# Folders ----------------------------------------------------------------------------------------------------------
 
 
-def kind_of(files: list[Path], dataset: str) -> str:
-    """Names the kind of the files: text, lines, parquet, arrow or pictures. Raises `Refusal` if the files are of several kinds, or of an unknown one."""
-    kinds = {KINDS.get(ending, "pictures" if ending in PICTURES else "") for ending in {suffix(file) for file in files}}
-    if "" in kinds:
-        odd = next(file for file in files if suffix(file) not in (*KINDS, *PICTURES))
-        fix = f"convert it to one of {', '.join(KINDS)}"
-        if suffix(odd) not in OTHER_KINDS:
-            raise refuse(f"--dataset {odd}", "the ending does not say what is in it", f"{fix}, or rename it if it is one")
-        raise refuse(f"--dataset {odd}", f"{suffix(odd)} is not read", fix)
-    if len(kinds) > 1:
-        raise refuse(f"--dataset {dataset}", f"holds files of several kinds: {', '.join(sorted(kinds))}", "name those of one kind, for example FOLDER/*.jsonl")
-    return kinds.pop()
+@dataclass(frozen=True)
+class FolderFiles:
+    """The files of a folder that are read, how many are of its other splits only, and the rest."""
+
+    files: list[Path]
+    of_other_splits: dict[str, int]
+    rest: list[Path]
 
 
-# The first row -----------------------------------------------------------------------------------------------------
+def _of_folder(folder: Path, pictures: bool, split: str, subset: str) -> FolderFiles:
+    """Choose the files of a folder for a split and a subset. Raises `Refusal` if the folder does not have them."""
+    everything = below(folder)
+    data = possible(everything)
+    splits = {name: files for name, files in splits_of(folder, data, subset).items() if files}
+    if pictures and _are_classes(folder, data, splits):
+        splits = {TRAIN: data}
+    if splits and split not in splits:
+        rule = f"{folder} has no such split, only {', '.join(splits)}"
+        every = folder / f"**/*{suffix(data[0])}"
+        raise refuse(f"--split {split}", rule, f"use --split {next(iter(splits))}, or name the files, for example --dataset '{every}'")
 
-FIRST_BYTES = 1 << 20  # of a file that are looked at before a run: a longer row is judged by its beginning
-SKIP = "leave it out (--bad_rows skip)"
+    chosen = {name: choose(files, pictures) for name, files in splits.items()}
+    files = chosen.get(split, [])
+    _check_folder(folder, files, splits.get(split, ()), pictures, split)
+    read, counted = set(files), set(files)
+    of_other_splits = {}
+    for name, others in chosen.items():
+        of_other_splits |= {name: len(rest)} if (rest := set(others) - read) else {}
+        counted |= set(others)
+    return FolderFiles(files, of_other_splits, [file for file in everything if file not in counted and not describes(file)])
 
 
-def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
-    """Raises `Refusal` for local files whose first row the task cannot read.
+def _check_folder(folder: Path, files: list[Path], of_split: tuple[Path, ...], pictures: bool, split: str) -> None:
+    """Raise `Refusal` if a folder holds no files for any task, or files of sound, or pictures with columns of their own."""
+    where = f"--dataset {folder}"
+    media = [file for file in of_split if suffix(file) in MEDIA]
+    known = f"{', '.join(KINDS)}{', or pictures in a folder for each class' if pictures else ''}"
+    if media and len(media) >= len(files):
+        rule = f"holds {MEDIA[suffix(media[0])]} ({count_endings(media)}), which no task reads"
+        raise refuse(where, rule, "name the text files in it, if you want these")
+    if not files:
+        raise refuse(where, f"holds no file of a known kind: {known}", "convert its files to one of these")
+    metadata = [file for file in of_split if file.name in METADATA]
+    if metadata and suffix(files[0]) in PICTURES:
+        rule = f"holds {metadata[0].name}, whose columns belong to its pictures, and such files are not read"
+        convert = f"datasets.load_dataset('imagefolder', data_dir={str(folder)!r}, split={split!r}).to_parquet('pictures.parquet')"
+        raise refuse(where, rule, f"convert the folder with {convert}, and name that file")
 
-    No row is looked at where bad rows are to be left out.
-    """
-    files = ("image" in request.names and local_files(dataset, pictures=True)) or files
-    kind = kind_of(files, dataset)
-    check_kind(kind, files, dataset, request)
-    if request.skip or not files:
-        return
-    columns, place = request.columns, f"{files[0]}, row 1"
+
+def _are_classes(folder: Path, data: tuple[Path, ...], splits: dict[str, tuple[Path, ...]]) -> bool:
+    """Return True if the folders right below hold pictures of a class each, and only some have the name of a split, as `train` or `dev`."""
+    shown = [file for file in data if suffix(file) in PICTURES]
+    folders = folders_of(shown)
+    of_splits = {path for files in splits.values() for path in folders_of(list(files))}
+    flat = bool(folders) and all(path.parent == folder for path in folders)
+    return flat and not of_splits.issuperset(folders) and not (folder / "README.md").is_file()
+
+
+def say_files(dataset: str, pictures: bool, split: str, subset: str) -> list[str]:
+    """Return a line for each part of a dataset flag: the local files that are read, and what is left out and why."""
+    lines = []
+    for part in _parts(dataset):
+        path, left_out = Path(part).expanduser(), list[str]()
+        if path.is_dir():
+            found = _of_folder(path, pictures, split, subset)
+            files = found.files
+            left_out += [f"{_counted(count, 'file')} of split {name}" for name, count in found.of_other_splits.items()]
+            left_out += [_counted(count, reason) for reason, count in Counter(skipped(path).values()).items()]
+            left_out += [f"by their endings {count_endings(found.rest)}"] if found.rest else []
+        else:
+            files = local_files(part, pictures) or []
+        rows = _num_rows(files)
+        read = f"reads {_counted(len(files), 'file')} of split {split}{f' ({rows:,} rows)' if rows else ''}"
+        lines.append(f"--dataset {part}: {read}" + (f"; leaves out {', '.join(left_out)}" if left_out else ""))
+    return lines
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count > 1 else ''}"
+
+
+def _num_rows(files: list[Path]) -> int:
+    """Return the rows of a few Parquet files; 0 if they are not known without reading the files."""
+    if len(files) > COUNTED or any(suffix(file) != ".parquet" for file in files):
+        return 0
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
-        if kind == "text":
-            codecs.getincrementaldecoder("utf-8")().decode(_head(files[0]))
-            return
-        if kind == "pictures":
-            names, values, place = list(columns), {columns[0]: files[0]}, str(files[0])
-        elif kind == "lines":
-            number, values = _first_of_lines(files[0])
-            names, place = list(values), f"{files[0]}, row {number}"
-        else:
-            names, values = _first_of_table(files[0], kind, partial(columns_read, request.task, columns))
-    except UnicodeDecodeError as error:
-        raise refuse(place, *not_utf8(error)) from error
-    except (OSError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
-        raise error if isinstance(error, Refusal) else unreadable(place, error) from error
-    if names:
-        if absent := absent_column(request.task, columns, names):
-            raise refuse(place, *absent)
-        if request.as_rows:
-            _check_sample({name: values[column] for name, column in zip(request.names, columns, strict=True) if column in values}, place)
-        elif request.chats and (form := form_of(names, columns[0])):
-            if values:
-                form.content(values, place, padded=kind != "lines")
-        else:
-            check_value(values.get(columns[0]), request.chats, place, tokens=kind != "lines")
+        return sum(pq.read_metadata(file).num_rows for file in files)
+    except (OSError, pa.ArrowException):  # the check of the first row says why
+        return 0
 
 
-def check_kind(kind: str, files: list[Path], dataset: str, request: Request) -> None:
-    """Raises `Refusal` if the task cannot take files of this kind, or pictures that lie otherwise than in a folder for each class."""
-    where = f"--dataset {dataset}"
-    if kind == "text" and request.chats:
-        raise no_chats(dataset)
-    if kind == "text" and request.as_rows:
-        raise no_table(dataset, request)
-    if kind == "pictures" and request.names != ("image", "label"):
-        fixing = [task for task, facts in TASKS.items() if facts.columns == ("image_field", "label_field")]
-        raise refuse(where, f"holds pictures, which task {request.task} does not take", f"use --task {' or '.join(fixing)}, or give other data")
-    if kind == "pictures":
-        picture_classes(files, dataset)
+# Pictures in a folder for each class ------------------------------------------------------------------------------
 
 
-def no_table(dataset: str, request: Request) -> Refusal:
-    rule = f"is text, and task {request.task} needs rows with the columns {', '.join(request.columns)}"
-    return refuse(f"--dataset {dataset}", rule, f"give Parquet, Arrow or JSON lines{', or pictures in a folder for each class' * ('image' in request.names)}")
-
-
-def folder_classes(dataset: str) -> list[str]:
+def folder_classes(dataset: str, split: str = TRAIN, subset: str = "") -> list[str]:
     """Lists the classes of a folder of pictures; none of other data, and of a folder that cannot be opened: who opens it says why."""
     with contextlib.suppress(Refusal):
-        files = local_files(dataset, pictures=True) if dataset != "builtin" else None
+        files = local_files(dataset, True, split, subset) if dataset != "builtin" else None
         if files and kind_of(files, dataset) == "pictures":
             return picture_classes(files, dataset)
     return []
@@ -182,159 +179,24 @@ def folder_classes(dataset: str) -> list[str]:
 def picture_classes(files: list[Path], dataset: str) -> list[str]:
     """Lists the classes of pictures, which are the names of their folders, sorted.
 
-    Raises `Refusal` unless every folder that `dataset` names holds nothing but a folder for each class.
+    Raises `Refusal` unless the folders of classes are equally deep and none is empty.
     """
-    folders = _folders_of(files)
+    folders = folders_of(files)
     fix = "put the pictures into a folder for each class, FOLDER/CLASS/PICTURE.png, and name FOLDER"
     for root in (path for part in _parts(dataset) if (path := Path(part).expanduser()).is_dir()):
         inside = [folder for folder in folders if folder.is_relative_to(root)]
         if root in inside:
             raise refuse(f"--dataset {root}", "holds pictures that lie in no folder of a class", fix)
-        if deep := [folder for folder in inside if folder.parent != root]:
-            rule = f"its pictures lie deeper than a folder for each class: {deep[0].relative_to(root)}"
+        if deep := [folder for folder in inside if len(folder.parts) != len(inside[0].parts)]:
+            rule = f"its folders of classes are not equally deep: {inside[0].relative_to(root)} and {deep[0].relative_to(root)}"
             raise refuse(f"--dataset {root}", rule, f"name the folder above the classes, for example {deep[0].parent}")
-        children = {child for child in root.iterdir() if child.is_dir() and not child.name.startswith((".", "_"))}
-        if empty := sorted(children.difference(inside)):
+        children = {child for parent in {folder.parent for folder in inside} for child in parent.iterdir() if child.is_dir()}
+        if empty := sorted(child for child in children.difference(inside) if not child.name.startswith((".", "_"))):
             raise refuse(f"--dataset {root}", f"the folder of the class {empty[0].name} holds no picture", "fill it, or delete it")
     classes = sorted({folder.name for folder in folders})
     if len(classes) == 1:
         raise refuse(f"--dataset {dataset}", f"all its pictures are of one class, {classes[0]}", fix)
     return classes
-
-
-def _folders_of(files: list[Path]) -> list[Path]:
-    return sorted(map(Path, {os.path.dirname(file) for file in files}))  # ten times as fast as file.parent
-
-
-def _check_sample(row: dict[str, Any], place: str) -> None:
-    """Raises `Refusal` for a picture that cannot be decoded and for a class that is no number."""
-    from .pictures import class_number, opened  # which nothing but a sample needs
-
-    for name, check in (("image", opened), ("label", class_number)):
-        try:
-            if name in row:
-                check(row[name])
-        except (TypeError, ValueError) as error:
-            raise refuse(place, f"its {name} {error}", f"name another column with --{name}_field, mend the row, or {SKIP}") from error
-
-
-def _head(file: Path) -> bytes:
-    with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as stream:
-        return stream.read(FIRST_BYTES)
-
-
-def _first_of_lines(file: Path) -> tuple[int, dict[str, Any]]:
-    """Reads the first row that is not blank: (number, content). The content is empty if the row is longer than `FIRST_BYTES`."""
-    head = _head(file)
-    if not head:
-        raise refuse(str(file), "is empty", f"fetch it again, or {SKIP}")
-    lines = head.split(b"\n")
-    if len(head) == FIRST_BYTES:
-        lines.pop()  # it goes on
-    return next(((number, row_of(line, f"{file}, row {number}")) for number, line in enumerate(lines, 1) if line.strip()), (1, {}))
-
-
-def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[str, ...]]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of all columns, and the first value of each `wanted` column.
-
-    There are no values if a wanted column is missing, or if there is no row.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with contextlib.ExitStack() as closing:
-        if kind == "parquet":
-            table = closing.enter_context(pq.ParquetFile(file))
-            names = table.schema_arrow.names
-            columns = wanted(names)
-            batches = table.iter_batches(1, columns=list(columns), use_threads=False) if {*columns} <= {*names} else iter(())
-        else:
-            opened = closing.enter_context(pa.memory_map(str(file)))
-            try:
-                table = pa.ipc.open_stream(opened)
-                batches = iter(table)
-            except pa.ArrowInvalid:
-                table = pa.ipc.open_file(opened)
-                batches = map(table.get_batch, range(table.num_record_batches))
-            names = table.schema.names
-            columns = wanted(names)
-        first = next((batch for batch in batches if {*columns} <= {*names} and batch.num_rows), None)
-        return names, {} if first is None else {column: first.column(column)[0].as_py() for column in columns}
-
-
-def no_chats(dataset: str) -> Refusal:
-    return refuse(f"--dataset {dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
-
-
-def decoded(value: bytes, errors: str = "strict") -> str:
-    """Decodes text of a file. Raises UnicodeDecodeError, which `not_utf8` puts into words."""
-    return value.decode("utf-8", errors).removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
-    """Says what is wrong with text of another encoding: rule and fix of a refusal."""
-    if error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return "is UTF-16, not UTF-8", f"convert the file (iconv -f utf-16 -t utf-8), or {SKIP}"
-    rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
-    return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}"
-
-
-def row_of(line: bytes, place: str) -> dict[str, Any]:
-    """Parses a line of JSON. Raises `Refusal` if it is no object."""
-    try:
-        text = decoded(line)
-    except UnicodeDecodeError as error:
-        raise refuse(place, *not_utf8(error)) from error
-    try:
-        row = json.loads(text)
-        if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
-            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:  # ValueError of its own for a number of more than 4300 digits
-        what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
-        raise refuse(place, f"{what}: {error}", f"write one JSON object per line, or {SKIP}") from error
-    if not isinstance(row, dict):
-        raise refuse(place, f"is not a JSON object but a {type(row).__name__}", f"write one JSON object per line, or {SKIP}")
-    return row
-
-
-def columns_read(task: str, columns: tuple[str, ...], names: Collection[str]) -> tuple[str, ...]:
-    """List the columns that a task reads of rows with columns of these names: chats have several forms, and pairs may have tools."""
-    if TASKS[task].pairs and TOOLS in names and TOOLS not in columns:
-        return (*columns, TOOLS)
-    form = form_of(names, columns[0]) if TASKS[task].chats else None
-    return tuple(form.present(names)) if form else columns
-
-
-def absent_column(task: str, columns: tuple[str, ...], names: Iterable[str]) -> tuple[str, str] | None:
-    """Finds a column of the task that is not among `names`: rule and fix of a refusal; None if all are there."""
-    facts, names = TASKS[task], list(names)
-    if facts.chats and form_of(names, columns[0]):
-        return None
-    for flag, column in zip(facts.columns[len(facts.columns) - len(columns) :], columns, strict=True):
-        if column not in names:
-            without = f", or --{flag} '' where both answers begin with it" if flag == facts.optional else ""
-            fix = f"name the column with --{flag}{without}; a single odd row: mend it, or {SKIP}"
-            if "text_field" in facts.columns and (form := form_of(names)):
-                fix = f"use --task sft, which reads such rows ({form.name}), or name a column of text with --{flag}"
-            return f"has no column {column!r}, only {', '.join(map(repr, names))}", fix
-    return None
-
-
-def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> None:
-    """Raises `Refusal` for a value that is no text or, where `chats` are wanted, no list of messages. With `tokens` it may be ready tokens."""
-    if not chats and isinstance(value, list) and value and all(type(token) is int for token in value):
-        if tokens:
-            return
-        rule = "holds token ids, which are read from Parquet and Arrow files only"
-        raise refuse(place, rule, "make such a file: datasets.load_dataset('json', data_files=FILE, split='train').to_parquet('tokens.parquet')")
-    if value is not None and not isinstance(value, list if chats else str):
-        expected = "a list of messages (--messages_field)" if chats else "text (--text_field)"
-        rule = f"holds {type(value).__name__} {str(value)[:40]!r} where {expected} should be"
-        raise refuse(place, rule, f"name another column, mend the row, or {SKIP}")
-
-
-def unreadable(place: str, error: Exception) -> Refusal:
-    return refuse(place, f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}", "replace the file, or leave it out")
 
 
 def standard_library(*without: str) -> list[Path]:
@@ -345,43 +207,3 @@ def standard_library(*without: str) -> list[Path]:
         folders[:] = [name for name in folders if name not in skipped]  # not walked into: site-packages may hold 100,000 files
         files += [Path(folder, name) for name in names if name.endswith(".py") and name not in skipped]
     return sorted(files)
-
-
-def digests(files: list[Path]) -> dict[str, str]:
-    """Hashes each file: name below the common folder -> a hash of the file's size and its first and last 64 KB."""
-    base = os.path.commonpath([file.parent for file in files])
-    found = {}
-    for file in files:
-        size = file.stat().st_size
-        digest = hashlib.blake2b(f"{size}\0".encode(), digest_size=8)
-        with file.open("rb") as stream:
-            digest.update(stream.read(ENDS))
-            if size > ENDS:
-                stream.seek(max(ENDS, size - ENDS))
-                digest.update(stream.read())
-        found[file.relative_to(base).as_posix()] = digest.hexdigest()
-    return found
-
-
-def digests_of_classes(files: list[Path]) -> dict[str, str]:
-    """Hashes the pictures of each class: class -> a hash of their names and sizes, and of the ends of up to `SAMPLED` in all.
-
-    In a process they are hashed again only if files came, went or were renamed in their folders.
-    """
-    return dict(_digests_of_classes(tuple(files), tuple(map(stamp, _folders_of(files)))))
-
-
-@functools.lru_cache(maxsize=32)
-def _digests_of_classes(files: tuple[Path, ...], stamps: tuple[tuple[int, int, int], ...]) -> dict[str, str]:
-    every = -(-len(files) // SAMPLED)
-    found: dict[str, Any] = {}
-    for number, file in enumerate(files):
-        digest = found.setdefault(file.parent.name, hashlib.blake2b(digest_size=8))
-        ends = digests([file])[file.name] if number % every == 0 else ""
-        digest.update(f"{file.name}\0{file.stat().st_size}\0{ends}\0".encode("utf-8", "surrogateescape"))
-    return {name: digest.hexdigest() for name, digest in found.items()}
-
-
-def fingerprint(of_files: dict[str, str], *more: str) -> str:
-    """Makes one hash of the files' digests and of `more`, what else decides the content."""
-    return hashlib.blake2b(repr((sorted(of_files.items()), more)).encode(), digest_size=16).hexdigest()

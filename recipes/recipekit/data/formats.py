@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..refusal import Refusal, refuse
-from .files import decoded, digests, digests_of_classes, fingerprint, not_utf8, row_of, unreadable
+from .digests import digests, digests_of_classes, fingerprint
 from .packing import permutation
 from .remote import Patience, RemoteFile, Unreachable
+from .rows import decoded, not_utf8, row_of, unreadable
 from .source import UNREADABLE, Document, Source, Wanted, holds_tokens
 
 TOKEN_ROWS = 1024  # rows of ready tokens taken at a time

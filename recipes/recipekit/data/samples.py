@@ -21,13 +21,13 @@ from ..task import MicroBatch, Samples
 from ..tasks.facts import TASKS
 from .blocks import Held, Place, blocks
 from .chunks import tell
-from .files import SKIP
 from .formats import DRAWN_PARTS, PICTURES_OF_A_PART
 from .lanes import Domains, Run, steps
 from .packing import permutation
 from .pairs import Pairs
 from .prefetch import PREFETCH, Stream
 from .request import Request
+from .rows import SKIP
 from .sameness import StreamState
 from .source import Document
 from .stream import Corpus, check_batch, opened, start

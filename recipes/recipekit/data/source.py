@@ -11,7 +11,7 @@ from datasets.exceptions import DatasetsError
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .chat_rows import form_of
-from .files import absent_column, check_value, columns_read
+from .rows import absent_column, check_value, columns_read
 
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
 

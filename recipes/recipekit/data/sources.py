@@ -20,8 +20,11 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from ..hub import hub_refusal
 from ..refusal import Refusal, refuse
 from ..task import Samples
-from .files import KINDS, check_kind, digests, fingerprint, kind_of, local_files, standard_library, suffix
+from .digests import digests, fingerprint
+from .files import local_files, standard_library
+from .first_row import check_kind
 from .formats import arrow_source, drawn_source, lines_source, parquet_source, picture_source, spans_of, streamed_source, text_source
+from .kinds import KINDS, kind_of, suffix
 from .mixture import Domain
 from .remote import Patience, from_rank_0, look_up, shown
 from .request import Request
@@ -48,7 +51,7 @@ def open_source(request: Request, domain: Domain, patience: Patience, before: st
         return _builtin_source(request.seq_len, sizes.part_bytes, request.chats)
     if domain.dataset.startswith(("http://", "https://")):
         return _address_source(domain.dataset, wanted, patience, sizes.part_bytes)
-    files = local_files(domain.dataset, pictures="image" in request.names)
+    files = local_files(domain.dataset, "image" in request.names, request.split, domain.subset)
     if files is None:
         return _hub_source(domain, request.split, wanted, patience, before)
     kind = kind_of(files, domain.dataset)

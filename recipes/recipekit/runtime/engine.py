@@ -142,7 +142,8 @@ def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
     Downloads missing files.
     """
     recipe = plan.recipe
-    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, folder_classes(recipe.dataset))
+    classes = folder_classes(recipe.dataset, recipe.split, recipe.subset)
+    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, classes)
     check_resume(plan, model_config)
     if recipe.init != "pretrained":
         return model_config, ""

@@ -149,8 +149,9 @@ def check_classes(request: Request, model_config: dict[str, Any]) -> int:
     """Counts the model's classes. Raises `Refusal` for data whose classes are known before they are read and are not the model's."""
     labels, named = num_labels(model_config), {int(number): name for number, name in (model_config.get("id2label") or {}).items()}
     first: list[str] = []
-    for dataset in (domain.dataset for domain in domains_of(request.dataset, request.subset)):
-        where, classes = f"--dataset {dataset}", folder_classes(dataset)
+    for domain in domains_of(request.dataset, request.subset):
+        dataset = domain.dataset
+        where, classes = f"--dataset {dataset}", folder_classes(dataset, request.split, domain.subset)
         if dataset == "builtin" and labels < len(SHAPES):
             raise refuse(where, f"has {len(SHAPES)} classes, and {request.model} has {labels} labels", f"use --num_labels {len(SHAPES)}")
         if classes and len(classes) != labels:

@@ -1,0 +1,225 @@
+"""Splits and subsets of a local folder: the files that `datasets.load_dataset(FOLDER)` takes for each (datasets 5.2.0).
+
+In this order: what `save_to_disk` wrote, the `configs` of README.md, `data/NAME-00000-of-00001.*`, folders with the name
+of a split, files with the name of a split. In all other folders every file is of the split `train`. Rules of their own
+instead of `datasets.data_files`: `datasets` does not follow links to folders, and takes seconds to import.
+"""
+
+import functools
+import json
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from ..refusal import refuse
+
+WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip")
+TRAIN = "train"  # the split of every file that has no other
+DEFAULT = "default"  # name of the subset of a folder whose README names none
+_EDGE = r"[-._ 0-9]"  # what divides words in the name of a file or folder
+_IN_FOLDER = {split: re.compile(rf"(?:.*{_EDGE})?(?:{'|'.join(words)})(?:{_EDGE}.*)?", re.DOTALL) for split, words in WORDS.items()}
+_IN_FILE = {split: re.compile(rf"(?:.*{_EDGE})?(?:{'|'.join(words)}){_EDGE}.*", re.DOTALL) for split, words in WORDS.items()}
+_SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")
+_SPLIT = re.compile(r"\w+(\.\w+)*")
+_SETTINGS = {"config_name", "data_files", "data_dir", "default", "features", "version", "description"}
+
+Files = tuple[Path, ...]
+
+
+def splits_of(folder: Path, files: Files, subset: str = "") -> dict[str, Files]:
+    """Return the files of each split of a folder, given all files below it. `subset` is a config of its README.
+
+    Raises `Refusal` for a subset that the folder does not have, and for a README or state.json that cannot be followed.
+    """
+    files, saved = _without_leftovers(folder, files)
+    where = f"--dataset {folder}"
+    if (configs := {} if saved else _configs(folder)) and (name := subset or _default(configs)):
+        if name in configs:
+            return _of_config(folder, files, name, configs[name])
+    elif configs:
+        rule = f"README.md has several subsets and no default: {', '.join(configs)}"
+        raise refuse(where, rule, f"choose one with --subset, for example --subset {next(iter(configs))}")
+    elif subset in ("", DEFAULT):
+        return saved or _by_names(folder, files)
+    rule = f"has the subsets {', '.join(configs)}" if configs else "has no subsets: its README.md names no configs"
+    fix = f"use --subset {next(iter(configs))}" if configs else "leave --subset out"
+    raise refuse(f"--subset {subset}", f"is not in {folder}, which {rule}", fix)
+
+
+def _relative(folder: Path, files: Files) -> dict[str, Path]:
+    """Return the files by their path below the folder, with / between folders."""
+    cut = len(os.path.join(folder, "")) if folder != Path() else 0
+    return {str(file)[cut:]: file for file in files}
+
+
+# Names of files and folders ---------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=32)
+def _by_names(folder: Path, files: Files) -> dict[str, Files]:
+    names = {name: file for name, file in _relative(folder, files).items() if posixpath.basename(name) not in NOT_DATA}
+    shards: dict[str, list[Path]] = {}
+    for name, file in names.items():
+        if (shard := _SHARD.fullmatch(name)) and _SPLIT.fullmatch(shard[1]):
+            shards.setdefault(shard[1], []).append(file)
+    found = {split: tuple(files) for split, files in shards.items()}
+    return found or _by_folders(names) or _by_files(names) or {TRAIN: tuple(names.values())}
+
+
+def _by_folders(names: dict[str, Path]) -> dict[str, Files]:
+    of_folders = {path: _splits_in(path.split("/"), _IN_FOLDER) for path in {posixpath.dirname(name) for name in names}}
+    return _grouped({name: of_folders[posixpath.dirname(name)] for name in names}, names)
+
+
+def _by_files(names: dict[str, Path]) -> dict[str, Files]:
+    return _grouped({name: _splits_in([posixpath.basename(name)], _IN_FILE) for name in names}, names)
+
+
+def _splits_in(words: list[str], patterns: dict[str, re.Pattern[str]]) -> list[str]:
+    return [split for split, pattern in patterns.items() if any(pattern.fullmatch(word) for word in words)]
+
+
+def _grouped(of_names: dict[str, list[str]], names: dict[str, Path]) -> dict[str, Files]:
+    found = {split: tuple(names[name] for name, splits in of_names.items() if split in splits) for split in WORDS}
+    return {split: files for split, files in found.items() if files}
+
+
+# README.md --------------------------------------------------------------------------------------------------------
+
+
+def _configs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read the subsets that README.md declares; {} if it declares none."""
+    page = folder / "README.md"
+    if not page.is_file() or not page.read_bytes().lstrip().startswith(b"---"):
+        return {}
+    from huggingface_hub import repocard  # planning a run imports it only for a page with a header
+
+    cards: Any = repocard  # its yaml, which PyYAML provides, has no place of its own among our requirements
+    try:
+        declared = (cards.metadata_load(page) or {}).get("configs") or []
+        return {str(config["config_name"]): dict(config) for config in declared}
+    except (ValueError, TypeError, KeyError, AttributeError, cards.yaml.YAMLError) as error:
+        rule = f"the header of README.md cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise refuse(f"--dataset {folder}", rule, "correct the header, or name the files instead of the folder") from error
+
+
+def _default(configs: dict[str, dict[str, Any]]) -> str:
+    names = [name for name, config in configs.items() if len(configs) == 1 or name == DEFAULT or config.get("default")]
+    return names[0] if names else ""
+
+
+def _of_config(folder: Path, files: Files, name: str, config: dict[str, Any]) -> dict[str, Files]:
+    where = f"--dataset {folder}"
+    if odd := sorted(key for key in config.keys() - _SETTINGS if config[key]):
+        raise refuse(where, f"README.md sets {', '.join(odd)} for its subset {name}, which is not supported", "name its files instead of the folder")
+    base = posixpath.normpath(str(config.get("data_dir") or "."))
+    names = _relative(folder, files)
+    inside = {path: file for path, file in names.items() if base == "." or path.startswith(f"{base}/")}
+    if config.get("data_files") is None:
+        return _by_names(folder / base, tuple(inside.values()))
+
+    found = {}
+    for split, patterns in _patterns(where, config["data_files"]).items():
+        of_split: dict[Path, None] = {}
+        for pattern in patterns:
+            matched = _matched(posixpath.normpath(posixpath.join(base, pattern)), names)
+            if not matched and not any(sign in pattern for sign in "*?["):
+                raise refuse(where, f"README.md names {pattern} for its split {split}, and there is no such file", "download it, or name the files")
+            of_split.update(dict.fromkeys(matched))
+        if of_split:
+            found[split] = tuple(of_split)
+    if not found:
+        raise refuse(where, f"no file matches the data_files of README.md for its subset {name}", "download its files, or name yours")
+    return found
+
+
+def _patterns(where: str, data_files: Any) -> dict[str, list[str]]:
+    """Return the patterns of each split in the forms that README.md may have."""
+    entries = data_files if isinstance(data_files, list) else [data_files]
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        split, paths = (str(entry.get("split")), entry.get("path")) if isinstance(entry, dict) else (TRAIN, entry)
+        listed: list[Any] = paths if isinstance(paths, list) else [paths]
+        if not all(isinstance(path, str) for path in listed) or (isinstance(entry, dict) and (entry.keys() != {"split", "path"} or split in found)):
+            raise refuse(where, f"README.md has data_files that cannot be read: {entry!r}", "write - split: train and path: data/train-*")
+        if far := [path for path in listed if "://" in path or path.startswith("/") or ".." in path.split("/")]:
+            raise refuse(where, f"README.md names {far[0]}, which is not in the folder", "name the files instead of the folder")
+        found.setdefault(split, []).extend(listed)
+    return found
+
+
+def _matched(pattern: str, names: dict[str, Path]) -> list[Path]:
+    """Return the files that match a pattern as fsspec does: * within a name, ** for any folders."""
+    *folders, last = pattern.split("/")
+    ahead = "".join("(?:[^/]+/)*" if part == "**" else f"{_of_part(part)}/" for part in folders)
+    whole = re.compile(ahead + (".+" if last == "**" else _of_part(last)), re.DOTALL)
+    found = {name: file for name, file in names.items() if whole.fullmatch(name)}
+    return [file for name, file in found.items() if (base := posixpath.basename(name)) not in NOT_DATA or base == last]
+
+
+def _of_part(part: str) -> str:
+    signs = re.split(r"(\*+|\?|\[[!^]?\]?[^]]*\])", part)
+    return "".join(_of_sign(sign) if number % 2 else re.escape(sign) for number, sign in enumerate(signs))
+
+
+def _of_sign(sign: str) -> str:
+    if sign.startswith("["):
+        inner = sign[1:-1].replace("\\", "\\\\")
+        return f"[^/{inner[1:]}]" if inner[:1] in ("!", "^") else f"[{inner}]"
+    return "[^/]" if sign == "?" else "[^/]*"
+
+
+# Folders of save_to_disk ------------------------------------------------------------------------------------------
+
+
+def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Files]]:
+    """Return the files without what lies beside a saved data set but is not its data, and the splits of a saved folder.
+
+    A state.json names the files of its folder: caches of `datasets` beside them hold rows a second time.
+    """
+    states = {file.parent: state for file in files if str(file).endswith("state.json") and (state := _state(file))}
+    if not states:
+        return files, {}
+    kept = []
+    for file in files:
+        state = states.get(file.parent)
+        if state is None or file.name in {entry["filename"] for entry in state["_data_files"]}:
+            kept.append(file)
+    for parent, state in states.items():
+        missing = {entry["filename"] for entry in state["_data_files"]} - {file.name for file in kept if file.parent == parent}
+        if missing:
+            raise refuse(f"--dataset {folder}", f"{parent / 'state.json'} names {min(missing)}, and there is no such file", "copy the whole folder again")
+
+    if folder in states:
+        own = tuple(file for file in kept if file.parent == folder)
+        return tuple(kept), dict.fromkeys(filter(None, (TRAIN, states[folder].get("_split"))), own)
+    page = folder / "dataset_dict.json"
+    splits = _parsed(page).get("splits") if page in files else None
+    if not isinstance(splits, list):
+        return tuple(kept), {}
+    if lost := [split for split in splits if folder / str(split) not in states]:
+        raise refuse(f"--dataset {folder}", f"dataset_dict.json names the split {lost[0]}, which is not there", "copy the whole folder again")
+    return tuple(kept), {str(split): tuple(file for file in kept if file.parent == folder / str(split)) for split in splits}
+
+
+def _state(file: Path) -> dict[str, Any] | None:
+    """Return the state of a saved data set; None if the file is another state.json."""
+    found = _parsed(file) if file.name == "state.json" else {}
+    listed = found.get("_data_files")
+    right = isinstance(listed, list) and all(isinstance(entry, dict) and "filename" in entry for entry in listed)
+    return found if right else None
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
