@@ -93,6 +93,8 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     given = parser.read(sys.argv[1:] if argv is None else argv)
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if "device" in given and not given["device"].strip():
+        parser.wrong("--device ''", "must not be empty or blank", "for example --device H200; check the variables of your shell")
     if "device" in given and not given["dry_run"]:
         parser.wrong("--device", "goes with --dry_run only", "a real run has the devices that it sees")
     if "world" in given:

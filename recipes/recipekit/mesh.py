@@ -103,10 +103,10 @@ def fit_batch(dp: int, micro_batch: int, global_batch: int, typed: frozenset[str
 
 
 def nearest_worlds(world: int, step: int, works: Callable[[int], bool]) -> list[int]:
-    """Finds the nearest numbers of ranks below and above `world` for which `works` is true.
+    """Find the nearest numbers of ranks below and above `world` for which `works` is true.
 
-    `step`, the product of the degrees, bounds the search above.
+    Only multiples of `step`, the product of the degrees, can work. It also bounds the search above.
     """
-    below = next((ranks for ranks in range(world - 1, 0, -1) if works(ranks)), None)
-    above = next((ranks for ranks in range(world + 1, max(64, 2 * (world + step)) + 1) if works(ranks)), None)
+    below = next((ranks for ranks in range((world - 1) // step * step, 0, -step) if works(ranks)), None)
+    above = next((ranks for ranks in range((world // step + 1) * step, max(64, 2 * (world + step)) + 1, step) if works(ranks)), None)
     return [ranks for ranks in (below, above) if ranks is not None]

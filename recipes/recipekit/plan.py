@@ -22,9 +22,9 @@ from .data.request import request_of
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
 from .phases import scaled
-from .recipe import AXES, Recipe, check_recipe
+from .recipe import AXES, Recipe, check_recipe, check_values
 from .refusal import Problem, Refusal
-from .run_folder import find_resume
+from .run_folder import check_out, find_resume
 from .strategy import baseline, check, divisions, json_file, resolve, shapes, swap
 from .strategy.numbers import degrees, enabled, literals
 from .tasks.facts import TASKS, Facts, own_fields
@@ -75,6 +75,8 @@ class Plan:
 def make_plan(command: Command) -> Plan:
     """Resolves a command for its world size; raises one `Refusal` with every problem. Reads files, changes nothing."""
     problems: list[Problem] = []
+    if unusable := check_values(vars(command.recipe)):  # what follows would look for a file without a name, or search for hours
+        raise Refusal(unusable)
     recipe, notes = command.recipe.shortened(command.typed)
     notes += say_unused(command.recipe.dataset, command.unused)
     problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
@@ -106,8 +108,10 @@ def make_plan(command: Command) -> Plan:
         notes += beyond_positions(model_config, recipe.seq_len)
     problems += _check_inputs(recipe, model_config is not None, notes)
     problems += _check_offline(recipe.model, recipe.init, model_config is not None, command)
-    problems += _check_out(command.out)
     resume_from = None
+    with collecting(problems):
+        read = _read_paths(recipe.dataset, model=recipe.model, tokenizer=recipe.tokenizer)
+        problems += check_out(command.out, "out" in command.typed and not recipe.out.strip(), read)
     with collecting(problems):
         resume_from = find_resume(recipe, command.out, model_config, command.tiny, command.typed, command.unused)
     if config or not problems:
@@ -189,15 +193,6 @@ def _check_offline(model: str, init: str, model_known: bool, command: Command) -
     return [Problem(f"model = {model}", rule, f"download it where there is a network: hf download {model}")]
 
 
-def _check_out(out: Path) -> list[Problem]:
-    """Refuses a run folder below a file, as a start would find, and a dry run would not."""
-    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if os.path.exists(folder))
-    if there.is_dir():
-        return []
-    rule = f"cannot be written: Not a directory{f': {there}' if there != out.absolute() else ''}"
-    return [Problem(f"out = {out}", rule, "choose a folder of yours with --out")]
-
-
 def _check_strategy(config: dict[str, Any], command: Command, model_config: dict[str, Any] | None, lay_out: Callable[[int], "LaidOut"]) -> list[Problem]:
     """Returns what of the JSON and the degrees does not fit the ranks, and names numbers of ranks that do."""
     given: Any = {"model_config": model_config, "typed": command.typed, "local": 0 if command.dry_run else command.local_ranks}
@@ -268,6 +263,18 @@ def say_unused(dataset: str, unused: Mapping[str, str]) -> list[str]:
     listed = " and ".join(f"{name} {value}" for name, value in unused.items())
     defaults = " and ".join({"split": "split train", "subset": "no subset"}[name] for name in unused)
     return [f"--dataset: {defaults}, since {listed} of the recipe's file belong{'s' * (len(unused) == 1)} to its own data set"]
+
+
+def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
+    """List the local files and folders that a run reads: (what it is, path); of a glob the folder without wildcards."""
+    found = [(f"the folder of --{name} {value}", Path(value).expanduser()) for name, value in folders.items() if value]
+    for domain in domains_of(dataset) if isinstance(dataset, str) else []:
+        entries = [domain.dataset] if Path(domain.dataset).expanduser().exists() else domain.dataset.split(",")
+        for part in map(str.strip, entries):
+            path = Path(part).expanduser()
+            wild = next((number for number, name in enumerate(path.parts) if set(name) & set("*?[")), None)
+            found.append((f"the data of --dataset {part}", path if path.exists() or wild is None else Path(*path.parts[:wild])))
+    return [(what, path.resolve()) for what, path in found if path.exists()]
 
 
 def check_mixture(facts: Facts, domains: list[Domain]) -> list[Problem]:

@@ -17,6 +17,11 @@ def _say(help: str, default: Any, **more: Any) -> Any:
 
 
 ENGINES = ("deepspeed", "ddp", "fsdp2")
+# Fields whose empty value is documented: none, the default folder, or the model's own.
+EMPTY_HAS_A_MEANING = ("subset", "prompt_field", "tokenizer", "batch_ramp", "out")
+FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has another name
+LARGEST = (1 << 63) - 1  # of whole numbers: torch, numpy and pyarrow keep them in 64 bits
+MOST_RANKS = 1 << 16  # of a degree: the search for numbers of ranks that fit takes as many trials
 
 
 @dataclass(frozen=True)
@@ -177,11 +182,12 @@ class Recipe:
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Refuses every value of the recipe that no layout could make right."""
-    problems = _wrong_kinds(recipe)
-    told = {problem.where.partition(" = ")[0] for problem in problems}
+    problems = _wrong_kinds(recipe) + check_values(vars(recipe))
+    told = {problem.where.partition(" = ")[0] for problem in problems} & Recipe.__dataclass_fields__.keys()
     recipe = dataclasses.replace(recipe, **{name: Recipe.__dataclass_fields__[name].default for name in told})  # what follows compares numbers
-    if not recipe.model and "model" not in told:
-        problems.append(Problem("model = ''", "a recipe names its model", "use --model ORG/NAME or --model FOLDER"))
+    if recipe.seq_len == 1 and "seq_len" in recipe.facts.reads and not recipe.facts.masked:
+        rule = "a row of one token holds no target: a token is learned from the tokens before it in its row"
+        problems.append(Problem("seq_len = 1", rule, "use --seq_len 2 or more"))
     for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every", "threads"):
         if (value := getattr(recipe, name)) < 1:
             problems.append(Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1 or more"))
@@ -229,6 +235,25 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.merge and recipe.adapt is None:
         problems.append(Problem("merge = True", "this recipe trains no adapter, there is nothing to merge", "leave --merge out"))
     return problems
+
+
+def check_values(values: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each value of a recipe that is empty, blank or too large to plan with.
+
+    Libraries read an empty path as the current folder. The usual cause is a variable of the shell that is not set.
+    """
+    found = []
+    for name, value in values.items():
+        flag = FLAGS.get(name, name)
+        if isinstance(value, str) and not value.strip() and not (value == "" and name in EMPTY_HAS_A_MEANING):
+            examples = {"model": "ORG/NAME or a folder", "dataset": "ORG/NAME, a file, a folder or builtin"}
+            fix = f"use --{flag} with {examples.get(name, 'a value')}; check the variables of your shell"
+            found.append(Problem(f"{flag} = {value!r}", "must not be empty or blank", fix))
+        most = MOST_RANKS if name in AXES else LARGEST
+        if type(value) is int and abs(value) > most:
+            fix = f"for example --{flag} {Recipe.__dataclass_fields__[name].default}"
+            found.append(Problem(f"{flag} = {value}", f"must be at most {most}", fix))
+    return found
 
 
 def _check_rates(scales: dict[str, Any], layer_decay: float, adapted: bool) -> list[Problem]:

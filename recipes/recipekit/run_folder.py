@@ -40,6 +40,30 @@ LOWERED = ("warmup_steps", "decay_steps", "batch_ramp")  # where fewer steps are
 OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
 
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def check_out(out: Path, is_blank: bool, read: list[tuple[str, Path]]) -> list[Problem]:
+    """Refuse a run folder that cannot be made, or that would mix with `read`, (what, resolved path), or with the repository.
+
+    Files of a run inside a folder of data are data for the next start, and `--resume never` moves a run folder with all
+    that it contains. `is_blank`: an empty value was typed.
+    """
+    where, fix = f"out = {out}", "choose a folder of its own with --out"
+    if is_blank:
+        return [Problem("out = ''", "must not be empty or blank", f"{fix}; check the variables of your shell")]
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if os.path.exists(folder))
+    if not there.is_dir():
+        rule = f"cannot be written: Not a directory{f': {there}' if there != out.absolute() else ''}"
+        return [Problem(where, rule, "choose a folder of yours with --out")]
+    problems, out = [], out.resolve()
+    for what, path in [*read, ("the repository", REPOSITORY)]:
+        inside = path.is_dir() and path != REPOSITORY and path in out.parents
+        if relation := "is" if out == path else "contains" if out in path.parents else "is inside" if inside else "":
+            problems.append(Problem(where, f"{relation} {what}", fix))
+    return problems
+
+
 def find_resume(
     recipe: Recipe, out: Path, model_config: dict[str, Any] | None, tiny: bool, typed: frozenset[str] = frozenset(), unused: Mapping[str, str] = NO_VALUES
 ) -> Path | None:
@@ -51,7 +75,7 @@ def find_resume(
         return None
     now = identity(recipe, model_config)
     if recipe.resume != "auto":
-        return _chosen(recipe.resume, recipe.micro_batch, out, now)
+        return _chosen(recipe.resume, recipe.micro_batch, recipe.stop_at or recipe.steps, out, now)
     if (before := _saved_identity(out)) is None:
         return None
     now |= _statistics(recipe.micro_batch, before)
@@ -109,10 +133,11 @@ def _statistics(micro_batch: int, before: dict[str, Any]) -> dict[str, int]:
     return {STATISTICS: micro_batch} if STATISTICS in before else {}
 
 
-def _chosen(resume: str, micro_batch: int, out: Path, now: dict[str, Any]) -> Path:
-    """Returns the run or step folder that `--resume PATH` names.
+def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[str, Any]) -> Path:
+    """Return the run or step folder that `--resume PATH` names.
 
-    Raises `Refusal` if its model or, with BatchNorm, its micro-batch is another one, or if `out` holds another run.
+    Raises `Refusal` if its model or, with BatchNorm, its micro-batch is another one, if `out` holds another run, or if it
+    is the finished run of another command.
     """
     chosen = Path(resume)
     is_run = (chosen / CHECKPOINTS).is_dir()
@@ -130,7 +155,29 @@ def _chosen(resume: str, micro_batch: int, out: Path, now: dict[str, Any]) -> Pa
     if before and before.get(STATISTICS, micro_batch) != micro_batch:
         rule = f"the checkpoint in {chosen} has {before[STATISTICS]}{OF_NORMS}"
         raise refuse(f"{STATISTICS} = {micro_batch}", rule, f"go on with --{STATISTICS} {before[STATISTICS]}, or begin anew from its export with --out NEW")
+    if before:
+        _check_not_finished(last_step, chosen, before, now)
     return chosen
+
+
+def _check_not_finished(last: int, chosen: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise `Refusal` if the checkpoint of another run leaves no step to train: its steps are not the steps of this command."""
+    step = _newest_step(chosen)
+    others = [name for name in now if name not in ("steps", *LOWERED) and before.get(name) != now[name]]
+    if step < last or not others:
+        return
+    name = others[0]
+    rule = f"the checkpoint is at step {step}, and this command ends at step {last}; the run has {name} = {before.get(name)}, this command {now[name]}"
+    fix = (
+        f"use --steps {step + 1} or more, or start from its weights with --model {chosen if (chosen / CHECKPOINTS).is_dir() else chosen.parent.parent}/{EXPORT}"
+    )
+    raise refuse(f"resume = {chosen}", rule, fix)
+
+
+def _newest_step(chosen: Path) -> int:
+    """Return the number of the newest step folder of a run folder, or of a step folder itself; 0 without one."""
+    folders = chosen.glob(f"{CHECKPOINTS}/step_*") if (chosen / CHECKPOINTS).is_dir() else [chosen]
+    return max((int(number) for folder in folders if (number := folder.name.removeprefix("step_")).isdecimal()), default=0)
 
 
 def way_on(resume: str, out: Path) -> str:
@@ -215,7 +262,9 @@ def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def put_aside(out: Path) -> None:
-    """Moves an existing run folder to the first free `<name>.N`; nothing is overwritten."""
+    """Move an existing run folder to the first free `<name>.N`. Nothing is overwritten, and a folder that is no run stays."""
+    if not (out / FACTS).exists() and not (out / CHECKPOINTS).is_dir():
+        return
     number = 1
     while (aside := out.with_name(f"{out.name}.{number}")).exists():
         number += 1

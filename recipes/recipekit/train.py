@@ -202,7 +202,8 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     exports = recipe.export and plan.last_step == recipe.steps
     if (step := loaded.state["step"]) >= plan.last_step:
         at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""
-        say(f"nothing to do: the run in {plan.out} has finished {step} of {recipe.steps} steps{at}")
+        run = plan.out if recipe.resume == "auto" else recipe.resume
+        say(f"nothing to do: the run in {run} has finished {step} of {recipe.steps} steps{at}")
         if exports and not (plan.out / EXPORT).exists():  # it was ended before it could write them
             loaded.export(say)
         return 0

@@ -58,7 +58,7 @@ def plan_of(folder: Path, kind: str, task: str, words: str) -> Plan:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_config(kind, 264, task)))
     recipe = dataclasses.replace(BASE, model=str(folder), task=task)
-    return make_plan(parse(recipe, Path("mine.py"), ["--dry_run", "--world", "2", *words.split(), "--out", str(folder / "run")]))
+    return make_plan(parse(recipe, Path("mine.py"), ["--dry_run", "--world", "2", *words.split(), "--out", str(folder.with_name("run"))]))
 
 
 @pytest.mark.parametrize("case", REFUSED)

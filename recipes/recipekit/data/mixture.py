@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..refusal import Problem, Refusal
 
@@ -28,6 +29,8 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
     A mixture is NAME=DATASET@WEIGHT, joined by `;`. A hub id in it may carry its subset, ORG/NAME:SUBSET; the others have `subset`.
     """
     if ";" not in dataset and not _DOMAIN.fullmatch(dataset):
+        if problem := _blank_entry(dataset):
+            raise Refusal([problem])
         return [Domain("", dataset, subset)]
     domains, problems = [], []
     for part in filter(str.strip, dataset.split(";")):
@@ -39,6 +42,7 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
         corpus = found[2].strip()
         name, _, own = corpus.partition(":") if re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.-]+", corpus) else (corpus, "", "")
         domains.append(Domain(found[1], name, own or subset, weights))
+        problems += filter(None, [_blank_entry(name, found[1])])
     names = [domain.name for domain in domains]
     problems += [Problem(f"--dataset: {name}", "names two corpora of the mixture", "give each its own name") for name in set(names) if names.count(name) > 1]
     steps = {first for domain in domains for first, _ in domain.weights}
@@ -48,6 +52,16 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
     if problems:
         raise Refusal(problems)
     return domains
+
+
+def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
+    """Return a problem if a data set, or an entry of its list, is empty: a path that is empty means the current folder."""
+    entries = [dataset] if Path(dataset).expanduser().exists() else dataset.split(",")
+    if all(map(str.strip, entries)):
+        return None
+    where = f"--dataset: {domain} = {dataset!r}" if domain else f"--dataset {dataset!r}"
+    rule = "must not be empty or blank" if len(entries) == 1 else f"entry {[bool(entry.strip()) for entry in entries].index(False) + 1} of the list is empty"
+    return Problem(where, rule, "name a file, a folder or ORG/NAME; check the variables of your shell")
 
 
 def _weights(text: str) -> tuple[tuple[int, float], ...] | None:

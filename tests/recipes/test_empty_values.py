@@ -1,0 +1,110 @@
+"""Values that are empty, blank or too large."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from recipekit.command import parse
+from recipekit.plan import Plan, make_plan
+from recipekit.recipe import AXES, EMPTY_HAS_A_MEANING, LARGEST, Recipe
+from recipekit.refusal import Refusal
+
+RECIPE = Recipe(model="recipekit/llama-nano", tokenizer="bytes", init="random", steps=4, seq_len=64)
+TEXTS = [item.name for item in dataclasses.fields(Recipe) if item.type is str and "choices" not in item.metadata]
+NUMBERS = [item.name for item in dataclasses.fields(Recipe) if item.type is int]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(*argv: str, recipe: Recipe = RECIPE) -> Plan:
+    return make_plan(parse(recipe, Path("mine.py"), list(argv)))
+
+
+def problems(*argv: str, recipe: Recipe = RECIPE) -> list[str]:
+    with pytest.raises(Refusal) as refused:
+        planned(*argv, recipe=recipe)
+    return [str(problem) for problem in refused.value.problems]
+
+
+@pytest.mark.parametrize("value", ["", " ", "\t\n"], ids=["empty", "space", "tab"])
+@pytest.mark.parametrize("name", [*TEXTS, "deepspeed_config"])
+def test_an_empty_value_is_refused_or_documented(name: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a file in the current folder"}\n')
+    if not value and name in EMPTY_HAS_A_MEANING and name not in ("out", "prompt_field"):
+        planned(f"--{name}", value)
+        return
+    if not value and name == "prompt_field":  # read by other tasks
+        return
+    (found,) = problems(f"--{name}", value)
+    assert found.startswith(f"{name} = ") and "must not be empty or blank" in found and found.endswith("check the variables of your shell")
+
+
+def test_an_empty_value_of_the_recipe_itself_is_refused() -> None:
+    for changes in ({"dataset": ""}, {"model": " "}, {"ds_config": ""}, {"split": ""}):
+        (found,) = problems(recipe=dataclasses.replace(RECIPE, **changes))
+        assert "must not be empty or blank" in found
+    assert planned(recipe=dataclasses.replace(RECIPE, out="", subset="", batch_ramp="")).out == Path("runs/mine")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [
+        ("a.jsonl,", "entry 2 of the list is empty"),
+        (",a.jsonl", "entry 1 of the list is empty"),
+        ("a.jsonl, ,b.jsonl", "entry 2 of the list is empty"),
+        ("one=a.jsonl@1; two= @1", "two = '': must not be empty or blank"),
+        ("one=a.jsonl,@1; two=b.jsonl@1", "entry 2 of the list is empty"),
+    ],
+)
+def test_an_empty_entry_of_a_list_is_refused(tmp_path: Path, dataset: str, named: str) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "some words"}\n')
+    assert any(named in problem for problem in problems("--dataset", dataset))
+    planned("--dataset", "a.jsonl, b.jsonl")
+    planned("--dataset", "one=a.jsonl@1; two=b.jsonl@1")
+
+
+def test_a_comma_in_the_name_of_a_file_is_no_list(tmp_path: Path) -> None:
+    (tmp_path / "a,.jsonl").write_text('{"text": "some words"}\n')
+    planned("--dataset", "a,.jsonl")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_more_than_64_bits_is_refused(name: str) -> None:
+    for value in (LARGEST + 1, -(10**30)):
+        (found,) = problems(f"--{name}", str(value))
+        assert found.startswith(f"{name} = {value}: must be at most ")
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_a_huge_degree_is_refused_at_once(name: str) -> None:
+    for value in (10**12, 65537):
+        assert problems(f"--{name}", str(value)) == [f"{name} = {value}: must be at most 65536; for example --{name} 1"]
+    assert problems(f"--{name}", "65536"), "planned, and refused on one rank"
+
+
+def test_the_largest_seed_gives_weights_and_an_order() -> None:
+    import torch
+    from recipekit.data.packing import permutation
+
+    planned("--seed", str(LARGEST))
+    torch.manual_seed(LARGEST)
+    assert sorted(permutation(5, LARGEST, 0).tolist()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft"])
+def test_a_row_of_one_token_has_no_target(task: str) -> None:
+    (found,) = problems("--seq_len", "1", "--task", task)
+    assert found.startswith("seq_len = 1: a row of one token holds no target") and found.endswith("use --seq_len 2 or more")
+    planned("--seq_len", "2", "--task", task)
+
+
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+def test_a_pair_of_one_token_has_no_answer(task: str) -> None:
+    pairs = dataclasses.replace(RECIPE, task=task, micro_batch=1)
+    assert any(line.startswith("seq_len = 1: ") for line in problems("--seq_len", "1", recipe=pairs))

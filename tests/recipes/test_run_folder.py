@@ -1,0 +1,134 @@
+"""The run folder beside the folders that a run reads, and runs that have finished."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import ROOT
+from recipekit.command import parse
+from recipekit.plan import Plan, make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.run_folder import FACTS, identity, put_aside
+
+RECIPE = Recipe(model="recipekit/llama-nano", tokenizer="bytes", init="random", steps=60, seq_len=64)
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(*argv: object) -> Plan:
+    return make_plan(parse(RECIPE, Path("mine.py"), [str(word) for word in argv]))
+
+
+def problems(*argv: object) -> list[str]:
+    with pytest.raises(Refusal) as refused:
+        planned(*argv)
+    return [str(problem) for problem in refused.value.problems]
+
+
+def model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    config = (ROOT / "recipes/recipekit/architectures/recipekit--llama-nano.json").read_text()
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+def texts(file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"text": "some words of a document"}) + "\n")
+    return file
+
+
+@pytest.mark.parametrize(("out", "relation"), [("m", "is"), ("m/run", "is inside"), (".", "contains"), ("link", "is")])
+def test_out_is_not_mixed_with_the_model(tmp_path: Path, out: str, relation: str) -> None:
+    folder = model(tmp_path / "m")
+    (tmp_path / "link").symlink_to(folder)
+    (found,) = problems("--model", "./m", "--out", out)
+    assert found == f"out = {out}: {relation} the folder of --model ./m; choose a folder of its own with --out"
+    assert planned("--model", "./m", "--out", "m2").out == Path("m2"), "a name that only begins alike"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "out"),
+    [
+        ("data", "data"),
+        ("data", "data/runs/mine"),
+        ("data", "."),
+        ("data/a.jsonl", "data"),
+        ("data/*.jsonl", "data"),
+        ("other/b.jsonl, data", "data/x"),
+        ("one=data@3; two=other@1", "other"),
+    ],
+)
+def test_out_is_not_mixed_with_the_data(tmp_path: Path, dataset: str, out: str) -> None:
+    texts(tmp_path / "data" / "a.jsonl")
+    texts(tmp_path / "other" / "b.jsonl")
+    found = problems("--dataset", dataset, "--out", out)
+    assert all("the data of --dataset" in line and line.endswith("choose a folder of its own with --out") for line in found), found
+    assert planned("--dataset", dataset, "--out", "runs/mine").out == Path("runs/mine")
+
+
+def test_the_default_run_folder_inside_the_data_is_refused_too(tmp_path: Path) -> None:
+    texts(tmp_path / "a.jsonl")
+    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset .; choose a folder of its own with --out"]
+
+
+@pytest.mark.parametrize(("out", "relation"), [(ROOT, "is"), (ROOT.parent, "contains")])
+def test_out_is_not_the_repository(out: Path, relation: str) -> None:
+    assert problems("--out", out) == [f"out = {out}: {relation} the repository; choose a folder of its own with --out"]
+    assert planned("--out", ROOT / "runs" / "mine").out == ROOT / "runs" / "mine"
+
+
+def test_only_a_run_is_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "work"
+    texts(folder / "mine.txt")
+    put_aside(folder)
+    assert os.listdir(folder) == ["mine.txt"] and capsys.readouterr().out == ""
+    (folder / FACTS).write_text("{}")
+    put_aside(folder)
+    assert sorted(os.listdir(tmp_path / "work.1")) == ["mine.txt", FACTS] and not folder.exists()
+    (tmp_path / "cut" / "checkpoints").mkdir(parents=True)  # its run.json is lost
+    put_aside(tmp_path / "cut")
+    assert (tmp_path / "cut.1" / "checkpoints").is_dir()
+
+
+def finished(run: Path, step: int, *argv: object) -> Path:
+    """Write a run folder as a run of this command leaves it after `step`: run.json, and an empty step folder."""
+    plan = planned(*argv, "--out", run)
+    recipe: dict[str, Any] = {"tiny": False}
+    (run / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    (run / FACTS).write_text(json.dumps({"recipe": recipe, "identity": identity(plan.recipe, plan.model_config)}))
+    return run
+
+
+@pytest.mark.parametrize(
+    "other",
+    [["--task", "sft"], ["--dataset", "data/a.jsonl"], ["--seed", "3"], ["--text_field", "words"], ["--lr", "1e-5"]],
+    ids=lambda words: words[0],
+)
+def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[str]) -> None:
+    texts(tmp_path / "data" / "a.jsonl")
+    run = finished(Path("runs/first"), 60, *other)
+    (found,) = problems("--resume", run, "--out", "runs/second", "--steps", 2)
+    name = other[0].removeprefix("--")
+    now = getattr(RECIPE, name)
+    assert found.startswith("resume = runs/first: the checkpoint is at step 60, and this command ends at step 2; ")
+    assert f"the run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, this command {now}; " in found
+    assert found.endswith("use --steps 61 or more, or start from its weights with --model runs/first/hf")
+    assert planned("--resume", run, "--out", "runs/second", "--steps", 61).resume_from == run
+    step = run / "checkpoints" / "step_00000060"
+    (step / "manifest.json").write_text("{}")
+    assert "is at step 60" in problems("--resume", step, "--out", "runs/second", "--steps", 60)[0]
+
+
+def test_a_finished_run_of_the_same_command_is_no_mistake(tmp_path: Path) -> None:
+    run = finished(Path("runs/first"), 60)
+    assert planned("--resume", run, "--out", "runs/second").resume_from == run
+    assert planned("--resume", run, "--out", "runs/second", "--steps", 2).resume_from == run, "only the number of steps differs"
