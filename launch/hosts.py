@@ -40,7 +40,7 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
     `gpus` replaces the slots. Raises `Refused` with the number of every wrong line.
     """
     try:
-        text = path.read_text(errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")  # without the mark of Windows' editors
     except OSError as error:
         raise Refused(f"--hostfile {path}: {error.strerror}; give a file of lines like those in launch/hostfile.example") from None
     hosts: list[Host] = []

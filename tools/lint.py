@@ -60,7 +60,7 @@ def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dic
     except Refusal as refusal:
         found = [replace(problem, outcome=FAILS) for problem in refusal.problems] if json_only else refusal.problems
         try:
-            config = hjson.loads(Path(str(name)).read_text(encoding="utf-8"), object_pairs_hook=once_each)
+            config = hjson.loads(json_file.read_text(Path(str(name))), object_pairs_hook=once_each)
         except (OSError, ValueError, RecursionError):
             raise Refusal(found) from None
         if not isinstance(config, dict):

@@ -678,3 +678,25 @@ def is_default(node: dict[str, Any], value: Any) -> bool:
 def test_the_schema_is_what_the_installed_deepspeed_reads() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "make" / "make_ds_schema.py", "--check"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+MARKED = {  # a form of the file -> whether it is read
+    "{}": True,
+    "\r\n{\r\n}\r\n": True,
+    '{"zero_optimization": {"stage": 1}, "wandb": {"enabled": false, "project": "\ufeff"}}': True,
+    "\ufeff{}": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize("text", MARKED)
+def test_a_byte_order_mark_at_the_start_is_no_part_of_the_text(text: str, tmp_path: Path) -> None:
+    """Windows' Notepad writes it. A second one, or one in a string, is text."""
+    file = tmp_path / "ds.json"
+    file.write_text(text, encoding="utf-8-sig", newline="")
+    if MARKED[text]:
+        assert json_file.load(str(file), tmp_path) == (json.loads(text), file)
+        return
+    with pytest.raises(Refusal) as refused:
+        json_file.load(str(file), tmp_path)
+    assert "line 1, column 1" in str(refused.value)

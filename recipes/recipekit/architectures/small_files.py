@@ -1,7 +1,11 @@
 """The small files of a model's folder: config, generation config, tokenizer, chat templates and processors."""
 
+import codecs
+import contextlib
 import json
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,24 @@ def small_files(folder: Path) -> list[str]:
 def is_small(path: Path) -> bool:
     """Return True for a model's config and tokenizer files, False for weights, code and records of training."""
     return path.suffix in SUFFIXES and not OTHERS.fullmatch(path.name)
+
+
+@contextlib.contextmanager
+def without_marks(folder: Path) -> Iterator[Path]:
+    """Yield `folder`, or a copy of its small files if one begins with the byte order mark that Windows' editors write.
+
+    transformers 5.22.2 refuses a JSON file that has one, and would put the mark of a chat template before every chat.
+    """
+    contents = {name: (folder / name).read_bytes() for name in small_files(folder)}
+    if not any(content.startswith(codecs.BOM_UTF8) for content in contents.values()):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="without_marks_") as scratch:
+        copy = Path(scratch) / folder.resolve().name
+        for name, content in contents.items():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(content.removeprefix(codecs.BOM_UTF8))
+        yield copy
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tokenizers: loaded from the hub or a folder, or made in code; the tokens of a text, and those put around it."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..architectures.lookup import local_tokenizer
 from ..architectures.shrink import BYTE_VOCAB
+from ..architectures.small_files import without_marks
 from ..hub import hub_is_away, hub_refusal
 from ..refusal import refuse
 from ..tasks.facts import TASKS
@@ -32,12 +34,17 @@ def load_tokenizer(model: str, tokenizer: str = "", masked: bool = False) -> Any
         return byte_tokenizer(masked)
     flag, name = ("--tokenizer", tokenizer) if tokenizer else ("--model", model)
     options = {}
+    folder = None
     if (found := local_tokenizer(model, tokenizer)) is not None:
         name, options = (str(found.parent), {"gguf_file": found.name}) if found.is_file() else (str(found), {})
+        folder = None if options else found
     elif hub_is_away():
         options = {"local_files_only": True}
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
+        with without_marks(folder) if folder else contextlib.nullcontext(name) as source:
+            loaded = AutoTokenizer.from_pretrained(str(source), **options)
+        loaded.name_or_path = name
+        return loaded
     except (OSError, ValueError, ImportError) as error:
         raise hub_refusal(f"{flag} {name}", name, error) from error
 

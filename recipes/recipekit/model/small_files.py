@@ -1,5 +1,6 @@
 """The small files of an export: copies of the model's own files, with the values that training decides."""
 
+import codecs
 import json
 import tempfile
 from collections.abc import Callable, Mapping
@@ -141,7 +142,7 @@ def _read(folder: Path, wanted: Callable[[str], bool], contents: dict[str, bytes
         if (size := (folder / name).stat().st_size) > files.LARGEST:
             notes.append(f"{folder / name}: {size:,} bytes are too large for a config or tokenizer file; exports leave it out")
         else:
-            contents[name] = (folder / name).read_bytes()
+            contents[name] = (folder / name).read_bytes().removeprefix(codecs.BOM_UTF8)  # which transformers refuses
 
 
 def _saved(processor: Any) -> dict[str, bytes]:

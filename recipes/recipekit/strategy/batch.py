@@ -5,7 +5,7 @@ from typing import Any
 from ..mesh import Mesh
 from ..phases import Ramp, written
 from ..refusal import FAILS, Problem
-from .schema import shown
+from .values import shown
 
 
 def check_batch(clean: dict[str, Any], total: int | None, micro: int | None, mesh: Mesh | None, ramp: Ramp | None, least: int) -> list[Problem]:

@@ -14,8 +14,9 @@ from .batch import check_batch, no_batch
 from .divisions import check_dense_mask, check_divisions, check_pipeline
 from .numbers import DEGREES, SHARED, degrees_in, literals, number_of
 from .rules import RECIPE_HONOURS, RECIPE_RULES, RULES, STOCK_RULES, Facts
-from .schema import AUTO, FILLED_BY, at, meant_by_auto, optimizer_name, optimizer_params, resembled, shown, takes_number, walk
+from .schema import AUTO, FILLED_BY, at, meant_by_auto, optimizer_name, optimizer_params, resembled, takes_number, walk
 from .shapes import count_layers, divisible
+from .values import shown
 
 # While one of these keys, or a block around it, is at fault or misspelt, no rule about combinations can be applied.
 PIVOTS = (
@@ -49,7 +50,7 @@ def check(
     a problem whose outcome is APPLIES is only advice. `filled_by` names who turns "auto" into numbers in such a script
     ("trainer", "accelerate", or nobody), `layout` the degrees of its mesh. `local` counts the ranks of this host, 0: not known.
     """
-    found, clean = walk(config, FILLED_BY[filled_by] if json_only else AUTO)
+    found, clean = walk(config, FILLED_BY[filled_by] if json_only else AUTO, stock=json_only)
     if not json_only:
         for path, value in meant_by_auto(config).items():
             if at(config, path) == "auto":  # the rules judge the value that "auto" will become

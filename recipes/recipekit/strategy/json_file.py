@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..refusal import Problem, Refusal, refuse
-from .schema import shown
+from .values import shown
 
 SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
 
@@ -33,9 +33,14 @@ def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path
     raise refuse(f"deepspeed_config = {name}", f"no such file (looked for {looked})", fix)
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file in UTF-8, without the byte order mark that Windows' editors write at its start."""
+    return path.read_text(encoding="utf-8-sig")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(str(path), f"cannot be read: {error}", "give a readable JSON file in UTF-8") from None
     try:

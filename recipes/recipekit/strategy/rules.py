@@ -4,6 +4,7 @@
 DeepSpeed that decides, or its documentation; "run" says that the outcome was seen by running.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -112,6 +113,12 @@ def _of_an_op(key: str, name: str, why: str) -> Rule:
     return Rule(f"optimizer.params.{key}", lambda f: _ours(f, name) and bool(f.get(f"optimizer.params.{key}")), why, "delete it", APPLIES, "")
 
 
+def _packaged(key: str, package: str, on: Callable[[Facts], Any], without: str, source: str) -> Rule:
+    """Make the rule for a key that makes DeepSpeed import a package which its own installation does not bring."""
+    rule, fix = f"needs the package {package}, which is not installed", f"{without}, or pip install {package}"
+    return Rule(key, lambda facts: on(facts) and not installed(package), rule, fix, FAILS, source)
+
+
 def _told(together: str, outcome: str, rule: str, fix: str, source: str) -> Rule:
     """Makes a row of the support table that no JSON can break, because the script or the model decides."""
     return Rule("", lambda facts: False, rule, fix, outcome, source, together)
@@ -157,7 +164,40 @@ def _flat_masters(facts: Facts) -> bool:
     return own and facts.stage == 0 and facts.dtype != "fp32"
 
 
+# Package, as pip names it -> the module that DeepSpeed imports.
+MODULES = {"comet_ml": "comet_ml", "deep_ep": "deep_ep", "liger-kernel": "liger_kernel", "tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+def installed(package: str) -> bool:
+    """Return True if this Python can import the package."""
+    spec = importlib.util.find_spec(MODULES[package])
+    return spec is not None and spec.origin is not None  # a folder alone is no package
+
+
 RULES: tuple[Rule, ...] = (
+    # packages that DeepSpeed imports for a block, and does not install
+    *(
+        _packaged(f"{block}.enabled", package, lambda f, block=block: f.get(f"{block}.enabled"), f'set "{block}.enabled": false', source)
+        for block, package, source in (
+            ("tensorboard", "tensorboard", "monitor/utils.py:13; run"),
+            ("wandb", "wandb", "monitor/utils.py:21"),
+            ("comet", "comet_ml", "monitor/utils.py:31; run"),
+        )
+    ),
+    _packaged(
+        "expert_parallel.comm_backend",
+        "deep_ep",
+        lambda f: f.get("expert_parallel.comm_backend") == "deepep" and f.get("expert_parallel.enabled"),
+        'write "comm"',
+        "module_inject/auto_ep_comm.py:166",
+    ),
+    _packaged(
+        "tensor_parallel.vocab_parallel_ce_backend",
+        "liger-kernel",
+        lambda f: f.get("tensor_parallel.vocab_parallel_ce_backend") == "liger",
+        'write "torch"',
+        "sequence/cross_entropy.py:19",
+    ),
     # numbers and their types
     Rule(
         "bf16.enabled",

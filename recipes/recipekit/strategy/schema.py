@@ -4,16 +4,13 @@ import copy
 import difflib
 import functools
 import json
-import math
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
-
-Node = dict[str, Any]  # of schema.json, which tools/make/make_ds_schema.py writes
+from .values import Node, converted, example, shown, wrong
 
 # Keys that Trainer, accelerate and the recipes all fill; DeepSpeed drops an "auto" anywhere else without a word.
 AUTO = (
@@ -92,11 +89,11 @@ FILLED_BY: dict[str, frozenset[str]] = {
 }
 
 
-def walk(config: dict[str, Any], auto: Collection[str] = AUTO) -> tuple[list[Problem], dict[str, Any]]:
+def walk(config: dict[str, Any], auto: Collection[str] = AUTO, stock: bool = False) -> tuple[list[Problem], dict[str, Any]]:
     """Finds the mistakes that single keys show; returns them and the configuration without the keys at fault.
 
     `auto` holds the keys that somebody fills. Whole numbers written as 5e8 become integers, and a value that DeepSpeed
-    would replace by a default becomes that default.
+    would replace by a default becomes that default. With `stock`, a word or number that DeepSpeed converts is converted.
     """
     found: list[Problem] = []
     root = copy.copy(schema()["config"])
@@ -122,6 +119,8 @@ def walk(config: dict[str, Any], auto: Collection[str] = AUTO) -> tuple[list[Pro
                 found.append(Problem(f"{block}.params = (missing)", f"{name} needs it", f'add "params" with {listed}', FAILS))
     root["keys"] |= {key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]}
     clean = _block(root, config, "", found, auto)
+    if stock:
+        _convert(root, config, clean, found)
     fixes = _fixes_by_the_file(config)
     found = [replace(problem, fix=fixes.get((problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"')), problem.fix)) for problem in found]
     for block in ("optimizer", "scheduler"):
@@ -168,7 +167,7 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
             works, fix, renamed = known.get("works", True), *_renamed(known["use_instead"], key, value, config)
             found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", fix, APPLIES if works else IGNORES))
             clean |= renamed if works else {}
-        elif problem := _wrong(known, value, here, auto, strict):
+        elif problem := wrong(known, value, here, auto, strict):
             found.append(problem)
             if problem.outcome == REPLACES and value == "auto" and "default" in known:
                 clean[key] = known["default"]
@@ -180,13 +179,24 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
             clean[key] = int(value) if isinstance(value, float) and "integer" in known["type"] and "number" not in known["type"] else copy.deepcopy(value)
     for key, known in node["keys"].items():
         if known.get("required") and key not in config:
-            found.append(Problem(f"{path}.{key} = (missing)", f"{node.get('of', path)} needs it", f'add "{key}": {_example(known)}', FAILS))
+            found.append(Problem(f"{path}.{key} = (missing)", f"{node.get('of', path)} needs it", f'add "{key}": {example(known)}', FAILS))
     enabled = node["keys"].get("enabled", {})
     unknown = config.keys() - node["keys"].keys()
     if config and "enabled" not in config and enabled.get("default") is False and not resembled("enabled", unknown):
         rule = 'has no "enabled", so DeepSpeed leaves it off and ignores the rest'
         found.append(Problem(f"{path} = {shown(config)}", rule, 'add "enabled": true or delete the block', IGNORES))
     return clean
+
+
+def _convert(node: Node, config: dict[str, Any], clean: dict[str, Any], found: list[Problem], path: str = "") -> None:
+    """Put values of another type into `clean`, as what DeepSpeed takes them for."""
+    works = {problem.where.partition(" = ")[0] for problem in found if problem.outcome == APPLIES}
+    for key, value in config.items():
+        known, here = node["keys"].get(key, {}), f"{path}.{key}".lstrip(".")
+        if isinstance(value, dict) and isinstance(clean.get(key), dict) and "keys" in known:
+            _convert(known, value, clean[key], found, here)
+        elif key not in clean and here in works and "type" in known and (meant := converted(known, value)) is not None:
+            clean[key] = meant
 
 
 def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -201,127 +211,6 @@ def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[st
             return "delete it", {}
         value = {"device": "cpu"}
     return f'write "{new}": {json.dumps(value)} instead', {name: copy.deepcopy(value)}
-
-
-def _wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool) -> Problem | None:
-    """Finds what is wrong with one value: an "auto" that nobody fills, its type, its range, its name.
-
-    `strict` blocks are pydantic models: they drop "auto", convert a word or number that can be meant for another type,
-    and refuse the rest. All other blocks take any value, and fail when they use it.
-    """
-    where, types = f"{path} = {shown(value)}", node["type"]
-    if value == "auto" and path in auto:
-        return None
-    if value == "auto" and node.get("default") != "auto":
-        drops = strict and not path.startswith(("optimizer.", "scheduler."))
-        word = "boolean" in types and path != "wall_clock_breakdown" and path != "flops_profiler.enabled"  # any word counts as true
-        return Problem(where, '"auto" is filled by nobody here', f"write {_example(node)}", REPLACES if drops or word else FAILS)
-    if path == "zero_optimization" and isinstance(value, bool):
-        return Problem(where, "is the format of 2020, a switch between stage 0 and 1", f'write {{"stage": {int(value)}}}', APPLIES)
-    if not any(_is(value, name) for name in types):
-        names = " or ".join(
-            {"object": "a block {...}", "array": "a list [...]", "integer": "a whole number", "number": "a number", "null": "null"}.get(name, f"a {name}")
-            for name in types
-        )
-        return Problem(where, f"must be {names}", f"write {_meant(node, value)}", _converted(node, value, path, strict))
-    if isinstance(value, str):
-        if "enum" in node and not (value in node["enum"] or (node.get("any_case") and value.lower() in [str(name).lower() for name in node["enum"]])):
-            near = difflib.get_close_matches(value, [str(name) for name in node["enum"]], 1)
-            return Problem(
-                where,
-                f"must be one of {', '.join(str(name) for name in node['enum'])}",
-                f"did you mean {near[0]}?" if near else f"write {_example(node)}",
-                FAILS,
-            )
-        return None
-    numbers = [number for number in node.get("enum", []) if not isinstance(number, str)]
-    if numbers and value is not None and value not in numbers:
-        return Problem(where, f"must be {' or '.join(json.dumps(number) for number in numbers)}", f"write {_nearest(numbers, value)}", FAILS)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        for word, bad, says in (
-            ("min", lambda bound: value < bound, "at least"),
-            ("above", lambda bound: value <= bound, "more than"),
-            ("max", lambda bound: value > bound, "at most"),
-            ("below", lambda bound: value >= bound, "less than"),
-        ):
-            if word in node and bad(node[word]):
-                outcome = APPLIES if path == "gradient_clipping" else FAILS  # a negative limit means no limit
-                return Problem(where, f"must be {says} {node[word]:g}", f"write {_example(node)}", outcome)
-    if isinstance(value, list):
-        if not all(_is(item, node.get("items", "any")) for item in value):
-            return Problem(where, f"must hold nothing but items of type {node['items']}", f"write {_example(node)}", FAILS)
-        if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
-            return Problem(where, f"{shown(odd[0])} is none of {', '.join(node['items_enum'])}", "write one of these", FAILS)
-        if "length" in node and len(value) != node["length"]:
-            return Problem(where, f"must hold {node['length']} numbers", f"write {_example(node)}", FAILS)
-        if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
-            return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]", FAILS)
-        if path.endswith(".eps") and not all(_is(item, "number") and item >= 0 for item in (0 if value[0] is None else value[0], value[1])):
-            return Problem(where, "each must be at least 0, and the first may be null", "write [null, 0.001]", FAILS)
-    return None
-
-
-def _converted(node: Node, value: Any, path: str, strict: bool) -> str:
-    """Returns what DeepSpeed does with a value of the wrong type."""
-    types, text = node["type"], value.strip().lower() if isinstance(value, str) else None
-    if strict and not path.startswith(("optimizer.", "scheduler.")):  # pydantic's lax mode
-        if "boolean" in types and (value in (0, 1) or text in ("0", "1", "true", "false", "t", "f", "yes", "no", "y", "n", "on", "off")):
-            return APPLIES
-        number = r"[-+]?\d+" if "number" not in types else r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?"
-        if {"integer", "number"} & set(types) and (isinstance(value, bool) or (text is not None and re.fullmatch(number, text))):
-            return APPLIES
-        return FAILS
-    if "boolean" in types and path not in ("wall_clock_breakdown", "flops_profiler.enabled"):
-        if value in (0, 1) or text in ("true", "yes", "on", "1"):
-            return APPLIES
-        return REPLACES if text is not None else FAILS  # any word counts as true
-    return FAILS
-
-
-def _is(value: Any, name: str) -> bool:
-    if name == "boolean":
-        return isinstance(value, bool)
-    if name in ("integer", "number"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return False
-        return math.isfinite(value) and (name == "number" or value == int(value))
-    return {"string": isinstance(value, str), "array": isinstance(value, list), "object": isinstance(value, dict), "null": value is None, "any": True}[name]
-
-
-def _meant(node: Node, value: Any) -> str:
-    """Guesses what a value of the wrong type was meant to be."""
-    if isinstance(value, str):
-        text = value.strip().lower()
-        if "boolean" in node["type"] and text in ("true", "false", "yes", "no", "on", "off"):
-            return "true" if text in ("true", "yes", "on") else "false"
-        if {"integer", "number"} & set(node["type"]) and re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", text):
-            return f"{value.strip()} without quotes"
-    if "boolean" in node["type"] and value in (0, 1):
-        return "true" if value else "false"
-    if "integer" in node["type"] and isinstance(value, float) and math.isfinite(value):
-        return str(math.ceil(value))
-    return _example(node)
-
-
-def _nearest(numbers: list[Any], value: Any) -> str:
-    return json.dumps(min(numbers, key=lambda number: abs(number - value)))
-
-
-def _example(node: Node) -> str:
-    """Returns a value that the node takes, as one would type it."""
-    if node.get("default") is not None:
-        return json.dumps(node["default"])
-    if "enum" in node:
-        return json.dumps(node["enum"][0])
-    return {
-        "boolean": "true or false",
-        "integer": "a whole number",
-        "number": "a number",
-        "string": "a string in quotes",
-        "object": "{...}",
-        "array": '["NAME"]',
-        "any": "a value",
-    }.get(node["type"][0], "null")
 
 
 def resembled(key: str, names: Iterable[str]) -> bool:
@@ -389,9 +278,3 @@ def _paths() -> tuple[str, ...]:
 @functools.cache
 def _paths_by_name() -> dict[str, str]:
     return {place.rpartition(".")[2]: place for place in reversed(_paths())}
-
-
-def shown(value: Any) -> str:
-    """Writes a value as it stands in the JSON, shortened."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
