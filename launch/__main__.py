@@ -197,6 +197,9 @@ def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> 
     """Prints what will run: each host's command, and the names of the variables that travel to the host."""
     first, ranks = job.hosts[0], sum(host.slots for host in job.hosts)
     who = "once on each host" if job.spawn == "once" else f"{ranks} rank{'s' if ranks > 1 else ''}, forked by {job.spawn}"
+    cores = len(os.sched_getaffinity(0))
+    if job.where == "local" and ranks == 1 < cores and not arguments.gpus and not hosts.devices(variables) and job.spawn != "once":
+        say(f"1 rank on {cores} cores, and no GPU: python -m launch --gpus {cores} {job.words[0]} starts {cores} ranks")
     say(f"{job.where}: {len(job.hosts)} host{'s' if len(job.hosts) > 1 else ''}, {who}")
     for node, host in enumerate(job.hosts):
         if job.node not in (None, node):

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import logging
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -29,6 +31,24 @@ def hub_is_away() -> bool:
             socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_PATIENCE).close()
             return False
     return True
+
+
+def shorten_retries() -> None:
+    """Print one short line for each retry of huggingface_hub 2.4, which prints two and does not say who it is."""
+    why = ""
+
+    def shorten(record: logging.LogRecord) -> bool:
+        nonlocal why
+        text = record.getMessage()
+        if " thrown while requesting " in text:
+            why = text.partition(" thrown while requesting ")[0].strip("'\"")
+            return False
+        if found := re.fullmatch(r"(Rate limited)?.*?([\d.]+)s.*\[Retry (\d+)/(\d+)\]\.", text):
+            reason = "asked too often" if found[1] else why or "it is busy"
+            record.msg, record.args = f"the hub does not answer ({reason}); huggingface_hub asks again in {found[2]} s, {found[3]} of {found[4]}", ()
+        return True
+
+    logging.getLogger("huggingface_hub.utils._http").addFilter(shorten)
 
 
 def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> Refusal:

@@ -5,19 +5,23 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from .command import parse
+from .command import Command, parse
 from .hosts import op_cache
 from .hosts.accounts import wandb_disabled
 from .hosts.locks import lock
 from .hosts.ports import free_port, has_joined
 from .packages import check_packages
+from .planner.devices import device_called
 from .ranks import take_rank
 from .recipe import Recipe
-from .refusal import Refusal, exit_refused, refuse
+from .refusal import Problem, Refusal, exit_refused, refuse
 from .runtime import environment
 from .utf8 import use_utf8
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 
 def run(recipe: Recipe, argv: list[str] | None = None) -> None:
@@ -34,9 +38,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
         start_launcher_watch()
         command = parse(recipe, Path(sys.argv[0]), argv)
         check_packages()
-        from .plan import make_plan  # imports nothing heavy; a refusal takes about a second
-
-        plan = make_plan(command)
+        plan = _plan(command)
         if command.dry_run:
             from .planner.show import show
 
@@ -72,6 +74,25 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
                 peers.leave()
                 dist.destroy_process_group()  # without this call a rank aborts at exit now and then
     sys.exit(code)
+
+
+def _plan(command: Command) -> "Plan":
+    """Return the plan of a command. Raises `Refusal` with every problem; imports nothing heavy, and takes about a second."""
+    from .plan import make_plan
+
+    problems: list[Problem] = []
+    try:
+        if command.device:
+            device_called(command.device)
+    except Refusal as refusal:
+        problems += refusal.problems
+    try:
+        plan = make_plan(command)
+    except Refusal as refusal:
+        raise Refusal(problems + refusal.problems) from None
+    if problems:
+        raise Refusal(problems)
+    return plan
 
 
 def _lock(out: Path) -> IO[str]:

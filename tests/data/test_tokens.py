@@ -148,8 +148,12 @@ import time
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.data.processors import load_tokenizer
+from recipekit.data.processors import byte_tokenizer
+from recipekit.data.request import Request
+from recipekit.data.stream import open_corpus
 from recipekit.model.weights import weights_folder
-for call in (lambda: load_tokenizer("org/name"), lambda: weights_folder("org/name")):
+for call in (lambda: load_tokenizer("org/name"), lambda: weights_folder("org/name"),
+             lambda: open_corpus(Request(dataset="org/name"), byte_tokenizer())):
     begun = time.monotonic()
     try:
         call()
@@ -160,8 +164,25 @@ for call in (lambda: load_tokenizer("org/name"), lambda: weights_folder("org/nam
     more = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | more, capture_output=True, text=True, timeout=120, check=True)
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 and all("org/name" in line and "local cache" in line for line in lines), done.stdout
+    assert len(lines) == 3 and all("org/name" in line and "local cache" in line for line in lines), done.stdout
     assert "Retrying" not in done.stderr, done.stderr
+
+
+def test_retries_of_the_hubs_client_are_one_short_line_each():
+    """The client itself asks a server that does not answer: once more, a second later."""
+    program = """
+import logging
+from huggingface_hub.utils import http_backoff
+from recipekit.hub import shorten_retries
+shorten_retries()
+try:
+    http_backoff("GET", "http://127.0.0.1:1/api", max_retries=1)
+except Exception:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, timeout=60, check=True)
+    (line,) = done.stderr.splitlines()
+    assert "the hub does not answer ([Errno 111] Connection refused); huggingface_hub asks again in 1 s, 1 of 1" in line
 
 
 # Documents ------------------------------------------------------------------------------------------------------

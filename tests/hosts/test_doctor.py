@@ -432,3 +432,32 @@ def test_a_recipe_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
 def test_a_recipe_that_cannot_run_is_told_with_the_rest(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", "--recipe", NANO, "--tp", "3", WANDB_MODE="online")
     assert code == 1 and "2 problems" in text and "does not divide the 2 ranks" in text and "WANDB_MODE = online" in text, text
+
+
+def test_a_recipe_that_is_none_is_refused_before_links_are_measured(tmp_path: Path) -> None:
+    """In one line, without a rank of its own."""
+    (tmp_path / "broken.py").write_text("RECIPE = (")
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "folder.py").mkdir()
+    told = {
+        "nope.py": "no such file on this host; give a file of recipes/",
+        "llama_nano_zero3.py": f"no such file on this host; did you mean {os.path.relpath(NANO, tmp_path)}?",
+        "folder.py": "is a folder",
+        "broken.py": "cannot be imported: SyntaxError",
+        "empty.py": "sets no RECIPE = Recipe(...)",
+    }
+    for name, why in told.items():
+        words = [sys.executable, str(DOCTOR), "--recipe", name]
+        done = subprocess.run(words, cwd=tmp_path, env=quiet(), capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr, done.stderr
+        first, line = done.stderr.splitlines()
+        assert first == "refused: 1 problem" and line.startswith(f"  1. --recipe {name}: {why}")
+
+
+def test_the_doctor_refuses_variables_that_a_start_refuses(tmp_path: Path) -> None:
+    for variables in ({"WORLD_SIZE": "2"}, {"RANK": "3", "WORLD_SIZE": "2"}, {"PMIX_RANK": "0"}):
+        said = [
+            subprocess.run([sys.executable, *words], cwd=tmp_path, env=quiet() | variables, capture_output=True, text=True, timeout=30, check=False)
+            for words in ([str(NANO), "--tiny"], [str(DOCTOR), "--recipe", str(NANO), "--tiny"])
+        ]
+        assert said[0].stderr == said[1].stderr and said[0].stderr.startswith("refused: 1 problem") and [done.returncode for done in said] == [1, 1]

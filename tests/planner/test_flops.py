@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,7 @@ def test_a_device_is_found_by_what_people_call_it() -> None:
     called |= {"RTX4090": called["4090"], "rtx_4090": called["4090"], "A100-PCIe-40 GB": "NVIDIA A100-PCIE-40GB", "H10080GBHBM3": called["H100-SXM-80GB"]}
     assert {name: device_called(name)[0] for name in called} == called
     for name, why in (
-        ("H100", "may be any of NVIDIA H100 80GB HBM3, NVIDIA H100 NVL"),
+        ("H100", r"may be any of NVIDIA H100 80GB HBM3 \(80 GiB\), NVIDIA H100 NVL \(94 GiB\)"),
         ("H-100", "may be any of NVIDIA H100 80GB"),
         ("A1004", "is not in"),
         ("TPU", "is not in the table"),
@@ -259,3 +260,14 @@ def test_mfu_is_what_documents_allow_over_the_peak(pools: Any, tmp_path: Path) -
             assert done < full - 0.4 * flops.per_key[WHOLE] * recipe.global_batch * recipe.seq_len**2  # causal at least
     finally:
         stream.close()
+
+
+@pytest.mark.parametrize("name", ["H100", "A100", "gh200", "H-100", "NVIDIA A100"])
+def test_a_name_of_several_devices_is_refused_with_a_name_of_each(name: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        device_called(name)
+    (problem,) = refused.value.problems
+    written = re.findall(r'--device (?:"([^"]+)"|(\S+))', problem.fix)
+    found = [device_called(quoted or word)[0] for quoted, word in written]
+    assert len(found) >= 2 and len({*found}) == len(found), problem.fix
+    assert all(f"{known} ({DEVICES[known].memory >> 30} GiB)" in problem.rule for known in found)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import environment
+from job import NANO
+from pool import environment, free_port
 from recipekit.runtime.environment import allocator_settings, complete
 
 SEGMENTS, ROUND, CACHE = "expandable_segments:True", "pinned_max_round_threshold_mb:16", "pinned_max_cached_size_mb:16"
@@ -56,7 +57,7 @@ def started(tmp_path: Path, ds_config: str, before: str = "", **variables: str) 
 @pytest.mark.parametrize(("ds_config", "before", "pinned"), [("zero3_cpu", "", f"{ROUND},{CACHE},"), ("zero2", "import torch", "")])
 def test_torch_has_read_what_was_set(tmp_path: Path, ds_config: str, before: str, pinned: str) -> None:
     """The old name is read last. All holds where the file of a recipe has imported torch before, too: torch reads its allocators' settings when they are asked for."""
-    place = {"LOCAL_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    place = {"LOCAL_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     said = started(tmp_path, ds_config, before, PYTORCH_CUDA_ALLOC_CONF="backend:native", **place).splitlines()
     cores = len(os.sched_getaffinity(0))
     assert f"threads: {max(1, cores // 2)} for each rank, {cores} cores for 2 ranks (OMP_NUM_THREADS)" in said
@@ -91,3 +92,46 @@ def test_cores_that_a_rank_is_bound_to_are_not_divided_again(monkeypatch: pytest
     assert told(by_torchrun, 8, OFFLOAD, monkeypatch, own=8) == ("1", [line])
     shared = ["threads: 4 for each rank, 32 cores for 8 ranks (OMP_NUM_THREADS)"]  # those of a job, which its ranks have in common
     assert told({}, 8, {}, monkeypatch, own=32) == ("4", shared)
+
+
+HINTS = """
+import os, sys
+from recipekit.runtime.environment import hint_at_ranks
+print(hint_at_ranks(os.environ, 6))
+"""
+STARTS = """
+import os, subprocess, sys
+words = [sys.executable, next(word for word in sys.argv[1:] if word.endswith(".py"))]
+if "deepspeed" in sys.argv[0]:
+    words = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *words]
+subprocess.run(words, env=os.environ | {"WORLD_SIZE": "1"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["deepspeed", "mine.py"], "['1 rank on 6 cores, and no GPU: deepspeed --num_gpus 6 mine.py starts 6 ranks']"),
+        (["deepspeed", "--master_port", "1", "mine.py"], "['1 rank on 6 cores, and no GPU: deepspeed --num_gpus 6 mine.py starts 6 ranks']"),
+        (["torchrun", "mine.py"], "['1 rank on 6 cores, and no GPU: torchrun --nproc_per_node 6 mine.py starts 6 ranks']"),
+        (["deepspeed", "--num_gpus=1", "mine.py"], "[]"),
+        (["torchrun", "--nproc-per-node", "1", "mine.py"], "[]"),
+        (["other", "mine.py"], "[]"),
+    ],
+    ids=" ".join,
+)
+def test_a_launcher_that_starts_one_rank_without_being_asked_is_named(words: list[str], line: str, tmp_path: Path) -> None:
+    """Programs with the launchers' names and process trees; `test_a_launcher_without_a_number` starts real ones."""
+    (tmp_path / words[0]).write_text(STARTS)
+    (tmp_path / "mine.py").write_text(HINTS)
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{line}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_launcher_without_a_number(launcher: str, tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    words = [str(Path(sys.executable).with_name(launcher)), str(NANO), "--tiny", "--steps", "1", "--eval_every", "0", "--no-wandb", "--no-export"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300, check=True)
+    assert f"1 rank on {cores} cores, and no GPU: {launcher} --" in done.stdout and f"{NANO} starts {cores} ranks" in done.stdout, done.stdout

@@ -17,7 +17,7 @@ import datasets
 from datasets import config as datasets_config
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from ..hub import hub_refusal
+from ..hub import hub_is_away, hub_refusal
 from ..refusal import Refusal, refuse
 from ..task import Samples
 from .digests import digests, fingerprint
@@ -107,6 +107,9 @@ def _hub_source(domain: Domain, split: str, wanted: Wanted, patience: Patience, 
 
     def resolve() -> tuple[str, list[str], Any]:
         """Asks the hub for (hash of the commit and subset, addresses of the Parquet files, or else the data set)."""
+        if not before and not datasets_config.HF_HUB_OFFLINE and hub_is_away():  # a run that has read it before is patient
+            away = ConnectionError("no connection to the hub")
+            raise hub_refusal(f"--dataset {domain.dataset}", domain.dataset, away, "datasets/")
         try:
             builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, domain.subset or None, revision=revision))
             files = (builder.config.data_files or {}).get(split, [])

@@ -7,6 +7,7 @@ the sheets' peak. The memory is the nominal one in GiB; a program gets up to 7 %
 not fit.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -53,16 +54,35 @@ DEVICES = {
 
 
 def device_called(name: str) -> tuple[str, Device]:
-    """Finds the device that a user means by "H200", "a100-sxm4-40gb" or "RTX4090". Raises `Refusal` with the names if the
+    """Return the device that a user means by "H200", "a100-sxm4-40gb" or "RTX4090". Raises `Refusal` with the names if the
     text fits no device, or several with unequal memory.
     """
-    text = "".join(_words(name))
-    meant = [known for known, device in DEVICES.items() if text and _made_of(text, {*_words(f"{known} {device.also}")})]
+    meant = _meant(name)
     if len({DEVICES[known].memory for known in meant}) == 1:  # the shortest name: H200, not H200 NVL
         known = min(meant, key=len)
         return known, DEVICES[known]
-    rule = f"may be any of {', '.join(meant)}" if meant else "is not in the table of devices"
-    raise refuse(f"--device {name}", rule, f"give one of {', '.join(meant or DEVICES)}")
+    if not meant:
+        raise refuse(f"--device {name}", "is not in the table of devices", f"give one of {', '.join(DEVICES)}")
+    sizes = ", ".join(f"{known} ({DEVICES[known].memory >> 30} GiB)" for known in meant)
+    names = " or ".join(f"--device {_distinct(name, known)}" for known in meant)
+    raise refuse(f"--device {name}", f"may be any of {sizes}", f"write {names}")
+
+
+def _meant(name: str) -> list[str]:
+    """Return the devices that a text fits, by their full names."""
+    text = "".join(_words(name))
+    return [known for known, device in DEVICES.items() if text and _made_of(text, {*_words(f"{known} {device.also}")})]
+
+
+def _distinct(name: str, known: str) -> str:
+    """Return `name` with as few words as make it fit one device only; the full name in quotes if no words do."""
+    words = [word for word in _words(f"{DEVICES[known].also} {known}") if word not in "".join(_words(name))]
+    for count in (1, 2):
+        for more in itertools.combinations(words, count):
+            typed = "-".join([*name.split(), *more])
+            if _meant(typed) == [known]:
+                return typed
+    return f'"{known}"'
 
 
 def _words(text: str) -> list[str]:

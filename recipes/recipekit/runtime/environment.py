@@ -7,13 +7,20 @@ import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from ..hosts.torch_builds import installed
 from ..planner.pinned import ROUNDED_UP_TO, pins, pins_exactly
+from .stopping import command_line, parent
 
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 THREADS = "OMP_NUM_THREADS"
+# Launcher, its flag for the number of ranks, and all flags that decide that number, with _ instead of -
+LAUNCHERS = (
+    ("deepspeed", "--num_gpus", ("__num_gpus", "__num_accelerators", "__include", "_i", "__hostfile", "_H")),
+    ("torchrun", "--nproc_per_node", ("__nproc_per_node", "__nnodes")),
+)
 
 
 def complete(variables: MutableMapping[str, str], ds_config: dict[str, Any], ranks: int) -> list[str]:
@@ -31,7 +38,20 @@ def complete(variables: MutableMapping[str, str], ds_config: dict[str, Any], ran
         lines.append(f"threads: {count} for each rank, {cores} cores for {ranks} ranks ({THREADS})")
     elif variables.get(THREADS) == "1" and "TORCHELASTIC_RUN_ID" in variables and count > 1 and on_host(ds_config):
         lines.append(f"threads: 1 for each rank, which torchrun sets; the optimizer on the CPU could use {count}: start with {THREADS}={count}")
-    return lines
+    return lines + hint_at_ranks(variables, cores)
+
+
+def hint_at_ranks(variables: Mapping[str, str], cores: int) -> list[str]:
+    """Return a line if a launcher has started one rank on several cores without a GPU, and nobody has typed a number of ranks."""
+    gpus = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    if cores < 2 or variables.get("WORLD_SIZE") != "1" or "LAUNCH_LOGS" in variables or gpus:
+        return []
+    commands = [command_line(pid) for pid in (os.getppid(), parent(os.getppid())) if pid]
+    for launcher, flag, counts in LAUNCHERS:
+        typed = [word.partition("=")[0].replace("-", "_") for words in commands if launcher in map(os.path.basename, words[:2]) for word in words]
+        if typed and not {*typed} & {*counts}:
+            return [f"1 rank on {cores} cores, and no GPU: {launcher} {flag} {cores} {sys.argv[0]} starts {cores} ranks"]
+    return []
 
 
 def allocator_settings(variables: Mapping[str, str], exact_pins: bool) -> tuple[str, str]:

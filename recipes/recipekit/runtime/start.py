@@ -21,6 +21,7 @@ from ..command import Command
 from ..hosts.checks import free_memory
 from ..hosts.ops import prepare_ops
 from ..hosts.torch_builds import gpus_in_use
+from ..hub import shorten_retries
 from ..kernels import deterministic
 from ..parallel.groups import time_limit, waiting_group
 from ..plan import Plan
@@ -121,6 +122,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
 def quiet() -> None:
     """Leaves warnings and errors of the libraries visible, not their information lines."""
     logger.setLevel(logging.WARNING)
+    shorten_retries()
     # DeepSpeed 0.19.8 prints six lines for each group (bf16_optimizer.py, see_memory_usage with force), and resets the device's peak memory while it does
     bf16_optimizer.see_memory_usage = lambda *_, **__: None
     # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; the warning repeats for each

@@ -115,13 +115,13 @@ def start_launcher_watch() -> None:
     launcher = os.getppid()
     if "RANK" not in os.environ or _command_name(launcher) in {"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "ash"}:
         return
-    above = _parent(launcher)
+    above = parent(launcher)
     runner = above if above and _runs_deepspeed(above) else None
 
     def gone() -> int | None:
         if os.getppid() != launcher:
             return launcher
-        return runner if runner and _parent(launcher) != runner else None
+        return runner if runner and parent(launcher) != runner else None
 
     def watch() -> None:
         while (pid := gone()) is None:
@@ -191,7 +191,8 @@ def tell(text: str) -> None:
         os.write(2, f"rank {os.environ.get('RANK', '0')}: {text}\n".encode())
 
 
-def _parent(pid: int) -> int | None:
+def parent(pid: int) -> int | None:
+    """Return the parent of a process; None if the process has gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
@@ -205,11 +206,17 @@ def _command_name(pid: int) -> str:
         return ""
 
 
+def command_line(pid: int) -> list[str]:
+    """Return the words of a process's command line; [] if the process has gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def _runs_deepspeed(pid: int) -> bool:
     """Returns True if the process is the `deepspeed` command: `python .../bin/deepspeed` or `python -m deepspeed.launcher.runner`."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except (FileNotFoundError, ProcessLookupError):
+    if not (words := command_line(pid)):
         return False
     program = next((word for word in words[1:] if word and not word.startswith("-")), words[0])
     return Path(program).name in {"deepspeed", "ds", "deepspeed.launcher.runner"} or program.endswith("deepspeed/launcher/runner.py")
