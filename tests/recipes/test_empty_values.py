@@ -104,7 +104,7 @@ def test_a_row_of_one_token_has_no_target(task: str) -> None:
     planned("--seq_len", "2", "--task", task)
 
 
-@pytest.mark.parametrize("task", ["dpo", "reward"])
+@pytest.mark.parametrize("task", ["preference", "reward"])
 def test_a_pair_of_one_token_has_no_answer(task: str) -> None:
     pairs = dataclasses.replace(RECIPE, task=task, micro_batch=1)
     assert any(line.startswith("seq_len = 1: ") for line in problems("--seq_len", "1", recipe=pairs))

@@ -10,6 +10,7 @@ from ..refusal import Refusal, refuse
 from .encode import Counts
 from .masks import Masks
 from .packing import Block, make_block, permutation
+from .source import Source
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Place:
     document: int = 0
     bad: int = 0  # broken rows skipped before it
     lost: Sequence[int] = ()  # `Counts.numbers` of the chats before it; empty without chats
+    empty: int = 0  # empty rows before it
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -41,7 +43,7 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
 
     Raises `Refusal` if there is no document.
     """
-    barren, counts = 0, Counts()
+    barren, counts, rows, empty, bad = 0, Counts(), 0, 0, 0
     is_reported = any(place.key)  # a resume behind the first rows, which an earlier start has reported
     while True:
         held: Held = []
@@ -49,6 +51,7 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
         for at, chunk in _epoch(reader, seed, place):
             first = at.document
             counts += chunk.counts
+            rows, empty, bad = rows + chunk.rows, empty + chunk.empty, bad + chunk.bad
             barren = 0 if len(chunk.lengths) else barren + chunk.barren
             if barren >= reader.sizes.barren_documents:
                 raise _no_target(barren, reader)
@@ -62,30 +65,37 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
                     any_document = True
                 if first < len(chunk.lengths) or tokens >= limit:
                     if not is_reported:
-                        reader.report(counts)
+                        reader.report(counts, rows, empty, is_all=False)
                         is_reported = True
-                    place = Place(at.epoch, at.part, at.group, at.row, first, at.bad, at.lost)
+                    place = Place(at.epoch, at.part, at.group, at.row, first, at.bad, at.lost, at.empty)
                     yield place, join(held, seed, *begin.key)
                     held, tokens, begin = [], 0, place
-            place = Place(at.epoch, at.part, at.group, chunk.row, 0, at.bad + chunk.bad, added(at.lost, chunk.counts.numbers))
+            place = Place(at.epoch, at.part, at.group, chunk.row, 0, at.bad + chunk.bad, added(at.lost, chunk.counts.numbers), at.empty + chunk.empty)
         if not is_reported:
-            reader.report(counts)
+            reader.report(counts, rows, empty, is_all=True)
             is_reported = True
         if held:
-            place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost)
+            place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost, empty=place.empty)
             yield place, join(held, seed, *begin.key)
         elif not any_document:
-            raise (
-                _no_target(barren, reader)
-                if barren
-                else refuse("--dataset", "holds no document to train on: each is empty, broken or among the held-out 1 %", "give more data")
-            )
-        place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost)
+            raise _no_target(barren, reader) if barren else no_document(reader.source, rows, empty, bad)
+        place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost, empty=place.empty)
 
 
 def added(one: Sequence[int], more: Sequence[int]) -> Sequence[int]:
     """Add up numbers of chats; without chats they are empty."""
     return tuple(map(sum, zip(one, more, strict=True))) if one and more else one or more
+
+
+def no_document(source: Source, rows: int, empty: int, bad: int) -> Refusal:
+    """Return the refusal of data without a document to train on, with the columns that were read."""
+    met = f"; its columns are {', '.join(map(repr, columns))}" if (columns := source.columns()) else ""
+    if not rows and not bad:
+        return refuse("--dataset", f"holds no row{met}", "give other data")
+    left = rows - empty - bad
+    held = f" and {left:,} held out for evaluation" if left > 0 else ""
+    rule = f"holds no document to train on: of {max(rows, empty + bad):,} rows {empty:,} are empty, {bad:,} cannot be read{held}{met}"
+    return refuse("--dataset", rule, "give more data, or name another column (--text_field, --messages_field, ...)")
 
 
 def _no_target(documents: int, reader: Any) -> Refusal:
@@ -98,13 +108,13 @@ def _no_target(documents: int, reader: Any) -> Refusal:
 
 def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
     """Yields the chunks of the epoch from `place` on, each with its place."""
-    source, bad, lost = reader.source, place.bad, place.lost
+    source, bad, lost, empty = reader.source, place.bad, place.lost, place.empty
     parts = permutation(len(source.parts), seed, place.epoch)
     for part in range(place.part, len(parts)):
         number = int(parts[part])
         count = reader.groups(number)
         if not isinstance(count, int):  # a chunk that counts what cannot be read
-            yield Place(place.epoch, part, bad=bad, lost=lost), count
+            yield Place(place.epoch, part, bad=bad, lost=lost, empty=empty), count
             bad += count.bad
             continue
         groups = permutation(count, seed, place.epoch, number)
@@ -112,8 +122,8 @@ def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
             resumed = part == place.part and group == place.group
             row, document = (place.row, place.document) if resumed else (0, 0)
             for chunk in reader.chunks(number, int(groups[group]), row):
-                yield Place(place.epoch, part, group, row, document, bad, lost), chunk
-                row, document, bad, lost = chunk.row, 0, bad + chunk.bad, added(lost, chunk.counts.numbers)
+                yield Place(place.epoch, part, group, row, document, bad, lost, empty), chunk
+                row, document, bad, lost, empty = chunk.row, 0, bad + chunk.bad, added(lost, chunk.counts.numbers), empty + chunk.empty
 
 
 def packed(seq_len: int, pad: int, held: Held, *key: object, masks: Masks | None = None) -> Block:

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import config as datasets_config
 
 from ..refusal import Refusal, Say, refuse
@@ -27,8 +27,9 @@ from .remote import Unreachable
 from .request import Sizes
 from .rows import not_utf8, unreadable
 from .source import UNREADABLE, Document, Source, Values, holds_tokens
+from .values import as_python, wrong_tokens
 
-FORMAT = 3  # of the files
+FORMAT = 4  # of the files
 TOLD = 5  # rows left out of which a run tells where they are; the others are counted
 LOG = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class Chunk(NamedTuple):
     barren: int  # documents that hold no target
     told: list[str]  # why the first few of `bad` were skipped
     counts: Counts = Counts()  # chats and their lost text
+    rows: int = 0  # rows read, skipped ones included
+    empty: int = 0  # rows without text: null, empty or blank
 
 
 class SampleChunk(NamedTuple):
@@ -59,6 +62,8 @@ class SampleChunk(NamedTuple):
     barren: int
     told: list[str]
     counts: Counts = Counts()
+    rows: int = 0
+    empty: int = 0
 
 
 def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes) -> Path | None:
@@ -108,6 +113,8 @@ class Found(NamedTuple):
     row: int  # after them
     last: bool  # the group ends there
     ready: pa.Array | None = None  # tokens, instead of documents
+    rows: int = 0
+    empty: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,11 +134,15 @@ class Reader:
     not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
     patient: float = 5.0  # seconds after which it says that it waits for another process
 
-    def report(self, counts: Counts) -> None:
-        """Report the first chats and their lost text.
+    def report(self, counts: Counts, rows: int, empty: int, is_all: bool) -> None:
+        """Report empty rows, the first chats and their lost text. `is_all`: these are the rows of a whole epoch.
 
         Raises `Refusal` if the lost share exceeds `MOST`, unless bad rows are skipped.
         """
+        if empty:
+            self.say(
+                f"{empty:,} of {'' if is_all else 'the first '}{rows:,} rows are empty (null, no text or blank) and skipped; the metric empty_rows counts them"
+            )
         if not counts.rows:
             return
         assert self.encoder is not None
@@ -202,12 +213,12 @@ class Reader:
         least = self.sizes.block_bytes // self.sizes.block_samples
         lengths = np.array([max(least, size_of(content)) for content, _ in found.documents], dtype=np.int64)
         told = [str(problem) for problem in problems[:TOLD]]
-        return SampleChunk(found.documents, lengths, found.row, found.last, len(problems), 0, told)
+        return SampleChunk(found.documents, lengths, found.row, found.last, len(problems), 0, told, rows=found.rows, empty=found.empty)
 
     def _encoded(self, part: int, group: int, row: int, rows: Rows) -> Chunk:
         encoder, problems = self.encoder, list[Refusal]()
         assert encoder is not None
-        documents, row, last, ready = self._found(part, group, row, rows, problems)
+        documents, row, last, ready, *of_rows = self._found(part, group, row, rows, problems)
         if ready is not None:
             return self._ready(encoder, ready, part, group, row)
         characters = sum(characters_of(content) for content, _ in documents)
@@ -231,11 +242,11 @@ class Reader:
         labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and encoder.chats else None
         lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
         told = [str(problem) for problem in problems[:TOLD]]
-        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told, counts)
+        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told, counts, *of_rows)
 
     def _found(self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]) -> Found:
         """Reads the rows of a chunk; adds to `problems` why some of them are skipped."""
-        begin, characters = row, 0
+        begin, characters, count, empty = row, 0, 0, 0
         documents: list[Document] = []
         while row - begin < self.sizes.chunk_rows and characters < self.sizes.chunk_characters:
             try:
@@ -246,25 +257,29 @@ class Reader:
                 problems.append(problem)
                 some = None
             if some is None:
-                return Found(documents, row, True)
+                return Found(documents, row, True, rows=count, empty=empty)
             if not isinstance(some, list):
                 if holds_tokens(some.type):
                     assert not documents
                     return Found([], row, False, some)
-                some = _as_python(some)
+                some = as_python(some)
             for value in some:
-                place, new = self.source.place(part, group, row), []
+                place, new = self.source.place(part, group, row), list[Document]()
+                count += 1
                 try:
                     if isinstance(value, UnicodeDecodeError):
                         raise refuse(place, *not_utf8(value))
-                    new = self.source.documents(value, place)
+                    found = self.source.documents(value, place)
+                    new = [document for document in found or () if not is_empty(document[0])]
+                    count -= found is None
+                    empty += found is not None and not new
                 except Refusal as problem:
                     self.refuse_unless_skipped(problem)
                     problems.append(problem)
                 row += 1
                 characters += sum(characters_of(content) for content, _ in new)
-                documents += [document for document in new if not is_empty(document[0]) and is_held_out(document[0]) == self.held_out]
-        return Found(documents, row, False)
+                documents += [document for document in new if is_held_out(document[0]) == self.held_out]
+        return Found(documents, row, False, rows=count, empty=empty)
 
     def _ready(self, encoder: Encoder, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
         """Makes a chunk of documents that are tokens already; the tokens are taken as they are."""
@@ -272,23 +287,24 @@ class Reader:
             raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
         end, vocabulary = row + len(lists), encoder.vocabulary
         told: list[str] = []
-        if wrong := _wrong_tokens(lists, vocabulary):
+        if wrong := wrong_tokens(lists, vocabulary):
             for number, token in wrong:
                 rule = f"holds token {'null' if token is None else token}, the tokenizer has 0 to {vocabulary - 1}"
                 problem = refuse(self.source.place(part, group, row + number), rule, "use the tokenizer (--tokenizer) that made these tokens, or mend the row")
                 self.refuse_unless_skipped(problem)
                 told.append(str(problem))
             lists = lists.take(pa.array(np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])))
+        count, empty = end - row, int(pc.sum(pc.equal(pc.fill_null(pc.list_value_length(lists), 0), 0)).as_py() or 0)
         lists = lists.drop_null()
         ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
         offsets = lists.offsets.to_numpy().astype(np.int64)
         starts, lengths = offsets[:-1] - offsets[0], offsets[1:] - offsets[:-1]
         long = lengths > 1
-        barren = len(long) - int(np.count_nonzero(long))
-        if barren:
+        barren = int(np.count_nonzero(lengths == 1))
+        if not long.all():
             starts, lengths = starts[long], lengths[long]
         kept = held_out_tokens(ids, starts, lengths) == self.held_out
-        return Chunk(ids, None, starts[kept], lengths[kept], end, False, len(wrong), barren, told[:TOLD])
+        return Chunk(ids, None, starts[kept], lengths[kept], end, False, len(wrong), barren, told[:TOLD], rows=count, empty=empty)
 
     def refuse_unless_skipped(self, problem: Refusal) -> None:
         if not self.skip or isinstance(problem, Unreachable):
@@ -318,32 +334,6 @@ def tell(problems: list[str], told: list[str], say: Say) -> None:
 def _no_documents(problem: Refusal) -> Chunk:
     nothing = np.empty(0, dtype=np.int64)
     return Chunk(nothing.astype(np.int32), None, nothing, nothing, 0, True, 1, 0, [str(problem)])
-
-
-def _as_python(values: pa.Array) -> list[Any]:
-    """Makes Python objects of the values; a value that is not UTF-8 becomes its error."""
-    try:
-        return values.to_pylist()
-    except UnicodeDecodeError:
-        found: list[Any] = []
-        for value in values:
-            try:
-                found.append(value.as_py())
-            except UnicodeDecodeError as error:
-                found.append(error)
-        return found
-
-
-def _wrong_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | None]]:
-    """Finds the documents with a number that is no token of the vocabulary: (row, the first such number). Needs one pass where there is none."""
-    flat = lists.flatten()
-    if not flat.null_count:
-        values = flat.to_numpy()
-        values = values if values.itemsize >= 4 else values.astype(np.int32)
-        if not len(values) or int(values.view(f"u{values.itemsize}").max()) < vocabulary:  # negative ones are high
-            return []
-    wrong = ((row, token) for row, ids in enumerate(lists.to_pylist()) for token in ids or () if token is None or not 0 <= token < vocabulary)
-    return [next(tokens) for _, tokens in itertools.groupby(wrong, lambda found: found[0])]
 
 
 # The files of tokens ----------------------------------------------------------------------------------------------
@@ -386,7 +376,8 @@ def _store(file: Path, chunk: Chunk) -> None:
     columns = {"ids": pa.ListArray.from_arrays(offsets, chunk.ids)}
     if chunk.labels is not None:
         columns["labels"] = pa.ListArray.from_arrays(offsets, chunk.labels)
-    facts = {"row": chunk.row, "last": chunk.last, "bad": chunk.bad, "barren": chunk.barren, "told": chunk.told, "counts": chunk.counts}
+    names = ("row", "last", "bad", "barren", "told", "counts", "rows", "empty")
+    facts = {name: getattr(chunk, name) for name in names}
     table = pa.table(columns).replace_schema_metadata({"chunk": json.dumps(facts)})
     made = file.with_suffix(f".{os.getpid()}")
     try:

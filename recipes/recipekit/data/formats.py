@@ -151,9 +151,9 @@ def _pieces(most: int, text: str, place: str) -> list[Document]:
     return pieces
 
 
-def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document]:
+def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document] | None:
     if not line.strip():
-        return []
+        return None
     row = row_of(line, place)
     wanted.check(list(row), place)
     return wanted.documents(wanted.of_row(row), place, padded=False)

@@ -31,6 +31,7 @@ class Domains:
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
         self.bad = [state["domains"][domain.name]["bad"] for domain in domains]  # rows left out up to its end
         self.lost: list[Sequence[int]] = [tuple(state["domains"][domain.name].get("lost", ())) for domain in domains]  # of chats, up to there
+        self.empty = [state["domains"][domain.name].get("empty", 0) for domain in domains]  # empty rows left out, up to there
         self.streams = [open_blocks(number, place) for number, place in enumerate(self.before)]
         self.after: list[Place | None] = [None] * len(domains)
         self.block: list[Any] = [None] * len(domains)
@@ -39,12 +40,14 @@ class Domains:
     def state(self) -> dict[str, DomainState]:
         """Describes each domain: place of its block, rows used of the block, weight, tokens given since the weights changed, broken rows left out."""
         found: dict[str, DomainState] = {}
-        columns = self.domains, self.before, self.used, self.weights, self.tokens, self.bad, self.lost
-        for domain, place, used, weight, tokens, bad, lost in zip(*columns, strict=True):
+        columns = self.domains, self.before, self.used, self.weights, self.tokens, self.bad, self.lost, self.empty
+        for domain, place, used, weight, tokens, bad, lost, empty in zip(*columns, strict=True):
             at = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(place).items() if value}
             found[domain.name] = {"place": at, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
             if lost:
                 found[domain.name]["lost"] = list(lost)
+            if empty:
+                found[domain.name]["empty"] = empty
         return found
 
     def ready(self, number: int) -> Any:
@@ -56,7 +59,7 @@ class Domains:
                 assert after is not None
                 self.before[number], self.used[number] = after, 0
             self.after[number], self.block[number] = after, block = next(self.streams[number])
-            self.bad[number], self.lost[number] = after.bad, after.lost
+            self.bad[number], self.lost[number], self.empty[number] = after.bad, after.lost, after.empty
         return block
 
     def deal(self, count: int) -> list["Run"]:

@@ -27,6 +27,7 @@ class DomainState(TypedDict):
     weight: float  # in the mixture
     tokens: int  # given since the weights last changed
     bad: int  # broken rows left out
+    empty: NotRequired[int]  # empty rows left out
     lost: NotRequired[list[int]]  # chats: rows read, cut, and without target; characters of answers, and dropped ones
 
 

@@ -11,8 +11,10 @@ from datasets.exceptions import DatasetsError
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .chat_rows import form_of
+from .content import is_empty
 from .rows import absent_column, check_value, columns_read
 
+NEEDED = ("chosen", "rejected", "image")  # values of a sample without which a row is empty
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
 
 Document = tuple[Any, str]  # a text, or a chat (list of messages); and where it was found
@@ -26,7 +28,7 @@ class Source:
     parts: tuple[str, ...]  # names, for messages
     groups: Callable[[int], int]  # of a part
     read: Callable[[int, int, int], Iterator[Values]]  # part, group, first row: the values from there on, some at a time
-    documents: Callable[[Any, str], list[Document]]
+    documents: Callable[[Any, str], list[Document] | None]  # [] for an empty row; None for a blank line, which is no row
     fingerprint: str
     files: dict[str, str] = field(default_factory=dict)  # name -> digest, of local files
     local: bool = True
@@ -34,6 +36,7 @@ class Source:
     size: int = 0  # bytes of local files
     times: tuple[int, ...] = ()  # when local files were written: one may change in its middle, which its digest does not cover
     piece: int = 0  # characters at which text is cut
+    columns: Callable[[], list[str]] = list  # names of the columns met so far
 
     def place(self, part: int, group: int, row: int) -> str:
         """Names a row for a person; rows count from 1."""
@@ -48,24 +51,27 @@ class Wanted:
     task: str
     read_rows: int  # so many values are taken at a time, unless they are tokens
     names: tuple[str, ...] = ()  # of the columns in a sample; none: a value of the only column is a document
+    met: dict[str, None] = field(default_factory=dict, hash=False, compare=False)  # names of columns, in the order in which they were read
 
     @property
     def as_rows(self) -> bool:
         return bool(self.names)
 
     def documents(self, value: Any, place: str, padded: bool = True) -> list[Document]:
-        """Return the documents of a wanted value: one, or none if it is empty. Raises `Refusal` for a wrong value.
+        """Return the documents of a wanted value: one, or none if it is null, empty or blank. Raises `Refusal` for a wrong value.
 
         `padded`: the value comes from a table, whose objects have the keys of all rows.
         """
         if self.as_rows:
             renamed = dict(zip(self.columns, self.names, strict=True))
+            if any(is_empty(value.get(column)) for column, name in renamed.items() if name in NEEDED):
+                return []
             return [({renamed.get(column, column): entry for column, entry in value.items()}, place)]
         if self.chats and (form := form_of(value, self.columns[0])):
             content = form.content(value, place, padded)
             return [] if content is None else [(content, place)]
         check_value(value, self.chats, place)
-        return [(value, place)] if value else []
+        return [] if is_empty(value) else [(value, place)]
 
     @property
     def chats(self) -> bool:
@@ -91,6 +97,7 @@ class Wanted:
 
     def check(self, names: list[str], place: str) -> None:
         """Raises `Refusal` if a column is not among `names`."""
+        self.met.update(dict.fromkeys(names))
         if absent := absent_column(self.task, self.columns, names):
             raise refuse(place, *absent)
 

@@ -8,6 +8,7 @@ import ast
 import functools
 import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,12 @@ def open_source(request: Request, domain: Domain, patience: Patience, before: st
     `before` is the fingerprint of the same corpus in an earlier job: a data set of the hub is opened at the commit that it names.
     `samples` are those of a task whose documents are samples: dictionaries of the columns that it reads.
     """
+    wanted = Wanted(request.columns, request.task, request.sizes.read_rows, request.names)
+    return replace(_source_of(request, domain, wanted, patience, before, samples), columns=partial(list, wanted.met))
+
+
+def _source_of(request: Request, domain: Domain, wanted: Wanted, patience: Patience, before: str, samples: Samples | None) -> Source:
     sizes = request.sizes
-    wanted = Wanted(request.columns, request.task, sizes.read_rows, request.names)
     if samples and domain.dataset == "builtin":
         return drawn_source(samples.drawn, samples.num_drawn, wanted)
     if domain.dataset == "builtin":
@@ -78,7 +83,8 @@ def _builtin_source(seq_len: int, part_bytes: int, chats: bool) -> Source:
     # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
     warnings.filterwarnings("ignore", module="builtin_corpus")
     documents = _docstring_chats if chats else None
-    return text_source(files, seq_len, part_bytes, "builtin", "sft" if chats else "pretrain", documents=documents, whole=chats, errors="replace")
+    source = text_source(files, seq_len, part_bytes, "builtin", "sft" if chats else "pretrain", documents=documents, whole=chats, errors="replace")
+    return replace(source, documents=lambda value, place: source.documents(value, place) or None)  # a file without text is no empty row
 
 
 def _address_source(dataset: str, wanted: Wanted, patience: Patience, part_bytes: int) -> Source:

@@ -61,6 +61,8 @@ def metrics_of(
             metrics[f"tokens/{domain}"] = data_state["domains"][domain]["tokens"]
     if recipe.bad_rows == "skip":
         metrics["bad_rows"] = ready.state.get("unusable", 0) + sum(domain["bad"] for domain in data_state["domains"].values())
+    if empty := sum(domain.get("empty", 0) for domain in data_state["domains"].values()):
+        metrics["empty_rows"] = empty
     if ready.task.facts.chats:
         metrics |= chats_lost([domain.get("lost", []) for domain in data_state["domains"].values()])
     if ready.flops and ready.peak:
