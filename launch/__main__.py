@@ -104,6 +104,7 @@ def number(text: str) -> int:
 
 def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     variables = dict(os.environ)
+    hosts.check_alone(variables)
     words = (str(DOCTOR), *arguments.words) if arguments.doctor else tuple(arguments.words)
     where = arguments.where or hosts.detect(variables, arguments.hostfile)
     if not Path(words[0]).is_file():

@@ -13,6 +13,13 @@ NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?|[0-9A-Fa-
 SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})", re.ASCII)
 
 
+# Programs that start processes -> the variable with their number
+STARTED_BY = (
+    ("mpirun", "OMPI_COMM_WORLD_SIZE"),
+    ("mpiexec", "PMI_SIZE"),
+    ("flux run", "FLUX_JOB_SIZE"),
+    ("srun", "SLURM_STEP_NUM_TASKS"),
+)
 ANSWER = 60.0  # seconds for scontrol
 
 
@@ -32,6 +39,18 @@ def detect(variables: dict[str, str], hostfile: str | None) -> str:
     if "KUBERNETES_SERVICE_HOST" in variables and "JOB_COMPLETION_INDEX" in variables:
         return "k8s"
     return "hostfile" if hostfile else "local"
+
+
+def check_alone(variables: dict[str, str]) -> None:
+    """Raise `Refused` under srun or mpirun that has started launch several times: each would start a run of its own.
+
+    A batch script and the terminal of `srun --pty` are one process, whatever the number of tasks is.
+    """
+    for name, variable in STARTED_BY:
+        count = variables.get(variable, "")
+        if count.isdecimal() and int(count) > 1 and "SLURM_PTY_PORT" not in variables:
+            fix = f"leave out {name}, launch starts the ranks of all hosts itself; or start the recipe without launch"
+            raise Refused(f"{name}: has started launch {count} times; {fix}")
 
 
 def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) -> list[Host]:

@@ -391,11 +391,13 @@ CANNOT = [
     (["--hostfile", "hostfile", "--python", sys.executable, "x.py"], {"PATH": "/nowhere"}, "ssh cannot be started: No such file or directory; "),
     (["x.py", "--out", "/proc/x/y"], {}, "/proc/x/y.logs cannot be made: No such file or directory; choose another run folder with --out"),
     (["x.py"], {}, "runs/x.logs cannot be made: Not a directory; choose another run folder with --out"),
+    (["x.py"], {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun: has started launch 2 times; leave out srun"),
+    (["x.py"], {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "mpirun: has started launch 4 times; leave out mpirun"),
     (["--once", "x.py"], {}, "runs/x.logs cannot be made: Not a directory; "),
 ]
 
 
-@pytest.mark.parametrize(("words", "variables", "told"), CANNOT, ids=[" ".join(words) for words, *_ in CANNOT])
+@pytest.mark.parametrize(("words", "variables", "told"), CANNOT, ids=[" ".join([*words, *variables]) for words, variables, _ in CANNOT])
 def test_what_cannot_be_started_is_refused(tmp_path: Path, words: list[str], variables: dict[str, str], told: str) -> None:
     (tmp_path / "x.py").write_text("")
     (tmp_path / "hostfile").write_text("worker-1 slots=1\n")
@@ -403,6 +405,16 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path, words: list[str], var
         (tmp_path / "runs").write_text("a file")
     code, said = launch(tmp_path, *words, **variables)
     assert code == 1 and "refused: 1 problem" in said and told in said, said
+
+
+def test_one_rank_that_nobody_asked_for_is_told(tmp_path: Path) -> None:
+    """On a machine without GPUs."""
+    (tmp_path / "x.py").write_text("")
+    cores = len(os.sched_getaffinity(0))
+    hint = f"launch: 1 rank on {cores} cores, and no GPU: python -m launch --gpus {cores} x.py starts {cores} ranks"
+    for words, told in ((["x.py"], cores > 1), (["--gpus", "1", "x.py"], False), (["--once", "x.py"], False)):
+        code, said = launch(tmp_path, "--dry-run", *words, CUDA_VISIBLE_DEVICES="")
+        assert code == 0 and (hint in said) == told, said
 
 
 def test_a_slurm_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
