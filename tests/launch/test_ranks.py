@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from job import NANO
-from pool import environment
+from job import NANO, Job
+from pool import environment, free_port
 from recipekit.ranks import place_of, take_rank
 from recipekit.refusal import Refusal
 from recipekit.starters import LOCAL_RANKS, RANK_ONLY, STARTERS
@@ -167,8 +168,22 @@ def test_rank_0_of_a_host_is_found_by_the_variable_of_any_starter() -> None:
 
 
 @pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"PMIX_RANK": "1"}], ids=" ".join)
-def test_a_start_refuses_what_is_left_over_in_a_second(variables: dict[str, str], tmp_path: Any) -> None:
+def test_a_start_refuses_what_is_left_over_in_a_second(variables: dict[str, str], tmp_path: Path) -> None:
     clean = {name: value for name, value in environment().items() if not name.startswith(("SLURM_", "MASTER_", "OMPI_", "PMI", "RANK", "WORLD_"))}
     done = subprocess.run([sys.executable, NANO, "--tiny"], env=clean | variables, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
     assert done.stderr.startswith("refused: 1 problem\n") and len(done.stderr.splitlines()) == 2 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "others"), [("0", "the other ranks"), ("1", "rank 0 and the other ranks")])
+def test_a_rank_that_nobody_joins_says_so(rank: str, others: str, ops: Any, tmp_path: Path) -> None:
+    port = str(free_port())
+    place = {"RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job = Job(tmp_path, [sys.executable, str(NANO), "--tiny"], **place)
+    try:
+        line = f"rank {rank} of 2 waits for {others}, which meet at 127.0.0.1:{port}; if nobody starts them, unset RANK and WORLD_SIZE"
+        job.wait_for(lambda: line in job.output or job.process.poll() is not None, 120)
+        assert job.process.poll() is None, job.output
+    finally:
+        job.close()

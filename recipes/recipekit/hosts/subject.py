@@ -85,7 +85,9 @@ def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: in
     if folder := swap_folder(subject.plan):
         yield from folders.check_drive(folder)
     if slot.rank == 0:  # rank 0 alone records the run and opens the port
-        yield from accounts.check_wandb(recipe is None or recipe.wandb)
+        wanted, typed = recipe is None or recipe.wandb, subject.command.typed if subject.command else frozenset[str]()
+        yield from accounts.check_wandb_disabled(wanted, typed)
+        yield from accounts.check_wandb(wanted)
         yield from ports.check_port(master_port)
     yield from accounts.check_hub(None if recipe is None or recipe.init == "random" or is_local(recipe.model) else recipe.model)
 
