@@ -807,7 +807,7 @@ def test_documents_of_ready_tokens_may_be_empty(tmp_path):
     pq.write_table(pa.table({"ids": pa.array([[]] * 4, kinds)}), tmp_path / "none.parquet", row_group_size=4)
     fields = {"text_field": "ids", "seq_len": 16, "global_batch": 2, "micro_batch": 2}
     assert set(pieces_of(take(request_for(str(tmp_path / "some.parquet"), **fields), 4)[0])) == {tuple(range(9))}
-    with pytest.raises(Refusal, match="4 documents in a row hold no token to train on"):
+    with pytest.raises(Refusal, match="of 4 rows 4 are empty"):
         take(request_for(str(tmp_path / "none.parquet"), **fields), 1)
 
 

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from datasets import config as datasets_config
 
 from ..refusal import Refusal, Say, refuse
-from .content import characters_of, held_out_tokens, is_empty, is_held_out, size_of
+from .content import ONE_PERCENT, HeldOut, characters_of, is_empty, size_of
 from .encode import Counts, Encoded, Encoder
 from .processors import check_token
 from .remote import Unreachable
@@ -66,12 +66,13 @@ class SampleChunk(NamedTuple):
     empty: int = 0
 
 
-def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes) -> Path | None:
+def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes, rule: HeldOut) -> Path | None:
     """Makes the folder of this corpus' tokens; None where none are kept: for what is not local, or with `--token_cache off`."""
     if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
     base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else Path(token_cache).expanduser()
-    limits = (sizes.chunk_rows, sizes.chunk_characters, encoder.longest, encoder.vocabulary, source.piece, FORMAT)
+    small = (rule,) if rule.chosen is not None else ()
+    limits = (*small, sizes.chunk_rows, sizes.chunk_characters, encoder.longest, encoder.vocabulary, source.piece, FORMAT)
     key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, encoder.date, limits, source.times)).encode(), digest_size=12).hexdigest()
     folder = base / key
     try:
@@ -126,7 +127,8 @@ class Reader:
     skip: bool  # broken rows are counted, not refused
     sizes: Sizes
     cache: Path | None
-    held_out: bool = False  # read those documents only that are held out
+    held_out: bool | None = False  # read the held-out documents, and no others; None: read all
+    rule: HeldOut = ONE_PERCENT
     strict: bool = False  # refuse data of which most chats are lost
     say: Say = LOG.warning
     told: list[str] = field(default_factory=list)  # what was said of rows left out
@@ -278,7 +280,7 @@ class Reader:
                     problems.append(problem)
                 row += 1
                 characters += sum(characters_of(content) for content, _ in new)
-                documents += [document for document in new if is_held_out(document[0]) == self.held_out]
+                documents += new if self.held_out is None else self._own(new, self.held_out)
         return Found(documents, row, False, rows=count, empty=empty)
 
     def _ready(self, encoder: Encoder, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
@@ -303,8 +305,13 @@ class Reader:
         barren = int(np.count_nonzero(lengths == 1))
         if not long.all():
             starts, lengths = starts[long], lengths[long]
-        kept = held_out_tokens(ids, starts, lengths) == self.held_out
-        return Chunk(ids, None, starts[kept], lengths[kept], end, False, len(wrong), barren, told[:TOLD], rows=count, empty=empty)
+        if self.held_out is not None:
+            starts, lengths = self.rule.tokens(ids, starts, lengths, self.held_out)
+        return Chunk(ids, None, starts, lengths, end, False, len(wrong), barren, told[:TOLD], rows=count, empty=empty)
+
+    def _own(self, documents: list[Document], held_out: bool) -> list[Document]:
+        parts = ((self.rule.part(content, held_out), place) for content, place in documents)
+        return [(content, place) for content, place in parts if not is_empty(content)]
 
     def refuse_unless_skipped(self, problem: Refusal) -> None:
         if not self.skip or isinstance(problem, Unreachable):

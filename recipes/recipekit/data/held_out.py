@@ -12,6 +12,7 @@ from ..refusal import Say, refuse
 from ..task import IGNORE, MicroBatch, Samples
 from .blocks import packed
 from .chunks import Chunk, Reader, SampleChunk
+from .content import HeldOut
 from .masks import Masks, masks_of
 from .packing import fill_positions, fill_rows, permutation
 from .processors import pad_id
@@ -35,6 +36,7 @@ def eval_rows(
     at the same commit as by the stream. `documents` as of the stream. Raises `Refusal` if no document is held out.
     """
     corpus = open_corpus(request, tokenizer, say, state)
+    report(corpus.rule, say)
     masks = masks_of(request, tokenizer)  # drawn by one key, the same in each evaluation
     drawn = _of_domains(corpus, lambda reader, count: _held_out(reader, request.seq_len, count, pad_id(tokenizer), masks))
     rows = np.concatenate(drawn, axis=1)[:, : request.eval_rows]
@@ -58,12 +60,20 @@ def eval_samples(
     corpus, say_once = open_rows(request, samples, processor, say, state), say if dp_rank == 0 else lambda _: None
     if request.eval_rows * 100 > LONG_READ:
         say_once(f"evaluation: 1 row in 100 is held out, so for eval_rows = {request.eval_rows} every rank first reads about {request.eval_rows * 100:,} rows")
+    report(corpus.rule, say_once)
     found = _of_domains(corpus, _held_out_samples)
     rows: list[Document | None] = [sample for own in found for sample in own][: request.eval_rows]
     mine = _rows_of_a_rank(request, len(rows), "rows", dp, say_once)
     rows = (rows + [None] * (dp * mine - len(rows)))[dp_rank * mine : (dp_rank + 1) * mine]
     collate = collator(request, processor, samples, say)
     return [collate(rows[first : first + request.micro_batch], None) for first in range(0, mine, request.micro_batch)]
+
+
+def report(rule: HeldOut, say: Say) -> None:
+    """Say which document of a small corpus is held out."""
+    if rule.chosen is not None:
+        what = "the last tenth of the only document" if rule.is_part else "one document"
+        say(f"evaluation: no document of this small data set falls into the held-out 1 %, so {what} is held out from training")
 
 
 def _of_domains(corpus: Corpus, held_out: Callable[[Reader, int], Any]) -> list[Any]:

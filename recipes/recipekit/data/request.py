@@ -60,6 +60,7 @@ class Request:
     micro_batch: int = Recipe.micro_batch
     global_batch: int = Recipe.global_batch
     batch_ramp: str = Recipe.batch_ramp
+    eval_every: int = Recipe.eval_every
     eval_rows: int = Recipe.eval_rows
     seed: int = Recipe.seed
     sizes: Sizes = Sizes()

@@ -20,6 +20,7 @@ from ..refusal import Problem, Refusal, Say
 from ..task import Samples
 from .blocks import Place, blocks, packed
 from .chunks import Reader, open_cache
+from .content import HeldOut
 from .encode import Encoder
 from .formats import PIECE, TOKEN_LENGTH
 from .lanes import Domains, packed_batches, steps
@@ -30,6 +31,7 @@ from .processors import check_edges, check_tokenizer, edges, pad_id
 from .remote import Patience
 from .request import Request
 from .sameness import DomainState, StreamState, at_step, changed_files, check_identity
+from .small_corpora import check_documents, choose
 from .source import Source
 from .sources import open_source
 from .tokenizer_identity import former_identity
@@ -47,6 +49,7 @@ class Corpus:
     encoder: Encoder | None
     identity: dict
     patience: Patience
+    rule: HeldOut
 
     def check(self, state: StreamState | None, files: dict[str, dict[str, str]] | None) -> None:
         """Raises `OtherData` if a `state` is of another stream than this one; with that stream's `files` it names those that have changed."""
@@ -75,10 +78,10 @@ class Corpus:
         skip, sizes, told = self.request.skip, self.request.sizes, []
         of_all = {"say": self.patience.say, "closed": self.patience.closed, "told": told}
         kept = None if held_out else self.encoder
-        caches = [open_cache(source, kept, self.request.token_cache, sizes) if kept else None for source in self.sources]
+        caches = [open_cache(source, kept, self.request.token_cache, sizes, self.rule) if kept else None for source in self.sources]
         strict = [domain.dataset != "builtin" and not self.request.tiny for domain in self.domains]  # chats of a trial may be cut
         parts = zip(self.sources, caches, strict, strict=True)
-        return [Reader(source, self.encoder, skip, sizes, cache, held_out, whole, **of_all) for source, cache, whole in parts]
+        return [Reader(source, self.encoder, skip, sizes, cache, held_out, self.rule, whole, **of_all) for source, cache, whole in parts]
 
 
 def open_corpus(request: Request, tokenizer: Any, say: Say = LOG.warning, state: StreamState | None = None) -> Corpus:
@@ -110,7 +113,16 @@ def opened(request: Request, encoder: Encoder | None, samples: Samples | None, o
     sources = [open_source(request, domain, patience, before.get(domain.name, ""), samples) for domain in domains]
     corpus = {domain.name: source.fingerprint for domain, source in zip(domains, sources, strict=True)}
     identity = {"corpus": corpus, "task": request.task, "seed": request.seed, "global_batch": request.global_batch, **own}
-    return Corpus(request, domains, sources, encoder, identity, patience)
+    parts = zip(domains, sources, strict=True)
+    small = {domain.name: source for domain, source in parts if source.local and domain.dataset != "builtin" and domain.weight(1)}
+    rule = HeldOut(*(state or {}).get("identity", {}).get("held_out", ()))
+    if state is None:
+        for source in small.values():
+            check_documents(source, request)
+        rule = choose(list(small.values()), encoder, request) if request.eval_every and len(small) == len(sources) else rule
+    if rule.chosen is not None:
+        identity["held_out"] = [rule.chosen, rule.is_part]
+    return Corpus(request, domains, sources, encoder, identity, patience, rule)
 
 
 def open_stream(
