@@ -213,11 +213,11 @@ class Chunks:
         self.empty, self.broken = empty, broken
         self.read: list[Counts] = []
         self.reported: list[Counts] = []
-        self.report = self.reported.append
+        self.report = lambda counts, *_, **__: self.reported.append(counts)
 
     def chunk(self, counts: Counts, row: int, bad: int) -> Any:
         lengths = np.array([] if self.empty or not counts.rows else [10], np.int64)
-        return SimpleNamespace(lengths=lengths, row=row, bad=bad, barren=int(self.empty), counts=counts)
+        return SimpleNamespace(lengths=lengths, row=row, bad=bad, barren=int(self.empty), counts=counts, rows=1, empty=0)
 
     def groups(self, part: int) -> Any:
         return self.chunk(Counts(), 0, 1) if self.broken and part else 2

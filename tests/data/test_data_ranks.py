@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from job import NANO, Job, checkpoints, contention, deepspeed, metrics
 from recipekit.data import chunks, formats
-from recipekit.data.chunks import is_held_out
+from recipekit.data.content import is_held_out
 from recipekit.data.request import Sizes, request_of
 from test_resume import BASE, train
 

@@ -154,7 +154,7 @@ GOOD_ROW = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
 UNUSABLE = {
     "its chosen and its rejected answer are equal": {"rejected": "4"},
     "its chosen holds int '4' where a text or a list of messages should be": {"chosen": 4},
-    "its rejected holds NoneType 'None' where a text or a list of messages should be": {"rejected": None},
+    "its rejected holds bool 'True' where a text or a list of messages should be": {"rejected": True},
     "of its two answers one is a text, and one a list of messages": {"chosen": [GOOD]},
     "its prompt is a list of messages, and its answers are texts": {"prompt": [USER]},
     "its answers have no prompt: their first messages differ already": {"prompt": None, "chosen": [GOOD], "rejected": [BAD]},

@@ -66,7 +66,7 @@ class SampleChunk(NamedTuple):
     empty: int = 0
 
 
-def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes, rule: HeldOut) -> Path | None:
+def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes, rule: HeldOut = ONE_PERCENT) -> Path | None:
     """Makes the folder of this corpus' tokens; None where none are kept: for what is not local, or with `--token_cache off`."""
     if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
@@ -136,7 +136,7 @@ class Reader:
     not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
     patient: float = 5.0  # seconds after which it says that it waits for another process
 
-    def report(self, counts: Counts, rows: int, empty: int, is_all: bool) -> None:
+    def report(self, counts: Counts, rows: int = 0, empty: int = 0, is_all: bool = True) -> None:
         """Report empty rows, the first chats and their lost text. `is_all`: these are the rows of a whole epoch.
 
         Raises `Refusal` if the lost share exceeds `MOST`, unless bad rows are skipped.
