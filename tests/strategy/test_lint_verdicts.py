@@ -3,12 +3,15 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lint_cases import CASES, NOT_SEEN, Case
+from ds_json import Case
+from lint_cases import CASES, NOT_SEEN, POSTED, is_seen
 from pool import ROOT
-from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, Problem
-from recipekit.strategy.schema import schema
+from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem
+from recipekit.strategy.schema import at, schema
+from recipekit.strategy.values import converted
 from record_lint_verdicts import RECORDED, record
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -21,7 +24,7 @@ SAMPLE = ["the least", "misspelt clipping", "10 is not 3 * 3", "optimizer on a d
 def said(case: Case, folder: Path) -> list[Problem]:
     """The problems that the tool finds in the case's file."""
     file = folder / "ds.json"
-    file.write_text(case.text)
+    file.write_text(case.text, newline="", encoding="utf-8")
     return lint.lint(str(file), world=case.world, json_only=True, layout={"pp": case.pp} if case.pp > 1 else {})[0]
 
 
@@ -35,8 +38,15 @@ def covers(told: str, path: str) -> bool:
     return path == told or path.startswith(f"{told}.") or told.startswith(f"{path}.") or (key in ("enabled", "type") and path.startswith(f"{switch}."))
 
 
+def is_default(path: str, value: Any) -> bool:
+    node = schema()["config"]
+    for key in path.split("."):
+        node = node.get("keys", {}).get(key, {})
+    return value in ({}, None) or ("default" in node and "type" in node and node["default"] in (value, converted(node, value)))
+
+
 def test_every_case_was_recorded_with_the_deepspeed_of_today() -> None:
-    assert len(CASES) >= 60 and list(VERDICTS) == list(CASES)
+    assert len(POSTED) >= 200 and list(VERDICTS) == list(CASES)
     assert {verdict["deepspeed"] for verdict in VERDICTS.values()} == {schema()["deepspeed"]}
     counts = {name: sum(verdict["verdict"] == name for verdict in VERDICTS.values()) for name in ("applies", "ignores", "fails")}
     assert min(counts.values()) >= 15, counts
@@ -45,8 +55,13 @@ def test_every_case_was_recorded_with_the_deepspeed_of_today() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_lint_says_what_deepspeed_did(name: str, tmp_path: Path) -> None:
     problems, seen = said(CASES[name], tmp_path), VERDICTS[name]
-    assert lint.verdict(problems) == seen["verdict"], ([lint.told(problem) for problem in problems], seen)
     silent = {path_of(problem) for problem in problems if problem.outcome in (IGNORES, REPLACES)}
+    ignored = {*seen.get("ignored", []), *seen.get("replaced", {})}
+    # where a key holds its default, or a block nothing, nothing is lost
+    lost = {path for path in ignored if is_seen(path) and not is_default(path, at(CASES[name].parsed, path))}
+    verdict = "applies" if seen["verdict"] == "ignores" and not lost and not silent else seen["verdict"]
+    seen_at_all = [problem for problem in problems if problem.outcome != WRONG]  # wrong numbers are seen in test_wrong_numbers.py
+    assert lint.verdict(seen_at_all) == verdict, ([lint.told(problem) for problem in problems], seen)
     if seen["verdict"] == "fails":
         failing = {path_of(problem) for problem in problems if problem.outcome in (FAILS, HANGS)}
         causes = seen["because_of"]
@@ -54,9 +69,8 @@ def test_lint_says_what_deepspeed_did(name: str, tmp_path: Path) -> None:
             # what is missing lies in the block of what needs it
             assert {path.partition(".")[0] for path in failing} & {cause.partition(".")[0] for cause in causes}, (failing, causes)
     else:
-        ignored = {*seen["ignored"], *seen["replaced"]}
-        missed = {path for path in ignored if not any(covers(told, path) for told in silent)}
-        invented = {told for told in silent - NOT_SEEN.keys() if not any(covers(told, path) for path in ignored)}
+        missed = {path for path in lost if not any(covers(told, path) for told in silent)}
+        invented = {told for told in silent if is_seen(told) and not any(covers(told, path) for path in ignored)}
         assert not missed and not invented, f"missed {missed}, invented {invented}: {seen}"
 
 
@@ -72,7 +86,7 @@ def test_every_message_names_path_value_rule_and_fix(name: str, tmp_path: Path) 
 
 def test_keys_that_cannot_be_seen_here_are_few_and_said() -> None:
     unseen = {path for verdict in VERDICTS.values() for path in verdict.get("unseen", [])}
-    assert unseen <= NOT_SEEN.keys() and len(NOT_SEEN) < 5 and all(NOT_SEEN.values())
+    assert not any(map(is_seen, unseen)) and len(NOT_SEEN) < 12 and all(NOT_SEEN.values())
 
 
 def test_what_works_but_is_old_is_an_advice(tmp_path: Path) -> None:

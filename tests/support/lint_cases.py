@@ -1,70 +1,40 @@
 """DeepSpeed JSONs as people post them, good and bad: what record_lint_verdicts.py runs and test_lint_verdicts.py holds lint to.
 
-Batch sizes and buckets are small, so that two CPU cores can run them. What this machine cannot run is in NOT_HERE.
+FIRST covers the rules; POSTED, in the files posted_*.py, the forms that public repositories hold. What a CPU cannot run is in NOT_HERE.
 """
 
-import json
-from dataclasses import dataclass
-from typing import Any
+from ds_json import ADAM, ADAMW, BATCH, BF16, Case, adamw, plain, schedule, zero
+from posted_keys import MONITORS, NUMBERS, OPTIMIZERS, SCHEDULERS
+from posted_runs import DEEPSPEED, MEGATRON, TRAINER
+from posted_texts import TEXTS
 
-import hjson
-
-
-@dataclass(frozen=True)
-class Case:
-    """A JSON, or the text of a file, and the layout of the script that reads it. `after` says who posts such a file."""
-
-    after: str
-    config: dict[str, Any] | str
-    world: int = 1
-    pp: int = 1
-
-    @property
-    def text(self) -> str:
-        return self.config if isinstance(self.config, str) else json.dumps(self.config, indent=1)
-
-    @property
-    def parsed(self) -> dict[str, Any]:
-        """As DeepSpeed reads the file; of a key written twice the last value."""
-        return json.loads(json.dumps(hjson.loads(self.text)))
-
-
-# What is asked for but cannot be recorded on CPU processes, and why; the cases above 60 stand in for these.
+# What is asked for but cannot be recorded on CPU processes, and why; the other cases are recorded instead.
 NOT_HERE = {
-    "fp16.enabled = true": "Type fp16 is not supported on your device (a CPU), whatever else the file says",
-    "Lamb": "FusedLamb is not implemented on a CPU",
+    "Lamb, Lion": "FusedLamb and FusedLion are not implemented on a CPU",
     "super_offload": "needs CUDA",
     "ZeRO++ quantized weights and gradients": "their CUDA kernels do not compile here",
     "comms_logger, wall_clock_breakdown": "what they measure differs from one run to the next; only that they print is seen",
 }
 
-# Keys whose effect a CPU process cannot show; the cases carry them, but what is seen of them does not count.
+# Keys and blocks whose effect a CPU process cannot show; the cases carry them, but what is seen of them does not count.
 NOT_SEEN = {
     "zero_optimization.overlap_comm": "at stage 3 it chooses a CUDA stream, and a CPU has none",
+    "zero_optimization.load_from_fp32_weights": "is read when a checkpoint is loaded",
+    "zero_allow_untested_optimizer": "a permission, which shows where it is needed only",
+    "zero_force_ds_cpu_optimizer": "a permission for optimizers that a script passes",
+    "torch_autocast.enabled": "on a CPU it changes nothing for a model in bf16",
+    "dump_state": "prints the configuration, which the recorder does not look at",
+    "checkpoint.load_universal": "is read when a checkpoint is loaded",
+    "use_data_before_expert_parallelism": "lays out the ranks of experts, which the recorder's model has not",
+    "dataloader_drop_last": "acts in DeepSpeed's own data loader, which the recorder's script does not use",
+    "data_efficiency": "acts in DeepSpeed's own data loader, which the recorder's script does not use",
+    "autotuning": "is read by `deepspeed --autotuning`, which starts other runs",
 }
 
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}}
-ADAM = {"type": "Adam", "params": {"lr": 1.5e-4}}
-BF16 = {"enabled": True}
-BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 
-
-def plain(stage: int, **more: Any) -> dict[str, Any]:
-    """The least that trains at a ZeRO stage."""
-    return zero(stage, {}, **more)
-
-
-def zero(stage: int, more: dict[str, Any], **top: Any) -> dict[str, Any]:
-    buckets = {"reduce_bucket_size": 1e6} if stage else {}  # the default allocates 2 GB
-    return {**BATCH, "optimizer": ADAMW, "zero_optimization": {"stage": stage, **buckets, **more}, **top}
-
-
-def adamw(**more: Any) -> dict[str, Any]:
-    return {"type": "AdamW", "params": {**ADAMW["params"], **more}}
-
-
-def schedule(name: str, **params: Any) -> dict[str, Any]:
-    return plain(1, scheduler={"type": name, "params": params})
+def is_seen(path: str) -> bool:
+    """Return True if a CPU process can show the effect of a key."""
+    return not any(path == key or path.startswith(f"{key}.") for key in NOT_SEEN)
 
 
 HF_ZERO2 = {
@@ -118,7 +88,7 @@ ZERO3_NUMBERS = {
     "stage3_gather_16bit_weights_on_model_save": True,
 }
 
-CASES: dict[str, Case] = {
+FIRST: dict[str, Case] = {
     # What works
     "the least": Case("DeepSpeed's getting started", {"train_batch_size": 8, "optimizer": ADAM}),
     "the old switch": Case(
@@ -307,3 +277,33 @@ CASES: dict[str, Case] = {
     "unknown checkpoint key": Case("validation truth table", plain(1, checkpoint={"async_save": True})),
     "dtype at the top": Case("inference files", plain(1, dtype="bf16")),
 }
+
+# The forms of public repositories, without those that were not given to DeepSpeed yet.
+NOT_RECORDED = {
+    *TEXTS,
+    "DeepSpeed-Chat, stage 3",
+    "AlexNet in a pipeline",
+    "AutoTP training",
+    "AutoTP at stage 3",
+    "AutoTP block of inference",
+    "sequence parallelism, no script for it",
+    "experts where there are none",
+    "hpZ of two ranks",
+    "Megatron, stage 0",
+    "Megatron, stage 1, prescaled",
+    "Megatron, stage 2, predivided",
+    "Megatron, pieces",
+    "Megatron, pieces left open",
+    "Megatron, recomputed pipeline",
+    "BLOOM",
+    "checkpointing by words",
+    "WarmupLR, cosine",
+    "two of three keys on two ranks",
+    "profiler into a file",
+    "DeepCompile",
+    "compile is true",
+}
+POSTED = {
+    name: case for name, case in (TRAINER | DEEPSPEED | MEGATRON | OPTIMIZERS | SCHEDULERS | NUMBERS | MONITORS | TEXTS).items() if name not in NOT_RECORDED
+}
+CASES = FIRST | POSTED

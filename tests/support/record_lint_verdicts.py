@@ -1,6 +1,6 @@
 """Records what stock DeepSpeed does with every case of lint_cases.py; writes lint_verdicts.json. Nothing of recipekit's rules is used.
 
-    python tests/support/record_lint_verdicts.py                    # all cases (20 minutes on 2 busy cores), then the file
+    python tests/support/record_lint_verdicts.py                    # all cases (an hour on 2 busy cores), then the file
     python tests/support/record_lint_verdicts.py NAME ...           # these only; the others keep what is recorded
 
 Real processes hand each JSON, as a file, to `deepspeed.initialize` with a small Hugging Face model (or a PipelineModule of
@@ -26,14 +26,29 @@ from pathlib import Path
 from typing import Any
 
 import pool
-from lint_cases import CASES, NOT_SEEN, Case
+from ds_json import Case, plain
+from lint_cases import CASES, POSTED, is_seen
 from pool import CaseFailed, Pools, environment
+
+
+def leaves(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted path of a configuration and its value; an empty block and a list are values. A block that is switched off is not entered."""
+    for key, value in config.items():
+        if config.get("enabled") is False and key != "enabled":
+            continue
+        here = f"{path}.{key}" if path else key
+        if isinstance(value, dict) and value:
+            yield from leaves(value, here)
+        else:
+            yield here, value
+
 
 RECORDED = Path(__file__).parent / "lint_verdicts.json"
 LIMIT_S = 90.0  # seconds that one look may take, two optimizer steps and a save
 DEEPEST = 4  # levels of objects that are looked at below the engine
 WORDS = ("none", "cpu", "fp32", "linear", "sum", "AdamW", "WarmupLR", "other")  # one of them is another value of any key that takes a word
-FALLBACK = {"nvme": "cpu"}  # what a value is silently taken for, if it is
+ORDINARY = {path: value for path, value in leaves(plain(1)) if not path.startswith("zero_")}  # what plain files show of these holds for posted ones, too
+FALLBACK = {"nvme": "cpu", "cosine": "log"}  # what a value is silently taken for, if it is
 
 
 # What every rank runs
@@ -46,11 +61,13 @@ def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
 
     rank = int(os.environ["RANK"])
     folder = Path(scratch)
-    (folder / "ds.json").write_text(text) if rank == 0 else None
+    (folder / "ds.json").write_text(text, newline="") if rank == 0 else None
     torch.distributed.barrier()
     before, printed = Path.cwd(), io.StringIO()
     handler = logging.StreamHandler(printed)
     handler.addFilter(lambda record: "config" not in record.module and "json = {" not in record.getMessage())
+    # the CPU computes in fp16, and DeepSpeed asks whether it does so fast
+    type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
     logger = deepspeed.utils.logger
     level, previous = logger.level, logger.handlers[:]
     logger.handlers[:] = [handler]
@@ -81,10 +98,7 @@ def train(path: Path, pp: int) -> dict[str, Any]:
     import torch
 
     model = pipeline(pp) if pp > 1 else tiny_llama()
-    # HjsonDecoder is what deepspeed.initialize reads the file with; the script has to know whether the JSON sets an optimizer
-    import hjson
-
-    said = hjson.loads(path.read_text())
+    said = Case("", path.read_text()).parsed  # the script has to know whether the JSON sets an optimizer
     client = None
     if not isinstance(said.get("optimizer"), dict) or "type" not in said["optimizer"]:
         client = own_optimizer(said, model)
@@ -117,6 +131,7 @@ def train(path: Path, pp: int) -> dict[str, Any]:
     state |= dict(flat(tree(getattr(next(engine.module.parameters()), "nvme_swapper", None), DEEPEST, set()), "swapper"))
     checkpointing = vars(deepspeed.runtime.activation_checkpointing.checkpointing)
     state |= {name: value for name, value in checkpointing.items() if isinstance(value, (bool, int, str)) and not name.startswith("_")}
+    state["linear"] = torch.nn.functional.linear.__module__  # which zero.Init may replace
     torch.distributed.barrier()
     engine.destroy()
     return state
@@ -189,9 +204,9 @@ def tree(thing: Any, depth: int, above: set[int]) -> Any:
         return thing
     if isinstance(thing, (torch.dtype, torch.device, Enum)):
         return str(thing)
-    for plain in (str, int, float):
-        if isinstance(thing, plain):
-            return plain(thing)  # and not a subclass, which would not be found again when it is unpickled
+    for kind in (str, int, float):
+        if isinstance(thing, kind):
+            return kind(thing)  # and not a subclass, which would not be found again when it is unpickled
     if isinstance(thing, torch.Tensor):
         held = thing.detach()
         return [str(held.dtype), list(held.shape), float(held.double().nan_to_num().abs().sum()) if 0 < held.numel() < 1e6 and not held.is_meta else 0.0]
@@ -235,8 +250,8 @@ def flat(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
 class Recorder:
     """Looks at variants of one case; what changes between two looks at the same JSON is noise."""
 
-    def __init__(self, pools: Pools, case: Case):
-        self.pools, self.case, self.looks = pools, case, 0
+    def __init__(self, pools: Pools, case: Case, posted: bool = False):
+        self.pools, self.case, self.posted, self.looks = pools, case, posted, 0
         self.noise: set[tuple[int, str]] = set()
         self.seen: dict[str, Any] = {}
         self.warm: pool.Pool | None = None
@@ -281,15 +296,19 @@ class Recorder:
             return {"verdict": "fails", "error": base["error"], "because_of": self.culprits(base)}
         once_more = self.look(text, again=True)
         self.noise |= {path for path in base.keys() | once_more.keys() if base.get(path) != once_more.get(path)}
-        ignored, replaced, applied, unseen = [], {}, [], []
+        ignored, replaced, applied, unseen, unasked = [], {}, [], [], []
         for path, value in leaves(self.case.parsed):
-            if (what := self.effect(path, value, base)) is True:
+            if self.posted and ORDINARY.get(path) == value:
+                unasked.append(path)
+            elif (what := self.effect(path, value, base)) is True:
                 applied.append(path)
             elif what is False:
-                (unseen if path in NOT_SEEN else ignored).append(path)
+                (ignored if is_seen(path) else unseen).append(path)
             else:
                 replaced[path] = what
-        return {"verdict": "ignores" if ignored or replaced else "applies", "ignored": ignored, "replaced": replaced, "applied": applied, "unseen": unseen}
+        return {"verdict": "ignores" if ignored or replaced else "applies", "ignored": ignored, "replaced": replaced, "applied": applied, "unseen": unseen} | (
+            {"unasked": unasked} if unasked else {}
+        )
 
     def effect(self, path: str, value: Any, base: Any) -> Any:
         """True if something follows from the value, False if nothing does, or the value that it works like."""
@@ -314,24 +333,17 @@ class Recorder:
         """The keys without which the failure is another one or none, or another value of which lets it train."""
         found = []
         for path, value in leaves(self.case.parsed):
+            if self.posted and ORDINARY.get(path) == value:
+                continue
             removed = self.look(json.dumps(without(self.case.parsed, path)))
             new = "ValidationError" in str(removed.get("error", "")) and "ValidationError" not in base["error"]  # a block that needed the key
-            changed = [put(self.case.parsed, path, other) for other in others(value)[:2]]
-            if (removed != base and not new) or any("error" not in self.look(json.dumps(variant)) for variant in changed):
+            if removed != base and not new:
+                found.append(path)
+                continue
+            changed = [put(self.case.parsed, path, other) for other in others(value)[:2]] if not self.posted or not found else []
+            if any("error" not in self.look(json.dumps(variant)) for variant in changed):
                 found.append(path)
         return found
-
-
-def leaves(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted path of a configuration and its value; an empty block and a list are values. A block that is switched off is not entered."""
-    for key, value in config.items():
-        if config.get("enabled") is False and key != "enabled":
-            continue
-        here = f"{path}.{key}" if path else key
-        if isinstance(value, dict) and value:
-            yield from leaves(value, here)
-        else:
-            yield here, value
 
 
 def without(config: dict[str, Any], path: str) -> dict[str, Any]:
@@ -386,7 +398,7 @@ def record(names: list[str], say: Any = print, keep: Any = lambda name, verdict:
     try:
         for count, name in enumerate(names, 1):
             began = time.perf_counter()
-            recorder = Recorder(pools, CASES[name])
+            recorder = Recorder(pools, CASES[name], name in POSTED)
             found[name] = {"deepspeed": deepspeed.__version__.split("+")[0]} | recorder.verdict()
             what = found[name].get("error") or ", ".join([*found[name]["ignored"], *(f"{path} -> {value}" for path, value in found[name]["replaced"].items())])
             keep(name, found[name])
@@ -395,6 +407,11 @@ def record(names: list[str], say: Any = print, keep: Any = lambda name, verdict:
         pools.close()
         pool.MOST_CASES = most
     return found
+
+
+def written(recorded: dict[str, Any]) -> str:
+    """The text of the record, a line a case."""
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(verdict)}" for name, verdict in recorded.items()) + "\n}\n"
 
 
 def main() -> None:
@@ -406,7 +423,7 @@ def main() -> None:
 
     def keep(name: str, verdict: dict[str, Any]) -> None:  # after each case, so that an interrupted recording goes on
         recorded[name] = verdict
-        RECORDED.write_text(json.dumps({case: recorded[case] for case in CASES if case in recorded}, indent=1) + "\n")
+        RECORDED.write_text(written({case: recorded[case] for case in CASES if case in recorded}))
 
     record(names, keep=keep)
 

@@ -97,7 +97,7 @@ def _at_fault(pivot: str, config: dict[str, Any], clean: dict[str, Any]) -> bool
     for key in pivot.split("."):
         if key not in clean and resembled(key, config.keys() - clean.keys()):
             return True
-        config, clean = config.get(key) or {}, clean.get(key) or {}
+        config, clean = (block if isinstance(block := of.get(key), dict) else {} for of in (config, clean))
     return False
 
 

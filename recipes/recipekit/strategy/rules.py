@@ -165,7 +165,14 @@ def _flat_masters(facts: Facts) -> bool:
 
 
 # Package, as pip names it -> the module that DeepSpeed imports.
-MODULES = {"comet_ml": "comet_ml", "deep_ep": "deep_ep", "liger-kernel": "liger_kernel", "tensorboard": "tensorboard", "wandb": "wandb"}
+MODULES = {
+    "comet_ml": "comet_ml",
+    "datastates": "datastates",
+    "deep_ep": "deep_ep",
+    "liger-kernel": "liger_kernel",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
 
 
 def installed(package: str) -> bool:
@@ -581,6 +588,14 @@ RULES: tuple[Rule, ...] = (
         "Muon + reduce_scatter at ZeRO-3, or with offload",
     ),
     Rule(
+        "optimizer.legacy_fusion",
+        lambda f: f.get("optimizer.legacy_fusion") and not _flat_masters(f),
+        "is read without ZeRO, in fp16 or bf16 and with DeepSpeed's own Adam only",
+        "delete it",
+        IGNORES,
+        "engine.py:2589; run",
+    ),
+    Rule(
         "optimizer.params.nesterov",
         lambda f: (
             f.optimizer != "Muon"
@@ -992,7 +1007,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     _unused("hybrid_engine", "serves generation during reinforcement learning", "delete the block", outcome=APPLIES),
     _unused("autotuning", "is read by `deepspeed --autotuning` only, which does not start recipes", "delete the block"),
     _unused("weight_quantization", "serves inference", "delete the block"),
-    _unused("datastates_ckpt", "needs the package datastates, and falls back to torch.save without a word", "delete the block"),
+    _unused("datastates_ckpt", f"{OURS} write checkpoints of their own and ignore it", "delete the block", outcome=APPLIES),
     _unused("use_data_before_expert_parallelism", f"{OURS} lay out the ranks themselves", "delete it", outcome=APPLIES),
     _unused(
         "seq_parallel_communication_data_type",
@@ -1028,6 +1043,31 @@ RECIPE_RULES: tuple[Rule, ...] = (
 
 # Keys that a recipe honours and DeepSpeed alone ignores.
 STOCK_RULES: tuple[Rule, ...] = (
+    _packaged("datastates_ckpt", "datastates", lambda f: f.get("datastates_ckpt") is not False, "delete the block", "datastates_checkpoint_engine.py:21; run"),
+    Rule(
+        "weight_quantization",
+        lambda f: f.get("weight_quantization") and f.stage != 3,
+        "is read by zero.Init, which only ZeRO stage 3 uses",
+        "delete the block",
+        IGNORES,
+        "zero/partition_parameters.py:355; run",
+    ),
+    Rule(
+        "activation_checkpointing.contiguous_memory_optimization",
+        lambda f: f.get("activation_checkpointing.contiguous_memory_optimization") and not f.get("activation_checkpointing.partition_activations"),
+        "needs partition_activations, if the script calls deepspeed.checkpointing.configure",
+        'set "partition_activations": true, or "contiguous_memory_optimization": false',
+        FAILS,
+        "activation_checkpointing/checkpointing.py, configure; run",
+    ),
+    Rule(
+        "activation_checkpointing.contiguous_memory_optimization",
+        lambda f: f.get("activation_checkpointing.contiguous_memory_optimization") and f.get("activation_checkpointing.number_checkpoints") is None,
+        "needs number_checkpoints, if the script calls deepspeed.checkpointing.configure",
+        "write the model's number of layers there, or set it to false",
+        FAILS,
+        "activation_checkpointing/checkpointing.py, configure; run",
+    ),
     *(
         _unused(f"pipeline.{key}", "the PipelineModule of the script decides this; DeepSpeed reads and ignores it", "delete it", "pipe/engine.py:135; run")
         for key in ("stages", "partition", "seed_layers")

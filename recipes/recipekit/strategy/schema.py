@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
-from .values import Node, converted, example, shown, wrong
+from .values import Node, converted, example, fits, shown, wrong
 
 # Keys that Trainer, accelerate and the recipes all fill; DeepSpeed drops an "auto" anywhere else without a word.
 AUTO = (
@@ -75,6 +75,9 @@ FORMER = {"aio.thread_count": "intra_op_parallelism"}
 
 # Keys of optimizer.params that DeepSpeed removes for optimizers without a use for them (engine.py, _configure_basic_optimizer).
 TAKEN_OUT = {"adam_w_mode": ("AdamW",), "fp32_optimizer_states": ("Adam", "AdamW")}
+
+# Blocks whose keys DeepSpeed checks only while the block is switched on.
+UNCHECKED = ("autotuning", "data_efficiency", "expert_parallel", "flops_profiler")
 
 # Program -> the further keys that it fills; "": nobody fills anything.
 # (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py and dataclasses.py)
@@ -156,6 +159,7 @@ def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
 def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], auto: Collection[str]) -> dict[str, Any]:
     clean = {}
     strict = bool(node.get("strict"))
+    off = path in UNCHECKED and not config.get("enabled")
     for key, value in config.items():
         here = f"{path}.{key}" if path else key
         known = node["keys"].get(key)
@@ -164,10 +168,15 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
         elif "removed" in known:
             found.append(Problem(f"{here} = {shown(value)}", f"was removed from DeepSpeed {schema()['deepspeed']}", "delete it", FAILS))
         elif "use_instead" in known:
-            works, fix, renamed = known.get("works", True), *_renamed(known["use_instead"], key, value, config)
+            works, fix, renamed = (
+                known.get("works", True) or (key == "allgather_size" and config.get("zero_optimization") is True),
+                *_renamed(known["use_instead"], key, value, config),
+            )
             found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", fix, APPLIES if works else IGNORES))
             clean |= renamed if works else {}
         elif problem := wrong(known, value, here, auto, strict):
+            if off and key != "enabled":
+                problem = replace(problem, outcome=APPLIES)  # DeepSpeed reads it without a look at what it is
             found.append(problem)
             if problem.outcome == REPLACES and value == "auto" and "default" in known:
                 clean[key] = known["default"]
@@ -222,9 +231,12 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     here = f"{path}.{key}" if path else key
     kind = f"{node['of']} does not take this key" if "of" in node else "DeepSpeed knows no such key here"
     valid = [name for name, known in node["keys"].items() if "removed" not in known and "use_instead" not in known]
-    near = difflib.get_close_matches(key, valid, 1, 0.7)
-    elsewhere = [place for place in _paths() if place.rpartition(".")[2] == key]
-    if former := FORMER.get(here):
+    near = difflib.get_close_matches(key, [name for name in valid if fits(node["keys"][name], value)], 1, 0.7)
+    old = [name for name in difflib.get_close_matches(key, node["keys"], 1, 0.9) if "use_instead" in node["keys"][name]]
+    elsewhere = [place for place in _paths() if place.rpartition(".")[2] == key and fits(_node(place), value)]
+    if old and key not in elsewhere:
+        fix, _ = _renamed(node["keys"][old[0]]["use_instead"], old[0], value, {})
+    elif former := FORMER.get(here):
         fix = f"did you mean {former}?"
     elif near:
         fix = f"did you mean {near[0]}?"
@@ -232,7 +244,7 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
         fix = f"it belongs in {' or '.join(place.rpartition('.')[0] or 'the top level' for place in elsewhere)}"
     elif "of" in node:
         fix = f"delete it; {node['of']} takes {', '.join(valid)}"
-    elif far := difflib.get_close_matches(key, _paths_by_name(), 1, 0.8):
+    elif far := [name for name in difflib.get_close_matches(key, _paths_by_name(), 1, 0.8) if fits(_node(_paths_by_name()[name]), value)]:
         fix = f"did you mean {_paths_by_name()[far[0]]}?"
     else:
         near = difflib.get_close_matches(key, valid, 1, 0.0)
@@ -258,6 +270,14 @@ def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
     near = [max(inside, key=len)] if inside else difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
     fix = f"did you mean {by_lower[near[0]]}?" if near else f"write one of {', '.join(names)}"
     return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} has no such {block} that a JSON could set up", fix, FAILS)
+
+
+def _node(path: str) -> Node:
+    """Return the node of a dotted path that `_paths` lists."""
+    node = schema()["config"]
+    for key in path.split("."):
+        node = node["keys"][key]
+    return node
 
 
 @functools.cache

@@ -8,9 +8,17 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from ..refusal import APPLIES, FAILS, REPLACES, Problem
+from ..refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
 
 Node = dict[str, Any]  # of schema.json, which tools/make/make_ds_schema.py writes
+CHECKED = ("wall_clock_breakdown", "flops_profiler.enabled", "checkpoint.parallel_write.pipeline_stage")  # switches that take true and false only
+NULLS = (
+    "bf16",
+    "optimizer.params",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)  # keys whose null DeepSpeed takes for a missing key
 YES, NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")  # words of pydantic's lax mode
 
 
@@ -23,6 +31,8 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
     where, types = f"{path} = {shown(value)}", node["type"]
     if value == "auto" and path in auto:
         return None
+    if value == "auto" and path == "pipeline.stages":
+        return Problem(where, '"auto" is DeepSpeed\'s word for a missing key', "delete it", IGNORES)
     if value == "auto" and node.get("default") != "auto":
         drops = strict and not path.startswith(("optimizer.", "scheduler."))
         word = "boolean" in types and path != "wall_clock_breakdown" and path != "flops_profiler.enabled"  # any word counts as true
@@ -34,7 +44,8 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
             {"object": "a block {...}", "array": "a list [...]", "integer": "a whole number", "number": "a number", "null": "null"}.get(name, f"a {name}")
             for name in types
         )
-        return Problem(where, f"must be {names}", f"write {_meant(node, value)}", _converted(node, value, path, strict))
+        fix = "delete it" if value is None and not node.get("required") else f"write {_meant(node, value)}"
+        return Problem(where, f"must be {names}", fix, _converted(node, value, path, strict))
     if isinstance(value, str):
         if "enum" in node and not (value in node["enum"] or (node.get("any_case") and value.lower() in [str(name).lower() for name in node["enum"]])):
             near = difflib.get_close_matches(value, [str(name) for name in node["enum"]], 1)
@@ -42,7 +53,7 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
                 where,
                 f"must be one of {', '.join(str(name) for name in node['enum'])}",
                 f"did you mean {near[0]}?" if near else f"write {example(node)}",
-                FAILS,
+                REPLACES if path == "scheduler.params.warmup_type" else FAILS,  # by its default, with a warning
             )
         return None
     numbers = [number for number in node.get("enum", []) if not isinstance(number, str)]
@@ -56,19 +67,25 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
             ("below", lambda bound: value >= bound, "less than"),
         ):
             if word in node and bad(node[word]):
-                outcome = APPLIES if path == "gradient_clipping" else FAILS  # a negative limit means no limit
+                if path == "gradient_clipping":
+                    return Problem(where, "must be at least 0", "write 0, which clips nothing either", APPLIES)
+                outcome = {"activation_checkpointing.number_checkpoints": APPLIES, "flops_profiler.profile_step": IGNORES}.get(path, FAILS)
                 return Problem(where, f"must be {says} {node[word]:g}", f"write {example(node)}", outcome)
-    if isinstance(value, list):
-        if not all(_is(item, node.get("items", "any")) for item in value):
-            return Problem(where, f"must hold nothing but items of type {node['items']}", f"write {example(node)}", FAILS)
-        if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
-            return Problem(where, f"{shown(odd[0])} is none of {', '.join(node['items_enum'])}", "write one of these", FAILS)
-        if "length" in node and len(value) != node["length"]:
-            return Problem(where, f"must hold {node['length']} numbers", f"write {example(node)}", FAILS)
-        if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
-            return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]", FAILS)
-        if path.endswith(".eps") and not all(_is(item, "number") and item >= 0 for item in (0 if value[0] is None else value[0], value[1])):
-            return Problem(where, "each must be at least 0, and the first may be null", "write [null, 0.001]", FAILS)
+    return _wrong_list(node, value, path, where) if isinstance(value, list) else None
+
+
+def _wrong_list(node: Node, value: list[Any], path: str, where: str) -> Problem | None:
+    """Find what is wrong with the items of a list."""
+    if not all(_is(item, node.get("items", "any")) for item in value):
+        return Problem(where, f"must hold nothing but items of type {node['items']}", f"write {example(node)}", FAILS)
+    if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
+        return Problem(where, f"{shown(odd[0])} is none of {', '.join(node['items_enum'])}", "write one of these", FAILS)
+    if "length" in node and len(value) != node["length"]:
+        return Problem(where, f"must hold {node['length']} numbers", f"write {example(node)}", FAILS)
+    if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
+        return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]", FAILS)
+    if path.endswith(".eps") and not all(_is(item, "number") and item >= 0 for item in (0 if value[0] is None else value[0], value[1])):
+        return Problem(where, "each must be at least 0, and the first may be null", "write [null, 0.001]", FAILS)
     return None
 
 
@@ -82,11 +99,12 @@ def _converted(node: Node, value: Any, path: str, strict: bool) -> str:
         if {"integer", "number"} & set(types) and (isinstance(value, bool) or (text is not None and re.fullmatch(number, text))):
             return APPLIES
         return FAILS
-    if "boolean" in types and path not in ("wall_clock_breakdown", "flops_profiler.enabled"):
-        if value in (0, 1) or text in ("true", "yes", "on", "1"):
-            return APPLIES
-        return REPLACES if text is not None else FAILS  # any word counts as true
-    return FAILS
+    if "boolean" in types and path not in CHECKED:
+        return REPLACES if text is not None and text not in YES else APPLIES  # any word counts as true, as any other value in Python
+    if path == "activation_checkpointing.number_checkpoints":  # kept as it is, and read for contiguous checkpoints only
+        return REPLACES if text is not None else APPLIES
+    number = isinstance(value, bool) and {"integer", "number"} & set(types) and value >= node.get("min", 0)  # true is 1 in Python
+    return APPLIES if number or (path in NULLS and value is None) else FAILS
 
 
 def converted(node: Node, value: Any) -> Any:
@@ -112,6 +130,11 @@ def _is(value: Any, name: str) -> bool:
     return {"string": isinstance(value, str), "array": isinstance(value, list), "object": isinstance(value, dict), "null": value is None, "any": True}[name]
 
 
+def fits(node: Node, value: Any) -> bool:
+    """Return True if a value is of a type that the node takes, or reads like one: a misspelt key has such a value."""
+    return value == "auto" or any(_is(value, name) for name in node["type"]) or converted(node, value) is not None
+
+
 def _meant(node: Node, value: Any) -> str:
     """Guesses what a value of the wrong type was meant to be."""
     if isinstance(value, str):
@@ -122,6 +145,8 @@ def _meant(node: Node, value: Any) -> str:
             return f"{value.strip()} without quotes"
     if "boolean" in node["type"] and value in (0, 1):
         return "true" if value else "false"
+    if "enabled" in node.get("keys", {}) and isinstance(value, bool):
+        return json.dumps({"enabled": value})
     if "integer" in node["type"] and isinstance(value, float) and math.isfinite(value):
         return str(math.ceil(value))
     return example(node)
