@@ -3,6 +3,7 @@
     python tools/lint.py ds_configs/zero3.json --recipe recipes/NAME.py --world 16
     python tools/lint.py my_config.json --json-only --world 8       # any JSON, handed to DeepSpeed by a script of anyone
     python tools/lint.py my_config.json --filled-by trainer         # the same, but Trainer (or accelerate) fills "auto" first
+    python tools/lint.py my_config.json --fix                       # writes my_config.fixed.json beside it, and says what was changed
     python tools/lint.py --table                                    # writes the support table into ds_configs/README.md
 
 Prints every problem with its fix and what DeepSpeed alone would do: fail, ignore the key, replace the value, or train with
@@ -10,8 +11,10 @@ wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules
 """
 
 import argparse
+import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -34,11 +37,12 @@ from recipekit.optim.facts import Facts as OptimizerFacts
 from recipekit.phases import Ramp
 from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
-from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal
+from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
 from recipekit.strategy import (
     baseline,
     check,
     divisions,
+    fixes,
     json_file,
     numbers,
     resolve,
@@ -61,7 +65,7 @@ def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dic
         found = [replace(problem, outcome=FAILS) for problem in refusal.problems] if json_only else refusal.problems
         try:
             config = hjson.loads(json_file.read_text(Path(str(name))), object_pairs_hook=once_each)
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError, IndexError):  # the last is of hjson 3.1.0, in text that ends within '''
             raise Refusal(found) from None
         if not isinstance(config, dict):
             raise Refusal(found) from None
@@ -77,7 +81,7 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def lint(
-    name: str | None,
+    name: str | dict[str, Any] | None,
     path: Path | None = None,
     world: int | None = None,
     json_only: bool = False,
@@ -134,6 +138,33 @@ def lint(
         resolved, notes = resolve.resolve(config, recipe, mesh, shape)
         lines += [*notes, *batches(mesh, resolved, recipe.ramp)]
     return problems, lines
+
+
+def fix(name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, Any]], list[Problem]]) -> tuple[Path | None, list[str]]:
+    """Write what can be fixed beside the JSON, as NAME.fixed.json; return its path, and one line for each change.
+
+    The path is None if nothing can be fixed. Raises `Refusal` if the file is there already or cannot be written.
+    """
+    try:
+        config, file, faults = read(name, folder, json_only)
+    except Refusal:  # not JSON at all, which the list of problems says
+        return None, []
+    assert file is not None
+    if not config:  # an empty file is no JSON that somebody wrote
+        return None, []
+    fixed, changes = fixes.fix(config, check_on)
+    if not changes and (json_only or not faults):
+        return None, []
+    lines = [*(f"{problem.where}: rewritten ({problem.rule.partition(';')[0]})" for problem in faults), *map(str, changes)]
+    target = file.with_name(f"{file.name.removesuffix('.json')}.fixed.json")
+    try:
+        with target.open("x", encoding="utf-8") as stream:
+            stream.write(json.dumps(fixed, indent=2, ensure_ascii=False) + "\n")
+    except FileExistsError:
+        raise refuse(f"--fix {target}", "is there already", "delete it or give it another name") from None
+    except OSError as error:
+        raise refuse(f"--fix {target}", f"cannot be written: {error.strerror}", "copy the JSON to a folder you may write to") from None
+    return target, [f"wrote {target}: {len(lines)} change{'s' if len(lines) > 1 else ''}", *(f"  {number}. {line}" for number, line in enumerate(lines, 1))]
 
 
 def batches(mesh: Mesh, resolved: dict[str, Any], ramp: Ramp) -> list[str]:
@@ -242,6 +273,7 @@ def main() -> None:
     parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='who fills "auto" in such a script')
     for axis in ("tp", "pp", "sp", "ep"):
         parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"the {axis} degree of such a script")
+    parser.add_argument("--fix", action="store_true", help="write NAME.fixed.json beside the JSON, with every problem fixed whose fix is plain")
     parser.add_argument("--table", action="store_true", help=f"write the support table into {README.relative_to(ROOT)}")
     arguments = parser.parse_args()
     if arguments.table:
@@ -258,12 +290,31 @@ def main() -> None:
         parser.error("a degree is at least 1")
     if arguments.world is not None and arguments.world < 1:
         parser.error("--world is at least 1")
-    problems, lines = lint(arguments.config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout)
+    if arguments.fix and arguments.config is None:
+        parser.error("--fix needs the JSON to fix")
+
+    def linted(config: str | dict[str, Any] | None) -> tuple[list[Problem], list[str]]:
+        return lint(config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout)
+
+    name, (problems, lines) = arguments.config, linted(arguments.config)
+    if arguments.fix and problems:
+        folder = arguments.recipe.resolve().parent if arguments.recipe else Path.cwd()
+        try:
+            written, changes = fix(name, folder, json_only, lambda config: linted(config)[0])
+        except Refusal as refusal:
+            exit_refused(refusal)
+        if written is not None:
+            print("\n".join(changes))
+            name, (problems, lines) = written, linted(str(written))
+    say(name or arguments.recipe, problems, lines)
+    raise SystemExit(1 if problems else 0)
+
+
+def say(name: str | Path, problems: list[Problem], lines: list[str]) -> None:
     if problems:
-        print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {arguments.config or arguments.recipe}")
+        print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {name}")
         print("\n".join(f"  {number}. {told(problem)}" for number, problem in enumerate(problems, 1)))
     print("\n".join(lines), end="\n" if lines else "")
-    raise SystemExit(1 if problems else 0)
 
 
 if __name__ == "__main__":
