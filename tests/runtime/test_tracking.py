@@ -328,6 +328,17 @@ def test_a_refused_key_is_told_with_the_way_to_another(tmp_path: Path, refusing:
     assert [line["step"] for line in read_history(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.slow
+def test_a_key_that_is_missing_is_no_server_that_cannot_be_reached(tmp_path: Path, refusing: str) -> None:
+    """WANDB_MODE=online without a login; HOME is empty, so that no key of this machine is found."""
+    place = {name: value for name, value in os.environ.items() if name not in ("WANDB_API_KEY", "NETRC")}
+    place |= {"WANDB_BASE_URL": refusing, "WANDB_MODE": "online", "HOME": str(tmp_path)}
+    with start_script(KEYED, tmp_path, "keyless", stderr=subprocess.PIPE, env=place) as job:
+        said = job.communicate(timeout=120)[1]
+    told = "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next start; the run goes on without it"
+    assert job.returncode == 0 and told in said.splitlines() and "W&B records offline" in said and "cannot be reached" not in said, said
+
+
 def test_a_refused_login_is_mended_by_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert "wandb login --relogin --host https://a.b takes another" in tracking._trouble("returned error 401: user is not logged in", "https://a.b")
