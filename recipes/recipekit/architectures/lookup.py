@@ -12,6 +12,7 @@ from typing import Any
 from ..hub import in_hub_cache, is_hub_id
 from ..refusal import Problem, Refusal, refuse
 from ..tasks.facts import TASKS, task_of
+from .small_files import check_tokenizer_files
 
 SHIPPED = Path(__file__).parent
 
@@ -194,6 +195,7 @@ def local_tokenizer(model: str, tokenizer: str = "") -> Path | None:
     if not folder.is_dir():
         return None
     if any(file for pattern in ("tokenizer*", "*.model", "vocab.*") for file in folder.glob(pattern)):
+        check_tokenizer_files(folder)
         return folder
     if gguf := sorted(folder.glob("*.gguf")):
         return gguf[0]

@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ OF_TOKENIZER = re.compile(
 )
 OF_PROCESSOR = re.compile(r"([a-z]+_)*(pre)?processor_config\.json")
 LARGEST = 1 << 27  # bytes of a file that counts as small
+PARSED = 1 << 22  # bytes of a tokenizer's file that a plan parses
 
 
 def small_files(folder: Path) -> list[str]:
@@ -76,6 +78,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object in a file's content. Raises `Refusal`, with `where` as the file's name."""
+    if not content.strip():
+        raise refuse(where, f"is empty ({len(content)} bytes)", "download the model again, or delete the file")
     try:
         found = json.loads(content)
     except ValueError as error:
@@ -83,6 +87,33 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise refuse(where, "is not a JSON object", "download the model again, or delete the file")
     return found
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Raise `Refusal`, with the name of the file, if a tokenizer's file is empty, cut, or no JSON object though it is named so.
+
+    A file beyond `PARSED` bytes is judged by its ends: parsing it would take longer than all else that a plan does.
+    """
+    fix = "download the tokenizer again"
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or not OF_TOKENIZER.fullmatch(path.name):
+            continue
+        if not (size := path.stat().st_size):
+            raise refuse(str(path), "is empty (0 bytes)", fix)
+        if path.suffix != ".json" or path.name.endswith(".index.json"):
+            continue
+        if size <= PARSED:
+            found = read_json(path)
+            if path.name == "tokenizer.json" and not isinstance(found.get("model"), dict):
+                raise refuse(str(path), "holds no tokenizer: its key model is missing", fix)
+        elif not (path.open("rb").read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and _end_of(path).endswith(b"}")):
+            raise refuse(str(path), "is cut, or is not a JSON object", fix)
+
+
+def _end_of(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        stream.seek(-64, os.SEEK_END)
+        return stream.read().rstrip()
 
 
 def is_of_adapter(name: str) -> bool:

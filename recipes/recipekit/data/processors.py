@@ -45,8 +45,13 @@ def load_tokenizer(model: str, tokenizer: str = "", masked: bool = False) -> Any
             loaded = AutoTokenizer.from_pretrained(str(source), **options)
         loaded.name_or_path = name
         return loaded
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ImportError) as error:
         raise hub_refusal(f"{flag} {name}", name, error) from error
+    except Exception as error:  # transformers and tokenizers raise what they please for a damaged file, plain Exception included
+        if found is None:
+            raise hub_refusal(f"{flag} {name}", name, error) from error
+        text = (str(error).strip() or repr(error)).splitlines()[0]
+        raise refuse(f"{flag} {name}", f"its tokenizer's files cannot be read: {type(error).__name__}: {text}", "download them again") from error
 
 
 def fitting_tokenizer(request: Request, model_config: dict[str, Any]) -> Any:
