@@ -34,7 +34,7 @@ from recipekit.checkpoints.places import expected_bytes
 from recipekit.checkpoints.step_folder import Step, open_step, target_layout
 from recipekit.mesh import Mesh
 from recipekit.parallel.blueprint import Blueprint, Layout, default_optimizer
-from recipekit.refusal import Refusal, refuse
+from recipekit.refusal import Refusal, path_of, refuse
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str, *places: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         for place in places:
-            one.add_argument(place, type=Path, metavar=f"{place}_dir".upper())
+            one.add_argument(place, type=path_of, metavar=f"{place}_dir".upper())
         one.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (here: %(default)s)")
         one.add_argument("--mem-limit", "--mem_limit", type=size_of, default=size_of("512M"), metavar="BYTES", help="of buffers, for example 2G (here: 512M)")
         one.set_defaults(run=run, out=None)

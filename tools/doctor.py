@@ -38,7 +38,7 @@ from recipekit.hosts.subject import Slot, Subject, examine_host, left_mark, loca
 from recipekit.hosts.torch_builds import gpus_in_use
 from recipekit.packages import require_packages
 from recipekit.ranks import take_rank
-from recipekit.refusal import Refusal, exit_refused
+from recipekit.refusal import Refusal, exit_refused, path_of
 from recipekit.runtime.stopping import start_launcher_watch
 from recipekit.strategy import check
 from recipekit.utf8 import use_utf8
@@ -56,8 +56,8 @@ SUSPECT = 1.5  # a rank slower than so many times the others' seconds is measure
 
 def read_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--recipe", type=Path, help="the recipe's file; flags that are not listed here are the recipe's own")
-    parser.add_argument("--out", type=Path, help="run folder; default: the recipe's, or runs")
+    parser.add_argument("--recipe", type=path_of, help="the recipe's file; flags that are not listed here are the recipe's own")
+    parser.add_argument("--out", type=path_of, help="run folder; default: the recipe's, or runs")
     parser.add_argument("--world", type=int, help="ranks that the run will have, for its layout and memory; default: those that are examined")
     parser.add_argument("--ranks", type=int, help="without a launcher: ranks to start on this machine; default: one for each GPU, or 2")
     parser.add_argument("--master_port", "--master-port", type=int, help="the port that the run will use; default: MASTER_PORT, or 29500")

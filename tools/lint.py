@@ -37,7 +37,7 @@ from recipekit.optim.facts import Facts as OptimizerFacts
 from recipekit.phases import Ramp
 from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
-from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
+from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, path_of, refuse
 from recipekit.strategy import (
     baseline,
     check,
@@ -266,8 +266,10 @@ def with_table(page: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", help="the JSON: a path, or a name of ds_configs/; left out: the recipe's own")
-    parser.add_argument("--recipe", type=Path, help="the recipe's file: batch, model and schedule are checked with it")
+    parser.add_argument(
+        "config", nargs="?", type=lambda text: str(path_of(text)), help="the JSON: a path, or a name of ds_configs/; left out: the recipe's own"
+    )
+    parser.add_argument("--recipe", type=path_of, help="the recipe's file: batch, model and schedule are checked with it")
     parser.add_argument("--world", type=int, help="number of ranks: layout and batch are checked for it")
     parser.add_argument("--json-only", "--json_only", action="store_true", help="a script hands the JSON to DeepSpeed, and no recipe")
     parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='who fills "auto" in such a script')

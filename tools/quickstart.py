@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.packages import require_packages
+from recipekit.refusal import path_of
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 TOLERANCE = 2e-3  # relative: the engine and transformers run the same weights, on other batch shapes
@@ -27,7 +28,7 @@ TOLERANCE = 2e-3  # relative: the engine and transformers run the same weights, 
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="run folder (default: %(default)s); a finished run in it is used again")
+    parser.add_argument("--out", type=path_of, default=Path("runs/quickstart"), help="run folder (default: %(default)s); a finished run in it is used again")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps (default: the recipe's)")
     parser.add_argument("--ranks", type=int, default=None, help="processes to train with (default: one per GPU, 2 without)")
     arguments = parser.parse_args()

@@ -1,9 +1,12 @@
 """Values that are empty, blank or too large."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from pool import ROOT, environment
 from recipekit.command import parse
 from recipekit.plan import Plan, make_plan
 from recipekit.recipe import AXES, EMPTY_HAS_A_MEANING, LARGEST, Recipe
@@ -108,3 +111,21 @@ def test_a_row_of_one_token_has_no_target(task: str) -> None:
 def test_a_pair_of_one_token_has_no_answer(task: str) -> None:
     pairs = dataclasses.replace(RECIPE, task=task, micro_batch=1)
     assert any(line.startswith("seq_len = 1: ") for line in problems("--seq_len", "1", recipe=pairs))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["lint", "{}"],
+        ["lint", "--recipe", "{}"],
+        ["convert_checkpoint", "verify", "{}"],
+        ["convert_checkpoint", "to-hf", "x", "{}"],
+        ["doctor", "--recipe", "{}"],
+    ],
+    ids=" ".join,
+)
+def test_a_tool_takes_no_empty_path_for_the_current_folder(words: list[str]) -> None:
+    for value in ("", " "):
+        tool, *rest = [word.format(value) for word in words]
+        done = subprocess.run([sys.executable, ROOT / "tools" / f"{tool}.py", *rest], env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and done.stderr.endswith("must not be empty or blank; check the variables of your shell\n"), done.stderr

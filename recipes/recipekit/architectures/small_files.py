@@ -98,9 +98,11 @@ def check_tokenizer_files(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if not path.is_file() or not OF_TOKENIZER.fullmatch(path.name):
             continue
+        if path.suffix not in (".json", ".model"):
+            continue
         if not (size := path.stat().st_size):
             raise refuse(str(path), "is empty (0 bytes)", fix)
-        if path.suffix != ".json" or path.name.endswith(".index.json"):
+        if path.suffix == ".model":
             continue
         if size <= PARSED:
             found = read_json(path)
