@@ -80,13 +80,14 @@ def test_every_message_names_path_value_rule_and_fix(name: str, tmp_path: Path) 
         path, equals, value = problem.where.partition(" = ")
         written = path and equals and value
         place = "line " in problem.where and "column " in problem.where  # of a file that cannot be read
-        assert (written or place) and len(problem.rule) > 10 and len(problem.fix) > 3 and problem.outcome, problem
+        whole = problem.rule.endswith("not an object")  # a file that holds no block has neither
+        assert (written or place or whole) and len(problem.rule) > 10 and len(problem.fix) > 3 and problem.outcome, problem
         assert lint.told(problem) == f"{problem.where}: {problem.rule}; {problem.fix} (DeepSpeed {schema()['deepspeed']} {problem.outcome})"
 
 
 def test_keys_that_cannot_be_seen_here_are_few_and_said() -> None:
     unseen = {path for verdict in VERDICTS.values() for path in verdict.get("unseen", [])}
-    assert not any(map(is_seen, unseen)) and len(NOT_SEEN) < 12 and all(NOT_SEEN.values())
+    assert not any(map(is_seen, unseen)) and len(NOT_SEEN) < 15 and all(NOT_SEEN.values())
 
 
 def test_what_works_but_is_old_is_an_advice(tmp_path: Path) -> None:

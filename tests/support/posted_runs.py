@@ -252,19 +252,6 @@ DEEPSPEED = {
 }
 
 MEGATRON = {
-    "Megatron, stage 0": Case(
-        "Megatron-DeepSpeed",
-        {
-            **BATCH,
-            "steps_per_print": 10,
-            "zero_optimization": {"stage": 0},
-            "gradient_clipping": 1.0,
-            "prescale_gradients": True,
-            "bf16": {"enabled": False},
-            "wall_clock_breakdown": False,
-        },
-        world=2,
-    ),
     "Megatron, stage 1, prescaled": Case("Megatron-DeepSpeed", plain(1, prescale_gradients=True, gradient_predivide_factor=2.0, bf16=BF16), world=2),
     "Megatron, stage 2, predivided": Case("Megatron-DeepSpeed", plain(2, gradient_predivide_factor=2.0), world=2),
     "Megatron, hooks": Case("Habana's Megatron", plain(1, bf16={"enabled": True, "accumulate_grads_via_hooks": True}, memory_breakdown=False)),
@@ -275,10 +262,8 @@ MEGATRON = {
     "Megatron, pieces": Case("Habana's Megatron", plain(1, pipeline={"pipe_partitioned": False, "grad_partitioned": False}), world=2, pp=2),
     "Megatron, pieces left open": Case("Habana's Megatron", plain(1, pipeline={"pipe_partitioned": "auto", "grad_partitioned": "auto"}), world=2, pp=2),
     "Megatron, pieces without a pipeline": Case("Habana's Megatron", plain(1, pipeline={"pipe_partitioned": True, "grad_partitioned": True})),
-    "Megatron, recomputed pipeline": Case("Megatron-DeepSpeed", plain(1, pipeline={"activation_checkpoint_interval": 1}), world=2, pp=2),
     "pipeline_parallel block": Case("generated files", plain(1, pipeline_parallel={"stages": 2, "activation_checkpoint_interval": 4})),
     "pipeline stages auto": Case("DeepSpeed's docs", plain(1, pipeline={"stages": "auto", "partition": "best", "seed_layers": False})),
-    "BLOOM": Case("BLOOM", plain(0, bf16=BF16, gradient_clipping=1.0, steps_per_print=2000, wall_clock_breakdown=False), world=2, pp=2),
     "curriculum by length": Case(
         "Megatron-DeepSpeed",
         plain(

@@ -48,7 +48,7 @@ LIMIT_S = 90.0  # seconds that one look may take, two optimizer steps and a save
 DEEPEST = 4  # levels of objects that are looked at below the engine
 WORDS = ("none", "cpu", "fp32", "linear", "sum", "AdamW", "WarmupLR", "other")  # one of them is another value of any key that takes a word
 ORDINARY = {path: value for path, value in leaves(plain(1)) if not path.startswith("zero_")}  # what plain files show of these holds for posted ones, too
-FALLBACK = {"nvme": "cpu", "cosine": "log"}  # what a value is silently taken for, if it is
+FALLBACK = {"nvme": "cpu"}  # what a value is silently taken for, if it is
 
 
 # What every rank runs

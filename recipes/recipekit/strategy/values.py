@@ -11,14 +11,22 @@ from typing import Any
 from ..refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
 
 Node = dict[str, Any]  # of schema.json, which tools/make/make_ds_schema.py writes
-CHECKED = ("wall_clock_breakdown", "flops_profiler.enabled", "checkpoint.parallel_write.pipeline_stage")  # switches that take true and false only
+# switches that take true and false only
+CHECKED = (
+    "wall_clock_breakdown",
+    "flops_profiler.enabled",
+    "checkpoint.parallel_write.pipeline_stage",
+    "pipeline.pipe_partitioned",
+    "pipeline.grad_partitioned",
+)
+# keys whose null DeepSpeed takes for a missing key
 NULLS = (
     "bf16",
     "optimizer.params",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
-)  # keys whose null DeepSpeed takes for a missing key
+)
 YES, NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")  # words of pydantic's lax mode
 
 
@@ -35,7 +43,7 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
         return Problem(where, '"auto" is DeepSpeed\'s word for a missing key', "delete it", IGNORES)
     if value == "auto" and node.get("default") != "auto":
         drops = strict and not path.startswith(("optimizer.", "scheduler."))
-        word = "boolean" in types and path != "wall_clock_breakdown" and path != "flops_profiler.enabled"  # any word counts as true
+        word = "boolean" in types and path not in CHECKED  # any word counts as true
         return Problem(where, '"auto" is filled by nobody here', f"write {example(node)}", REPLACES if drops or word else FAILS)
     if path == "zero_optimization" and isinstance(value, bool):
         return Problem(where, "is the format of 2020, a switch between stage 0 and 1", f'write {{"stage": {int(value)}}}', APPLIES)
