@@ -299,7 +299,7 @@ def main() -> None:
         return lint(config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout)
 
     name, (problems, lines) = arguments.config, linted(arguments.config)
-    if arguments.fix and problems:
+    if arguments.fix and name is not None and problems:
         folder = arguments.recipe.resolve().parent if arguments.recipe else Path.cwd()
         try:
             written, changes = fix(name, folder, json_only, lambda config: linted(config)[0])
