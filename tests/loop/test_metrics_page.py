@@ -36,14 +36,14 @@ def test_every_key_has_a_unit_and_a_meaning_and_no_table_is_wider_than_a_screen(
 
 
 def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_path: Path) -> None:
-    """A mixture with a bad row, a ramp and evaluations, which has all keys but those of a GPU."""
+    """A mixture with a bad row, an empty one, a ramp and evaluations, which has all keys but those of a GPU."""
     from recipekit.optim.schedules import lr_at  # these import torch, which the test above does without
     from test_resume import BASE, train
 
     recipe = replace(BASE, ds_config="zero2.json", seq_len=128, micro_batch=2, global_batch=4, batch_ramp="2:8", steps=3, warmup_steps=1, eval_every=2)
     for number, name in enumerate(("code", "docs")):
         rows = [json.dumps({"text": text(60, 100 * number + row)}) for row in range(400)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join([*rows[:5], "nonsense", *rows[5:]]) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([*rows[:5], "nonsense", '{"text": null}', *rows[5:]]) + "\n")
     mixture = f"code={tmp_path}/code.jsonl@70; docs={tmp_path}/docs.jsonl@30"
     argv = ["--dataset", mixture, "--bad_rows", "skip", "--token_cache", "off", "--out", str(tmp_path / "run")]
     results = pools.run(2, train, recipe=recipe, argv=argv)
@@ -65,3 +65,4 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
         assert min(line["loss/code"], line["loss/docs"]) <= line["loss"] <= max(line["loss/code"], line["loss/docs"])
         before, read = line["tokens"], all_tokens
     assert ["eval_loss" in line for line in lines] == [False, True, True] and lines[-1]["bad_rows"] > 0
+    assert lines[-1]["empty_rows"] in (1, 2)
