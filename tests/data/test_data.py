@@ -963,7 +963,7 @@ def test_bad_columns_and_broken_files_are_named(tmp_path, corpora):
 )
 def test_missing_corpus_is_refused_at_once(tmp_path, dataset, fields, says):
     (tmp_path / "tables").mkdir()
-    for name in ("a.txt", "b.jsonl", "c.bin", "tables/d.csv"):
+    for name in ("a.txt", "b.jsonl", "c.bin", "tables/d.xml"):
         (tmp_path / name).write_text("x")
     with pytest.raises(Refusal) as refused:
         open_stream(request_for(dataset.format(folder=tmp_path), **fields), BYTES, dp=1, dp_rank=0)

@@ -20,6 +20,7 @@ from recipekit.refusal import Refusal
 
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"
 SFT = ("--task", "sft")
+PAIRS = ("--task", "preference")
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 TABLE = {"text": ["one", "two"], "messages": [CHAT, CHAT], "number": [1, 2], "input_ids": [[1, 2], [3]]}
 
@@ -38,6 +39,24 @@ def table(kind: str) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def twice(kind: str) -> bytes:
+    """Return a table with two columns of one name, which a join may write."""
+    made = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"]), pa.array(["z"])], names=["text", "id", "text"])
+    sink = pa.BufferOutputStream()
+    if kind == "parquet":
+        pq.write_table(made, sink)
+    else:
+        with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(sink, made.schema) as writer:
+            writer.write_table(made)
+    return sink.getvalue().to_pybytes()
+
+
+def pairs_as_text() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": ["Hi"], "chosen": ["yes"], "rejected": [json.dumps(CHAT[1:])]}), sink)
+    return sink.getvalue().to_pybytes()
+
+
 def planned(folder: Path, name: str, content: bytes, *flags: str) -> None:
     (folder / name).write_bytes(content)
     for start in ([], ["--dry_run"]):
@@ -53,7 +72,32 @@ def planned(folder: Path, name: str, content: bytes, *flags: str) -> None:
         ("a.jsonl", lines({"text": "x"}), SFT, "has no column 'messages', only 'text'"),
         ("a.jsonl", lines({"messages": "x"}), SFT, "holds str 'x' where a list of messages (--messages_field) should be"),
         ("a.jsonl", lines({"text": [1, 2]}), (), "holds token ids, which are read from Parquet and Arrow files only"),
-        ("a.json", b'[\n{"text": "x"}\n]\n', (), "a.json, row 1: is not JSON"),
+        ("a.json", b'[\n{"text": "x"}\n]\n', (), "a.json: is one JSON list, not an object in each line; convert it with datasets.load_dataset('json', "),
+        ("a.json", lines([{"text": "x"}, {"text": "y"}]), (), "a.json: is one JSON list"),
+        ("a.json", json.dumps([{"text": "x"}], indent=2).encode(), (), "a.json: is one JSON list"),
+        ("a.json", lines([{"text": "x" * 3_000_000}]), (), "a.json: is one JSON list"),
+        ("a.json", lines({"data": [{"text": "x"}]}), (), "a.json: is one JSON object with its rows in 'data', not an object in each line; convert it"),
+        ("a.json", lines({"version": 2, "rows": [{"text": "x"}]}), (), "a.json', field='rows', split='train').to_json('rows.jsonl'), and name rows.jsonl"),
+        ("a.json", b"\xef\xbb\xbf" + json.dumps({"data": [{"text": "x"}]}, indent=1).encode(), (), "with its rows in 'data'"),
+        ("a.json", lines({"train": [{"text": "x" * 3_000_000}]}), (), "with its rows in 'train'"),
+        ("a.json", json.dumps({"text": "x"}, indent=4).encode(), (), "has JSON objects over several lines, not an object in each line"),
+        ("a.jsonl", b'{"text": "x", "id": 1, "text": "y"}\n', (), "a.jsonl, row 1: has 2 columns named 'text'; rename or drop all but one of them"),
+        ("a.jsonl", b'{"id": {"a": 1}, "text": "x", "id": 1}\n', (), "a.jsonl, row 1: has 2 columns named 'id'"),
+        ("a.parquet", twice("parquet"), (), "a.parquet: has 2 columns named 'text'; rename or drop all but one of them"),
+        ("a.arrow", twice("stream"), (), "a.arrow: has 2 columns named 'text'"),
+        ("a.arrow", twice("file"), ("--text_field", "id"), "a.arrow: has 2 columns named 'text'"),
+        ("a.jsonl", lines({"messages": json.dumps(CHAT)}), SFT, "a.jsonl, row 1: holds a chat written as JSON text where a list of messages"),
+        ("a.jsonl", lines({"conversations": json.dumps([{"from": "human", "value": "x"}])}), SFT, "holds a chat written as JSON text"),
+        ("a.jsonl", lines({"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:])}), SFT, "its prompt holds a chat written as JSON text"),
+        ("a.jsonl", lines({"prompt": "Hi", "completion": json.dumps(CHAT[1])}), SFT, "its completion holds a chat written as JSON text"),
+        (
+            "a.jsonl",
+            lines({"prompt": "Hi", "chosen": json.dumps(CHAT), "rejected": "x"}),
+            PAIRS,
+            "its chosen holds a chat written as JSON text; make it a list",
+        ),
+        ("a.jsonl", lines({"prompt": json.dumps(CHAT[:1]), "chosen": CHAT, "rejected": CHAT}), PAIRS, "its prompt holds a chat written as JSON text"),
+        ("a.parquet", pairs_as_text(), PAIRS, "its rejected holds a chat written as JSON text"),
         ("a.jsonl", b"", (), "a.jsonl: is empty; fetch it again"),
         ("a.jsonl", '{"text": "für"}\n'.encode("latin1"), (), "is not UTF-8: byte 0xfc at 11; convert the file (iconv -f latin1 -t utf-8)"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), (), "is UTF-16, not UTF-8; convert the file (iconv -f utf-16 -t utf-8)"),
@@ -61,8 +105,8 @@ def planned(folder: Path, name: str, content: bytes, *flags: str) -> None:
         ("a.txt", "für".encode("latin1"), SFT, "task sft needs chats, these are text files"),
         ("a.txt", "für dich".encode("latin1"), (), "is not UTF-8: byte 0xfc at 1"),
         ("a.jsonl.gz", gzip.compress(lines({"content": "x"}), mtime=0), (), "has no column 'text', only 'content'"),
-        ("a.jsonl.gz", lines({"text": "x"}), (), "a.jsonl.gz, row 1: cannot be read: Not a gzipped file"),
-        ("a.csv", b"text\nx\n", (), "a.csv: .csv is not read; convert it to one of .txt"),
+        ("a.jsonl.gz", gzip.compress(lines({"text": "x"}), mtime=0)[:12], (), "a.jsonl.gz, row 1: cannot be read: Compressed file ended"),
+        ("a.xml", b"<text>x</text>\n", (), "a.xml: .xml is not read; convert it to one of .txt"),
         ("a.dat", b"text\nx\n", (), "a.dat: the ending does not say what is in it; convert it to one of .txt"),
         ("a.parquet", table("parquet"), ("--text_field", "body"), "has no column 'body', only 'text', 'messages', 'number', 'input_ids'"),
         ("a.parquet", table("parquet"), ("--text_field", "number"), "holds int '1' where text (--text_field) should be"),
@@ -86,6 +130,12 @@ def test_what_the_first_row_tells_is_refused_by_the_plan(tmp_path, name, content
         ("a.jsonl", b"\xef\xbb\xbf" + lines({"text": "x"}), ()),
         ("a.jsonl", b"\r\n \n" + lines({"text": ""}, {"other": 1}), ()),
         ("a.jsonl", lines({"text": None}), ()),
+        ("a.jsonl", lines({"text": 'the word "text": twice, "text"', "id": {"text": 1}}), ()),
+        ("a.jsonl", lines({"text": "x", "notes": [{"by": "a"}]}), ()),
+        ("a.jsonl", lines({"messages": [*CHAT] * 40_000}), SFT),
+        ("a.jsonl", lines({"prompt": "[1, 2]", "completion": '{"role": "a name"}'}), SFT),
+        ("a.jsonl", lines({"prompt": "Write JSON", "chosen": '[{"name": "a"}]', "rejected": "[]"}), PAIRS),
+        ("a.csv", b"text,id\nx,1\n", ()),
         ("a.jsonl", lines({"messages": CHAT}), SFT),
         ("a.jsonl", lines({"text": "x" * 3_000_000}), ("--text_field", "text")),
         ("a.jsonl", lines({"content": "x"}), ("--bad_rows", "skip")),
@@ -114,7 +164,6 @@ def test_what_is_left_out_of_a_folder_is_told(tmp_path):
         "c.csv",
         "below/d.csv.gz",
         "e.zip",
-        "f.csv",
         ".g.csv",
         ".h/i.jsonl",
         "below/_j/k.csv",
@@ -128,7 +177,7 @@ def test_what_is_left_out_of_a_folder_is_told(tmp_path):
         plan = make_plan(parse(Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes"), NANO, command))
         return [note for note in plan.notes if note.startswith("--dataset")]
 
-    assert notes(tmp_path) == [f"--dataset {tmp_path}: reads 2 files of split train; leaves out by their endings 3 .csv, 1 .zip"]
+    assert notes(tmp_path) == [f"--dataset {tmp_path}: reads 2 files of split train; leaves out by their endings 2 .csv, 1 .zip"]
     for name in ("a.jsonl", "below/b.jsonl"):
         (tmp_path / name).rename(tmp_path / f"{name}.txt")
     assert local_files(str(tmp_path)) == sorted(tmp_path / name for name in ("a.jsonl.txt", "below/b.jsonl.txt", "license.txt"))
@@ -137,6 +186,16 @@ def test_what_is_left_out_of_a_folder_is_told(tmp_path):
     for name in ("README.md", "more/README.md", "more/a.rst"):
         (tmp_path / "pages" / name).write_text("x")
     assert local_files(str(tmp_path / "pages")) == [tmp_path / "pages" / name for name in ("README.md", "more/README.md", "more/a.rst")]
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.parquet", twice("parquet")), ("a.arrow", twice("stream")), ("b.arrow", twice("file"))])
+def test_two_columns_of_one_name_are_refused_by_the_source(tmp_path, name, content):
+    """The plan reads no row where bad rows are left out."""
+    (tmp_path / name).write_bytes(content)
+    request = Request(dataset=str(tmp_path / name), bad_rows="skip")
+    source = open_source(request, Domain("", request.dataset), patience=None)  # type: ignore[arg-type]
+    with pytest.raises(Refusal, match="has 2 columns named 'text'"):
+        list(source.read(0, 0, 0))
 
 
 def test_an_odd_row_in_the_middle_may_be_left_out(tmp_path):

@@ -10,10 +10,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from pool import ROOT
 from recipekit.command import parse
-from recipekit.data.files import local_files
-from recipekit.data.mixture import Domain
+from recipekit.data.files import folder_classes, local_files
+from recipekit.data.mixture import Domain, domains_of
 from recipekit.data.request import Request
 from recipekit.data.sources import open_source
 from recipekit.plan import make_plan
@@ -200,6 +201,73 @@ def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
     assert line.endswith("reads 4 files of split train; leaves out 1 file of split test, 2 broken links, 3 repeated links")
 
 
+# Pictures and sound -----------------------------------------------------------------------------------------------
+
+
+def pictures(folder: Path, names: str) -> None:
+    for number, name in enumerate(names.split()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(folder / name)
+
+
+def labelled(folder: Path, split: str) -> list[tuple[str, str]]:
+    """Return the class and the color of each picture that a run would read."""
+    dataset = str(folder)
+    request = Request(dataset=dataset, split=split, task="image_classification")
+    source = open_source(request, Domain("", dataset), patience=None)  # type: ignore[arg-type]
+    classes = folder_classes(dataset, split)
+    rows = [document for values in source.read(0, 0, 0) for value in values for document, _ in source.documents(value, "")]
+    return sorted((classes[row["label"]], Image.open(row["image"]).getpixel((0, 0))[0]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        ("cat/a.png dog/b.png dog/c.PNG", "train"),
+        ("train/cat/a.png train/dog/b.png test/cat/c.png test/dog/d.png", "train test"),
+        ("data/train/cat/a.png data/train/dog/b.png data/val/cat/c.png data/val/dog/d.png", "train validation"),
+        ("first/cat/a.png second/cat/b.png second/dog/c.png", "train"),
+    ],
+)
+def test_pictures_have_the_splits_and_classes_of_datasets(tmp_path: Path, names: str, splits: str) -> None:
+    pictures(tmp_path / "real", names)
+    (tmp_path / "folder").mkdir()
+    for child in (tmp_path / "real").iterdir():  # the folder holds links only, as some make a subset of ImageNet
+        (tmp_path / "folder" / child.name).symlink_to(child)
+    for split in splits.split():
+        theirs = datasets.load_dataset(str(tmp_path / "real"), split=split, streaming=True)
+        wanted = [(theirs.features["label"].int2str(row["label"]), row["image"].getpixel((0, 0))[0]) for row in theirs]
+        assert labelled(tmp_path / "folder", split) == labelled(tmp_path / "real", split) == sorted(wanted)
+
+
+def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
+    """`datasets` would read the class bullet_train only."""
+    pictures(tmp_path, "bullet_train/a.png cat/b.png")
+    assert folder_classes(str(tmp_path)) == ["bullet_train", "cat"]
+
+
+@pytest.mark.parametrize(
+    ("names", "task", "says"),
+    [
+        ("cat/a.png dog/b.png metadata.csv", "image_classification", "holds metadata.csv, whose columns belong to its pictures, and such files are not read"),
+        ("train/a.png train/b.png train/metadata.jsonl", "image_classification", r"to_parquet\('pictures.parquet'\), and name that file"),
+        ("cat/a.png dog/b.png metadata.csv", "pretrain", "holds pictures, which task pretrain does not take; use --task image_classification"),
+        ("train/1.png train/2.png test/3.png", "image_classification", "all its pictures are of one class, train"),
+        ("a.wav b.wav metadata.csv", "pretrain", r"holds sound \(2 .wav\), which no task reads"),
+        ("train/a.mp3 train/b.flac train/metadata.jsonl", "pretrain", r"holds sound \(1 .mp3, 1 .flac\), which no task reads"),
+        ("a.wav notes.txt", "pretrain", "holds sound"),
+        ("dog/a.mp4 cat/b.mp4", "image_classification", r"holds video \(2 .mp4\), which no task reads"),
+    ],
+)
+def test_folders_of_other_kinds_are_refused(tmp_path: Path, names: str, task: str, says: str) -> None:
+    pictures(tmp_path, " ".join(name for name in names.split() if name.endswith(".png")))
+    write(tmp_path, " ".join(name for name in names.split() if not name.endswith(".png")))
+    recipe = Recipe(model="recipekit/llama-nano", init="random", task=task, **({} if task == "image_classification" else {"tokenizer": "bytes"}))
+    with pytest.raises(Refusal, match=says) as refusal:
+        planned(tmp_path, recipe=recipe)
+    assert says.partition(",")[0].replace("\\", "") in str(refusal.value)
+
+
 # The plan: which split, and the line at the start -----------------------------------------------------------------
 
 OWN = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes", dataset="ORG/NAME", split="train_sft", subset="de")
@@ -255,6 +323,15 @@ def test_the_start_says_what_is_read_and_what_is_left_out(tmp_path: Path) -> Non
         assert f"--dataset {tmp_path}/{name}: {line}" in planned(tmp_path / name, *flags).notes
     notes = planned(f"a={tmp_path}/clone@1; b={tmp_path}/clone/script.py@2").notes
     assert [note.partition(": ")[2][:22] for note in notes if note.startswith(f"--dataset {tmp_path}")] == ["reads 2 files of split", "reads 1 file of split "]
+
+
+def test_each_folder_of_a_mixture_may_have_its_subset(tmp_path: Path) -> None:
+    write(tmp_path / "clone", "en/a.jsonl de/b.jsonl", TWO.format("en", "en/*", "lost*") + TWO.format("de", "de/*", "lost*"))
+    write(tmp_path, "other:part/c.jsonl")
+    mixture = f"one={tmp_path}/clone:de@1; two={tmp_path}/other:part@2; three=ORG/NAME:en@1"
+    domains = domains_of(mixture)
+    assert [(domain.dataset, domain.subset) for domain in domains] == [(f"{tmp_path}/clone", "de"), (f"{tmp_path}/other:part", ""), ("ORG/NAME", "en")]
+    assert [file.name for file in local_files(domains[0].dataset, subset="de") or []] == ["b.jsonl"]
 
 
 def test_relative_and_absolute_files_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
     [
         ("--dataset", "{tmp}/missing.jsonl", ["--dataset {tmp}/missing.jsonl: there is no such file"]),
         ("--dataset", "{tmp}/tables", ["--dataset {tmp}/tables: "]),
-        ("--dataset", "{tmp}/tables/a.csv", ["a.csv: .csv is not read; convert it to one of .txt, "]),
+        ("--dataset", "{tmp}/tables/a.xml", ["a.xml: .xml is not read; convert it to one of .txt, "]),
         ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
         ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["holds files of several kinds"]),
         ("--dataset", "a=x; b=y", ["is no part of a mixture"]),
@@ -240,7 +240,7 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
     ],
 )
 def test_data_and_tokenizer_that_are_not_there_are_refused_when_the_run_is_planned(tmp_path, flag, value, said):
-    for name in ("good/a.txt", "good/b.jsonl", "tables/a.csv"):
+    for name in ("good/a.txt", "good/b.jsonl", "tables/a.xml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text\n")
     with pytest.raises(Refusal) as refusal:

@@ -103,7 +103,26 @@ def _is_system(message: Any, text: str) -> bool:
     return message.get("role", message.get("from")) == "system" and message.get("content", message.get("value")) == text
 
 
+def is_json_chat(value: Any) -> bool:
+    """Return True for a text that is the JSON of a chat. Such a text would be learned with its brackets and keys."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return False
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    messages = found if isinstance(found, list) else [found]
+    return bool(messages) and all(
+        isinstance(message, dict) and ({"role", "content"} <= message.keys() or {"from", "value"} <= message.keys()) for message in messages
+    )
+
+
+JSON_CHAT = "a chat written as JSON text", "make it a list of messages (json.loads of the text)"  # what it is, and the fix
+
+
 def _list(value: Any, place: str) -> list[Message]:
+    if is_json_chat(value):
+        raise refuse(place, f"holds {JSON_CHAT[0]} where a list of messages (--messages_field) should be", f"{JSON_CHAT[1]}, or {SKIP}")
     if value is not None and not isinstance(value, list):
         rule = f"holds {type(value).__name__} {str(value)[:40]!r} where a list of messages (--messages_field) should be"
         raise refuse(place, rule, f"name another column, correct the row, or {SKIP}")
@@ -142,6 +161,9 @@ def _completion(row: Row, place: str) -> list[Message]:
     prompt, completion = row["prompt"], row["completion"]
     if not prompt and not completion:
         return []
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if is_json_chat(value):
+            raise refuse(place, f"its {name} holds {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     for name, value in (("prompt", prompt), ("completion", completion)):

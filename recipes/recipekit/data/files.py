@@ -56,7 +56,9 @@ def _check_whole(part: str, split: str, subset: str) -> None:
     if split != TRAIN:
         raise refuse(f"--split {split}", f"{part} is no folder, and all its rows are of the split {TRAIN}", f"use --split {TRAIN}, or name a folder")
     if subset not in ("", DEFAULT):
-        raise refuse(f"--subset {subset}", f"{part} is no folder and has no subsets", "leave --subset out, or name a folder")
+        raise refuse(
+            f"--subset {subset}", f"{part} is no folder and has no subsets", "leave --subset out; a part of a mixture may have its own, NAME=FOLDER:SUBSET@1"
+        )
 
 
 def _parts(dataset: str) -> list[str]:
@@ -113,7 +115,7 @@ def _check_folder(folder: Path, files: list[Path], of_split: tuple[Path, ...], p
     if not files:
         raise refuse(where, f"holds no file of a known kind: {known}", "convert its files to one of these")
     metadata = [file for file in of_split if file.name in METADATA]
-    if metadata and suffix(files[0]) in PICTURES:
+    if metadata and pictures and suffix(files[0]) in PICTURES:
         rule = f"holds {metadata[0].name}, whose columns belong to its pictures, and such files are not read"
         convert = f"datasets.load_dataset('imagefolder', data_dir={str(folder)!r}, split={split!r}).to_parquet('pictures.parquet')"
         raise refuse(where, rule, f"convert the folder with {convert}, and name that file")
@@ -182,6 +184,7 @@ def picture_classes(files: list[Path], dataset: str) -> list[str]:
     Raises `Refusal` unless the folders of classes are equally deep and none is empty.
     """
     folders = folders_of(files)
+    classes = sorted({folder.name for folder in folders})
     fix = "put the pictures into a folder for each class, FOLDER/CLASS/PICTURE.png, and name FOLDER"
     for root in (path for part in _parts(dataset) if (path := Path(part).expanduser()).is_dir()):
         inside = [folder for folder in folders if folder.is_relative_to(root)]
@@ -190,10 +193,11 @@ def picture_classes(files: list[Path], dataset: str) -> list[str]:
         if deep := [folder for folder in inside if len(folder.parts) != len(inside[0].parts)]:
             rule = f"its folders of classes are not equally deep: {inside[0].relative_to(root)} and {deep[0].relative_to(root)}"
             raise refuse(f"--dataset {root}", rule, f"name the folder above the classes, for example {deep[0].parent}")
+        if len(classes) == 1:
+            break
         children = {child for parent in {folder.parent for folder in inside} for child in parent.iterdir() if child.is_dir()}
         if empty := sorted(child for child in children.difference(inside) if not child.name.startswith((".", "_"))):
             raise refuse(f"--dataset {root}", f"the folder of the class {empty[0].name} holds no picture", "fill it, or delete it")
-    classes = sorted({folder.name for folder in folders})
     if len(classes) == 1:
         raise refuse(f"--dataset {dataset}", f"all its pictures are of one class, {classes[0]}", fix)
     return classes

@@ -2,7 +2,8 @@
 
 import codecs
 import contextlib
-import gzip
+import json
+import re
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +12,13 @@ from typing import Any
 
 from ..refusal import Refusal, refuse
 from ..tasks.facts import TASKS
-from .chat_rows import form_of
+from . import csv_rows
+from .chat_rows import JSON_CHAT, form_of, forms, is_json_chat
+from .compression import check_text, compression_of, decompressed
 from .files import local_files, picture_classes
 from .kinds import kind_of
 from .request import Request
-from .rows import SKIP, absent_column, check_value, columns_read, not_utf8, row_of, unreadable
+from .rows import SKIP, absent_column, check_names, check_value, columns_read, not_utf8, row_of, unreadable
 
 FIRST_BYTES = 1 << 20  # of a file that are looked at before a run: a longer row is judged by its beginning
 
@@ -32,14 +35,18 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
         return
     columns, place = request.columns, f"{files[0]}, row 1"
     try:
+        if kind in ("text", "lines", "csv"):
+            check_text(files[0])
         if kind == "text":
             codecs.getincrementaldecoder("utf-8")().decode(_head(files[0]))
             return
         if kind == "pictures":
             names, values, place = list(columns), {columns[0]: files[0]}, str(files[0])
         elif kind == "lines":
-            number, values = _first_of_lines(files[0])
+            number, values = _first_of_lines(files[0], columns)
             names, place = list(values), f"{files[0]}, row {number}"
+        elif kind == "csv":
+            names, values = _first_of_csv(files[0])
         else:
             names, values = _first_of_table(files[0], kind, partial(columns_read, request.task, columns))
     except UnicodeDecodeError as error:
@@ -78,7 +85,12 @@ def no_table(dataset: str, request: Request) -> Refusal:
 
 
 def _check_sample(row: dict[str, Any], place: str) -> None:
-    """Raises `Refusal` for a picture that cannot be decoded and for a class that is no number."""
+    """Raises `Refusal` for a picture that cannot be decoded, a class that is no number, and a chat of a pair that is a text."""
+    for name in row.keys() & {"prompt", "chosen", "rejected"}:
+        if is_json_chat(row[name]):
+            raise refuse(place, f"its {name} holds {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")
+    if not row.keys() & {"image", "label"}:
+        return
     from .pictures import class_number, opened  # which nothing but a sample needs
 
     for name, check in (("image", opened), ("label", class_number)):
@@ -90,11 +102,11 @@ def _check_sample(row: dict[str, Any], place: str) -> None:
 
 
 def _head(file: Path) -> bytes:
-    with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as stream:
-        return stream.read(FIRST_BYTES)
+    with file.open("rb") as stream, decompressed(stream, compression_of(file)) as content:
+        return content.read(FIRST_BYTES)
 
 
-def _first_of_lines(file: Path) -> tuple[int, dict[str, Any]]:
+def _first_of_lines(file: Path, columns: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
     """Reads the first row that is not blank: (number, content). The content is empty if the row is longer than `FIRST_BYTES`."""
     head = _head(file)
     if not head:
@@ -102,7 +114,51 @@ def _first_of_lines(file: Path) -> tuple[int, dict[str, Any]]:
     lines = head.split(b"\n")
     if len(head) == FIRST_BYTES:
         lines.pop()  # it goes on
-    return next(((number, row_of(line, f"{file}, row {number}")) for number, line in enumerate(lines, 1) if line.strip()), (1, {}))
+    number, line = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, b""))
+    _check_document(file, line or head, alone=line.strip() == head.strip() or not line, columns=columns)
+    return number, row_of(line, f"{file}, row {number}") if line else {}
+
+
+_ROWS = re.compile(r'\{\s*"([^"]+)"\s*:\s*\[\s*\{')  # an object whose first value is a list of objects
+
+
+def _check_document(file: Path, line: bytes, alone: bool, columns: tuple[str, ...]) -> None:
+    """Raise `Refusal` for a file that is one JSON document instead of an object in each line.
+
+    `line` is the first row, or the beginning of the file if that row is long; `alone`: the file has no other.
+    """
+    text = line.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        row = None
+    if row is None and text.rstrip() == "{":  # a document over several lines
+        text = _head(file).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    read = {*columns, *(name for form in forms(columns[0]) for name in (*form.columns, *form.optional))}
+    if isinstance(row, dict):
+        listed = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        rows = "" if read & row.keys() else next(iter(listed), "")
+    else:
+        rows = found[1] if (found := _ROWS.match(text)) and found[1] not in read else ""
+
+    if text.startswith("[") and (row is None or alone):
+        rule, field = "is one JSON list, not an object in each line", ""
+    elif rows and (row is None or alone):
+        rule, field = f"is one JSON object with its rows in {rows!r}, not an object in each line", f", field={rows!r}"
+    elif row is None and line.strip() == b"{":
+        rule, field = "has JSON objects over several lines, not an object in each line", ""
+    else:
+        return
+    convert = f"datasets.load_dataset('json', data_files={str(file)!r}{field}, split='train').to_json('rows.jsonl')"
+    raise refuse(str(file), rule, f"convert it with {convert}, and name rows.jsonl")
+
+
+def _first_of_csv(file: Path) -> tuple[list[str], dict[str, Any]]:
+    """Return the columns of a file, and its first row; {} if there is none."""
+    with file.open("rb") as stream, decompressed(stream, compression_of(file)) as content:
+        header, rows = csv_rows.read(content, csv_rows.separator_of(file), str(file))
+        first = next(rows, None)
+        return header, {} if first is None else csv_rows.row_of(first, f"{file}, row 1")
 
 
 def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[str, ...]]) -> tuple[list[str], dict[str, Any]]:
@@ -117,6 +173,7 @@ def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[s
         if kind == "parquet":
             table = closing.enter_context(pq.ParquetFile(file))
             names = table.schema_arrow.names
+            check_names(names, str(file))
             columns = wanted(names)
             batches = table.iter_batches(1, columns=list(columns), use_threads=False) if {*columns} <= {*names} else iter(())
         else:
@@ -128,6 +185,7 @@ def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[s
                 table = pa.ipc.open_file(opened)
                 batches = map(table.get_batch, range(table.num_record_batches))
             names = table.schema.names
+            check_names(names, str(file))
             columns = wanted(names)
         first = next((batch for batch in batches if {*columns} <= {*names} and batch.num_rows), None)
         return names, {} if first is None else {column: first.column(column)[0].as_py() for column in columns}

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import gzip
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..refusal import Refusal, refuse
+from . import csv_rows
+from .compression import compression_of, decompressed
+from .csv_rows import Record, separator_of
 from .digests import digests, digests_of_classes, fingerprint
 from .packing import permutation
 from .remote import Patience, RemoteFile, Unreachable
@@ -40,6 +43,7 @@ class Span:
     open: Callable[[], BinaryIO]
     start: int
     stop: int
+    compression: str = ""
 
     @property
     def name(self) -> str:
@@ -48,8 +52,8 @@ class Span:
 
 def spans_of(file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO], length: int) -> list[Span]:
     """Cuts a file into runs of `length` bytes, each of which can be reached at once: datasets' text builder resumes by reading a file from its start."""
-    if file.name.endswith(".gz"):
-        return [Span(file, opened, 0, 1 << 62 if size else 0)]
+    if compression := compression_of(file):
+        return [Span(file, opened, 0, 1 << 62 if size else 0, compression)]
     return [Span(file, opened, start, min(start + length, size)) for start in range(0, max(1, size), length)]
 
 
@@ -57,8 +61,8 @@ def _raw_lines(span: Span) -> Iterator[bytes]:
     """Yields the span's lines, with their ends. Raises OSError, EOFError or zlib.error for a broken file."""
     with contextlib.ExitStack() as closing:
         stream: Any = closing.enter_context(span.open())
-        if span.file.name.endswith(".gz"):
-            stream = closing.enter_context(gzip.open(stream, "rb"))
+        if span.compression:
+            stream = closing.enter_context(decompressed(stream, span.compression))
         position = 0
         if span.start:
             stream.seek(span.start - 1)
@@ -149,6 +153,27 @@ def _pieces(most: int, text: str, place: str) -> list[Document]:
         pieces.append((text[start:end], place))
         start = end
     return pieces
+
+
+def csv_source(tables: list[Path], wanted: Wanted, mark: str, **more: Any) -> Source:
+    """Make a corpus of CSV and TSV files. A file is read from its start, since a line end may be part of a field."""
+
+    def read(part: int, group: int, row: int) -> Iterator[list[Record]]:
+        file = tables[part]
+        with contextlib.ExitStack() as closing:
+            stream = closing.enter_context(file.open("rb"))
+            stream = closing.enter_context(decompressed(stream, compression_of(file)))
+            header, rows = csv_rows.read(stream, separator_of(file), str(file))
+            wanted.check(header, str(file))
+            rows = itertools.islice(rows, row, None)
+            while some := list(itertools.islice(rows, wanted.read_rows)):
+                yield some
+
+    def documents(record: Record, place: str) -> list[Document] | None:
+        row = csv_rows.row_of(record, place)
+        return wanted.documents(wanted.of_row(row), place)
+
+    return Source(tuple(map(str, tables)), lambda part: 1, read, documents, mark, **more)
 
 
 def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document] | None:

@@ -6,20 +6,21 @@ from collections import Counter
 from pathlib import Path
 
 from ..refusal import refuse
+from .compression import ENDINGS
 from .splits import NOT_DATA
 
 KINDS = {
     ".txt": "text", ".md": "text", ".rst": "text", ".py": "text", ".yaml": "text",
     ".jsonl": "lines", ".ndjson": "lines", ".json": "lines",
     ".parquet": "parquet", ".arrow": "arrow",
+    ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # of one kind, "pictures"
 MEDIA = {
     **dict.fromkeys((".aac", ".aif", ".aiff", ".flac", ".m4a", ".mp3", ".oga", ".ogg", ".opus", ".wav", ".wma"), "sound"),
     **dict.fromkeys((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"), "video"),
 }
-OTHER_KINDS = (*MEDIA, *(".csv", ".tsv", ".xls", ".xlsx", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".db", ".pkl", ".npy"))
-PACKED = (".gz", ".bgz", ".bz2", ".xz", ".zst", ".lz4")  # endings of compressed files, after the ending of their kind
+OTHER_KINDS = (*MEDIA, *(".xls", ".xlsx", ".xml", ".html", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".db", ".pkl", ".npy"))
 PAGES = (".md", ".rst", ".py", ".yaml")  # describe the data where they lie beside data of another kind
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # columns of the pictures or sounds beside them
 
@@ -27,7 +28,7 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # columns of 
 def suffix(file: Path) -> str:
     """Return the ending that names a file's kind, in small letters: .jsonl of a.jsonl.gz."""
     name, ending = os.path.splitext(file.name)
-    return (os.path.splitext(name)[1] if ending.lower() in PACKED else ending).lower()
+    return (os.path.splitext(name)[1] if ending.lower() in ENDINGS else ending).lower()
 
 
 def kind_of(files: list[Path], dataset: str) -> str:
@@ -71,14 +72,12 @@ def choose(files: tuple[Path, ...], pictures: bool) -> list[Path]:
     if shown and (not found or (pictures and not {KINDS[endings[file]] for file in found} & {"parquet", "arrow"})):
         return shown
 
+    counts = Counter(endings[file] for file in found if file.name not in METADATA)
+    leading = {KINDS[ending] for ending, count in counts.items() if count == max(counts.values())}
+    if leading - {"csv", "text"} or leading == {"text"}:  # of equally many files `datasets` reads text last, and CSV before it
+        found = [file for file in found if KINDS[endings[file]] != "csv"]
     data = [file for file in found if KINDS[endings[file]] != "text" or not _is_readme(file)]
-    if all(KINDS[endings[file]] == "text" for file in data):
-        return found
-    tables = [file for file in data if KINDS[endings[file]] != "csv"]
-    counts = Counter(endings[file] for file in data if file.name not in METADATA)
-    most = max(counts.values(), default=0)
-    only_csv = all(KINDS[ending] == "csv" for ending, count in counts.items() if count == most)
-    return tables if tables and not only_csv else data
+    return found if all(KINDS[endings[file]] == "text" for file in data) else data
 
 
 def describes(file: Path) -> bool:

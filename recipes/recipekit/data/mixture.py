@@ -26,7 +26,8 @@ class Domain:
 def domains_of(dataset: str, subset: str = "") -> list[Domain]:
     """Reads which corpora the flag `--dataset` names. Raises `Refusal` for a mixture that is written wrong.
 
-    A mixture is NAME=DATASET@WEIGHT, joined by `;`. A hub id in it may carry its subset, ORG/NAME:SUBSET; the others have `subset`.
+    A mixture is NAME=DATASET@WEIGHT, joined by `;`. A hub id or a folder in it may carry its subset, ORG/NAME:SUBSET; the
+    others have `subset`.
     """
     if ";" not in dataset and not _DOMAIN.fullmatch(dataset):
         if problem := _blank_entry(dataset):
@@ -40,7 +41,7 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
             problems.append(Problem(f"--dataset: {part.strip()!r}", "is no part of a mixture", _FORM))
             continue
         corpus = found[2].strip()
-        name, _, own = corpus.partition(":") if re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.-]+", corpus) else (corpus, "", "")
+        name, _, own = corpus.rpartition(":") if _has_subset(corpus) else (corpus, "", "")
         domains.append(Domain(found[1], name, own or subset, weights))
         problems += filter(None, [_blank_entry(name, found[1])])
     names = [domain.name for domain in domains]
@@ -62,6 +63,13 @@ def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
     where = f"--dataset: {domain} = {dataset!r}" if domain else f"--dataset {dataset!r}"
     rule = "must not be empty or blank" if len(entries) == 1 else f"entry {[bool(entry.strip()) for entry in entries].index(False) + 1} of the list is empty"
     return Problem(where, rule, "name a file, a folder or ORG/NAME; check the variables of your shell")
+
+
+def _has_subset(corpus: str) -> bool:
+    """Return True for a hub id or an existing folder with a subset after a colon."""
+    folder = Path(corpus.rpartition(":")[0]).expanduser()
+    is_folder = ":" in corpus[1:] and folder.is_dir() and not Path(corpus).expanduser().exists()
+    return is_folder or re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.-]+", corpus) is not None
 
 
 def _weights(text: str) -> tuple[tuple[int, float], ...] | None:

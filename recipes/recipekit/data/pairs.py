@@ -14,7 +14,7 @@ import torch
 
 from ..refusal import Refusal
 from ..task import IGNORE, MicroBatch, Row
-from .chat_rows import TOOLS, learned, messages_of, tools_of, without_nulls
+from .chat_rows import JSON_CHAT, TOOLS, is_json_chat, learned, messages_of, tools_of, without_nulls
 from .chat_spans import UNRENDERABLE, ChatTemplate
 from .processors import encode, fitting_tokenizer, num_embeddings, pad_id
 from .request import Request
@@ -112,6 +112,8 @@ def answers_of(row: Row, roles: Collection[str] = ()) -> tuple[str | Messages, s
 
 
 def _content(name: str, value: Any, roles: Collection[str]) -> str | Messages:
+    if is_json_chat(value):
+        raise ValueError(f"its {name} holds {JSON_CHAT[0]}; {JSON_CHAT[1]}")
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):

@@ -20,6 +20,8 @@ def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
     """Says what is wrong with text of another encoding: rule and fix of a refusal."""
     if error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "is UTF-16, not UTF-8", f"convert the file (iconv -f utf-16 -t utf-8), or {SKIP}"
+    if error.object[:2] == b"\x1f\x8b":
+        return "is compressed (gzip), and its address does not say so", "let the name end in .gz"
     rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
     return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}"
 
@@ -39,7 +41,27 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
         raise refuse(place, f"{what}: {error}", f"write one JSON object per line, or {SKIP}") from error
     if not isinstance(row, dict):
         raise refuse(place, f"is not a JSON object but a {type(row).__name__}", f"write one JSON object per line, or {SKIP}")
+    if any(text.count(f'"{name}"') > 1 for name in row):  # perhaps a key of an object inside
+        check_names(_keys(text), place)
     return row
+
+
+def _keys(text: str) -> list[str]:
+    """Return the keys of a JSON object as they are written; a parsed object keeps the last of two that are equal."""
+    found: list[str] = []
+
+    def keep(pairs: list[tuple[str, Any]]) -> None:
+        found[:] = [name for name, _ in pairs]  # the outermost object comes last
+
+    json.loads(text, object_pairs_hook=keep)
+    return found
+
+
+def check_names(names: list[str], place: str) -> None:
+    """Raise `Refusal` if two columns have one name."""
+    if len(names) > len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise refuse(place, f"has {names.count(twice)} columns named {twice!r}", "rename or drop all but one of them")
 
 
 def columns_read(task: str, columns: tuple[str, ...], names: Collection[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .chat_rows import form_of
 from .content import is_empty
-from .rows import absent_column, check_value, columns_read
+from .rows import absent_column, check_names, check_value, columns_read
 
 NEEDED = ("chosen", "rejected", "image")  # values of a sample without which a row is empty
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
@@ -96,13 +96,15 @@ class Wanted:
         return values
 
     def check(self, names: list[str], place: str) -> None:
-        """Raises `Refusal` if a column is not among `names`."""
+        """Raises `Refusal` if a column is not among `names`, or if two of these are equal."""
+        check_names(names, place)
         self.met.update(dict.fromkeys(names))
         if absent := absent_column(self.task, self.columns, names):
             raise refuse(place, *absent)
 
     def are_tokens(self, schema: pa.Schema) -> bool:
-        return not self.as_rows and self.columns[0] in schema.names and holds_tokens(schema.field(self.columns[0]).type)
+        index = schema.get_field_index(self.columns[0])  # -1 also if two columns have this name
+        return not self.as_rows and index >= 0 and holds_tokens(schema.field(index).type)
 
 
 def holds_tokens(kind: pa.DataType) -> bool:

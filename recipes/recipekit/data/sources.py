@@ -24,7 +24,7 @@ from ..task import Samples
 from .digests import digests, fingerprint
 from .files import local_files, standard_library
 from .first_row import check_kind
-from .formats import arrow_source, drawn_source, lines_source, parquet_source, picture_source, spans_of, streamed_source, text_source
+from .formats import arrow_source, csv_source, drawn_source, lines_source, parquet_source, picture_source, spans_of, streamed_source, text_source
 from .kinds import KINDS, kind_of, suffix
 from .mixture import Domain
 from .remote import Patience, from_rank_0, look_up, shown
@@ -71,6 +71,8 @@ def _source_of(request: Request, domain: Domain, wanted: Wanted, patience: Patie
     if kind == "lines":
         cut = (spans_of(file, stat.st_size, partial(open, file, "rb"), sizes.part_bytes) for file, stat in zip(files, stats, strict=True))
         return lines_source([span for spans in cut for span in spans], wanted, mark, **more)
+    if kind == "csv":
+        return csv_source(files, wanted, mark, **more)
     names = tuple(map(str, files))
     if kind == "arrow":
         return arrow_source(names, wanted, mark, **more)

@@ -69,7 +69,7 @@ def _by_names(folder: Path, files: Files) -> dict[str, Files]:
     for name, file in names.items():
         if (shard := _SHARD.fullmatch(name)) and _SPLIT.fullmatch(shard[1]):
             shards.setdefault(shard[1], []).append(file)
-    found = {split: tuple(files) for split, files in shards.items()}
+    found = {split: tuple(shards[split]) for split in dict.fromkeys([*WORDS, *shards]) if split in shards}
     return found or _by_folders(names) or _by_files(names) or {TRAIN: tuple(names.values())}
 
 

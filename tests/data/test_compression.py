@@ -1,0 +1,103 @@
+"""Compressed files are recognised by their content, whatever their endings say."""
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pool import ROOT
+from recipekit.command import parse
+from recipekit.data.mixture import Domain
+from recipekit.data.request import Request
+from recipekit.data.source import UNREADABLE
+from recipekit.data.sources import open_source
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+
+TEXTS = [f"document {number} with some more words than this" for number in range(3000)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+CSV = "text\n" + "\n".join(TEXTS)
+
+
+def frame(name: str) -> Callable[[bytes], bytes]:
+    """Return a function that compresses as command line tools do, with a header."""
+
+    def compressed(content: bytes) -> bytes:
+        sink = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(sink, name) as stream:
+            stream.write(content)
+        return sink.getvalue().to_pybytes()
+
+    return compressed
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress, "zstd": frame("zstd"), "lz4": frame("lz4")}
+ENDING = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "zstd": ".zst", "lz4": ".lz4"}
+
+
+def rows_of(file: Path) -> list[Any]:
+    source = open_source(Request(dataset=str(file)), Domain("", str(file)), patience=None)  # type: ignore[arg-type]
+    return [document for values in source.read(0, 0, 0) for value in values for document, _ in source.documents(value, "")]
+
+
+def planned(file: Path) -> Any:
+    recipe = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes")
+    return make_plan(parse(recipe, ROOT / "recipes" / "llama_nano_zero2.py", ["--dataset", str(file), "--dry_run"]))
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_content_decides_and_the_ending_names_the_kind(tmp_path: Path, name: str) -> None:
+    for ending, content in ((".jsonl", LINES), (".csv", CSV.encode()), (".txt", "\n".join(TEXTS).encode())):
+        for more in ("", ENDING[name], ".gz"):
+            file = tmp_path / f"a{ending}{more}"
+            file.write_bytes(PACK[name](content))
+            planned(file)
+            found = rows_of(file)
+            assert (found if ending != ".txt" else "".join(found).splitlines()) == TEXTS, file.name
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_several_streams_in_one_file_are_read(tmp_path: Path, name: str) -> None:
+    """`cat a.gz b.gz` and parallel compressors make such files."""
+    (tmp_path / "a.jsonl").write_bytes(PACK[name](LINES[: LINES.index(b"\n", 500)]) + PACK[name](LINES[LINES.index(b"\n", 500) :]))
+    assert rows_of(tmp_path / "a.jsonl") == TEXTS
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_a_broken_stream_is_an_error_that_is_caught(tmp_path: Path, name: str) -> None:
+    packed = PACK[name](LINES)
+    for number, content in enumerate((packed[: len(packed) // 2], packed[:200] + bytes(40) + packed[240:])):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_bytes(content)
+        with pytest.raises(UNREADABLE):
+            rows_of(file)
+
+
+def test_a_plain_file_with_the_ending_of_a_compressed_one_is_read(tmp_path: Path) -> None:
+    for name in ("a.jsonl.gz", "a.jsonl.xz"):
+        (tmp_path / name).write_bytes(LINES)
+        planned(tmp_path / name)
+        assert rows_of(tmp_path / name) == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"PAR1\x15\x04", "a.jsonl: holds Parquet, and its ending says text; rename it to end in .parquet, or fetch the right file"),
+        (b"ARROW1\x00\x00", "holds Arrow, .* rename it to end in .arrow"),
+        (b"PK\x03\x04\x14\x00", "holds ZIP, .* rename it to end in .zip"),
+        (b"%PDF-1.7\n", "holds PDF, "),
+        (b"SQLite format 3\x00", "holds SQLite, "),
+    ],
+)
+def test_the_content_of_another_format_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(Refusal, match=says) as refusal:
+        planned(tmp_path / "a.jsonl")
+    assert len(str(refusal.value).splitlines()) == 1
