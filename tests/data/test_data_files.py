@@ -129,7 +129,7 @@ def test_what_the_first_row_tells_is_refused_by_the_plan(tmp_path, name, content
     [
         ("a.jsonl", b"\xef\xbb\xbf" + lines({"text": "x"}), ()),
         ("a.jsonl", b"\r\n \n" + lines({"text": ""}, {"other": 1}), ()),
-        ("a.jsonl", lines({"text": None}), ()),
+        ("a.jsonl", lines({"text": None}, {"text": "x"}), ()),
         ("a.jsonl", lines({"text": 'the word "text": twice, "text"', "id": {"text": 1}}), ()),
         ("a.jsonl", lines({"text": "x", "notes": [{"by": "a"}]}), ()),
         ("a.jsonl", lines({"messages": [*CHAT] * 40_000}), SFT),
@@ -139,7 +139,7 @@ def test_what_the_first_row_tells_is_refused_by_the_plan(tmp_path, name, content
         ("a.jsonl", lines({"messages": CHAT}), SFT),
         ("a.jsonl", lines({"text": "x" * 3_000_000}), ("--text_field", "text")),
         ("a.jsonl", lines({"content": "x"}), ("--bad_rows", "skip")),
-        ("a.jsonl", b"", ("--bad_rows", "skip")),
+        ("a.jsonl", b"nonsense\n" + lines({"text": "x"}), ("--bad_rows", "skip")),
         ("a.txt", ("ü" * 600_000).encode(), ()),
         ("a.txt.gz", gzip.compress(b"text", mtime=0), ()),
         ("a.parquet", table("parquet"), ()),

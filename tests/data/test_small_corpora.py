@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from recipekit.command import parse
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_rows, eval_samples
 from recipekit.data.pairs import Pairs
@@ -18,6 +19,8 @@ from recipekit.data.request import Request
 from recipekit.data.sameness import OtherData
 from recipekit.data.samples import open_rows, open_samples
 from recipekit.data.stream import open_corpus, open_stream
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.task import IGNORE
 from recipekit.tasks.find import task_called
@@ -193,3 +196,15 @@ def test_a_corpus_with_held_out_documents_is_as_it_was(tmp_path: Path) -> None:
     assert any(map(is_held_out, rows))
     for eval_every in (0, 1):
         assert "held_out" not in open_corpus(request(tmp_path / "rows.jsonl", eval_every=eval_every), TOKENIZER).identity
+
+
+@pytest.mark.parametrize("skip", ["stop", "skip"])
+def test_a_dry_run_refuses_small_files_without_text(tmp_path: Path, skip: str) -> None:
+    contents = {"a.txt": "", "b.txt": " \n\n", "c.jsonl": '{"text": ""}\n\n{"text": null}\n', "d.json": '{"text": " "}\n', "e.txt": "\ufeff"}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+        recipe = Recipe(model="recipekit/llama-nano", init="random", dataset=str(tmp_path / name), tokenizer="bytes", bad_rows=skip)
+        with pytest.raises(Refusal, match=r"holds no document: each row is empty .*; give other data"):
+            make_plan(parse(recipe, Path("mine.py"), ["--dry_run"]))
+    (tmp_path / "c.jsonl").write_text(contents["c.jsonl"] + '{"text": "words"}\n')
+    make_plan(parse(Recipe(model="recipekit/llama-nano", init="random", dataset=str(tmp_path / "c.jsonl"), tokenizer="bytes"), Path("mine.py"), ["--dry_run"]))

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import config as datasets_config
 
 from ..refusal import Refusal, Say, refuse
@@ -296,11 +295,12 @@ class Reader:
                 self.refuse_unless_skipped(problem)
                 told.append(str(problem))
             lists = lists.take(pa.array(np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])))
-        count, empty = end - row, int(pc.sum(pc.equal(pc.fill_null(pc.list_value_length(lists), 0), 0)).as_py() or 0)
+        nulls = lists.null_count
         lists = lists.drop_null()
         ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
         offsets = lists.offsets.to_numpy().astype(np.int64)
         starts, lengths = offsets[:-1] - offsets[0], offsets[1:] - offsets[:-1]
+        count, empty = end - row, nulls + int(np.count_nonzero(lengths == 0))
         long = lengths > 1
         barren = int(np.count_nonzero(lengths == 1))
         if not long.all():

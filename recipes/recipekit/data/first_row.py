@@ -15,6 +15,7 @@ from ..tasks.facts import TASKS
 from . import csv_rows
 from .chat_rows import JSON_CHAT, form_of, forms, is_json_chat
 from .compression import check_text, compression_of, decompressed
+from .content import is_empty
 from .files import local_files, picture_classes
 from .kinds import kind_of
 from .request import Request
@@ -31,7 +32,14 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     files = ("image" in request.names and local_files(dataset, True, request.split, request.subset)) or files
     kind = kind_of(files, dataset)
     check_kind(kind, files, dataset, request)
-    if request.skip or not files:
+    if not files:
+        return
+    size = sum(file.stat().st_size for file in files)
+    has_message = kind == "lines" and size == 0 and not request.skip  # an empty file is named below
+    if kind in ("text", "lines") and size <= FIRST_BYTES and not has_message and _all_empty(files, kind, request):
+        rule = "holds no document: each row is empty (null, no text or blank)"
+        raise refuse(f"--dataset {dataset}", rule, f"give other data{f', or name the column with --{request.fields[0]}' if kind == 'lines' else ''}")
+    if request.skip:
         return
     columns, place = request.columns, f"{files[0]}, row 1"
     try:
@@ -63,6 +71,23 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
                 form.content(values, place, padded=kind != "lines")
         else:
             check_value(values.get(columns[0]), request.chats, place, tokens=kind != "lines")
+
+
+def _all_empty(files: list[Path], kind: str, request: Request) -> bool:
+    """Return True if small files hold no document. A larger corpus is checked when the run opens it."""
+    column = request.columns[0]
+    try:
+        for file in files:
+            content = _head(file).removeprefix(codecs.BOM_UTF8)
+            for number, line in enumerate(content.split(b"\n") if kind == "lines" else [content], 1):
+                if not line.strip():
+                    continue
+                row = row_of(line, f"{file}, row {number}") if kind == "lines" else {column: "text"}
+                if column not in row or not is_empty(row[column]):
+                    return False
+    except (Refusal, OSError, EOFError, zlib.error):
+        return False  # a broken file has a message of its own
+    return True
 
 
 def check_kind(kind: str, files: list[Path], dataset: str, request: Request) -> None:
