@@ -19,12 +19,12 @@ import pyarrow as pa
 from datasets import config as datasets_config
 
 from ..refusal import Refusal, Say, refuse
-from .content import ONE_PERCENT, HeldOut, characters_of, is_empty, size_of
+from .content import ONE_PERCENT, HeldOut, characters_of, size_of
 from .encode import Counts, Encoded, Encoder
 from .processors import check_token
 from .remote import Unreachable
 from .request import Sizes
-from .rows import not_utf8, unreadable
+from .rows import is_empty, not_utf8, unreadable
 from .source import UNREADABLE, Document, Source, Values, holds_tokens
 from .values import as_python, wrong_tokens
 

@@ -86,13 +86,6 @@ def hash_of_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
     return mixed
 
 
-def is_empty(value: Any) -> bool:
-    """Return True for null, text that is empty or blank, empty lists and bytes, and files without bytes and path."""
-    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # how `datasets` stores a file
-        return not (value["bytes"] or value["path"])
-    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list | bytes) and not value)
-
-
 def characters_of(content: Any) -> int:
     return len(content) if isinstance(content, str) else 1000
 

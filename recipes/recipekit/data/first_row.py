@@ -15,11 +15,10 @@ from ..tasks.facts import TASKS
 from . import csv_rows
 from .chat_rows import JSON_CHAT, form_of, forms, is_json_chat
 from .compression import check_text, compression_of, decompressed
-from .content import is_empty
 from .files import local_files, picture_classes
 from .kinds import kind_of
 from .request import Request
-from .rows import SKIP, absent_column, check_names, check_value, columns_read, not_utf8, row_of, unreadable
+from .rows import SKIP, absent_column, check_names, check_value, columns_read, is_empty, not_utf8, row_of, unreadable
 
 FIRST_BYTES = 1 << 20  # of a file that are looked at before a run: a longer row is judged by its beginning
 

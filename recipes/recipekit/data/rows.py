@@ -87,6 +87,13 @@ def absent_column(task: str, columns: tuple[str, ...], names: Iterable[str]) -> 
     return None
 
 
+def is_empty(value: Any) -> bool:
+    """Return True for null, text that is empty or blank, empty lists and bytes, and files without bytes and path."""
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # how `datasets` stores a file
+        return not (value["bytes"] or value["path"])
+    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list | bytes) and not value)
+
+
 def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> None:
     """Raises `Refusal` for a value that is no text or, where `chats` are wanted, no list of messages. With `tokens` it may be ready tokens."""
     if not chats and isinstance(value, list) and value and all(type(token) is int for token in value):

@@ -11,8 +11,7 @@ from datasets.exceptions import DatasetsError
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .chat_rows import form_of
-from .content import is_empty
-from .rows import absent_column, check_names, check_value, columns_read
+from .rows import absent_column, check_names, check_value, columns_read, is_empty
 
 NEEDED = ("chosen", "rejected", "image")  # values of a sample without which a row is empty
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
