@@ -13,7 +13,7 @@ import recipekit.data.samples as samples_module
 import recipekit.data.stream as stream_module
 from PIL import Image
 from recipekit import run_folder
-from recipekit.data import chunks, files, remote, tokenizer_identity
+from recipekit.data import chunks, digests, remote, tokenizer_identity
 from recipekit.data.chunks import open_cache
 from recipekit.data.masks import Masks
 from recipekit.data.packing import hashes, permutation
@@ -57,28 +57,28 @@ def test_tokens_are_kept_by_all_that_they_follow_from(tmp_path: Path, monkeypatc
 
 def test_a_file_is_known_by_its_size_and_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte of the ends counts, also where they overlap, and none between them."""
-    monkeypatch.setattr(files, "ENDS", 4)
+    monkeypatch.setattr(digests, "ENDS", 4)
     for size, counted in ((3, {0, 1, 2}), (6, set(range(6))), (11, {0, 1, 2, 3, 7, 8, 9, 10})):
         file = tmp_path / f"{size}.txt"
         content = bytes(range(65, 65 + size))
         file.write_bytes(content)
-        before = files.digests([file])
+        before = digests.digests([file])
         seen = set()
         for place in range(size):
             file.write_bytes(content[:place] + b"!" + content[place + 1 :])
-            if files.digests([file]) != before:
+            if digests.digests([file]) != before:
                 seen.add(place)
         assert seen == counted
         file.write_bytes(content[:1] + content)
-        assert files.digests([file]) != before and list(before) == [file.name]
+        assert digests.digests([file]) != before and list(before) == [file.name]
 
 
 def test_a_corpus_is_known_by_each_of_its_files_and_what_else_decides_it() -> None:
-    first = files.fingerprint({"a": "1", "b": "2"}, "x", "y")
-    assert first == files.fingerprint({"b": "2", "a": "1"}, "x", "y")
+    first = digests.fingerprint({"a": "1", "b": "2"}, "x", "y")
+    assert first == digests.fingerprint({"b": "2", "a": "1"}, "x", "y")
     others = [({"a": "1"}, "x", "y"), ({"a": "1", "b": "3"}, "x", "y"), ({"a": "1", "c": "2"}, "x", "y"), ({"a": "2", "b": "1"}, "x", "y")]
     others += [({"a": "1", "b": "2"}, "x"), ({"a": "1", "b": "2"}, "y", "x"), ({"a": "1", "b": "2"}, "x", "z")]
-    assert len({first, *(files.fingerprint(*other) for other in others)}) == 8
+    assert len({first, *(digests.fingerprint(*other) for other in others)}) == 8
 
 
 # References -------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_a_run_is_the_same_by_what_changes_no_result(tmp_path: Path) -> None:
 
 def identity_of(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, Any]:
     """Returns the identity of the stream of a request, whose corpus is not opened."""
-    source = SimpleNamespace(fingerprint=fields.pop("fingerprint", "f"), files={})
+    source = SimpleNamespace(fingerprint=fields.pop("fingerprint", "f"), files={}, local=False)
     monkeypatch.setattr(stream_module, "open_source", lambda *rest: source)
     processor = fields.pop("processor", None)
     request = Request(**{"dataset": "nobody/nothing", "task": "pretrain", "seq_len": 64} | fields)

@@ -84,7 +84,7 @@ def test_tokenizer_inside_a_gguf_file(tmp_path):
         ("x", "/no/such/folder", ["--tokenizer /no/such/folder", "no such folder"]),
         ("x", "./no_such", ["--tokenizer ./no_such", "no such folder"]),
         ("{folder}/empty", "", ["--model", "holds no tokenizer"]),
-        ("{folder}/broken", "", ["--model", "broken"]),
+        ("{folder}/broken", "", ["broken/tokenizer.json: is not JSON"]),
     ],
 )
 def test_missing_tokenizer_is_refused(tmp_path, model, tokenizer, says):

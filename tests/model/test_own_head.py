@@ -194,7 +194,7 @@ def test_a_dry_run_knows_the_head(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     folder = folder_of(tmp_path, **TIED)
     save_file(load_file(tmp_path / FILE) | {"v_head.weight": torch.ones(4)}, tmp_path / FILE, metadata={"format": "pt"})
-    recipe = Recipe(model=folder, tokenizer="bytes", ds_config=strategy("zero1"), out=str(tmp_path / "run"), wandb=False)
+    recipe = Recipe(model=folder, tokenizer="bytes", ds_config=strategy("zero1"), out=str(tmp_path.with_name("run")), wandb=False)
     plan = make_plan(parse(recipe, Path("head.py"), []))
     blueprint, _, _ = drawn_up(plan)
     assert not blueprint.aliases and {"lm_head.weight", "model.embed_tokens.weight"} <= blueprint.trained.keys()

@@ -246,7 +246,7 @@ def test_data_and_tokenizer_that_are_not_there_are_refused_when_the_run_is_plann
     with pytest.raises(Refusal) as refusal:
         make_plan(parse(RECIPE, FILE, ["--dry_run", "--world", "4", flag, value.format(tmp=tmp_path)]))
     assert all(part.format(tmp=tmp_path) in str(refusal.value) for part in said), refusal.value
-    (tmp_path / "tables" / "tokenizer.json").write_text("{}")
+    (tmp_path / "tables" / "tokenizer.json").write_text('{"model": {}}')
     good = ["--dataset", f"a={tmp_path}/good/*.txt@70; b=builtin@20; c=some/hub_id@10", "--tokenizer", str(tmp_path / "tables")]
     assert make_plan(parse(RECIPE, FILE, ["--dry_run", "--world", "4", *good])).recipe.tokenizer == str(tmp_path / "tables")
 

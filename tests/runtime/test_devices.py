@@ -51,7 +51,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 def plan_of(**recipe: Any) -> Any:
     own = {"deterministic": False, "engine": "deepspeed", "precision": "bf16", "seed": 3, "retry_s": 0.0} | recipe
-    return SimpleNamespace(recipe=SimpleNamespace(**own), ds_config={"bf16": {"enabled": True}}, command=SimpleNamespace(local_rank=1, rank=5))
+    return SimpleNamespace(recipe=SimpleNamespace(**own), ds_config={"bf16": {"enabled": True}}, command=SimpleNamespace(local_rank=1, rank=5, world=8))
 
 
 def quiet_start(asked: Asked, on_gpu: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..refusal import refuse
 from .kinds import suffix
-from .rows import SKIP, check_names
+from .rows import SKIP, named_twice
 
 FIELD = 64 << 20  # bytes of a field: a quote that is never closed would take the rest of the file
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -59,7 +59,8 @@ def _check_header(header: list[str], separator: str, place: str) -> None:
         utf16 = header[0].startswith(("\udcff\udcfe", "\udcfe\udcff"))
         kind = "utf-16" if utf16 else "latin1"
         raise refuse(place, f"its header is {'UTF-16, ' if utf16 else ''}not UTF-8", f"convert the file (iconv -f {kind} -t utf-8), or {SKIP}")
-    check_names(header, place)
+    if found := named_twice(header):
+        raise refuse(place, *found)
     other = next((sign for sign in ";\t|," if sign != separator and sign in header[0]), "")
     if len(header) == 1 and other:
         rule = f"its header has one column, {header[0]!r}; the columns of this ending are separated by {separator!r}"

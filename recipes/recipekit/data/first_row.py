@@ -18,7 +18,7 @@ from .compression import check_text, compression_of, decompressed
 from .files import local_files, picture_classes
 from .kinds import kind_of
 from .request import Request
-from .rows import SKIP, absent_column, check_names, check_value, columns_read, is_empty, not_utf8, row_of, unreadable
+from .rows import SKIP, absent_column, check_value, columns_read, is_empty, named_twice, not_utf8, row_of, unreadable
 
 FIRST_BYTES = 1 << 20  # of a file that are looked at before a run: a longer row is judged by its beginning
 
@@ -197,7 +197,8 @@ def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[s
         if kind == "parquet":
             table = closing.enter_context(pq.ParquetFile(file))
             names = table.schema_arrow.names
-            check_names(names, str(file))
+            if found := named_twice(names):
+                raise refuse(str(file), *found)
             columns = wanted(names)
             batches = table.iter_batches(1, columns=list(columns), use_threads=False) if {*columns} <= {*names} else iter(())
         else:
@@ -209,7 +210,8 @@ def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[s
                 table = pa.ipc.open_file(opened)
                 batches = map(table.get_batch, range(table.num_record_batches))
             names = table.schema.names
-            check_names(names, str(file))
+            if found := named_twice(names):
+                raise refuse(str(file), *found)
             columns = wanted(names)
         first = next((batch for batch in batches if {*columns} <= {*names} and batch.num_rows), None)
         return names, {} if first is None else {column: first.column(column)[0].as_py() for column in columns}

@@ -41,8 +41,9 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
         raise refuse(place, f"{what}: {error}", f"write one JSON object per line, or {SKIP}") from error
     if not isinstance(row, dict):
         raise refuse(place, f"is not a JSON object but a {type(row).__name__}", f"write one JSON object per line, or {SKIP}")
-    if any(text.count(f'"{name}"') > 1 for name in row):  # perhaps a key of an object inside
-        check_names(_keys(text), place)
+    is_suspect = any(text.count(f'"{name}"') > 1 for name in row)  # perhaps a key of an object inside
+    if is_suspect and (found := named_twice(_keys(text))):
+        raise refuse(place, *found)
     return row
 
 
@@ -57,11 +58,12 @@ def _keys(text: str) -> list[str]:
     return found
 
 
-def check_names(names: list[str], place: str) -> None:
-    """Raise `Refusal` if two columns have one name."""
-    if len(names) > len(set(names)):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise refuse(place, f"has {names.count(twice)} columns named {twice!r}", "rename or drop all but one of them")
+def named_twice(names: list[str]) -> tuple[str, str] | None:
+    """Return the rule and fix of a refusal if two columns have one name."""
+    if len(names) == len(set(names)):
+        return None
+    twice = next(name for name in names if names.count(name) > 1)
+    return f"has {names.count(twice)} columns named {twice!r}", "rename or drop all but one of them"
 
 
 def columns_read(task: str, columns: tuple[str, ...], names: Collection[str]) -> tuple[str, ...]:

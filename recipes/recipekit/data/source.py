@@ -11,7 +11,7 @@ from datasets.exceptions import DatasetsError
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .chat_rows import form_of
-from .rows import absent_column, check_names, check_value, columns_read, is_empty
+from .rows import absent_column, check_value, columns_read, is_empty, named_twice
 
 NEEDED = ("chosen", "rejected", "image")  # values of a sample without which a row is empty
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
@@ -96,7 +96,8 @@ class Wanted:
 
     def check(self, names: list[str], place: str) -> None:
         """Raises `Refusal` if a column is not among `names`, or if two of these are equal."""
-        check_names(names, place)
+        if found := named_twice(names):
+            raise refuse(place, *found)
         self.met.update(dict.fromkeys(names))
         if absent := absent_column(self.task, self.columns, names):
             raise refuse(place, *absent)

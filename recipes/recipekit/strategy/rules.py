@@ -1064,7 +1064,7 @@ STOCK_RULES: tuple[Rule, ...] = (
         "activation_checkpointing.contiguous_memory_optimization",
         lambda f: f.get("activation_checkpointing.contiguous_memory_optimization") and f.get("activation_checkpointing.number_checkpoints") is None,
         "needs number_checkpoints, if the script calls deepspeed.checkpointing.configure",
-        "write the model's number of layers there, or set it to false",
+        "set it to false, or write the model's number of layers as number_checkpoints",
         FAILS,
         "activation_checkpointing/checkpointing.py, configure; run",
     ),
