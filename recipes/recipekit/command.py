@@ -25,7 +25,7 @@ class Command:
     name: str  # of the recipe's file, without .py
     folder: Path  # the recipe's file lies here
     typed: frozenset[str]
-    unused: dict[str, str] = field(default_factory=dict)  # split and subset of the recipe's file, if another data set was typed
+    unused: dict[str, str] = field(default_factory=dict)  # split, subset and revisions of the recipe's file, if another data set or model was typed
     tiny: bool = False
     dry_run: bool = False
     device: str = ""  # a dry run says whether the states fit it
@@ -33,6 +33,11 @@ class Command:
     rank: int = 0
     local_rank: int = 0
     local_ranks: int = 0  # of this host; 0: the launcher does not tell
+
+    @property
+    def revisions(self) -> dict[str, str]:
+        """The revisions that the user asked for; a resume reads the commits of its first start instead."""
+        return {"model_revision": self.recipe.model_revision, "dataset_revision": self.recipe.dataset_revision}
 
     @property
     def out(self) -> Path:

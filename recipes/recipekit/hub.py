@@ -1,4 +1,4 @@
-"""Asks whether the Hugging Face hub can be reached, and explains its errors."""
+"""The Hugging Face hub: its cache on this machine, whether it can be reached, and its errors in plain words."""
 
 import contextlib
 import functools
@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -78,6 +79,57 @@ def is_hub_id(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and " " not in name
 
 
-def in_hub_cache(model: str) -> Path:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / ("models--" + model.replace("/", "--"))
+# The cache ----------------------------------------------------------------------------------------------------------
+
+MODELS, DATASETS = "models", "datasets"  # kinds of repositories, as the cache spells them
+
+
+def cache_folder() -> Path:
+    """Return the folder of the hub's cache, by the rule of huggingface_hub 2.4 (`constants.py`), whose import a plan does not need."""
+    default_home = os.path.join(os.path.expanduser("~"), ".cache")
+    home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", default_home), "huggingface"))
+    home = os.path.expandvars(os.path.expanduser(home))
+    cache = os.environ.get("HF_HUB_CACHE", os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub")))
+    return Path(os.path.expandvars(os.path.expanduser(cache)))
+
+
+def repository(name: str, kind: str = MODELS) -> Path:
+    """Return the folder that the cache has, or would have, for a repository."""
+    return cache_folder() / f"{kind}--{name.replace('/', '--')}"
+
+
+def snapshot_of(name: str, revision: str = "", kind: str = MODELS) -> Path | None:
+    """Return the cached files of a repository at a branch, tag or commit, "" for main; None if the cache has no such files.
+
+    The name of the folder is the commit. Files of the snapshot may be missing, because a download may take some files only.
+    """
+    folder, revision = repository(name, kind), revision or "main"
+    if not is_hub_id(name):
+        return None
+    try:
+        commit = (folder / "refs" / revision).read_text().strip()
+    except (OSError, ValueError):
+        commit = revision
+    snapshot = folder / "snapshots" / commit
+    return snapshot if commit and snapshot.is_dir() else None
+
+
+def commit_of(name: str, revision: str = "", kind: str = MODELS) -> str | None:
+    """Return the commit of the cached files of a repository; None if the cache has none or `name` is a folder."""
+    found = None if Path(name).is_dir() else snapshot_of(name, revision, kind)
+    return found.name if found else None
+
+
+def is_offline(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True if the user forbids to ask the hub, by the rule of huggingface_hub 2.4."""
+    value = environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def not_cached(name: str, revision: str = "", kind: str = MODELS) -> str:
+    """Return the end of a message about a repository that is not in the cache: what is there, and how to fill it."""
+    others = sorted(path.name for path in repository(name, kind).glob("snapshots/*"))
+    of_kind = "--repo-type dataset " if kind == DATASETS else ""
+    fix = f"download it where there is a network: hf download {of_kind}{name}" + (f" --revision {revision}" if revision else "")
+    flag = "--dataset_revision" if kind == DATASETS else "--model_revision"
+    return f"{fix}; or use the cached commit with {flag} {others[-1]}" if others else fix

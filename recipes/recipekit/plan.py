@@ -19,12 +19,13 @@ from .data.files import folder_classes, local_files, say_files
 from .data.first_row import check_first_row
 from .data.mixture import Domain, domains_of
 from .data.request import request_of
+from .data.revisions import check_offline, check_revisions, say_unused
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
 from .phases import scaled
 from .recipe import AXES, Recipe, check_recipe, check_values
 from .refusal import Problem, Refusal
-from .run_folder import check_out, find_resume
+from .run_folder import check_out, find_resume, pins
 from .strategy import baseline, check, divisions, json_file, resolve, shapes, swap
 from .strategy.numbers import degrees, enabled, literals
 from .tasks.facts import TASKS, Facts, own_fields
@@ -79,6 +80,8 @@ def make_plan(command: Command) -> Plan:
         raise Refusal(unusable)
     recipe, notes = command.recipe.shortened(command.typed)
     notes += say_unused(command.recipe.dataset, command.unused)
+    asked = {"model": recipe.model, "dataset": recipe.dataset, **command.revisions}
+    recipe = dataclasses.replace(recipe, **pins(recipe.resume, command.out, asked))
     problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
     recipe = recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)  # that it is none has been told
     problems += _check_read(recipe, command.typed)
@@ -95,7 +98,7 @@ def make_plan(command: Command) -> Plan:
         config, path = baseline.own_config(of_json), None
     recipe, written = _merge_json(recipe, config, command.typed, notes)
     bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
-    model_config = _config_of_model(recipe.model, recipe.task, command.tiny, bytes_only, notes, problems)
+    model_config = _config_of_model((recipe.model, recipe.model_revision), recipe.task, command.tiny, bytes_only, notes, problems)
     if model_config is not None and (not command.tiny or recipe.facts.labels or "num_labels" in command.typed):
         model_config = lookup.with_labels(model_config, recipe.labels, folder_classes(recipe.dataset, recipe.split, recipe.subset))
     limits = shapes.limiting(model_config, recipe.facts.rows)
@@ -107,13 +110,15 @@ def make_plan(command: Command) -> Plan:
         problems += _check_positions(recipe.seq_len, model_config, recipe.facts.masked)
         notes += beyond_positions(model_config, recipe.seq_len)
     problems += _check_inputs(recipe, model_config is not None, notes)
-    problems += _check_offline(recipe.model, recipe.init, model_config is not None, command)
+    if not command.dry_run:
+        problems += check_offline(recipe.model, recipe.model_revision, recipe.init, model_config is not None or command.tiny)
+    problems += check_revisions(recipe.model, recipe.model_revision, recipe.dataset, recipe.dataset_revision, recipe.split, recipe.subset)
     resume_from = None
     with collecting(problems):
         read = _read_paths(recipe.dataset, model=recipe.model, tokenizer=recipe.tokenizer)
         problems += check_out(command.out, "out" in command.typed and not recipe.out.strip(), read)
     with collecting(problems):
-        resume_from = find_resume(recipe, command.out, model_config, command.tiny, command.typed, command.unused)
+        resume_from = find_resume(dataclasses.replace(recipe, **command.revisions), command.out, model_config, command.tiny, command.typed, command.unused)
     if config or not problems:
         problems += swap.check_swap(config, command.out)
         problems += _check_strategy(config, command, limits, lay_out)
@@ -161,11 +166,12 @@ def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], n
     return dataclasses.replace(recipe, **written), frozenset(written)
 
 
-def _config_of_model(model: str, task: str, tiny: bool, bytes_only: bool, notes: list[str], problems: list[Problem]) -> dict[str, Any] | None:
-    """Returns the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is not on this machine."""
+def _config_of_model(named: tuple[str, str], task: str, tiny: bool, bytes_only: bool, notes: list[str], problems: list[Problem]) -> dict[str, Any] | None:
+    """Return the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is not on this machine."""
+    model, revision = named
     model_config, facts = None, TASKS[task]
     try:
-        model_config = lookup.model_config(model, task)
+        model_config = lookup.model_config(model, task, revision)
     except Refusal as refusal:
         problems += refusal.problems
         return None
@@ -181,16 +187,6 @@ def _config_of_model(model: str, task: str, tiny: bool, bytes_only: bool, notes:
     elif model_config is not None and bytes_only and reads_text:
         return model_config | {"vocab_size": BYTE_VOCAB}
     return model_config
-
-
-def _check_offline(model: str, init: str, model_known: bool, command: Command) -> list[Problem]:
-    """Refuses a model that would have to be downloaded where the user forbids it."""
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it
-    needed = init == "pretrained" or (not model_known and not command.tiny)
-    if not offline or not needed or not model or command.dry_run or lookup.is_local(model):
-        return []
-    rule = "is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
-    return [Problem(f"model = {model}", rule, f"download it where there is a network: hf download {model}")]
 
 
 def _check_strategy(config: dict[str, Any], command: Command, model_config: dict[str, Any] | None, lay_out: Callable[[int], "LaidOut"]) -> list[Problem]:
@@ -254,15 +250,6 @@ def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[P
         if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_known):  # else the model is told of already, or is not here
             lookup.local_tokenizer(recipe.model, recipe.tokenizer)
     return problems
-
-
-def say_unused(dataset: str, unused: Mapping[str, str]) -> list[str]:
-    """Return a line about a split and subset of the recipe's file that do not apply to the data set that was typed."""
-    if not unused or dataset == "builtin":
-        return []
-    listed = " and ".join(f"{name} {value}" for name, value in unused.items())
-    defaults = " and ".join({"split": "split train", "subset": "no subset"}[name] for name in unused)
-    return [f"--dataset: {defaults}, since {listed} of the recipe's file belong{'s' * (len(unused) == 1)} to its own data set"]
 
 
 def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
@@ -341,6 +328,7 @@ def _tiny(recipe: Recipe, fixed: frozenset[str]) -> Recipe:
         "eval_rows": min(recipe.eval_rows, 8),
         "dataset": "builtin",
         "subset": "",
+        "dataset_revision": "",
         "tokenizer": "bytes",
         "init": "random",
     }

@@ -18,7 +18,8 @@ def _say(help: str, default: Any, **more: Any) -> Any:
 
 ENGINES = ("deepspeed", "ddp", "fsdp2")
 # Fields whose empty value is documented: none, the default folder, or the model's own.
-EMPTY_HAS_A_MEANING = ("subset", "prompt_field", "tokenizer", "batch_ramp", "out")
+OWN = {"dataset": ("split", "subset", "dataset_revision"), "model": ("model_revision",)}  # fields about a repository
+EMPTY_HAS_A_MEANING = ("subset", "model_revision", "dataset_revision", "prompt_field", "tokenizer", "batch_ramp", "out")
 FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has another name
 LARGEST = (1 << 63) - 1  # of whole numbers: torch, numpy and pyarrow keep them in 64 bits
 MOST_RANKS = 1 << 16  # of a degree: the search for numbers of ranks that fit takes as many trials
@@ -29,6 +30,7 @@ class Recipe:
     """One training run. Every plain field (number, string, switch) is a command-line flag of the same name."""
 
     model: str = _say("hub id or local folder of a model that the task trains", "", group="model")
+    model_revision: str = _say("branch, tag or commit of the model and its tokenizer on the hub; empty: main", "")
     dataset: str = _say(
         "hub id, local files (a path, a glob, or several by comma), addresses of JSONL or Parquet files, builtin, or a mixture: NAME=DATASET@WEIGHT; ...",
         "builtin",
@@ -36,6 +38,7 @@ class Recipe:
     )
     subset: str = _say("subset (configuration) of the dataset, by its README", "")
     split: str = _say("split of the dataset; a file is the split train", "train")
+    dataset_revision: str = _say("branch, tag or commit of the data set on the hub; empty: main", "")
     text_field: str = _say("column that holds a document", "text")
     bad_rows: str = _say("a row or file that cannot be read: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
     retry_s: float = _say("seconds for which a server that does not answer well is asked again for data", 600.0)
@@ -158,13 +161,13 @@ class Recipe:
         return dataclasses.replace(self, **fitted), lines
 
     def for_other_data(self, file: "Recipe", typed: frozenset[str]) -> tuple["Recipe", dict[str, str]]:
-        """Take the default split and subset, unless typed, where another data set was typed than the recipe's `file` names.
+        """Take the default split, subset and revision, unless typed, for a typed data set or model that is not the `file`'s.
 
-        Return the recipe and the values of the file that do not apply.
+        Return the recipe and the values of the recipe's file that do not apply.
         """
-        if "dataset" not in typed or self.dataset == file.dataset:
-            return self, {}
-        defaults = {name: Recipe.__dataclass_fields__[name].default for name in ("split", "subset") if name not in typed}
+        others = [field for field in OWN if field in typed and getattr(self, field) != getattr(file, field)]
+        names = [name for field in others for name in OWN[field] if name not in typed]
+        defaults = {name: Recipe.__dataclass_fields__[name].default for name in names}
         changed = {name: default for name, default in defaults.items() if getattr(file, name) != default}
         return dataclasses.replace(self, **changed), {name: getattr(file, name) for name in changed}
 

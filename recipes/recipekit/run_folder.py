@@ -20,6 +20,7 @@ FACTS = "run.json"  # everything that made the run (runtime/facts.py)
 STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
 METRICS = "metrics.jsonl"  # a line for each step
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "global_batch", "eval_loss")  # keys of such a line that training decides
+COMMITS = "commits"  # a key of FACTS: what was read from the hub, at which commits
 DATA_FILES = "data_files.json"  # digests of what was read, so that a resume can name a file that has changed
 CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
 LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
@@ -29,7 +30,20 @@ OF_NORMS = ", which its BatchNorm took its statistics of"
 STATISTICS = "micro_batch"  # is part of a run whose model has BatchNorm: its rows are normalised together
 # What a run is made of: a run folder is continued only if these are the same.
 IDENTITY = (
-    *("model", "init", "dataset", "subset", "split", "text_field", "messages_field", "image_field", "label_field", "augment"),
+    *(
+        "model",
+        "model_revision",
+        "init",
+        "dataset",
+        "subset",
+        "split",
+        "dataset_revision",
+        "text_field",
+        "messages_field",
+        "image_field",
+        "label_field",
+        "augment",
+    ),
     *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch", "batch_ramp"),
     *("steps", "lr", "min_lr", "lr_scale", "layer_decay", "warmup_steps", "decay_steps", "schedule"),
     *("weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
@@ -245,6 +259,35 @@ def day_of_run(saved: Path | None) -> str:
         with contextlib.suppress(OSError, ValueError):
             return str(json.loads((run / FACTS).read_text()).get("date", ""))
     return ""
+
+
+def commits_of_run(saved: Path | None) -> dict[str, Any]:
+    """Return the commits that the run in this run or step folder has read from the hub: model, tokenizer, datasets; {} if it has recorded none."""
+    for run in [saved, saved.parent.parent] if saved else []:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((run / FACTS).read_text()).get(COMMITS, {})
+    return {}
+
+
+def pins(resume: str, out: Path, asked: Mapping[str, str]) -> dict[str, str]:
+    """Return the revisions to read: commits of the run to resume, if it was begun with the same flags.
+
+    `asked` are the model, the data set and their revisions.
+    """
+    folder = out if resume == "auto" else Path(resume)
+    commits, facts = commits_of_run(folder), dict[str, Any]()
+    if resume == "never" or not commits:
+        return {}
+    for run in (folder, folder.parent.parent):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            facts = facts or json.loads((run / FACTS).read_text())["identity"]
+    same = lambda *names: all(facts.get(name) == asked[name] for name in names)  # noqa: E731
+    changes = {}
+    if commits.get("model") and same("model", "model_revision"):
+        changes["model_revision"] = commits["model"]
+    if asked["dataset_revision"] and len(commits.get("datasets", {})) == 1 and same("dataset", "dataset_revision"):
+        (changes["dataset_revision"],) = commits["datasets"].values()
+    return changes
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

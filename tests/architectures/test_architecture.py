@@ -279,6 +279,8 @@ def test_config_comes_from_the_folder_the_cache_or_the_shipped_file(tmp_path, mo
     snapshot = tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text('{"model_type": "qwen3", "from": "cache"}')
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
     assert model_config("Qwen/Qwen3-0.6B") == {"model_type": "qwen3", "from": "cache"}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text('{"model_type": "qwen3", "from": "folder"}')

@@ -467,15 +467,19 @@ def test_a_row_longer_than_the_positions_of_an_encoder_is_refused(tmp_path: Path
         plan(33)
 
 
-def test_the_newest_snapshot_of_the_hub_cache_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the time of the file that is asked for. A folder without it does not count."""
+def test_a_file_of_the_hub_cache_is_looked_up_in_the_commit_of_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was written last. A snapshot without the file does not count."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    snapshots = tmp_path / "models--nobody--model" / "snapshots"
+    repository = tmp_path / "models--nobody--model"
+    snapshots = repository / "snapshots"
     for name, file, time in (("b", "config.json", 200), ("a", "config.json", 300), ("d", "config.json", 100), ("c", "tokenizer_config.json", 400)):
         (snapshots / name).mkdir(parents=True)
         (snapshots / name / file).write_text("{}")
         os.utime(snapshots / name / file, (time, time))
-    assert folder_of("nobody/model") == snapshots / "a"
-    assert folder_of("nobody/model", "tokenizer_config.json") == snapshots / "c"
+    assert folder_of("nobody/model") is None
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("b")
+    assert folder_of("nobody/model") == snapshots / "b" and folder_of("nobody/model", revision="d") == snapshots / "d"
+    assert folder_of("nobody/model", "tokenizer_config.json") is None
     assert folder_of("nobody/model", "generation_config.json") is None and folder_of("nobody/other") is None
     assert folder_of(str(tmp_path), "generation_config.json") == tmp_path

@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_folders_of_the_small_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(small_files, "weights_folder", lambda model: tmp_path / f"weights of {model}")
+    monkeypatch.setattr(small_files, "weights_folder", lambda model, revision: tmp_path / f"weights of {model}")
     own, other, link = str(folder), tmp_path / "other", tmp_path / "link"
     byte_tokenizer().save_pretrained(other)
     link.symlink_to(folder)
@@ -119,6 +119,8 @@ def test_the_folders_of_the_small_files(folder: Path, tmp_path: Path, monkeypatc
 
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
     (snapshot / "tokenizer_config.json").write_text("{}")  # of a tokenizer without a model
     assert origin_of(own, "random", "org/name", True) == Origin(folder, snapshot, False)
     for path in folder.glob("*token*"):

@@ -151,7 +151,7 @@ def test_small_files_of_a_run_are_gathered_with_the_ends_of_its_answers(monkeypa
         said: list[str] = []
         of_run.small_files_of(SimpleNamespace(recipe=recipe), "built", {"a": 1}, processor, said.append)  # type: ignore[arg-type]
         expected = (number(END), number(TURN))[:ends]
-        assert given.pop() == ("built", {"a": 1}, processor, torch.float16, ("m", "random", "t", reads_text), expected) and said == ["n1", "n2"]
+        assert given.pop() == ("built", {"a": 1}, processor, torch.float16, ("m", "random", "t", reads_text, ""), expected) and said == ["n1", "n2"]
 
 
 def test_a_generation_config_without_its_tokenizer_keeps_no_token_ids(folder):
@@ -309,6 +309,8 @@ def test_files_of_a_model_in_the_hub_cache_are_found(folder, tmp_path, monkeypat
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
     folder.rename(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     (snapshot / "config.json").write_text("{}")
     assert origin_of("org/name", "random", "", reads_text=True).model == snapshot

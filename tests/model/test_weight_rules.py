@@ -122,7 +122,7 @@ def opened(folder: Path, **more: Any) -> Weights:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(weights, "weights_folder", lambda name: tmp_path)
+    monkeypatch.setattr(weights, "weights_folder", lambda name, revision: tmp_path)
     save_model(tmp_path, "llama")
     return tmp_path
 
@@ -204,7 +204,7 @@ def test_heads_of_one_model_are_compared_again_for_other_files(tmp_path: Path, m
         save_file({key: tensors[key] for key in keys}, folder / file, metadata={"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"weight_map": {key: file for file, keys in shards.items() for key in keys}}))
     monkeypatch.setattr(own_head, "_compared", lambda *words: (asked.append(words), (words[0], ""))[1])
-    monkeypatch.setattr(own_head, "weights_folder", lambda name: folder)
+    monkeypatch.setattr(own_head, "weights_folder", lambda name, revision: folder)
     config = config_json(str(folder))
     config_of_files(config, "org/name", "AutoModelForCausalLM")
     stamps = [f"{file}:{(folder / file).stat().st_mtime_ns}" for file in shards]

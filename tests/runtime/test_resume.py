@@ -424,6 +424,8 @@ def test_a_hub_model_that_the_run_has_downloaded_is_the_same_model(tmp_path: Pat
     (out / "checkpoints").mkdir()
     snapshot = tmp_path / "home" / "hub" / f"models--{model.replace('/', '--')}" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
     shipped = json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text())
     (snapshot / "config.json").write_text(json.dumps(shipped | {"transformers_version": "4.51.0"}))
     for resume in ("auto", str(out)):

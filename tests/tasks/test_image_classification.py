@@ -302,6 +302,8 @@ def test_a_model_of_the_hub_is_looked_up_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--nobody--model" / "snapshots" / "abc"
     folder.mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("abc")
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.25] * 3}))
     assert pictures(model="nobody/model").mean == (0.25,) * 3
     (folder / "preprocessor_config.json").write_text("{")
@@ -309,20 +311,21 @@ def test_a_model_of_the_hub_is_looked_up_in_the_cache(tmp_path, monkeypatch):
         pictures(model="nobody/model")
 
 
-def test_the_newest_files_of_the_cache_are_taken_and_the_processors_own_first(tmp_path, monkeypatch):
+def test_the_files_of_main_are_taken_and_the_processors_own_first(tmp_path, monkeypatch):
     """With random weights the cache is not looked at, and a folder is."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folders = [tmp_path / "models--nobody--model" / "snapshots" / name for name in ("b", "c", "a")]
     for number, folder in enumerate(folders):
         folder.mkdir(parents=True)
         (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [number / 4] * 3}))
-        os.utime(folder, (number, number))
+        os.utime(folder, (9 - number, 9 - number))
+    refs = folders[0].parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a")
     assert published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3} and published("nobody/model", "random") == {}
     (folders[1] / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.125] * 3}}))
-    os.utime(folders[1], (1, 1))
     assert published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3}
     (folders[2] / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.75] * 3}}))
-    os.utime(folders[2], (2, 2))
     assert published("nobody/model", "pretrained") == published(str(folders[2]), "random") == {"image_mean": [0.75] * 3}
     (folders[2] / "processor_config.json").write_text('{"processor_class": "X"}')
     assert published(str(folders[2]), "random") == {"image_mean": [0.5] * 3}

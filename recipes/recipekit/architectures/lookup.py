@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..hub import in_hub_cache, is_hub_id
+from ..hub import is_hub_id, snapshot_of
 from ..refusal import Problem, Refusal, refuse
 from ..tasks.facts import TASKS, task_of
 from .small_files import check_tokenizer_files
@@ -17,31 +17,31 @@ from .small_files import check_tokenizer_files
 SHIPPED = Path(__file__).parent
 
 
-def model_config(model: str, task: str = "pretrain") -> dict[str, Any] | None:
-    """Reads the config.json of a model, a hub id or a folder: from the folder, the local hub cache, or the shipped architectures; None if none has it.
+def model_config(model: str, task: str = "pretrain", revision: str = "") -> dict[str, Any] | None:
+    """Read the config.json of a model, a hub id or a folder: from the folder, the hub's cache, or the shipped architectures.
 
-    Raises `Refusal` for a folder without a readable config.json, and for a model that the task cannot train.
+    None if none of these has it. The shipped ones are no stated `revision`. Raises `Refusal` for a folder without a readable config.json, and for a model that the task cannot train.
     """
     folder = Path(model)
     if folder.is_dir():
         return read_config(folder / "config.json", model, task)
     if model.startswith((".", "/", "~")):
         raise refuse(f"model = {model}", "is no folder on this machine", "give a folder that holds config.json, or a hub id ORG/NAME")
-    if cached := folder_of(model):
+    if cached := folder_of(model, revision=revision):
         return read_config(cached / "config.json", model, task)
     shipped = SHIPPED / (model.replace("/", "--") + ".json")
-    return read_config(shipped, model, task) if shipped.exists() else None
+    return read_config(shipped, model, task) if shipped.exists() and not revision else None
 
 
-def folder_of(model: str, file: str = "config.json") -> Path | None:
-    """Return the folder with a model's `file`: a local folder, or a folder of the hub cache.
+def folder_of(model: str, file: str = "config.json", revision: str = "") -> Path | None:
+    """Return the folder with a model's `file`: a local folder, or a snapshot in the hub's cache.
 
-    None if the file is not on this machine.
+    None if the file is not on this machine at that revision.
     """
     if Path(model).is_dir():
         return Path(model)
-    cached = sorted(in_hub_cache(model).glob(f"snapshots/*/{file}"), key=lambda path: path.stat().st_mtime)
-    return cached[-1].parent if cached else None
+    cached = snapshot_of(model, revision)
+    return cached if cached and (cached / file).exists() else None
 
 
 # Families among the causal language models of transformers that attend both ways, and the key of config.json with which they look back only.
@@ -176,9 +176,9 @@ def types_of(auto_class: str) -> dict[str, tuple[str, ...]]:
     return {kind: (names,) if isinstance(names, str) else tuple(names) for kind, names in ast.literal_eval(table[1].strip())}
 
 
-def is_local(model: str) -> bool:
-    """Finds out whether the model's files lie on this machine: in a folder, or in the local hub cache."""
-    return Path(model).is_dir() or any(in_hub_cache(model).glob("snapshots/*/config.json"))
+def is_local(model: str, revision: str = "") -> bool:
+    """Return True if the model's files are on this machine: in a folder, or in the hub's cache."""
+    return folder_of(model, revision=revision) is not None
 
 
 def local_tokenizer(model: str, tokenizer: str = "") -> Path | None:

@@ -16,11 +16,12 @@ from ..run_folder import FACTS
 CONFIG, GENERATION = "config.json", "generation_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 ADAPTER = "adapter_config.json"
+COMMITS = "commits.json"  # of an export: what its run has read from the hub
 TEMPLATES = "additional_chat_templates"  # folder of the named templates (transformers 5.22.2)
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".codes")
 # Files with such a suffix that transformers does not read.
 OTHERS = re.compile(
-    rf".*\.index(\.[^.]+)?\.json|trainer_state\.json|{re.escape(FACTS)}|(all|train|eval|test|predict)_results.*"
+    rf".*\.index(\.[^.]+)?\.json|trainer_state\.json|{re.escape(FACTS)}|{re.escape(COMMITS)}|(all|train|eval|test|predict)_results.*"
     r"|(licen[cs]e|notice|readme|use_policy|requirements)[^/]*",
     re.IGNORECASE,
 )
@@ -120,7 +121,7 @@ def _end_of(path: Path) -> bytes:
 
 def is_of_adapter(name: str) -> bool:
     """Return True for a small file that an adapter's export contains: its config, and files of tokenizer and processor."""
-    return name == ADAPTER or bool(OF_TOKENIZER.fullmatch(name) or OF_PROCESSOR.fullmatch(name))
+    return name in (ADAPTER, COMMITS) or bool(OF_TOKENIZER.fullmatch(name) or OF_PROCESSOR.fullmatch(name))
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

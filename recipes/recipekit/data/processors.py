@@ -25,21 +25,21 @@ _CHATML = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
 
 
-def load_tokenizer(model: str, tokenizer: str = "", masked: bool = False) -> Any:
-    """Loads the tokenizer that `tokenizer` names: `bytes`, a hub id or a folder; the model's own if that is empty.
+def load_tokenizer(model: str, tokenizer: str = "", masked: bool = False, revision: str = "") -> Any:
+    """Load the tokenizer that `tokenizer` names: `bytes`, a hub id or a folder; the model's own if that is empty.
 
-    `masked`: `bytes` has a mask token, and puts tokens round each text. A folder without tokenizer files but with a .gguf file gives the tokenizer inside that file. Raises `Refusal` when there is none.
+    `revision` is the model's, and its tokenizer's. `masked`: `bytes` has a mask token, and puts tokens round each text. A folder without tokenizer files but with a .gguf file gives the tokenizer inside that file. Raises `Refusal` when there is none.
     """
     if tokenizer == "bytes":
         return byte_tokenizer(masked)
     flag, name = ("--tokenizer", tokenizer) if tokenizer else ("--model", model)
-    options = {}
+    options: dict[str, Any] = {"revision": revision} if revision and tokenizer in ("", model) else {}
     folder = None
     if (found := local_tokenizer(model, tokenizer)) is not None:
         name, options = (str(found.parent), {"gguf_file": found.name}) if found.is_file() else (str(found), {})
         folder = None if options else found
     elif hub_is_away():
-        options = {"local_files_only": True}
+        options["local_files_only"] = True
     try:
         with without_marks(folder) if folder else contextlib.nullcontext(name) as source:
             loaded = AutoTokenizer.from_pretrained(str(source), **options)
@@ -59,7 +59,7 @@ def fitting_tokenizer(request: Request, model_config: dict[str, Any]) -> Any:
 
     Its attribute `num_embeddings` counts its tokens that have an embedding.
     """
-    tokenizer = load_tokenizer(request.model, request.tokenizer, request.masked)
+    tokenizer = load_tokenizer(request.model, request.tokenizer, request.masked, request.model_revision)
     text = model_config.get("text_config")
     vocabulary = model_config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
     tokenizer.num_embeddings = min(vocabulary or len(tokenizer), len(tokenizer))

@@ -35,11 +35,13 @@ class Request:
     """Says which data a run reads, how, and into what batches. Fields have the names, meanings and defaults of `Recipe`; `sizes`, `tiny` and `day` are added."""
 
     model: str = Recipe.model
+    model_revision: str = Recipe.model_revision
     tokenizer: str = Recipe.tokenizer
     init: str = Recipe.init
     dataset: str = Recipe.dataset
     subset: str = Recipe.subset
     split: str = Recipe.split
+    dataset_revision: str = Recipe.dataset_revision
     text_field: str = Recipe.text_field
     messages_field: str = Recipe.messages_field
     prompt_field: str = Recipe.prompt_field

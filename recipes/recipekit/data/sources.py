@@ -25,6 +25,7 @@ from .digests import digests, fingerprint
 from .files import local_files, standard_library
 from .first_row import check_kind
 from .formats import arrow_source, csv_source, drawn_source, lines_source, parquet_source, picture_source, spans_of, streamed_source, text_source
+from .hub_cache import cached_commit, cached_source
 from .kinds import KINDS, kind_of, suffix
 from .mixture import Domain
 from .remote import Patience, from_rank_0, look_up, shown
@@ -58,7 +59,7 @@ def _source_of(request: Request, domain: Domain, wanted: Wanted, patience: Patie
         return _address_source(domain.dataset, wanted, patience, sizes.part_bytes)
     files = local_files(domain.dataset, "image" in request.names, request.split, domain.subset)
     if files is None:
-        return _hub_source(domain, request.split, wanted, patience, before)
+        return _hub_source(domain, request.split, request.dataset_revision, wanted, patience, before)
     kind = kind_of(files, domain.dataset)
     check_kind(kind, files, domain.dataset, request)
     if kind == "pictures":
@@ -108,10 +109,13 @@ def _address_source(dataset: str, wanted: Wanted, patience: Patience, part_bytes
     return parquet_source(tuple(of_files), lambda part: files[part].open(patience), wanted, mark, files=of_files, local=False)
 
 
-def _hub_source(domain: Domain, split: str, wanted: Wanted, patience: Patience, before: str = "") -> Source:
-    """Opens a data set of the hub; rank 0 asks for its files."""
+def _hub_source(domain: Domain, split: str, revision: str, wanted: Wanted, patience: Patience, before: str = "") -> Source:
+    """Open a data set of the hub: from the hub's cache if the hub cannot be reached, else rank 0 asks for its files."""
     name = f"{domain.dataset}/{domain.subset}/{split}@"
-    revision = before.removeprefix(name).partition(" ")[0] if before.startswith(name) else None
+    revision = revision or (before.removeprefix(name).partition(" ")[0] if before.startswith(name) else "")
+    of_rows = f" {wanted.task} {' '.join(wanted.columns)}"
+    if cached := from_rank_0(lambda: cached_commit(domain.dataset, revision)):
+        return cached_source(domain, cached, split, wanted, f"{name}{cached}{of_rows}", patience)
 
     def resolve() -> tuple[str, list[str], Any]:
         """Asks the hub for (hash of the commit and subset, addresses of the Parquet files, or else the data set)."""
@@ -119,7 +123,9 @@ def _hub_source(domain: Domain, split: str, wanted: Wanted, patience: Patience, 
             away = ConnectionError("no connection to the hub")
             raise hub_refusal(f"--dataset {domain.dataset}", domain.dataset, away, "datasets/")
         try:
-            builder = patience(f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, domain.subset or None, revision=revision))
+            builder = patience(
+                f"--dataset {domain.dataset}", lambda: datasets.load_dataset_builder(domain.dataset, domain.subset or None, revision=revision or None)
+            )
             files = (builder.config.data_files or {}).get(split, [])
             if isinstance(builder, Parquet) and files and all(file.startswith("hf://datasets/") for file in files):
                 return builder.hash or "", [address_of(file) for file in files], None
@@ -128,7 +134,7 @@ def _hub_source(domain: Domain, split: str, wanted: Wanted, patience: Patience, 
             raise error if isinstance(error, Refusal) else hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/") from error
 
     commit, urls, dataset = from_rank_0(resolve)
-    mark = f"{name}{commit} {wanted.task} {' '.join(wanted.columns)}"
+    mark = f"{name}{commit}{of_rows}"
     if urls:
         found = functools.lru_cache(maxsize=16)(lambda part: look_up(urls[part], patience, pinned=True))
         return parquet_source(tuple(map(shown, urls)), lambda part: found(part).open(patience), wanted, mark, local=False)

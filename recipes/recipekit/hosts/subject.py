@@ -89,7 +89,7 @@ def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: in
         yield from accounts.check_wandb_disabled(wanted, typed)
         yield from accounts.check_wandb(wanted)
         yield from ports.check_port(master_port)
-    yield from accounts.check_hub(None if recipe is None or recipe.init == "random" or is_local(recipe.model) else recipe.model)
+    yield from accounts.check_hub(None if recipe is None or recipe.init == "random" or is_local(recipe.model, recipe.model_revision) else recipe.model)
 
 
 def local_gpus() -> list[int]:

@@ -95,7 +95,7 @@ def build_model(
     if tp_mesh:
         tensor_parallel.check_plan(whole, plans.tp)
         summed = summed_gradients(model_config, facts, plans, recipe.model)
-    weights = None if recipe.init == "random" else open_weights(recipe.model, whole, new_head=recipe.labels > 0)
+    weights = None if recipe.init == "random" else open_weights(recipe.model, whole, recipe.labels > 0, recipe.model_revision)
     split, models, absent, why_logits = None, [whole], [[]], ""
     give = partial(give_losses_where_exact, recipe.loss, model_config=model_config, task=recipe.task, name=recipe.model, tp=(plans.tp, tp_mesh))
     if groups and groups.mesh.pp > 1:

@@ -11,7 +11,7 @@ from .small import once_a_config
 from .weights import open_files, weights_folder
 
 
-def config_of_files(model_config: dict[str, Any], name: str, auto_class: str) -> tuple[dict[str, Any], str]:
+def config_of_files(model_config: dict[str, Any], name: str, auto_class: str, revision: str = "") -> tuple[dict[str, Any], str]:
     """Return (the config.json that matches a model's files, a line about its difference from `model_config`).
 
     If the files hold a head that differs from the embedding, the head is not tied. transformers 5.22.2 loads such files the
@@ -20,7 +20,7 @@ def config_of_files(model_config: dict[str, Any], name: str, auto_class: str) ->
     config = config_of(model_config, name)
     if not ties(config):
         return model_config, ""
-    folder = weights_folder(name)
+    folder = weights_folder(name, revision)
     entries = safetensors_files.open_folder(folder)
     vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
     if vocabulary and sum(entry.shape[:1] == (vocabulary,) for entry in entries.values()) < 2:

@@ -4,7 +4,7 @@ import codecs
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ class Origin:
         return self.own_tokenizer and self.tokenizer is not None
 
 
-def origin_of(model: str, init: str, tokenizer: str, reads_text: bool) -> Origin:
+def origin_of(model: str, init: str, tokenizer: str, reads_text: bool, revision: str = "") -> Origin:
     """Return the folders of a run's small files; the arguments are fields of the recipe."""
-    folder = weights_folder(model) if init == "pretrained" else folder_of(model)
+    folder = weights_folder(model, revision) if init == "pretrained" else folder_of(model, revision=revision)
     if not reads_text or tokenizer == "bytes":  # the word, also where a folder has that name
         return Origin(folder, None, own_tokenizer=not reads_text)
     same = Path(tokenizer).is_dir() and Path(model).is_dir() and Path(tokenizer).samefile(model)
@@ -69,6 +69,12 @@ class SmallFiles:
 
     contents: Mapping[str, bytes]
     notes: tuple[str, ...] = ()
+
+    def with_commits(self, model: str, commits: dict[str, Any]) -> "SmallFiles":
+        """Add a file that names the repositories of the hub that a run has read, and their commits; without any, add no file."""
+        if not commits:
+            return self
+        return replace(self, contents={**self.contents, files.COMMITS: _json({"base_model": model, **commits})})
 
     def write(self, folder: Path, of_adapter: bool = False) -> None:
         """Write the files into `folder`; for an adapter, only files of the tokenizer or processor."""

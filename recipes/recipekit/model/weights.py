@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..architectures import safetensors_files
 from ..architectures.lookup import read_config, with_labels
 from ..architectures.small_files import SUFFIXES
-from ..hub import hub_is_away
+from ..hub import cache_folder, hub_is_away, not_cached
 from ..parallel import tensor
 from ..parallel.blueprint import Stored
 from ..parallel.tensor import Cut
@@ -143,13 +143,13 @@ class Weights:
             self.not_finite.append(Problem(f"model = {self.name}", rule, "use a strategy in bf16 or fp32"))
 
 
-def open_weights(name: str, model: PreTrainedModel, new_head: bool = False) -> Weights:
-    """Opens the files of a model's weights, a hub id or a folder, and finds every parameter in them.
+def open_weights(name: str, model: PreTrainedModel, new_head: bool = False, revision: str = "") -> Weights:
+    """Open the files of a model's weights, a hub id at a revision or a folder, and find every parameter in them.
 
     With `new_head`, parameters outside the base model that are missing, or have another shape, are sampled. Raises
     `Refusal` with the missing parameters. Only parameters that transformers itself allows to be missing are sampled.
     """
-    folder = weights_folder(name)
+    folder = weights_folder(name, revision)
     weights = open_files(name, folder)
     persistent, keys = model.state_dict(), list(weights.where)
     wanted = [*dict(model.named_parameters()), *(key for key, _ in model.named_buffers() if key in persistent)]
@@ -187,36 +187,41 @@ def open_files(name: str, folder: Path) -> Weights:
     return Weights([folder / file for file in sorted({entry.file for entry in safetensors_files.open_folder(folder).values()})], name)
 
 
-def weights_folder(name: str) -> Path:
-    """Return the folder of a model's safetensors and small files. Downloads a hub model once per host. Raises `Refusal` if it cannot be had."""
+def weights_folder(name: str, revision: str = "") -> Path:
+    """Return the folder of a model's safetensors and small files. Downloads a hub model once per host.
+
+    `revision` is a branch, tag or commit; "" is main. Raises `Refusal` if the files cannot be had.
+    """
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     page = f"https://huggingface.co/{name}"
     try:
-        return Path(snapshot_download(name, allow_patterns=DOWNLOADED, local_files_only=hub_is_away()))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=DOWNLOADED, local_files_only=hub_is_away()))
     except GatedRepoError:
         raise refuse(f"model = {name}", f"is gated: its licence has to be accepted at {page}", "then log in with: hf auth login") from None
+    except RevisionNotFoundError:
+        raise refuse(f"--model_revision {revision}", f"{page} has no such branch, tag or commit", f"see {page}/commits/main") from None
     except RepositoryNotFoundError:
         raise refuse(f"model = {name}", f"{page} does not exist or is private", "check the name, or log in with: hf auth login") from None
     except (LocalEntryNotFoundError, OSError) as error:
         raise refuse(
             f"model = {name}",
-            f"cannot be downloaded ({type(error).__name__}) and is not in the local cache",
-            f"download it where there is a network: hf download {name}",
+            f"cannot be downloaded ({type(error).__name__}) and is not in the cache {cache_folder()}",
+            not_cached(name, revision),
         ) from None
 
 
-def fetch_config(name: str, task: str = "pretrain", num_labels: int = 0, classes: list[str] | None = None) -> dict[str, Any]:
+def fetch_config(name: str, task: str = "pretrain", num_labels: int = 0, classes: list[str] | None = None, revision: str = "") -> dict[str, Any]:
     """Downloads a model that is neither shipped nor on this machine, and reads its config.json, with other labels unless `num_labels` is 0. Raises `Refusal`."""
-    return with_labels(read_config(weights_folder(name) / "config.json", name, task), num_labels, classes)
+    return with_labels(read_config(weights_folder(name, revision) / "config.json", name, task), num_labels, classes)
 
 
-def published_names(model_config: dict[str, Any], name: str, task: str) -> dict[str, Any]:
+def published_names(model_config: dict[str, Any], name: str, task: str, revision: str = "") -> dict[str, Any]:
     """Gives a config that we ship, which has no names of classes, those of the downloaded model."""
-    own = read_config(weights_folder(name) / "config.json", name, task)
+    own = read_config(weights_folder(name, revision) / "config.json", name, task)
     if "id2label" in model_config or len(own.get("id2label") or {}) != model_config.get("num_labels"):
         return model_config
     return {key: value for key, value in model_config.items() if key != "num_labels"} | {key: own[key] for key in ("id2label", "label2id") if key in own}

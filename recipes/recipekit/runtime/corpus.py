@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ..data.held_out import eval_rows, eval_samples
+from ..data.hub_cache import hub_commits
 from ..data.prefetch import Stream
 from ..data.processors import num_embeddings
 from ..data.request import Request, request_of
 from ..data.sameness import OtherData, StreamState
 from ..data.samples import open_rows, open_samples
 from ..data.stream import open_corpus, open_stream
+from ..hub import commit_of
 from ..parallel.sequence import own_part
 from ..plan import Plan
 from ..recipe import Recipe
@@ -55,6 +57,15 @@ def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
         refusal = error
     if problems := shared_problems(refusal):
         raise Refusal(problems)
+
+
+def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]) -> dict[str, Any]:
+    """Return what a run reads from the hub, with the commits; `corpus` are the fingerprints of its data sets."""
+    found: dict[str, Any] = {"model": commit_of(model, revision)}
+    if tokenizer not in ("", "bytes", model):
+        found["tokenizer"] = commit_of(tokenizer)
+    found["datasets"] = hub_commits(corpus)
+    return {name: value for name, value in found.items() if value}
 
 
 def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: StreamState | None, say: Say, documents: bool = False) -> Stream:

@@ -30,7 +30,7 @@ from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
 from ..refusal import Refusal, Say, refuse
-from ..run_folder import CHECKPOINTS, EXPORT, check_adapter
+from ..run_folder import CHECKPOINTS, EXPORT, check_adapter, commits_of_run
 from ..strategy.compiling import layers_whole
 from ..task import Sums, Task
 from ..tasks.facts import TASKS
@@ -66,15 +66,20 @@ class Loaded:
         """The dtype of the Hugging Face files."""
         return export_dtype(self.plan, self.model_config)
 
+    @property
+    def _small_files(self) -> SmallFiles:
+        """The small files with the commits of what the run has read from the hub, if it has read any."""
+        return self.small_files.with_commits(self.plan.recipe.model, commits_of_run(self.plan.out))
+
     def save_small_files(self, folder: Path) -> None:
         """Write config, tokenizer and the like into `folder`."""
-        save_small_files(self.built, self.small_files, folder)
+        save_small_files(self.built, self._small_files, folder)
 
     def export(self, say: Say) -> None:
         """Writes the model as Hugging Face files into OUT/hf (a collective)."""
         folder = self.plan.out / EXPORT
         say(f"writing Hugging Face files to {folder}")
-        export(self.engine, self.built, self.groups, self.small_files, folder, self.dtype, self.plan.recipe.merge)
+        export(self.engine, self.built, self.groups, self._small_files, folder, self.dtype, self.plan.recipe.merge)
 
 
 def load_model(
@@ -142,15 +147,16 @@ def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
     Downloads missing files.
     """
     recipe = plan.recipe
+    revision = recipe.model_revision
     classes = folder_classes(recipe.dataset, recipe.split, recipe.subset)
-    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, classes)
+    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, classes, revision)
     check_resume(plan, model_config)
     if recipe.init != "pretrained":
         return model_config, ""
-    weights_folder(recipe.model)
+    weights_folder(recipe.model, revision)
     if "num_labels" in model_config and not recipe.labels:
-        model_config = published_names(model_config, recipe.model, recipe.task)
-    return config_of_files(model_config, recipe.model, task.facts.auto_class)
+        model_config = published_names(model_config, recipe.model, recipe.task, revision)
+    return config_of_files(model_config, recipe.model, task.facts.auto_class, revision)
 
 
 def refuse_values(built: Built) -> None:

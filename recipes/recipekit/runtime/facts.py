@@ -24,7 +24,7 @@ from ..parallel.blueprint import Layout
 from ..plan import Plan
 from ..planner.devices import DEVICES
 from ..planner.flops import CONVENTION, Flops, model_flops
-from ..run_folder import ADAPTER, DATA_FILES, FACTS, STRATEGY, identity
+from ..run_folder import ADAPTER, COMMITS, DATA_FILES, FACTS, STRATEGY, identity
 from ..strategy.numbers import enabled
 from ..tasks.facts import PACKED, Facts
 
@@ -79,18 +79,19 @@ def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
     return getattr(torch, model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
 
 
-def run_facts(plan: Plan, model_config: dict[str, Any], built: Built) -> dict[str, Any]:
+def run_facts(plan: Plan, model_config: dict[str, Any], built: Built, commits: dict[str, Any]) -> dict[str, Any]:
     """Collect everything that made this run, as run.json holds it."""
     recipe = {name: value for name, value in vars(plan.recipe).items() if isinstance(value, (str, int, float, bool))}
     return {
         "recipe": recipe | {"name": plan.command.name, "tiny": plan.command.tiny},
-        "identity": identity(plan.recipe, plan.model_config, built.has_norms) | {ADAPTER: config_of(built.model)},
+        "identity": identity(replace(plan.recipe, **plan.command.revisions), plan.model_config, built.has_norms) | {ADAPTER: config_of(built.model)},
         "mesh": vars(plan.mesh) | {"world": plan.mesh.world, "name": str(plan.mesh)},
         "ds_config": plan.ds_config,
         "model_config": model_config,
         "versions": versions(),
         "build": build_facts(),
         "git_commit": git_commit(plan.command.folder),
+        COMMITS: commits,
         "host": {
             "name": platform.node(),
             "cpus": os.cpu_count(),

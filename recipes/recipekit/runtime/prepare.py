@@ -23,7 +23,7 @@ from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS, put_aside, way_on
 from ..task import MicroBatch, Sums, Task
 from .agree import check_same_data, shared_problems
-from .corpus import open_data, open_held_out
+from .corpus import commits_of, open_data, open_held_out
 from .engine import Loaded
 from .facts import run_facts, step_flops, write_facts
 from .failure import Peers
@@ -95,7 +95,8 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         if problems := shared_problems(stream.error_ahead()):
             raise Refusal(problems)
         held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say, documents)
-        facts: dict[str, Any] = {**run_facts(plan, loaded.model_config, loaded.built), "date": plan.day}
+        commits = commits_of(recipe.model, recipe.model_revision, recipe.tokenizer, stream.state["identity"]["corpus"])
+        facts: dict[str, Any] = {**run_facts(plan, loaded.model_config, loaded.built, commits), "date": plan.day}
         saver = open_saver(loaded)
         if rank0:
             save.put_aside_later(saver.folder, state["step"], say)

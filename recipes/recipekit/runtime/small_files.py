@@ -16,7 +16,7 @@ from .facts import export_dtype
 def small_files_of(plan: Plan, built: Built, model_config: dict[str, Any], processor: Any, say: Say) -> SmallFiles:
     """Read and make the small files at the start of a run, because the model's folder may be gone later. Log changes."""
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
-    origin = origin_of(recipe.model, recipe.init, recipe.tokenizer, "tokenizer" in facts.reads)
+    origin = origin_of(recipe.model, recipe.init, recipe.tokenizer, "tokenizer" in facts.reads, recipe.model_revision)
     answers = facts.auto_class == CAUSAL and (facts.chats or facts.pairs)
     ends = end_tokens(getattr(processor, "tokenizer", processor), recipe.task) if answers else ()
     small = gather(built, model_config, processor, export_dtype(plan, model_config), origin, ends)

@@ -17,7 +17,7 @@ from ..data.files import folder_classes
 from ..data.mixture import domains_of
 from ..data.pictures import class_number, opened
 from ..data.request import Request
-from ..hub import in_hub_cache
+from ..hub import snapshot_of
 from ..model.batch_norm import check_norms
 from ..model.config_errors import WRONG_VALUE
 from ..model.empty import empty_model
@@ -81,7 +81,7 @@ def processor(request: Request, model_config: dict[str, Any]) -> Pictures:
     Its size is that of config.json, which `--tiny` shrinks, else of the former file. Raises `Refusal` for a model that takes
     other than grey or coloured pictures, and for data of more classes than it has labels.
     """
-    own, tower = published(request.model, request.init), model_config.get("vision_config") or model_config
+    own, tower = published(request.model, request.init, request.model_revision), model_config.get("vision_config") or model_config
     channels = tower.get("num_channels", 3)
     if channels not in (1, 3):
         raise refuse(f"model = {request.model}", f"takes pictures of {channels} channels, and they are grey (1) or coloured (3)", "use another model")
@@ -106,14 +106,14 @@ def identity(pictures: Pictures, task: str) -> dict[str, Any]:
     return {"pictures": [*pictures.size, pictures.channels, int(pictures.resample), mean, std]}
 
 
-def published(model: str, init: str) -> dict[str, Any]:
+def published(model: str, init: str, revision: str = "") -> dict[str, Any]:
     """Return the published image processor from a folder or the local cache, or {}.
 
     With random weights nothing is downloaded, and what the cache of one host may hold is not looked at.
     """
-    cached = sorted(in_hub_cache(model).glob("snapshots/*"), key=lambda path: path.stat().st_mtime) if init == "pretrained" else []
-    folders = [Path(model)] if Path(model).is_dir() else cached
-    names = [folder / name for folder in reversed(folders) for name in (PROCESSOR, PREPROCESSOR)]
+    cached = snapshot_of(model, revision) if init == "pretrained" else None
+    folder = Path(model) if Path(model).is_dir() else cached
+    names = [folder / name for name in (PROCESSOR, PREPROCESSOR)] if folder else []
     file = None
     try:
         for file in filter(Path.exists, names):
