@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from .refusal import Refusal, refuse
+from .refusal import Problem, Refusal, refuse
 
 HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # attempts to connect, a second apart, and seconds for each, before the hub counts as away
 
@@ -76,12 +76,21 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
 
 
 def is_hub_id(name: str) -> bool:
-    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and " " not in name
+    return not name.endswith("/") and not name.startswith((".", "/", "~")) and name.count("/") <= 1 and " " not in name
 
 
 # The cache ----------------------------------------------------------------------------------------------------------
 
 MODELS, DATASETS = "models", "datasets"  # kinds of repositories, as the cache spells them
+
+
+def check_variables(environment: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each variable that names a cache and is empty: libraries read it as the current folder."""
+    names = ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"]
+    names += ["XDG_CACHE_HOME"] if "HF_HOME" not in environment else []
+    empty = [name for name in names if name in environment and not environment[name].strip()]
+    rule = "must not be empty or blank: the cache would be in the current folder"
+    return [Problem(f"{name} = {environment[name]!r}", rule, f"unset {name}, or name a folder") for name in empty]
 
 
 def cache_folder() -> Path:

@@ -20,6 +20,7 @@ from .data.first_row import check_first_row
 from .data.mixture import Domain, domains_of
 from .data.request import request_of
 from .data.revisions import check_offline, check_revisions, say_unused
+from .hub import check_variables
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
 from .phases import scaled
@@ -76,7 +77,7 @@ class Plan:
 def make_plan(command: Command) -> Plan:
     """Resolves a command for its world size; raises one `Refusal` with every problem. Reads files, changes nothing."""
     problems: list[Problem] = []
-    if unusable := check_values(vars(command.recipe)):  # what follows would look for a file without a name, or search for hours
+    if unusable := check_values(vars(command.recipe)) + check_variables(os.environ):  # what follows would look for a file without a name, or search for hours
         raise Refusal(unusable)
     recipe, notes = command.recipe.shortened(command.typed)
     notes += say_unused(command.recipe.dataset, command.unused)

@@ -129,3 +129,22 @@ def test_a_tool_takes_no_empty_path_for_the_current_folder(words: list[str]) -> 
         tool, *rest = [word.format(value) for word in words]
         done = subprocess.run([sys.executable, ROOT / "tools" / f"{tool}.py", *rest], env=environment(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 2 and done.stderr.endswith("must not be empty or blank; check the variables of your shell\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"])
+def test_an_empty_variable_of_a_cache_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(other, raising=False)
+    for value in ("", " "):
+        monkeypatch.setenv(name, value)
+        rule = "must not be empty or blank: the cache would be in the current folder"
+        assert problems() == [f"{name} = {value!r}: {rule}; unset {name}, or name a folder"]
+    monkeypatch.setenv(name, "/somewhere")
+    planned()
+
+
+def test_a_folder_that_is_missing_is_no_hub_id(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "docs.jsonl").write_text("{}")
+    for model in ("./nope", "nope/", "/nope", "a/b/", "models/a/b", "data/docs.jsonl"):
+        assert any(f"model = {model}: is no folder on this machine" in problem for problem in problems("--model", model))

@@ -25,7 +25,7 @@ def model_config(model: str, task: str = "pretrain", revision: str = "") -> dict
     folder = Path(model)
     if folder.is_dir():
         return read_config(folder / "config.json", model, task)
-    if model.startswith((".", "/", "~")):
+    if not is_hub_id(model) or folder.is_file():
         raise refuse(f"model = {model}", "is no folder on this machine", "give a folder that holds config.json, or a hub id ORG/NAME")
     if cached := folder_of(model, revision=revision):
         return read_config(cached / "config.json", model, task)
