@@ -1035,14 +1035,14 @@ def test_error_comes_after_the_good_steps_is_seen_one_step_early_and_stays(tmp_p
 
 
 def test_hub_data_set_is_streamed(corpora):
-    source = sources._hub_source(Domain("", corpora["parquet"]), "train", WANTED, PATIENCE)
+    source = sources._hub_source(Domain("", corpora["parquet"]), "train", "", WANTED, PATIENCE)
     assert texts_from(source) == words(300, 0) and len(source.parts) == 2 and source.groups(0) == 4 and "/train@" in source.fingerprint
 
 
 @pytest.mark.parametrize("subset, split, says", [("", "tests", ["tests", "train"]), ("no-such", "train", ["no-such", "default"])])
 def test_wrong_split_or_subset_is_refused(corpora, subset, split, says):
     with pytest.raises(Refusal) as refused:
-        sources._hub_source(Domain("", corpora["parquet"], subset), split, WANTED, PATIENCE)
+        sources._hub_source(Domain("", corpora["parquet"], subset), split, "", WANTED, PATIENCE)
     assert all(part in str(refused.value) for part in says), str(refused.value)
 
 
@@ -1051,15 +1051,15 @@ def test_missing_subset_is_refused_with_the_choice(tmp_path, corpora):
     card = "---\nconfigs:\n- config_name: first\n  data_files: 0.parquet\n- config_name: second\n  data_files: 1.parquet\n---\n"
     (tmp_path / "repository" / "README.md").write_text(card)
     with pytest.raises(Refusal, match=r"'first', 'second'"):
-        sources._hub_source(Domain("", str(tmp_path / "repository")), "train", WANTED, PATIENCE)
-    assert len(sources._hub_source(Domain("", str(tmp_path / "repository"), "second"), "train", WANTED, PATIENCE).parts) == 1
+        sources._hub_source(Domain("", str(tmp_path / "repository")), "train", "", WANTED, PATIENCE)
+    assert len(sources._hub_source(Domain("", str(tmp_path / "repository"), "second"), "train", "", WANTED, PATIENCE).parts) == 1
 
 
 def test_a_data_set_with_a_script_is_refused(tmp_path):
     (tmp_path / "scripted").mkdir()
     (tmp_path / "scripted" / "scripted.py").write_text("")
     with pytest.raises(Refusal, match=r"--dataset .*scripted: Dataset scripts are no longer supported"):
-        sources._hub_source(Domain("", str(tmp_path / "scripted")), "train", WANTED, PATIENCE)
+        sources._hub_source(Domain("", str(tmp_path / "scripted")), "train", "", WANTED, PATIENCE)
 
 
 def test_two_threads_may_parse_at_once() -> None:

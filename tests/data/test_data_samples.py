@@ -349,7 +349,7 @@ def looked_at(dataset: Path, **fields) -> None:
         ('{"image": [[[1, 2]]], "label": 1}', {}, "pixels of shape (1, 1, 2) are neither (H, W) nor"),
         ('{"image": [[1]], "label": "cat"}', {}, "its label holds str 'cat' where the number of a class should be; name another column with --label_field"),
         ('{"image": [[1]], "label": 1.0}', {}, "its label holds float '1.0'"),
-        ('{"image": null, "label": 1}', {}, "its image is no picture: NoneType 'None' is neither"),
+        ('{"image": true, "label": 1}', {}, "its image is no picture: bool 'True' is neither"),
         ('{"image": {"bytes": null, "path": "zip://a.png::hf://b"}, "label": 1}', {}, "the row holds no bytes of it, but path 'zip://a.png::hf://b'"),
         ('{"image": [[1]], "label": 1}', {"task": "pretrain"}, "a.jsonl, row 1: has no column 'text'"),
     ],
@@ -543,7 +543,7 @@ def test_pictures_of_the_hub(tmp_path, pixels, kind):
     (tmp_path / "data").mkdir()
     own.to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet") if kind == "parquet" else own.save_to_disk(tmp_path / "data")
     if kind == "parquet":
-        source = sources._hub_source(Domain("", str(tmp_path / "data")), "train", Wanted(NAMES, "image_classification", 7, NAMES), Patience(5, print))
+        source = sources._hub_source(Domain("", str(tmp_path / "data")), "train", "", Wanted(NAMES, "image_classification", 7, NAMES), Patience(5, print))
     else:
         source = open_source(request_for(str(tmp_path / "data" / "*.arrow")), Domain("", str(tmp_path / "data" / "*.arrow")), Patience(5, print))
     rows = [source.documents(value, "")[0][0] for values in source.read(0, 0, 0) for value in values.to_pylist()]

@@ -1,5 +1,6 @@
 """Machines that lack what most have: git, a UTF-8 locale; and users who have switched W&B off by the variable of another program."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -79,9 +80,9 @@ def test_a_locale_that_is_not_utf_8_starts_the_program_again(tmp_path: Path) -> 
     told = in_locale(tmp_path, **ASCII)
     assert told.stdout == f"['text', 'straße'] für Zürich {line.format('ANSI_X3.4-1968')}\n", told.stderr
     made = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", str(tmp_path / "de_DE")]
-    try:
+    with contextlib.suppress(FileNotFoundError):
         subprocess.run(made, check=False, capture_output=True)
-    except FileNotFoundError:
+    if not (tmp_path / "de_DE").exists():
         pytest.skip("needs Debian's locales (tests/system_packages.sh)")
     told = in_locale(tmp_path, LC_ALL="de_DE", LOCPATH=str(tmp_path))
     assert told.stdout == f"['text', 'straße'] für Zürich {line.format('ISO-8859-1')}\n", told.stderr

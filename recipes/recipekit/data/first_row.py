@@ -33,7 +33,7 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     check_kind(kind, files, dataset, request)
     if not files:
         return
-    size = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in files) if kind in ("text", "lines") else 0
     has_message = kind == "lines" and size == 0 and not request.skip  # an empty file is named below
     if kind in ("text", "lines") and size <= FIRST_BYTES and not has_message and _all_empty(files, kind, request):
         rule = "holds no document: each row is empty (null, no text or blank)"
@@ -113,7 +113,7 @@ def _check_sample(row: dict[str, Any], place: str) -> None:
     for name in row.keys() & {"prompt", "chosen", "rejected"}:
         if is_json_chat(row[name]):
             raise refuse(place, f"its {name} holds {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")
-    if not row.keys() & {"image", "label"}:
+    if not row.keys() & {"image", "label"} or ("image" in row and is_empty(row["image"])):
         return
     from .pictures import class_number, opened  # which nothing but a sample needs
 

@@ -21,7 +21,8 @@ def check_revisions(model: str, model_revision: str, dataset: str, dataset_revis
     if not (revision := dataset_revision):
         return problems
     try:
-        names = sorted({domain.dataset for domain in domains_of(dataset) if _of_hub(domain.dataset, split, subset)})
+        asked = {domain.dataset for domain in domains_of(dataset) if domain.dataset != "builtin" and "://" not in domain.dataset}
+        names = sorted(name for name in asked if local_files(name, split=split, subset=subset) is None)
     except Refusal:  # it is reported with the data set
         return problems
     if not names:
@@ -31,12 +32,6 @@ def check_revisions(model: str, model_revision: str, dataset: str, dataset_revis
         rule = f"--dataset names {len(names)} data sets of the hub ({', '.join(names)}), and a revision belongs to one"
         problems.append(Problem(f"--dataset_revision {revision}", rule, "leave it out, or download the others and give their folders"))
     return problems
-
-
-def _of_hub(dataset: str, split: str, subset: str) -> bool:
-    if dataset == "builtin" or "://" in dataset:
-        return False
-    return local_files(dataset, split=split, subset=subset) is None
 
 
 def say_unused(dataset: str, unused: Mapping[str, str]) -> list[str]:
