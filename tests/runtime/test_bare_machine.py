@@ -80,12 +80,13 @@ def test_a_locale_that_is_not_utf_8_starts_the_program_again(tmp_path: Path) -> 
     told = in_locale(tmp_path, **ASCII)
     assert told.stdout == f"['text', 'straße'] für Zürich {line.format('ANSI_X3.4-1968')}\n", told.stderr
     made = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", str(tmp_path / "de_DE")]
+    # without the sources of locales it writes a folder that cannot be used, and ends with 1
     with contextlib.suppress(FileNotFoundError):
-        subprocess.run(made, check=False, capture_output=True)
-    if not (tmp_path / "de_DE").exists():
-        pytest.skip("needs Debian's locales (tests/system_packages.sh)")
-    told = in_locale(tmp_path, LC_ALL="de_DE", LOCPATH=str(tmp_path))
-    assert told.stdout == f"['text', 'straße'] für Zürich {line.format('ISO-8859-1')}\n", told.stderr
+        if subprocess.run(made, check=False, capture_output=True).returncode == 0:
+            told = in_locale(tmp_path, LC_ALL="de_DE", LOCPATH=str(tmp_path))
+            assert told.stdout == f"['text', 'straße'] für Zürich {line.format('ISO-8859-1')}\n", told.stderr
+            return
+    pytest.skip("needs Debian's locales (tests/system_packages.sh)")
 
 
 def test_a_program_that_cannot_be_started_again_is_refused(tmp_path: Path) -> None:
