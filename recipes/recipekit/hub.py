@@ -124,7 +124,7 @@ def snapshot_of(name: str, revision: str = "", kind: str = MODELS) -> Path | Non
 
 
 def commit_of(name: str, revision: str = "", kind: str = MODELS) -> str | None:
-    """Return the commit of the cached files of a repository; None if the cache has none or `name` is a folder."""
+    """Return the commit of the cached files of a repository; None if they are not cached or `name` is a folder."""
     found = None if Path(name).is_dir() else snapshot_of(name, revision, kind)
     return found.name if found else None
 

@@ -254,7 +254,7 @@ def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[P
 
 
 def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
-    """List the local files and folders that a run reads: (what it is, path); of a glob the folder without wildcards."""
+    """List the local files and folders that a run reads: (description, path). A glob stands for its folder without wildcards."""
     found = [(f"the folder of --{name} {value}", Path(value).expanduser()) for name, value in folders.items() if value]
     for domain in domains_of(dataset) if isinstance(dataset, str) else []:
         entries = [domain.dataset] if Path(domain.dataset).expanduser().exists() else domain.dataset.split(",")

@@ -34,7 +34,7 @@ def request(dataset: object, **more: Any) -> Request:
 
 
 def trained_and_evaluated(asked: Request, steps: int = 40) -> tuple[str, str, list[str]]:
-    """(the text of `steps` steps, the text of the evaluation, what was said)."""
+    """(the text of `steps` steps, the text of the evaluation, the printed lines)."""
     said: list[str] = []
     stream = open_stream(asked, TOKENIZER, dp=1, dp_rank=0, say=said.append)
     batches = [batch for _ in range(steps) for batch in next(stream)[0]]

@@ -85,7 +85,7 @@ def _all_empty(files: list[Path], kind: str, request: Request) -> bool:
                 if column not in row or not is_empty(row[column]):
                     return False
     except (Refusal, OSError, EOFError, zlib.error):
-        return False  # a broken file has a message of its own
+        return False  # a broken file is refused by another check
     return True
 
 
@@ -178,7 +178,7 @@ def _check_document(file: Path, line: bytes, alone: bool, columns: tuple[str, ..
 
 
 def _first_of_csv(file: Path) -> tuple[list[str], dict[str, Any]]:
-    """Return the columns of a file, and its first row; {} if there is none."""
+    """Return the columns of a file, and its first row; {} if it has no row."""
     with file.open("rb") as stream, decompressed(stream, compression_of(file)) as content:
         header, rows = csv_rows.read(content, csv_rows.separator_of(file), str(file))
         first = next(rows, None)

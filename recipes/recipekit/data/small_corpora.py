@@ -11,7 +11,7 @@ from .encode import Encoder
 from .request import Request
 from .source import Document, Source
 
-SHORTEST = 2 * 10  # characters or tokens of a document of which a tenth can be held out
+SHORTEST = 2 * 10  # characters or tokens; a shorter document has no tenth worth holding out
 
 
 def check_documents(source: Source, request: Request) -> None:

@@ -46,6 +46,7 @@ def _of_python(tokenizer: Any) -> str:
         if isinstance(value, PLAIN) and key not in WITHOUT_EFFECT and not key.endswith("_file")
     }
     files = list[str]()
+    # a class that keeps no vocabulary files raises NotImplementedError (transformers 5.22.2); its vocabulary is hashed below
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(NotImplementedError):
         tokenizer.save_vocabulary(folder)
         files = sorted(hashlib.blake2b(file.read_bytes()).hexdigest() for file in Path(folder).iterdir())
