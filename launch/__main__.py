@@ -32,6 +32,8 @@ DOCTOR = REPOSITORY / "tools" / "doctor.py"
 
 
 def main(argv: list[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a byte of a file's name that is not UTF-8 is printed as an escape
     usage = "python -m launch [FLAGS OF LAUNCH] recipes/NAME.py [FLAGS OF THE RECIPE]"
     parser = argparse.ArgumentParser(
         prog="python -m launch", usage=usage, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

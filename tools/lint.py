@@ -158,7 +158,7 @@ def fix(name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, 
     lines = [*(f"{problem.where}: rewritten ({problem.rule.partition(';')[0]})" for problem in faults), *map(str, changes)]
     target = file.with_name(f"{file.name.removesuffix('.json')}.fixed.json")
     try:
-        with target.open("x", encoding="utf-8") as stream:
+        with target.open("x", encoding="utf-8", errors="backslashreplace") as stream:  # half a surrogate pair as it was: \ud800
             stream.write(json.dumps(fixed, indent=2, ensure_ascii=False) + "\n")
     except FileExistsError:
         raise refuse(f"--fix {target}", "is there already", "delete it or give it another name") from None

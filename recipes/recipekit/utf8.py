@@ -1,5 +1,6 @@
 """UTF-8 as the encoding of every text file, whatever the locale. Imports nothing heavy."""
 
+import io
 import locale
 import os
 import sys
@@ -16,6 +17,8 @@ def use_utf8() -> list[str]:
     torch 2.13 cannot be imported where text is ASCII (UnicodeDecodeError), and in ISO-8859-1 every library reads UTF-8
     files as other letters. The process, its parent and its rank stay. Raises `Refusal` if the program cannot be started
     again.
+
+    What UTF-8 cannot encode (half a surrogate pair of a JSON, a byte of a file's name) is printed as an escape.
     """
     encoding, again = locale.getencoding(), os.environ.get(AGAIN, "")
     if not sys.flags.utf8_mode and encoding.lower().replace("-", "") != "utf8":
@@ -26,4 +29,6 @@ def use_utf8() -> list[str]:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # which is what stderr does already
     return [f"locale: its text is {again}; this program reads and writes UTF-8 all the same"] if again else []

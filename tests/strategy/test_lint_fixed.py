@@ -191,6 +191,26 @@ def test_some_of_them_through_the_command(tmp_path: Path) -> None:
         assert code in (0, 1) and said, content
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('"\\ud800": 1', False),
+        ('"zero_optimization": {"stage": 1, "a\\ud800b": "\\udc80"}', False),
+        ('"wandb": {"enabled": false, "project": "a\\udfffb"}', True),
+    ],
+)
+def test_half_a_surrogate_pair_is_printed_and_written_as_an_escape(text: str, kept: bool, tmp_path: Path) -> None:
+    """JSON may hold one; UTF-8 cannot."""
+    (tmp_path / "ds.json").write_text(f'{{"train_micro_batch_size_per_gpu": 2, "cpu_offload": "true", {text}}}')
+    half = text[text.index("\\ud") :][:6]
+    code, said = command("ds.json", "--json-only", cwd=tmp_path)
+    assert code == 1 and (kept or half in said), said
+    code, said = command("ds.json", "--json-only", "--fix", cwd=tmp_path)
+    fixed = (tmp_path / "ds.fixed.json").read_text()
+    assert code == 0 and half in (fixed if kept else said), (said, fixed)
+    assert lint.read("ds.fixed.json", tmp_path, True)[0] == json.loads(fixed)
+
+
 def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     with pytest.raises(Refusal):
         lint.read("absent.json", tmp_path, True)

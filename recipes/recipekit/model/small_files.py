@@ -261,4 +261,4 @@ def ids_of(value: Any) -> list[int]:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair: \ud800
