@@ -48,6 +48,7 @@ NAMES = ("HOME", "XDG_CACHE_HOME", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "HF_HUB_C
 def variables_of(case: dict[str, str], folder: Path) -> dict[str, str]:
     plain = {name: value for name, value in os.environ.items() if name not in (*NAMES, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_CACHE")}
     own = {name: value.replace("{}", str(folder)) for name, value in case.items()}
+    plain |= {"HF_DATASETS_CACHE": f"{folder}/datasets"}  # datasets 5.2 leaves $VAR of XDG_CACHE_HOME as it is
     return plain | {"DISK": f"{folder}/disk", "USER_OF_TEST": "me", "PYTHONPATH": "recipes"} | own
 
 
