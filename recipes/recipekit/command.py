@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .recipe import Recipe, check_recipe, kind_of_field
+from .recipe import Recipe, check_recipe, kinds_of_field
 from .refusal import Problem, Refusal, refuse
 from .tasks.facts import own_fields
 
@@ -93,7 +93,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         if "help" in item.metadata:
             flags.append(item.name)
             about = item.metadata["help"] + (f"; task {', '.join(readers[item.name])}" if item.name in readers else "")
-            parser.flag(group, item.name, kind_of_field(item), about, getattr(recipe, item.name), item.metadata.get("choices", ()))
+            parser.flag(group, item.name, kinds_of_field(item)[0], about, getattr(recipe, item.name), item.metadata.get("choices", ()))
     parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     given = parser.read(sys.argv[1:] if argv is None else argv)
 

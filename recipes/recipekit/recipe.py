@@ -4,7 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from .phases import Ramp, check_ramp, check_rates, cut, ramp_of, shorter
 from .refusal import Problem
@@ -130,7 +131,12 @@ class Recipe:
     resume: str = _say("auto: go on with the run in OUT; never: start anew; or a run or step folder", "auto")
     wandb: bool = _say("record the run in Weights & Biases (offline when not logged in)", True, group="tracking")
     project: str = _say("Weights & Biases project", "deepspeed-recipes")
-    grace: float = _say("seconds a rank may take to reach a step boundary once told to stop", 25.0, group="run")
+    grace: str | float = _say(
+        "seconds in which a rank must reach a step boundary after a request to stop; "
+        "auto: three times the slowest step, at least 25, at most what the scheduler grants",
+        "auto",
+        group="run",
+    )
 
     adapt: Callable[[Any], Any] | None = None  # model -> model, for example LoRA; called before DeepSpeed sees the model
 
@@ -209,7 +215,11 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     ):
         if (value := getattr(recipe, name)) < 0:
             problems.append(Problem(f"{name} = {value}", "must not be negative", f"use --{name} 0 or more"))
-    for name in ("lr", "eps", "grace", "retry_s", "beta"):
+    try:
+        seconds_of(recipe.grace)
+    except ValueError:
+        problems.append(Problem(f"grace = {recipe.grace}", "must be auto or a positive number of seconds", "for example --grace auto or --grace 120"))
+    for name in ("lr", "eps", "retry_s", "beta"):
         if (value := getattr(recipe, name)) <= 0:
             problems.append(Problem(f"{name} = {value}", "must be a positive number", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
     for name in ("beta1", "beta2"):
@@ -289,17 +299,30 @@ def _wrong_kinds(recipe: Recipe) -> list[Problem]:
     for item in dataclasses.fields(recipe):
         if "help" not in item.metadata:
             continue
-        value, kind, choices = getattr(recipe, item.name), kind_of_field(item), item.metadata.get("choices")
+        value, kinds, choices = getattr(recipe, item.name), kinds_of_field(item), item.metadata.get("choices")
         where = f"{item.name} = {value!r}"
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            problems.append(Problem(where, f"must be of type {kind.__name__}, not {type(value).__name__}", f"for example {item.name}={item.default!r}"))
-        elif kind is float and not math.isfinite(value):
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            problems.append(Problem(where, f"must be of type {names}, not {type(value).__name__}", f"for example {item.name}={item.default!r}"))
+        elif isinstance(value, float) and not math.isfinite(value):
             problems.append(Problem(where, "is not a finite number", f"for example --{item.name} {item.default}"))
         elif choices and value not in choices:
             problems.append(Problem(where, "is not known", f"use --{item.name} {' or '.join(choices)}"))
     return problems
 
 
-def kind_of_field(item: dataclasses.Field[Any]) -> type:
+def kinds_of_field(item: dataclasses.Field[Any]) -> tuple[type, ...]:
+    """Return the types that a field of a recipe takes; its flag is read as the first one."""
+    if isinstance(item.type, UnionType):
+        return get_args(item.type)
     assert isinstance(item.type, type)
-    return item.type
+    return (item.type,)
+
+
+def seconds_of(grace: str | float) -> float | None:
+    """Return `--grace` in seconds, None for auto. Raises `ValueError` for other texts and numbers."""
+    if grace == "auto":
+        return None
+    if not 0 < float(grace) < math.inf:
+        raise ValueError(grace)
+    return float(grace)

@@ -11,6 +11,8 @@ from typing import NoReturn
 
 from .starters import LOCAL_RANKS
 
+START_AGAIN = 75  # exit code after a fault from outside (a lost rank or host, a failing disk): the same command can continue
+
 Say = Callable[[str], None]  # prints a line to the user
 
 # What DeepSpeed does with a problem when nobody refuses it first; "" if DeepSpeed never sees the problem.

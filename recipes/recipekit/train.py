@@ -247,6 +247,7 @@ def loop(ready: Ready) -> int:
         ):
             result = train_step(engine, ready.task, batches, lr, "bad data" if broken else stopper.requested, mesh, ready.sums, more)
         seconds = time.perf_counter() - begun
+        stopper.step_took(seconds)
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
         if not (math.isfinite(result["loss"]) and (math.isfinite(result["grad_norm"]) or plan.precision == "fp16")):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pool import ROOT, environment, free_port
 from recipekit.command import parse, recipe_of
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe, check_recipe
+from recipekit.recipe import Recipe, check_recipe, seconds_of
 from recipekit.refusal import Refusal
 
 RECIPE = Recipe(model="meta-llama/Llama-3.2-1B", tp=4, warmup_steps=10)
@@ -142,6 +142,18 @@ def test_a_number_below_0_is_one_problem(name):
     """Not one for each number that it is compared with."""
     (problem,) = check_recipe(parse(RECIPE, FILE, [f"--{name}", "-3"]).recipe)
     assert problem.where.startswith(f"{name} = -3")
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "inf", "nan", "soon"])
+def test_a_grace_that_is_no_time_is_one_problem(text):
+    (problem,) = check_recipe(parse(RECIPE, FILE, [f"--grace={text}"]).recipe)
+    assert str(problem) == f"grace = {text}: must be auto or a positive number of seconds; for example --grace auto or --grace 120"
+
+
+@pytest.mark.parametrize("grace", ["auto", "90", "0.5", 60, 25.0])
+def test_a_grace_is_auto_or_seconds_also_in_a_recipe(grace):
+    assert check_recipe(dataclasses.replace(RECIPE, grace=grace)) == []
+    assert seconds_of(grace) == (None if grace == "auto" else float(grace))
 
 
 def test_an_empty_word_is_a_value():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from recipekit.runtime.stopping import Grace, Stopper, grace_of
 
 LIMIT = 20.0  # seconds for anything a test waits for; the promises are asserted by the tests themselves
 
@@ -17,9 +18,9 @@ LIMIT = 20.0  # seconds for anything a test waits for; the promises are asserted
 RANK = """
 import ctypes, multiprocessing, os, signal, sys, time
 from pathlib import Path
-from recipekit.runtime.stopping import Stopper, quiet_interrupts, start_launcher_watch
+from recipekit.runtime.stopping import Grace, Stopper, grace_of, quiet_interrupts, start_launcher_watch
 
-folder, grace = Path(sys.argv[1]), float(sys.argv[2])
+folder, grace = Path(sys.argv[1]), Grace(float(sys.argv[2]))
 name = "rank" + os.environ.get("RANK", "")
 
 def report(what, text=""):
@@ -201,6 +202,66 @@ def test_a_rank_blocked_in_a_collective_ends_after_the_grace_with_its_stacks(job
     assert "in block_in_c" in said
 
 
+@pytest.mark.parametrize(
+    ("grace", "slowest", "seconds"),
+    [
+        (Grace(), 0, 300),  # the first step of a start may compile
+        (Grace(), 0.2, 25),
+        (Grace(), 8, 25),
+        (Grace(), 40, 120),
+        (Grace(granted=600), 40, 120),
+        (Grace(granted=300), 150, 295),
+        (Grace(granted=300), 0, 295),
+        (Grace(granted=30), 0.2, 25),
+        (Grace(granted=20), 0.2, 15),
+        (Grace(granted=6), 0.2, 3),
+        (Grace(seconds=4), 40, 4),
+        (Grace(seconds=900, granted=300), 40, 900),
+    ],
+)
+def test_the_grace_follows_the_slowest_step_and_the_scheduler(grace: Grace, slowest: float, seconds: float) -> None:
+    assert grace.after(slowest) == seconds
+
+
+@pytest.mark.parametrize(("text", "granted"), [("600", 600.0), ("0.5", 0.5), ("", None), ("0", None), ("-3", None), ("nan", None), ("soon", None)])
+def test_the_granted_seconds_come_from_the_environment(text: str, granted: float | None) -> None:
+    assert grace_of(None, {"LAUNCH_GRACE": text}) == Grace(None, granted)
+    assert grace_of(7.0, {"LAUNCH_GRACE": text}) == Grace(7.0, granted)
+
+
+SLOW = """
+with Stopper(Grace(least=0.5, first=first)) as stopper:
+    for step in range(1, 10):
+        stop, began = stopper.requested, time.monotonic()
+        if step == asked:
+            report("pid", os.getpid())
+        time.sleep(1.5)
+        stopper.step_took(time.monotonic() - began)
+        stopper.boundary()
+        if stop:
+            break
+    report("saved", f"{stopper.requested} {step}")
+sys.exit(stopper.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("asked", "first"), [(1, 20), (2, 0.6)])
+def test_a_step_longer_than_the_least_grace_ends_with_its_checkpoint(job: Job, asked: int, first: float) -> None:
+    """In the first step and in a later one. The ranks agree on a stop at the beginning of a step, so one more step follows."""
+    rank = job.start_rank(f"asked, first = {asked}, {first}{SLOW}")
+    rank.send_signal(signal.SIGTERM)
+    assert rank.communicate(timeout=LIMIT) == (None, "")
+    assert (rank.returncode, job.saved()) == (143, [f"SIGTERM {asked + 1}"])
+
+
+def test_a_stuck_rank_ends_before_the_scheduler_kills_it(job: Job) -> None:
+    rank = job.start_rank("with Stopper(grace_of(None, {'LAUNCH_GRACE': '3'})):\n    report('pid', os.getpid())\n    block_in_c()")
+    began = time.monotonic()
+    rank.send_signal(signal.SIGTERM)
+    assert "stuck: no step boundary came in the 1.5 s after SIGTERM" in rank.communicate(timeout=LIMIT)[1]
+    assert 1.5 < time.monotonic() - began < 4
+
+
 def test_boundaries_do_not_rescue_a_hung_checkpoint(job: Job) -> None:
     rank = job.start_rank("train(save_seconds=30)", grace=1)
     rank.send_signal(signal.SIGTERM)
@@ -317,9 +378,7 @@ def test_plain_python_has_no_launcher_to_lose(job: Job) -> None:
 
 
 def test_the_first_reason_stays() -> None:
-    from recipekit.runtime.stopping import Stopper
-
-    stopper = Stopper(grace=5)
+    stopper = Stopper(Grace(5))
     assert (stopper.requested, stopper.exit_code) == (None, 0)
     stopper.request("SIGINT")
     stopper.request("SIGTERM")

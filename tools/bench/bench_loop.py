@@ -535,7 +535,7 @@ def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> St
     """Runs the loop of every recipe, unchanged; it pauses after it has recorded a step."""
     from recipekit.runtime.deepspeed_engine import repaired
     from recipekit.runtime.prepare import Ready
-    from recipekit.runtime.stopping import Stopper
+    from recipekit.runtime.stopping import Grace, Stopper
     from recipekit.train import loop
 
     engine = repaired(initialize(plan, model))
@@ -557,7 +557,7 @@ def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> St
                 {"step": 0, "tokens": 0, "data": None, "export_dtype": ""},
                 never_saves,
                 pausing,
-                Stopper(plan.recipe.grace),
+                Stopper(Grace()),
             )
         )
 

@@ -1,6 +1,7 @@
 """What happens once before the first step, and all that the loop then works with."""
 
 import contextlib
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..kernels.deterministic import check_in_force
 from ..plan import Plan
 from ..planner.devices import DEVICES
 from ..planner.flops import Flops
+from ..recipe import seconds_of
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS, put_aside, way_on
 from ..task import MicroBatch, Sums, Task
@@ -28,7 +30,7 @@ from .engine import Loaded
 from .facts import run_facts, step_flops, write_facts
 from .failure import Peers
 from .start import start
-from .stopping import Stopper
+from .stopping import Stopper, grace_of
 from .tracking import NoTracker, Tracker, open_tracker
 
 
@@ -101,7 +103,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         if rank0:
             save.put_aside_later(saver.folder, state["step"], say)
             write_facts(plan, facts, stream.files)
-        stopper = Stopper(recipe.grace)
+        stopper = Stopper(grace_of(seconds_of(recipe.grace), os.environ))
         tracker = open_tracker(
             name=f"{plan.command.name}_{plan.mesh}",
             run_dir=plan.out,

@@ -10,12 +10,14 @@ A Python signal handler does not run while the main thread is blocked inside a c
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -24,19 +26,54 @@ STOPS = (signal.SIGTERM, signal.SIGINT, *ANNOUNCED)
 # Why a run stops -> its exit code
 REASONS = {number.name: 128 + number for number in STOPS} | {"launcher gone": 143, "bad data": 1}
 POLL = 0.5  # seconds between two looks at the launcher and at the clock
+GRANTED = "LAUNCH_GRACE"  # an environment variable: seconds between the scheduler's signal and its kill, set by `python -m launch`
+ENDING = 5.0  # of these seconds: for the stacks of a stuck rank, and for the end of its launcher
+
+
+@dataclass(frozen=True)
+class Grace:
+    """The time in which a rank must reach a step boundary, after a stop was requested.
+
+    `seconds` is fixed, or None: three times the slowest step so far, at least `least`, at most what the scheduler grants.
+    A stop waits for up to two steps: the one in progress and the next one, with which the ranks agree on it.
+    The first step of a start may compile kernels and has no step before it, so it gets `first`.
+    """
+
+    seconds: float | None = None
+    granted: float | None = None  # None: no limit is known
+    least: float = 25.0
+    first: float = 300.0
+
+    def after(self, slowest: float) -> float:
+        """Return the seconds if the slowest step so far took `slowest` seconds, 0 before the first step."""
+        if self.seconds is not None:
+            return self.seconds
+
+        wanted = max(self.least, 3 * slowest) if slowest else max(self.least, self.first)
+        return wanted if self.granted is None else min(wanted, max(self.granted / 2, self.granted - ENDING))
+
+
+def grace_of(seconds: float | None, variables: Mapping[str, str]) -> Grace:
+    """Return the grace of a run from its `--grace` (None: auto) and from the environment variable of its launcher."""
+    try:
+        granted = float(variables.get(GRANTED, ""))
+    except ValueError:
+        return Grace(seconds)
+    return Grace(seconds, granted if 0 < granted < math.inf else None)
 
 
 class Stopper:
     """Turns signals and a gone launcher into `requested`, which the loop reads at each step boundary.
 
-    Once a stop is requested, a rank that reaches no further boundary and does not leave the `with` within `grace` seconds
+    Once a stop is requested, a rank that reaches no further boundary and does not leave the `with` within `grace`
     prints the stacks of its threads and ends with `exit_code`. Only the main thread may enter. Save, finish tracking and
     destroy the process group inside the `with`: outside it the next signal kills.
     """
 
-    def __init__(self, grace: float):
+    def __init__(self, grace: Grace):
         self.requested: str | None = None  # a key of REASONS
         self._grace = grace
+        self._slowest = 0.0  # seconds of the slowest step of this start
         self._boundary_due = self._request_due = 0.0  # time.monotonic() after which a requested stop counts as stuck
         self._pressed = 0.0
         self._presses = 0
@@ -49,12 +86,16 @@ class Stopper:
     def request(self, reason: str) -> None:
         """Asks for a stop, from any thread; the first reason stays. The loop passes on the reasons of other ranks."""
         if self.requested is None:
-            self._request_due = time.monotonic() + self._grace
+            self._request_due = time.monotonic() + self._grace.after(self._slowest)
             self.requested = reason
+
+    def step_took(self, seconds: float) -> None:
+        """Note how long a step took: later steps are expected to take no more than three times as long."""
+        self._slowest = max(self._slowest, seconds)
 
     def boundary(self, next_within: float | None = None) -> None:
         """Notes a step boundary: called after each optimizer step, and with `next_within` (seconds) before work that may outlast `grace`, such as a save."""
-        self._boundary_due = time.monotonic() + (self._grace if next_within is None else next_within)
+        self._boundary_due = time.monotonic() + (self._grace.after(self._slowest) if next_within is None else next_within)
 
     def __enter__(self) -> Self:
         # under nohup, which ignores SIGHUP, we ignore it too
@@ -78,7 +119,7 @@ class Stopper:
         if number is not None:
             self.request(signal.Signals(number).name)
         if self.requested and now > max(self._boundary_due, self._request_due):
-            tell(f"stuck: no step boundary came in the {self._grace:g} s after {self.requested}; the stacks of its threads:")
+            tell(f"stuck: no step boundary came in the {self._grace.after(self._slowest):g} s after {self.requested}; the stacks of its threads:")
             faulthandler.dump_traceback(2)
             os._exit(self.exit_code)
 
