@@ -2,9 +2,14 @@
 
 import ast
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
+# As in recipekit/paths.py
+JOB_IDS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
+ADDRESS = r".*://|[^/]*:/|[^/@\s]+@[^/:@\s]+:"
 NONE = (FileNotFoundError, NotADirectoryError)  # NotADirectoryError if `runs` is a file
 
 
@@ -17,8 +22,20 @@ def out_of(words: tuple[str, ...]) -> Path:
             out = words[index + 1]
         elif word.startswith("--out="):
             out = word.removeprefix("--out=")
-    name = Path(words[0]).stem + ("_tiny" if "--tiny" in words[1:] else "")
-    return Path(out or _out_in(Path(words[0])) or Path("runs") / name)
+    default = "runs/" + Path(words[0]).stem + ("_tiny" if "--tiny" in words[1:] else "")
+    return Path(_filled(out or _out_in(Path(words[0])), default, dict(os.environ)) or default)
+
+
+def _filled(out: str, default: str, variables: dict[str, str]) -> str:
+    """Return the run folder as recipekit/paths.py reads it; "" for a text that it refuses, so that rank 0 can report it."""
+    text = out or default
+    if (sweep := variables.get("WANDB_SWEEP_ID")) and "{wandb_run_id}" not in text.lower():
+        text = f"{out or f'{default}_sweep_{sweep}'}/{{wandb_run_id}}"
+    values = {"job_id": next((variables[name] for name in JOB_IDS if variables.get(name)), ""), "wandb_run_id": variables.get("WANDB_RUN_ID", "")}
+    text = re.sub(r"(?<!\$)\{([^{}/]*)\}", lambda found: values.get(found[1].lower()) or found[0], text)
+    text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: variables.get(found[1] or found[2]) or found[0], text)
+    text = os.path.expanduser(text)
+    return "" if re.match(ADDRESS, text) or re.search(r"\$\w|[{}]|(^|/)~", text) else text
 
 
 def _out_in(recipe: Path) -> str:

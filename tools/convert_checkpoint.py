@@ -34,7 +34,8 @@ from recipekit.checkpoints.places import expected_bytes
 from recipekit.checkpoints.step_folder import Step, open_step, target_layout
 from recipekit.mesh import Mesh
 from recipekit.parallel.blueprint import Blueprint, Layout, default_optimizer
-from recipekit.refusal import Refusal, path_of, refuse
+from recipekit.paths import path_of
+from recipekit.refusal import Refusal, refuse
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

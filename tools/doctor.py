@@ -37,8 +37,9 @@ from recipekit.hosts.report import Report
 from recipekit.hosts.subject import Slot, Subject, examine_host, left_mark, local_gpus, read_subject, room
 from recipekit.hosts.torch_builds import gpus_in_use
 from recipekit.packages import require_packages
+from recipekit.paths import path_of
 from recipekit.ranks import take_rank
-from recipekit.refusal import Refusal, exit_refused, path_of
+from recipekit.refusal import Refusal, exit_refused
 from recipekit.runtime.stopping import start_launcher_watch
 from recipekit.strategy import check
 from recipekit.utf8 import use_utf8

@@ -34,10 +34,11 @@ from recipekit.data.mixture import domains_of
 from recipekit.mesh import Mesh, make_mesh
 from recipekit.optim.facts import FACTORS, FACTS, GRADIENT
 from recipekit.optim.facts import Facts as OptimizerFacts
+from recipekit.paths import path_of
 from recipekit.phases import Ramp
 from recipekit.plan import check_mixture
 from recipekit.recipe import Recipe, check_recipe
-from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, path_of, refuse
+from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
 from recipekit.strategy import (
     baseline,
     check,

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.packages import require_packages
-from recipekit.refusal import path_of
+from recipekit.paths import path_of
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 TOLERANCE = 2e-3  # relative: the engine and transformers run the same weights, on other batch shapes

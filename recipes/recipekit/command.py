@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .paths import run_folder
 from .recipe import Recipe, check_recipe, kinds_of_field
 from .refusal import Problem, Refusal, refuse
 from .tasks.facts import own_fields
@@ -41,8 +42,8 @@ class Command:
 
     @property
     def out(self) -> Path:
-        """Returns the run folder. A trial has its own folder, so that it never stands in the way of the run."""
-        return Path(self.recipe.out or f"runs/{self.name}{'_tiny' if self.tiny else ''}")
+        """Return the run folder. Trials have folders of their own, apart from the run's. Raise `Refusal` as `run_folder` does."""
+        return run_folder(str(self.recipe.out), f"runs/{self.name}{'_tiny' if self.tiny else ''}", self.dry_run)
 
 
 def recipe_of(path: Path) -> Recipe:
@@ -205,8 +206,10 @@ class _Parser(argparse.ArgumentParser):
             name, equals, value = word.partition("=")
             if re.match(r"-[\d.]", word) and words and words[-1] in self._option_string_actions:
                 words[-1] += f"={word}"  # a negative number: argparse takes -1e-3 for a flag
+            elif word.startswith("--"):
+                words.append(self._switch(spelled.get(name.replace("_", "-"), name), equals + value))
             else:
-                words.append(spelled.get(name.replace("_", "-"), name) + equals + value if word.startswith("--") else word)
+                words.append(word)
         found, unknown = self.parse_known_args(words)
         for flag, *values in _with_values(unknown):
             if flag.startswith("-"):
@@ -216,6 +219,13 @@ class _Parser(argparse.ArgumentParser):
         for name in [name for name, value in vars(found).items() if value is self]:
             self.wrong(f"--{name}", "needs a value", f"write --{name} VALUE")
         return {name: value for name, value in vars(found).items() if value is not None and value is not self}
+
+    def _switch(self, flag: str, value: str) -> str:
+        """Return `flag` with its `=value`; --flag or --no-flag if a switch has =True or =False, as `wandb agent` writes them."""
+        switch = isinstance(self._option_string_actions.get(flag), argparse.BooleanOptionalAction) and not flag.startswith("--no-")
+        if not switch or value.lower() not in ("=true", "=false"):
+            return flag + value
+        return flag if value.lower() == "=true" else f"--no-{flag[2:]}"
 
     def wrong(self, where: str, rule: str, fix: str) -> None:
         self.problems.append(Problem(where, rule, fix))

@@ -23,11 +23,12 @@ from .data.revisions import check_offline, check_revisions, say_unused
 from .hub import check_variables
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
+from .paths import check_cache, say_trial
 from .phases import scaled
 from .recipe import AXES, Recipe, check_recipe, check_values
 from .refusal import Problem, Refusal
 from .run_folder import check_out, find_resume, pins
-from .strategy import baseline, check, divisions, json_file, resolve, shapes, swap
+from .strategy import baseline, check, divisions, json_file, outputs, resolve, shapes, swap
 from .strategy.numbers import degrees, enabled, literals
 from .tasks.facts import TASKS, Facts, own_fields
 
@@ -77,10 +78,10 @@ class Plan:
 def make_plan(command: Command) -> Plan:
     """Resolves a command for its world size; raises one `Refusal` with every problem. Reads files, changes nothing."""
     problems: list[Problem] = []
-    if unusable := check_values(vars(command.recipe)) + check_variables(os.environ):  # what follows would look for a file without a name, or search for hours
+    if unusable := _check_usable(command):
         raise Refusal(unusable)
     recipe, notes = command.recipe.shortened(command.typed)
-    notes += say_unused(command.recipe.dataset, command.unused)
+    notes += say_unused(command.recipe.dataset, command.unused) + say_trial(command.out)
     asked = {"model": recipe.model, "dataset": recipe.dataset, **command.revisions}
     recipe = dataclasses.replace(recipe, **pins(recipe.resume, command.out, asked))
     problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
@@ -121,7 +122,7 @@ def make_plan(command: Command) -> Plan:
     with collecting(problems):
         resume_from = find_resume(dataclasses.replace(recipe, **command.revisions), command.out, model_config, command.tiny, command.typed, command.unused)
     if config or not problems:
-        problems += swap.check_swap(config, command.out)
+        problems += outputs.check_outputs(config) + swap.check_swap(config, command.out)
         problems += _check_strategy(config, command, limits, lay_out)
     else:
         problems += laid.problems
@@ -129,10 +130,16 @@ def make_plan(command: Command) -> Plan:
         raise Refusal(list(dict.fromkeys(problems)))  # the JSON may give a degree that the recipe has, too
     resolved, more = resolve.resolve(config, recipe, mesh, limits)
     notes += more
-    for block in ("offload_optimizer", "offload_param"):
-        if (offload := resolved["zero_optimization"].get(block, {})).get("device") == "nvme":
-            offload["nvme_path"] = str((command.out / Path(offload["nvme_path"]).expanduser()).resolve())  # an absolute path stays
+    outputs.expand_outputs(resolved, command.out)
     return Plan(command, recipe, mesh, resolved, path, model_config, command.out, resume_from, tuple(notes))
+
+
+def _check_usable(command: Command) -> list[Problem]:
+    """Refuse values that cannot be planned with: files without a name, searches of hours, a run folder named s3:."""
+    problems = check_values(vars(command.recipe)) + check_variables(os.environ)
+    with collecting(problems):
+        _ = command.out
+    return problems
 
 
 @contextlib.contextmanager
@@ -241,12 +248,9 @@ def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[P
     with collecting(problems):
         if model_known and recipe.init == "pretrained" and Path(recipe.model).is_dir():
             open_folder(Path(recipe.model))
-    if "token_cache" in recipe.facts.reads and recipe.token_cache not in ("auto", "off"):
-        above = Path(recipe.token_cache).expanduser().absolute()
-        there = next(folder for folder in (above, *above.parents) if folder.exists())
-        if not there.is_dir() or (there != above and not os.access(there, os.W_OK)):  # one that is there may hold the tokens already
-            rule = f"cannot be made: {there} is {'no folder' if not there.is_dir() else 'not yours to write to'}"
-            problems.append(Problem(f"--token_cache {recipe.token_cache}", rule, "name a folder you may write to, or off"))
+    with collecting(problems):
+        if "token_cache" in recipe.facts.reads and recipe.token_cache not in ("auto", "off"):
+            check_cache(f"--token_cache {recipe.token_cache}", recipe.token_cache)
     with collecting(problems):
         if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_known):  # else the model is told of already, or is not here
             lookup.local_tokenizer(recipe.model, recipe.tokenizer)

@@ -127,7 +127,7 @@ class Recipe:
     export: bool = _say("write Hugging Face safetensors to OUT/hf when the run is complete", True)
     merge: bool = _say("LoRA only: export merged weights instead of the adapter", False)
     seed: int = _say("seed of the initial weights, the data order and dropout", 0, group="run")
-    out: str = _say("run folder; default runs/<recipe>, with --tiny runs/<recipe>_tiny", "")
+    out: str = _say("run folder, may hold $VAR, {job_id} and {wandb_run_id}; default runs/<recipe>, with --tiny runs/<recipe>_tiny", "")
     resume: str = _say("auto: go on with the run in OUT; never: start anew; or a run or step folder", "auto")
     wandb: bool = _say("record the run in Weights & Biases (offline when not logged in)", True, group="tracking")
     project: str = _say("Weights & Biases project", "deepspeed-recipes")

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +44,6 @@ class Refusal(ValueError):
 def refuse(where: str, rule: str, fix: str) -> Refusal:
     """Returns a refusal of one problem, to be raised."""
     return Refusal([Problem(where, rule, fix)])
-
-
-def path_of(text: str) -> Path:
-    """Return a path of a command line. An empty one, which would mean the current folder, is an error of argparse."""
-    if not text.strip():
-        raise ArgumentTypeError("must not be empty or blank; check the variables of your shell")
-    return Path(text)
 
 
 def exit_refused(refusal: Refusal, patience: float = 60) -> NoReturn:

@@ -79,6 +79,7 @@ WORDS = {
     "starters",
     "ranks",
     "utf8",
+    "paths",
     "tasks.facts",
     "optim.facts",
 }  # vocabulary: imports only words

@@ -71,6 +71,8 @@ def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path, merge):
     for code, trained in pools.run(2, run_recipe, recipe=recipe, lora=True):
         assert code == 0
         assert trained and all("lora_" in name for name in trained)
+    (tmp_path / "plain").touch()
+    assert {file.stat().st_mode for file in out.rglob("*") if file.is_file()} == {(tmp_path / "plain").stat().st_mode}  # by the umask
     engine_loss = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     before = held_out_loss(base, recipe)

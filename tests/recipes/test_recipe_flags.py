@@ -44,6 +44,13 @@ def test_without_flags_the_recipe_is_unchanged():
     assert not command.tiny and not command.dry_run
 
 
+@pytest.mark.parametrize(("word", "expected"), [("--deterministic=True", True), ("--deterministic=false", False), ("--deterministic", True)])
+def test_a_switch_may_have_the_value_that_a_sweep_writes(word: str, expected: bool):
+    command = parse(RECIPE, FILE, [word, "--steps", "3"])
+    assert command.recipe.deterministic is expected and command.typed == {"deterministic", "steps"}
+    assert "ignored explicit argument 'maybe'" in str(refused(["--deterministic=maybe"]))
+
+
 def test_every_plain_field_is_a_flag_and_no_other():
     assert {item.name for item in dataclasses.fields(Recipe)} - PLAIN.keys() == {
         "ds_config",

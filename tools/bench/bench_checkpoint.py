@@ -33,6 +33,7 @@ from recipekit.command import Command, parse
 from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port
 from recipekit.mesh import fit_batch
+from recipekit.paths import path_of
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Refusal, exit_refused
 from recipekit.run_folder import CHECKPOINTS
@@ -66,8 +67,8 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--steps-after", "--steps_after", type=int, default=3, help="timed steps after each save (default: %(default)s)")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=(1, 2, 3), help="ZeRO stages (default: 2 3)")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="write everything that was measured to this file too")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 

@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
+from recipekit.paths import path_of
 from recipekit.run_folder import CHECKPOINTS, LATEST
 
 MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
@@ -57,8 +58,8 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES), metavar="ROW", help=f"rows to measure, of {', '.join(TITLES)}")
     parser.add_argument("--layers", type=int, default=16, help="of the model; each adds 0.21 GB to the checkpoint (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="write everything that was measured to this file too")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters: a trial of the bench itself")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

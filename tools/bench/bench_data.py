@@ -36,6 +36,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCEL
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from recipekit.paths import path_of
 
 SEQ_LEN, FILES, GROUP = 512, 8, 1000  # tokens of a row; files of each kind; rows of a row group
 BATCH = 32  # rows
@@ -65,9 +66,9 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=100_000, help=f"of {SEQ_LEN} tokens, in all files of a kind (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help=f"that sleep {STEP * 1000:.0f} ms, to see how long each waits (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=40, help="of training steps, one on the stream, one on kept batches (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the files (default: %(default)s)")
+    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), help="for the files (default: %(default)s)")
     parser.add_argument("--only", choices=("pictures",), help="measure nothing else, and print the page's section of it")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="write everything that was measured to this file too")
     arguments = parser.parse_args(argv)
     for name, least in (("rounds", 1), ("rows", FILES * 8), ("steps", 10), ("pairs", 2)):
         if getattr(arguments, name) < least:

@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import Recipe
 from recipekit.architectures.safetensors_files import read_header
 from recipekit.hosts.ports import free_port
+from recipekit.paths import path_of
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
 from recipekit.run_folder import EXPORT, read_metrics
 
@@ -586,10 +587,10 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="A", help="A, B, C, D, E (default: all)")
     parser.add_argument("--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="single rows instead (--list shows them)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_gpu"), help="where runs, logs and rows.jsonl lie (default: %(default)s)")
+    parser.add_argument("--out", type=path_of, default=Path("runs/bench_gpu"), help="where runs, logs and rows.jsonl lie (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a trial on any machine; bars of speed and memory do not apply")
     parser.add_argument("--minutes", type=float, default=7.0, help="of a part, after which no row is begun (default: %(default)g)")
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help="write what is kept as a page")
+    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="write what is kept as a page")
     parser.add_argument(
         "--no-run", "--no_run", action="store_true", help="run nothing; with --page: of the rows measured last, by whatever code on that device"
     )

@@ -39,6 +39,7 @@ from recipekit.command import Command, parse
 from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port
 from recipekit.mesh import fit_batch
+from recipekit.paths import path_of
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Problem, Refusal, exit_refused, refuse
 from recipekit.run_folder import read_metrics
@@ -89,7 +90,7 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, help="optimizer steps of a block (default: %(default)s)")
     others = [loop for loop in LOOPS if loop != "ours"]
     parser.add_argument("--loops", nargs="+", choices=others, default=others, help="which to measure beside ours (default: all)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="write everything that was measured to this file too")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 

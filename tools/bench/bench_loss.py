@@ -25,12 +25,14 @@ WAYS = {"whole": "whole logits", "chunked": "**ours:** in blocks", "torch": "`F.
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
+    from recipekit.paths import path_of
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 151_936], help="(default: %(default)s)")
     parser.add_argument("--width", type=int, default=64, help="of the hidden states (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="of a row, after a small one that is not counted (default: %(default)s)")
-    parser.add_argument("--page", type=Path, help="where to write the page; default: it is printed")
+    parser.add_argument("--page", type=path_of, help="where to write the page; default: it is printed")
     parser.add_argument("--row", help=argparse.SUPPRESS)  # WAY,TOKENS,VOCABULARY: measures it in this process
     return parser.parse_args(argv)
 

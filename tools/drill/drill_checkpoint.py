@@ -40,6 +40,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from recipekit.checkpoints import convert, manifest
 from recipekit.hosts.ports import free_port
+from recipekit.paths import path_of
 from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         help="taken in turn; own: as the recipe is (default: all others)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and targets (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where the jobs run (default: a temporary folder, removed if all went well)")
+    parser.add_argument("--folder", type=path_of, help="where the jobs run (default: a temporary folder, removed if all went well)")
     arguments = parser.parse_args(argv)
     if arguments.kills < 1 or arguments.chain < 1:
         parser.error("--kills and --chain are at least 1")

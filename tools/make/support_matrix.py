@@ -727,11 +727,13 @@ def _absent(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    from recipekit.paths import path_of
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help="of these types only; left out: all, and with --types " + TEXT)
     parser.add_argument("--types", nargs="+", help="model types; left out: all")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--results", type=Path, help="a file of finished cells, which are not run again; new ones are added")
+    parser.add_argument("--results", type=path_of, help="a file of finished cells, which are not run again; new ones are added")
     parser.add_argument("--varlen", action="store_true", help="only print whether the attention of each type is varlen, which takes a minute")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

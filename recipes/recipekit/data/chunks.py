@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import config as datasets_config
 
+from ..paths import local_path
 from ..refusal import Refusal, Say, refuse
 from .content import ONE_PERCENT, HeldOut, characters_of, size_of
 from .encode import Counts, Encoded, Encoder
@@ -69,7 +70,7 @@ def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes,
     """Makes the folder of this corpus' tokens; None where none are kept: for what is not local, or with `--token_cache off`."""
     if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
-    base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else Path(token_cache).expanduser()
+    base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else local_path(f"--token_cache {token_cache}", token_cache)
     small = (rule,) if rule.chosen is not None else ()
     limits = (*small, sizes.chunk_rows, sizes.chunk_characters, encoder.longest, encoder.vocabulary, source.piece, FORMAT)
     key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, encoder.date, limits, source.times)).encode(), digest_size=12).hexdigest()

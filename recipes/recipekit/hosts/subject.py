@@ -51,7 +51,10 @@ def read_subject(recipe: Path | None, flags: list[str], out: Path | None, world:
             raise
         return Subject(out or Path("runs"), None, None, refusal.problems, {})
     command = dataclasses.replace(command, world=world or slot.world, rank=slot.rank, local_rank=slot.local_rank)
-    out = command.out
+    try:
+        out = command.out
+    except Refusal as refusal:
+        return Subject(Path("runs"), command, None, refusal.problems, {})
     config: dict[str, Any] = {}
     with contextlib.suppress(Refusal):  # `make_plan` reports what is wrong with the JSON
         config = json_file.load(command.recipe.ds_config, command.folder)[0] if command.recipe.engine == "deepspeed" else {}

@@ -20,6 +20,7 @@ from ..architectures import safetensors_files
 from ..engine import Engine
 from ..parallel import expert, tensor
 from ..parallel.groups import Groups
+from ..paths import write_with_umask
 from .adapter import merged, published_keys, unties
 from .build import Built
 from .small_files import SmallFiles
@@ -121,8 +122,12 @@ def save_small_files(built: Built, small: SmallFiles, folder: Path) -> None:
 
 def _write(shard: dict[str, torch.Tensor], staging: Path, stage: int, number: int) -> tuple[str, list[str]]:
     name = f"part-{stage}-{number}"
-    save_file(shard, staging / name, metadata={"format": "pt"})
+    write_file(shard, staging / name)
     return name, list(shard)
+
+
+def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    write_with_umask(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
 def _publish(staging: Path, folder: Path) -> None:
@@ -143,7 +148,7 @@ def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFile
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         tensors = {key: (values[id(named[name])] if name in named else buffers[name].cpu()).clone() for key, name in keys.items()}
-        save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_file(tensors, staging / "adapter_model.safetensors")
         next(iter(adapted.peft_config.values())).save_pretrained(staging)
         small.write(staging, of_adapter=True)
         _publish(staging, folder)

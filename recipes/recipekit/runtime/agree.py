@@ -1,6 +1,7 @@
 """Checks what all ranks have to agree on, and names the ranks that differ."""
 
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,17 @@ def check_same_data(stream: Stream) -> None:
         rule = f"differ from those of rank 0 on {first_host} in {keys}{f': {first_of(changed)}' if changed else ''}"
         refusal = refuse(f"the data of rank {rank} on {own[0]}", rule, "give every host the same files, or a folder that all share")
     raise Refusal(shared_problems(refusal))
+
+
+def check_same_out(out: Path) -> None:
+    """Raise `Refusal` on all ranks if a rank has another run folder, as by a variable that differs between hosts (a collective)."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (platform.node(), str(out)))
+    first_host, first = everyone[0]
+    fix = "write a path without variables, or give all hosts the same values"
+    problems = [Problem(f"out = {other} on {host}", f"rank 0 on {first_host} has {first}", fix) for host, other in everyone if other != first]
+    if problems:
+        raise Refusal(list(dict.fromkeys(problems)))
 
 
 def shared_problems(error: BaseException | None) -> list[Problem]:

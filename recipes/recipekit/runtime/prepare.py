@@ -24,7 +24,7 @@ from ..recipe import seconds_of
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS, put_aside, way_on
 from ..task import MicroBatch, Sums, Task
-from .agree import check_same_data, shared_problems
+from .agree import check_same_data, check_same_out, shared_problems
 from .corpus import commits_of, open_data, open_held_out
 from .engine import Loaded
 from .facts import run_facts, step_flops, write_facts
@@ -72,6 +72,7 @@ def find_checkpoint(plan: Plan, say: Say) -> Path | None:
 
     Without one, a run that is in OUT is put aside if the user asked for a new one.
     """
+    check_same_out(plan.out)
     found: list[Any] = [None, False]
     if plan.resume_from is not None:
         found = [load.newest(plan.resume_from, say), any(plan.resume_from.glob(f"{CHECKPOINTS}/step_*"))]  # none: it was stopped before its first save

@@ -31,6 +31,7 @@ from ..data.sameness import StreamState
 from ..data.tokenizer_identity import identity_of
 from ..hosts.locks import lock
 from ..model.adapter import config_of
+from ..paths import local_path, write_with_umask
 from ..refusal import Refusal, Say
 from ..task import MicroBatch
 from .agree import check_same_data, shared_problems
@@ -77,7 +78,8 @@ class Kept:
                 lock(held, str(self.file), "use --token_cache off", wait=True)
                 self.read()
                 made, (keys, values) = self.file.with_suffix(f".{os.getpid()}"), self.references.table
-                save_file({"keys": keys.view(np.int64), "values": values}, made, metadata={"covered": json.dumps(self.covered)})
+                tensors, metadata = {"keys": keys.view(np.int64), "values": values}, {"covered": json.dumps(self.covered)}
+                write_with_umask(made, lambda path: save_file(tensors, path, metadata=metadata))
                 with made.open("rb+") as written:
                     os.fsync(written.fileno())
                 made.replace(self.file)
@@ -201,7 +203,11 @@ def file_of(loaded: Loaded) -> Path | None:
     adapter = config_of(built.model)
     if recipe.token_cache == "off" or (recipe.adapt is not None and adapter is None):  # what such an `adapt` has done to the weights is not known
         return None
-    base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if recipe.token_cache == "auto" else Path(recipe.token_cache).expanduser()
+    base = (
+        Path(datasets_config.HF_DATASETS_CACHE) / "recipekit"
+        if recipe.token_cache == "auto"
+        else local_path(f"--token_cache {recipe.token_cache}", recipe.token_cache)
+    )
     seed = recipe.seed if adapter or built.weights is None else None
     stated = [FORMAT, loaded.model_config, loaded.plan.precision, seed, built.weights.mark() if built.weights else "", adapter]
     text = json.dumps(stated, sort_keys=True)

@@ -4,18 +4,24 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..refusal import Problem
+from ..paths import local_path
+from ..refusal import Problem, Refusal
+from .outputs import BLOCKS
 from .schema import at
 
 
 def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
     """Refuses NVMe folders that cannot be used on this host; a relative `nvme_path` lies under `out`."""
     found = []
-    for path in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+    for path in BLOCKS:
         block = at(config, path)
         if not isinstance(block, dict) or block.get("device") != "nvme" or not isinstance(block.get("nvme_path"), str):
             continue
-        where, folder = f"{path}.nvme_path = {block['nvme_path']}", Path(block["nvme_path"]).expanduser()
+        where = f"{path}.nvme_path = {block['nvme_path']}"
+        try:
+            folder = local_path(where, block["nvme_path"])
+        except Refusal:
+            continue  # `check_outputs` reports it
         relative = not folder.is_absolute()
         folder = out / folder if relative else folder
         there = folder

@@ -1,0 +1,130 @@
+"""Paths of this machine, from the text of a flag, a recipe or a JSON."""
+
+import os
+import re
+import stat
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+from .refusal import refuse
+
+# s3://bucket and file:///data; dbfs:/data and worker-1:/data; user@worker-1:data
+ADDRESS = re.compile(r".*://|[^/]*:/|[^/@\s]+@[^/:@\s]+:", re.DOTALL)
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w*)\}|(\{))")
+PLACEHOLDER = re.compile(r"\{([^{}/]*)\}")
+# Set by Slurm, PBS, LSF, Flux and Grid Engine; LAUNCH_JOB_ID by launch/k8s.yaml
+JOB_IDS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
+RUN_ID, SWEEP_ID = "WANDB_RUN_ID", "WANDB_SWEEP_ID"
+FOLDER_NAME = re.compile(r"[\w@+=,\[\]-][\w@+=,.\[\]-]*")
+
+
+def local_path(where: str, text: str) -> Path:
+    """Return the path that `text` names on this machine, with `~` and `$VAR` expanded.
+
+    `where` is the flag or key with its value, for the message. Raise `Refusal` for an address, an unset variable, an
+    unknown user and a blank text: each would become a folder of that name, or the current folder.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if not name:
+            raise refuse(where, f"{text[found.start() :]} is not a variable", "write $NAME or ${NAME}")
+        if not os.environ.get(name, "").strip():
+            state = "is empty" if name in os.environ else "is not set"
+            raise refuse(where, f"the variable {name} {state}", f"export {name}, or write the path itself")
+        return os.environ[name]
+
+    if not text.strip():
+        raise refuse(where, "must not be empty or blank", "check the variables of your shell")
+    expanded = VARIABLE.sub(value, text)
+    if ADDRESS.match(expanded):
+        rule = "is an address, and only paths of this machine can be used here"
+        raise refuse(where, rule, "use a local or mounted folder, and copy from or to the address yourself")
+    path = Path(expanded)
+    if expanded.startswith("~"):
+        try:
+            path = path.expanduser()
+        except RuntimeError:
+            raise refuse(where, f"there is no user {path.parts[0][1:]}", "write the path of the folder") from None
+    if "~" in path.parts:
+        raise refuse(where, "~ is read at the beginning of a path only", "write the path of the folder")
+    return path
+
+
+def write_with_umask(file: Path, write: Callable[[Path], object]) -> None:
+    """Write `file` by `write` with the mode that the umask gives to a new file.
+
+    save_file of safetensors 0.8 makes a file that only its owner may read, whatever the umask is.
+    """
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    write(file)
+    file.chmod(mode)
+
+
+def check_cache(where: str, text: str) -> None:
+    """Raise `Refusal` if the folder that `text` names is not there and cannot be made, or is a file.
+
+    A folder that is there need not be writable: it may hold everything already.
+    """
+    folder = local_path(where, text).absolute()
+    there = next(above for above in (folder, *folder.parents) if above.exists())
+    if not there.is_dir():
+        raise refuse(where, f"cannot be made: {there} is no folder", "name a folder you may write to, or off")
+    if there != folder and not os.access(there, os.W_OK):
+        raise refuse(where, f"cannot be made: {there} is not yours to write to", "name a folder you may write to, or off")
+
+
+def path_of(text: str) -> Path:
+    """Return `local_path` of an argument, for argparse, which puts the argument's name before the message."""
+    try:
+        return local_path(text, text)
+    except ValueError as refusal:
+        raise ArgumentTypeError(str(refusal)) from None
+
+
+def run_folder(text: str, default: str, is_dry_run: bool = False) -> Path:
+    """Return the run folder for the value of `--out`, or for `default` if that is empty.
+
+    Fill in `{job_id}` and `{wandb_run_id}`; a dry run keeps those that the job will know. In a W&B sweep each trial has a
+    folder of its own, named after its run. Raise `Refusal` if the text is no path, or if a placeholder has no value.
+    """
+    text = text if text.strip() else default
+    where = f"out = {text}"
+
+    def value(found: re.Match[str]) -> str:
+        names = {"job_id": JOB_IDS, "wandb_run_id": (RUN_ID,)}.get(found[1].lower())
+        if names is None:
+            raise refuse(where, f"{found[0]} is not known", "use {job_id} or {wandb_run_id}")
+        number = next((os.environ[name] for name in names if os.environ.get(name)), "")
+        if not number and is_dry_run:
+            return found[0]
+        if not number:
+            needs = "a job of a scheduler" if names is JOB_IDS else f"{RUN_ID}, as `wandb agent` sets it"
+            raise refuse(where, f"{found[0]} needs {needs}", "name a folder, or start the run there")
+        return _folder_name(where, number)
+
+    sweep = os.environ.get(SWEEP_ID, "")
+    is_own = any(found[1].lower() == "wandb_run_id" for found in PLACEHOLDER.finditer(text))
+    if sweep and not is_own:
+        if not os.environ.get(RUN_ID) and not is_dry_run:
+            rule = f"{RUN_ID} is not set, so that this trial has no folder of its own"
+            raise refuse(f"{SWEEP_ID} = {sweep}", rule, f"set both, as `wandb agent` does, or unset {SWEEP_ID}")
+        base = f"{text}_sweep_{_folder_name(where, sweep)}" if text == default else text
+        text = f"{base}/{{wandb_run_id}}"
+    # ${NAME} is a variable, not a placeholder
+    filled = re.sub(rf"(?<!\$){PLACEHOLDER.pattern}", value, text)
+    return local_path(where, filled)
+
+
+def say_trial(out: Path) -> list[str]:
+    """Return the line about the run folder of a trial; [] outside a W&B sweep."""
+    sweep = os.environ.get(SWEEP_ID)
+    return [f"out: {out}, the folder of this trial of W&B sweep {sweep}"] if sweep else []
+
+
+def _folder_name(where: str, text: str) -> str:
+    if not FOLDER_NAME.fullmatch(text):
+        raise refuse(where, f"{text!r} cannot be the name of a folder", "use letters, digits, - and _ in the id")
+    return text
