@@ -1,6 +1,7 @@
 """Reads from outside what a recipe's run folder says about the run."""
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from typing import Any
 # As in recipekit/paths.py
 JOB_IDS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
 ADDRESS = r".*://|[^/]*:/|[^/@\s]+@[^/:@\s]+:"
-NONE = (FileNotFoundError, NotADirectoryError)  # NotADirectoryError if `runs` is a file
+NONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # NotADirectoryError if `runs` is a file
 
 
 def out_of(words: tuple[str, ...]) -> Path:
@@ -53,15 +54,16 @@ def _out_in(recipe: Path) -> str:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """Reads the complete lines of metrics.jsonl."""
+    """Return the complete lines of metrics.jsonl. A line that a crash has damaged is left out; the next start removes it."""
     try:
-        text = (out / "metrics.jsonl").read_text()
+        content = (out / "metrics.jsonl").read_bytes()
     except NONE:
         return []
     lines = []
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            lines.append(json.loads(line))
+    for line in content.splitlines(keepends=True):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line) if line.endswith(b"\n") else None
+            lines += [found] if isinstance(found, dict) and "step" in found else []
     return lines
 
 
@@ -76,10 +78,7 @@ def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ..
 
     A typed `--resume never` would begin anew again, and `--resume PATH` would go back to PATH; `--resume PATH` is kept until there is a checkpoint.
     """
-    try:
-        began_anew = json.loads((out / "run.json").read_text())["recipe"]["resume"] == "never"
-    except (*NONE, ValueError, KeyError):
-        began_anew = False
+    began_anew = _recipe(out).get("resume") == "never"
     saved = _changed(out / "checkpoints" / newest_checkpoint(out) / "manifest.json") if newest_checkpoint(out) else 0.0
     if saved >= since or (began_anew and written(out) >= since):
         return (*words, "--resume", "auto")
@@ -88,11 +87,15 @@ def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ..
 
 def goal(out: Path) -> int | None:
     """Reads the step at which the run in `out` is to end; None if no run was begun there."""
-    try:
-        recipe = json.loads((out / "run.json").read_text())["recipe"]
-        return recipe["stop_at"] or recipe["steps"]
-    except (*NONE, ValueError, KeyError):
-        return None
+    recipe = _recipe(out)
+    return recipe.get("stop_at") or recipe.get("steps")
+
+
+def _recipe(out: Path) -> dict[str, Any]:
+    """Return the recipe that run.json states; {} if there is no such file, or it is damaged."""
+    with contextlib.suppress(*NONE, ValueError, KeyError, TypeError):
+        return dict(json.loads((out / "run.json").read_bytes())["recipe"])
+    return {}
 
 
 def newest_checkpoint(out: Path) -> str:

@@ -90,6 +90,8 @@ def find_resume(
     now = identity(recipe, model_config)
     if recipe.resume != "auto":
         return _chosen(recipe.resume, recipe.micro_batch, recipe.stop_at or recipe.steps, out, now)
+    if is_damaged(out):
+        raise _damaged(out)
     if (before := _saved_identity(out)) is None:
         return None
     now |= _statistics(recipe.micro_batch, before)
@@ -101,7 +103,7 @@ def find_resume(
         return out
     accepts = "" if STATISTICS in others else f"accept the differences with --resume {out}, "
     ways = f"start a new run with --out NEW, {accepts}or put the old run aside with --resume never"
-    if tiny != _saved(out).get("recipe", {}).get("tiny", tiny):
+    if tiny != facts_of_run(out).get("recipe", {}).get("tiny", tiny):
         where, rule, other = ("--tiny", "was begun without it", "leave it out") if tiny else ("no --tiny", "is a trial with --tiny", "add --tiny")
         raise refuse(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
@@ -208,28 +210,42 @@ def way_on(resume: str, out: Path) -> str:
 
 def _same_beginning(resume: str, out: Path) -> bool:
     """Returns True if this very command began the run in `out` and that run ended before its first checkpoint: beginning again loses nothing."""
-    try:
-        before = json.loads((out / FACTS).read_text())["recipe"]["resume"]
-    except (ValueError, KeyError):
-        return False
+    before = facts_of_run(out).get("recipe", {}).get("resume")
     return before == resume and not any(out.glob(f"{CHECKPOINTS}/step_*"))
 
 
 def _saved_identity(run: Path) -> dict[str, Any] | None:
-    """Reads what the run in a folder is made of; None if the folder holds no run.json. Raises `Refusal` if it cannot be read.
+    """Return the identity of the run in a folder; None if its run.json is missing or damaged.
 
     A field that is younger than the run had its default.
     """
     defaults = {name: Recipe.__dataclass_fields__[name].default for name in (*IDENTITY, *OF_TASKS)}
-    return defaults | _saved(run)["identity"] if (run / FACTS).exists() else None
+    found = facts_of_run(run).get("identity")
+    return defaults | found if found is not None else None
 
 
-def _saved(run: Path) -> dict[str, Any]:
-    try:
-        saved = json.loads((run / FACTS).read_text())
-        return saved | {"identity": saved["identity"]}
-    except (ValueError, KeyError):
-        raise refuse(f"{run}/{FACTS}", "is damaged", "start a new run with --out NEW, or put this one aside with --resume never") from None
+def facts_of_run(run: Path) -> dict[str, Any]:
+    """Return the content of run.json; {} if the file is missing, or damaged in any part that a resume reads."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((run / FACTS).read_bytes())
+        if isinstance(found, dict) and all(isinstance(found.get(key, {}), dict) for key in ("identity", "recipe", COMMITS)):
+            return found
+    return {}
+
+
+def is_damaged(run: Path) -> bool:
+    """Return True if the run folder has a run.json that states no identity, such as an empty one after a loss of power."""
+    return os.path.lexists(run / FACTS) and "identity" not in facts_of_run(run)
+
+
+def _damaged(out: Path) -> Refusal:
+    """Return the refusal to resume a run by itself whose run.json is damaged. Its checkpoints need no run.json."""
+    steps = sorted(path.parent for path in out.glob(f"{CHECKPOINTS}/step_*/manifest.json"))
+    if not steps:
+        fix = "start a new run with --out NEW, or put this one aside with --resume never"
+        return refuse(f"{out / FACTS}", "is damaged, and the run has no complete checkpoint", fix)
+    rule = f"is damaged, so this command cannot be compared with the run. Its newest complete checkpoint is {steps[-1].name}"
+    return refuse(f"{out / FACTS}", rule, f"if the command is the same, resume with --resume {shlex.quote(str(out))}")
 
 
 def identity(recipe: Recipe, model_config: dict[str, Any] | None, has_norms: bool = False) -> dict[str, Any]:
@@ -249,24 +265,24 @@ def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
     """Reads the digests that the run in this run or step folder recorded: domain -> file -> digest; {} if it recorded none."""
     for run in [saved, saved.parent.parent] if saved else []:
         with contextlib.suppress(OSError, ValueError):
-            return json.loads((run / DATA_FILES).read_text())
+            found = json.loads((run / DATA_FILES).read_bytes())
+            return found if isinstance(found, dict) and all(isinstance(files, dict) for files in found.values()) else {}
     return {}
 
 
 def day_of_run(saved: Path | None) -> str:
     """Return the date of the first start of the run in this run or step folder; "" if run.json has no date."""
-    for run in [saved, saved.parent.parent] if saved else []:
-        with contextlib.suppress(OSError, ValueError):
-            return str(json.loads((run / FACTS).read_text()).get("date", ""))
-    return ""
+    return str(next((facts["date"] for facts in _facts_above(saved) if "date" in facts), ""))
 
 
 def commits_of_run(saved: Path | None) -> dict[str, Any]:
     """Return the commits that the run in this run or step folder has read from the hub: model, tokenizer, datasets; {} if it has recorded none."""
-    for run in [saved, saved.parent.parent] if saved else []:
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((run / FACTS).read_text()).get(COMMITS, {})
-    return {}
+    return next((facts[COMMITS] for facts in _facts_above(saved) if COMMITS in facts), {})
+
+
+def _facts_above(saved: Path | None) -> list[dict[str, Any]]:
+    """Return the contents of run.json of a run folder, or of the run that a step folder belongs to."""
+    return [facts_of_run(run) for run in (saved, saved.parent.parent)] if saved else []
 
 
 def pins(resume: str, out: Path, asked: Mapping[str, str]) -> dict[str, str]:
@@ -275,12 +291,10 @@ def pins(resume: str, out: Path, asked: Mapping[str, str]) -> dict[str, str]:
     `asked` are the model, the data set and their revisions.
     """
     folder = out if resume == "auto" else Path(resume)
-    commits, facts = commits_of_run(folder), dict[str, Any]()
+    commits = commits_of_run(folder)
     if resume == "never" or not commits:
         return {}
-    for run in (folder, folder.parent.parent):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            facts = facts or json.loads((run / FACTS).read_text())["identity"]
+    facts = next((facts["identity"] for facts in _facts_above(folder) if "identity" in facts), {})
     same = lambda *names: all(facts.get(name) == asked[name] for name in names)  # noqa: E731
     changes = {}
     if commits.get("model") and same("model", "model_revision"):
@@ -291,12 +305,21 @@ def pins(resume: str, out: Path, asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Reads the lines of metrics.jsonl that are complete, [] if there is none: a run that goes on may be writing the last."""
+    """Return the complete lines of metrics.jsonl, [] without the file. A running job may be writing the last line."""
     try:
-        lines = (run / METRICS).read_text().splitlines(keepends=True)
+        content = (run / METRICS).read_bytes()
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [line for line in map(parsed_line, content.splitlines(keepends=True)) if line]
+
+
+def parsed_line(line: bytes) -> dict[str, Any]:
+    """Return the metrics of a line of metrics.jsonl; {} if the line is incomplete, or damaged as by a loss of power."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(line) if line.endswith(b"\n") else None
+        if isinstance(found, dict) and isinstance(found.get("step"), int):
+            return found
+    return {}
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ The calls are the real ones; each is noted on its way.
 
 import contextlib
 import dataclasses
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from recipekit.checkpoints import convert, manifest, step_folder
 from recipekit.checkpoints.journal import Journal
 from recipekit.checkpoints.save import point_latest, put_aside_later
 from recipekit.mesh import Mesh
+from recipekit.run_folder import DATA_FILES, FACTS, STRATEGY
 from recipekit.runtime.tracking import cut_metrics
+from recipekit.whole_file import replacing, write_whole
 from test_resume import BASE, train
 
 
@@ -103,6 +106,28 @@ def check_named_by_latest(calls: list[Call], folder: Path, step: str) -> None:
     assert any(call.name == "fsync" and call.path == pointed.path and call.begun > named.ended and call.ended <= pointed.begun for call in calls)
     check_flushed_between(calls, folder, named, pointed)
     check_flushed_between(calls, folder, pointed)
+
+
+@pytest.mark.parametrize("name", [FACTS, STRATEGY, DATA_FILES])
+def test_a_file_of_the_run_is_on_the_disk_before_it_is_named(saved: dict[str, Any], name: str) -> None:
+    """An empty run.json after a loss of power would hide every checkpoint."""
+    out, calls = saved["--no-save_in_background"]
+    check_flushed_between(calls, out, check(calls, out / name))
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    for content in ("first", "second"):
+        with noted() as calls:
+            write_whole(file, content)
+        check_flushed_between(calls, tmp_path, check(calls, file))
+        assert file.read_text() == content
+    with pytest.raises(OSError, match="No space left"), replacing(file) as made:
+        made.write_text("a part of the thi")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(FileNotFoundError), replacing(file):
+        pass
+    assert file.read_text() == "second" and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("flag", ["--no-save_in_background", "--save_in_background"])

@@ -80,6 +80,7 @@ WORDS = {
     "ranks",
     "utf8",
     "paths",
+    "whole_file",
     "tasks.facts",
     "optim.facts",
 }  # vocabulary: imports only words

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from recipekit.command import parse
 from recipekit.plan import Plan, make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
-from recipekit.run_folder import FACTS, identity, put_aside
+from recipekit.run_folder import DATA_FILES, FACTS, facts_of_run, files_of_run, identity, put_aside, read_metrics
+
+import launch.run_folder as launch
 
 RECIPE = Recipe(model="recipekit/llama-nano", tokenizer="bytes", init="random", steps=60, seq_len=64)
 
@@ -132,3 +135,55 @@ def test_a_finished_run_of_the_same_command_is_no_mistake(tmp_path: Path) -> Non
     run = finished(Path("runs/first"), 60)
     assert planned("--resume", run, "--out", "runs/second").resume_from == run
     assert planned("--resume", run, "--out", "runs/second", "--steps", 2).resume_from == run, "only the number of steps differs"
+
+
+DAMAGED = ["", "\0" * 300, '{"identity": {"model": "reci', "null", "[]", "7", '{"identity": 5}', '{"recipe": {"steps": 60}}', '{"identity": {}, "recipe": 3}']
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_run_json_does_not_block_a_checkpoint(tmp_path: Path, content: str) -> None:
+    run = finished(tmp_path / "runs" / "mine", 40)
+    step = run / "checkpoints" / "step_00000040"
+    (step / "manifest.json").write_text("{}")
+    (run / "checkpoints" / "step_00000050").mkdir()  # not complete
+    (run / FACTS).write_text(content)
+
+    (said,) = problems("--out", run)
+    assert said.startswith(f"{run / FACTS}: is damaged") and "newest complete checkpoint is step_00000040" in said
+    (command,) = re.findall(r"--resume \S+$", said)
+    assert planned("--out", run, *command.split()).resume_from == run
+
+    assert planned("--out", run, "--resume", step).resume_from == step
+    assert planned("--out", tmp_path / "new", "--resume", step).resume_from == step
+    assert planned("--out", tmp_path / "new", "--resume", run).resume_from == run
+    assert facts_of_run(run).get("identity") in (None, {}) and launch.next_words(("mine.py",), run, 1e12) == ("mine.py",)
+    assert launch.goal(run) in (None, 60)
+
+
+def test_a_damaged_run_json_without_a_checkpoint_names_the_two_ways_on(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_00000040").mkdir(parents=True)
+    (tmp_path / "run" / FACTS).touch()
+    (said,) = problems("--out", tmp_path / "run")
+    assert "no complete checkpoint" in said and "--out NEW" in said and "--resume never" in said
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, '{"files": 3}'], ids=range(len(DAMAGED) + 1))
+def test_damaged_digests_of_data_files_count_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / DATA_FILES).write_text(content)
+    assert all(isinstance(files, dict) for files in files_of_run(tmp_path).values())
+    assert content == DAMAGED[6] or "files" not in files_of_run(tmp_path)
+
+
+LINES = [json.dumps({"step": step, "step_s": 1.0}).encode() + b"\n" for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 40 + b"\n", b"\0" * 40, b"\xff\xfe{\n", b"5\n", b"{}\n", b'{"step"\n', b'{"step": "2"'])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_damaged_line_of_metrics_hides_no_other_line(tmp_path: Path, damage: bytes, place: int) -> None:
+    """NULs are what a loss of power leaves."""
+    lines = [*LINES[:place], damage, *LINES[place:]]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    torn = not damage.endswith(b"\n") and place < 3  # one line with the next
+    steps = [step for step in (1, 2, 3) if not (torn and step == place + 1)]
+    assert [line["step"] for line in read_metrics(tmp_path)] == steps == [line["step"] for line in launch.metrics(tmp_path)]
+    assert launch.last_step(tmp_path) == 3

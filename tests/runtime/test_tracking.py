@@ -145,6 +145,15 @@ for step in range(1, 10**9):
     assert held == [json.loads(line) for line in lines[: len(held)]]
 
 
+@pytest.mark.parametrize("content", ["", "\n", "\0" * 8, "a/b", "x" * 200])
+def test_a_damaged_wandb_id_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    """W&B refuses such an id, and the run would have no record there."""
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    (tmp_path / "wandb_id").write_text(content)
+    found = tracking._wandb_id(tmp_path / "wandb_id")
+    assert len(found) == 8 and found == tracking._wandb_id(tmp_path / "wandb_id") == (tmp_path / "wandb_id").read_text()
+
+
 def test_other_ranks_track_nothing(tmp_path: Path) -> None:
     tracker = tracking.open_tracker(run_dir=tmp_path / "run", is_main=False, start_step=0, **of_run())
     tracker.log(step_metrics(1))

@@ -17,6 +17,7 @@ from ..architectures import safetensors_files
 from ..architectures.small_files import ADAPTER, is_of_adapter, small_files, with_dtype
 from ..parallel.blueprint import Blueprint, Layout
 from ..refusal import refuse
+from ..whole_file import fsync
 from . import create, errors, manifest
 from .copying import Copy, Effort, cast, chunks, copies, partial_digests, run, share_work, unit_of
 from .journal import Journal
@@ -110,7 +111,7 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
         own = with_dtype(json.loads(config.read_text()), dtype)
         config.write_text(json.dumps({"dtype": dtype} | own if "torch_dtype" not in own else own, indent=2) + "\n")
     for path in journal.folder.rglob("*"):
-        manifest.fsync(path)
+        fsync(path)
     journal.finish()
 
 

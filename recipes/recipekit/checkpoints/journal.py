@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..refusal import refuse
-from . import manifest
+from ..whole_file import fsync
 
 
 def journal_file(out: Path) -> Path:
@@ -53,6 +53,6 @@ class Journal:
 
     def finish(self) -> None:
         self._file.unlink()
-        manifest.fsync(self.folder)
+        fsync(self.folder)
         os.rename(self.folder, self.out)
-        manifest.fsync(self.out.parent)
+        fsync(self.out.parent)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..whole_file import fsync
+
 MANIFEST, STATE, BLUEPRINT = "manifest.json", "state.json", "blueprint.json"
 Facts = dict[str, Any]  # {"bytes": size, "sha256": digest}
 
@@ -18,12 +20,6 @@ def facts(path: Path, flush: bool = True) -> Facts:
         if flush:
             os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def write(folder: Path, step: int, files: dict[str, Facts], tensors: dict[str, Any]) -> None:

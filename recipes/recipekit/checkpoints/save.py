@@ -22,6 +22,8 @@ from ..engine import Engine
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import waiting_group
 from ..refusal import Refusal, Say, refuse
+from ..run_folder import LATEST
+from ..whole_file import fsync, write_whole
 from . import copying, manifest, tensor_files
 from .digest import add
 from .manifest import BLUEPRINT, STATE
@@ -207,11 +209,8 @@ def _failures_as(saver: Saver, what: str) -> Any:
 
 def point_latest(folder: Path, name: str) -> None:
     """Makes `latest`, which stock DeepSpeed loads, name a step folder; a crash leaves the old name or the new one."""
-    (folder / "latest.tmp").write_text(name)
-    manifest.fsync(folder / "latest.tmp")
-    manifest.fsync(folder)  # the step folder is on the disk before it is named
-    os.rename(folder / "latest.tmp", folder / "latest")
-    manifest.fsync(folder)
+    fsync(folder)  # the step folder is on the disk before it is named
+    write_whole(folder / LATEST, name)
 
 
 def put_aside_later(folder: Path, step: int, say: Say) -> None:

@@ -27,6 +27,7 @@ from ..planner.flops import CONVENTION, Flops, model_flops
 from ..run_folder import ADAPTER, COMMITS, DATA_FILES, FACTS, STRATEGY, identity
 from ..strategy.numbers import enabled
 from ..tasks.facts import PACKED, Facts
+from ..whole_file import write_whole
 
 
 def peak_memory(device: torch.device) -> int:
@@ -118,5 +119,4 @@ def write_facts(plan: Plan, facts: dict[str, Any], files: dict[str, dict[str, st
     plan.out.mkdir(parents=True, exist_ok=True)
     written = {STRATEGY: json.dumps(plan.ds_config, indent=2), DATA_FILES: json.dumps(files, indent=0), FACTS: json.dumps(facts, indent=1)}
     for name, content in written.items():
-        (plan.out / f"{name}.tmp").write_text(content)
-        os.replace(plan.out / f"{name}.tmp", plan.out / name)  # a kill leaves the old file or the new one
+        write_whole(plan.out / name, content)

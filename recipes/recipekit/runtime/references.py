@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from ..model.adapter import config_of
 from ..paths import local_path, write_with_umask
 from ..refusal import Refusal, Say
 from ..task import MicroBatch
+from ..whole_file import replacing
 from .agree import check_same_data, shared_problems
 from .corpus import open_data, open_held_out
 from .engine import Loaded
@@ -77,13 +77,11 @@ class Kept:
             with open(f"{self.file}.lock", "w") as held:
                 lock(held, str(self.file), "use --token_cache off", wait=True)
                 self.read()
-                made, (keys, values) = self.file.with_suffix(f".{os.getpid()}"), self.references.table
+                keys, values = self.references.table
                 tensors, metadata = {"keys": keys.view(np.int64), "values": values}, {"covered": json.dumps(self.covered)}
-                write_with_umask(made, lambda path: save_file(tensors, path, metadata=metadata))
-                with made.open("rb+") as written:
-                    os.fsync(written.fileno())
-                made.replace(self.file)
-        except (OSError, Refusal) as error:
+                with replacing(self.file) as made:
+                    write_with_umask(made, lambda path: save_file(tensors, path, metadata=metadata))
+        except (OSError, SafetensorError, Refusal) as error:  # a full disk is a SafetensorError
             LOG.warning("the reference log-probabilities are not kept: %s", error)
             self.file = None
 

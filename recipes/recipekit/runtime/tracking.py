@@ -7,6 +7,7 @@ import json
 import math
 import os
 import queue
+import re
 import secrets
 import shlex
 import statistics
@@ -25,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from ..recipe import Recipe
 from ..refusal import Say
 from ..run_folder import METRICS
+from ..whole_file import replacing, write_whole
 
 PLAIN_EVERY = 10.0  # seconds between two lines where stderr is no terminal
 WANDB_INIT = 30.0  # seconds for W&B's server to answer; then the run is recorded offline
@@ -63,8 +65,7 @@ def open_tracker(
 
 def cut_metrics(path: Path, last_step: int) -> None:
     """Drops the lines after `last_step`, and everything from the first line that a crash left torn. Atomic."""
-    kept = path.with_suffix(".jsonl.tmp")
-    with open(kept, "w") as out:
+    with replacing(path) as made, made.open("w") as out:
         if path.exists():
             with open(path) as lines:
                 for line in lines:
@@ -75,9 +76,6 @@ def cut_metrics(path: Path, last_step: int) -> None:
                     if step > last_step:
                         break
                     out.write(line.rstrip("\n") + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    kept.replace(path)
 
 
 class NoTracker:
@@ -318,9 +316,9 @@ def _json_number(value: Any) -> Any:
 
 
 def _wandb_id(path: Path) -> str:
-    """Reads the W&B id of the run folder; makes it at the first start."""
-    if not path.exists():
-        made = path.with_suffix(".tmp")
-        made.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
-        made.replace(path)
+    """Return the W&B id of the run folder. A new id is made at the first start, or if the file is empty or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        if re.fullmatch(r"[^\x00-\x20/\\#?%:]{1,128}", found := path.read_text().strip()):  # what W&B accepts
+            return found
+    write_whole(path, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
     return path.read_text().strip()
