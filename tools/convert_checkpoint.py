@@ -21,6 +21,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
+from recipekit.cores import usable_cores
 from recipekit.packages import require_packages
 
 require_packages()
@@ -75,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         for place in places:
             one.add_argument(place, type=path_of, metavar=f"{place}_dir".upper())
-        one.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (here: %(default)s)")
+        one.add_argument("--workers", type=int, default=usable_cores(), help="threads (here: %(default)s)")
         one.add_argument("--mem-limit", "--mem_limit", type=size_of, default=size_of("512M"), metavar="BYTES", help="of buffers, for example 2G (here: 512M)")
         one.set_defaults(run=run, out=None)
         return one

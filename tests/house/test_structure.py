@@ -81,6 +81,7 @@ WORDS = {
     "utf8",
     "paths",
     "whole_file",
+    "cores",
     "tasks.facts",
     "optim.facts",
 }  # vocabulary: imports only words

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from job import NANO
 from pool import environment, free_port
+from recipekit.cores import usable_cores
+from recipekit.runtime import environment as runtime_environment
 from recipekit.runtime.environment import allocator_settings, complete
 
+NO_LIMIT = float("inf")
 SEGMENTS, ROUND, CACHE = "expandable_segments:True", "pinned_max_round_threshold_mb:16", "pinned_max_cached_size_mb:16"
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -59,14 +62,17 @@ def test_torch_has_read_what_was_set(tmp_path: Path, ds_config: str, before: str
     """The old name is read last. All holds where the file of a recipe has imported torch before, too: torch reads its allocators' settings when they are asked for."""
     place = {"LOCAL_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     said = started(tmp_path, ds_config, before, PYTORCH_CUDA_ALLOC_CONF="backend:native", **place).splitlines()
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     assert f"threads: {max(1, cores // 2)} for each rank, {cores} cores for 2 ranks (OMP_NUM_THREADS)" in said
     settings, threads = said[-1].removeprefix("torch has ").split()
     assert (settings, threads) == (f"backend:native,{pinned}{SEGMENTS}", str(max(1, cores // 2)))
 
 
-def told(variables: dict[str, str], ranks: int, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, own: int = 64) -> tuple[str | None, list[str]]:
-    """(the threads, what is said of them) on a host of 64 cores, of which the rank may use its `own`."""
+def told(
+    variables: dict[str, str], ranks: int, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, own: int = 64, limit: float = NO_LIMIT
+) -> tuple[str | None, list[str]]:
+    """(the threads, what is said of them) on a host of 64 cores, of which the rank may use its `own`, and all ranks may keep `limit` busy."""
+    monkeypatch.setattr(runtime_environment, "cpu_limit", lambda: limit)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(own if process == 0 else 64)))
     lines = complete(variables, config, ranks)
     return variables.get("OMP_NUM_THREADS"), [line for line in lines if line.startswith("threads")]
@@ -92,6 +98,19 @@ def test_cores_that_a_rank_is_bound_to_are_not_divided_again(monkeypatch: pytest
     assert told(by_torchrun, 8, OFFLOAD, monkeypatch, own=8) == ("1", [line])
     shared = ["threads: 4 for each rank, 32 cores for 8 ranks (OMP_NUM_THREADS)"]  # those of a job, which its ranks have in common
     assert told({}, 8, {}, monkeypatch, own=32) == ("4", shared)
+
+
+@pytest.mark.parametrize(
+    ("limit", "ranks", "own", "threads"),
+    [(16.0, 8, 64, "2"), (1.5, 1, 64, "1"), (0.5, 4, 64, "1"), (16.0, 8, 8, "2"), (64.0, 1, 64, None), (100.0, 8, 64, "8")],
+)
+def test_a_cpu_limit_decides_the_threads(limit: float, ranks: int, own: int, threads: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a container share it, also where each is bound to cores (8 of 64). A single rank has threads for the limit only."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    cores = f"a CPU limit of {limit:g} cores" if limit < 64 else f"{own} cores"
+    line = f"threads: {threads} for each rank, {cores} for {ranks} rank{'s' if ranks > 1 else ''} (OMP_NUM_THREADS)"
+    assert told({}, ranks, {}, monkeypatch, own, limit) == (threads, [line] if threads else [])
+    assert told({"OMP_NUM_THREADS": "3"}, ranks, {}, monkeypatch, own, limit) == ("3", [])
 
 
 HINTS = """
@@ -131,7 +150,7 @@ def test_a_launcher_that_starts_one_rank_without_being_asked_is_named(words: lis
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_launcher_without_a_number(launcher: str, tmp_path: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     words = [str(Path(sys.executable).with_name(launcher)), str(NANO), "--tiny", "--steps", "1", "--eval_every", "0", "--no-wandb", "--no-export"]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300, check=True)
     assert f"1 rank on {cores} cores, and no GPU: {launcher} --" in done.stdout and f"{NANO} starts {cores} ranks" in done.stdout, done.stdout

@@ -1,7 +1,6 @@
 """Finds the newest complete checkpoint, and loads it into an engine."""
 
 import json
-import os
 import random
 import shutil
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..cores import usable_cores
 from ..engine import Engine
 from ..parallel.blueprint import Blueprint, Layout, Tensor
 from ..parallel.groups import waiting_group
@@ -104,7 +104,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
             say(f"converting {step} from {Layout.from_json(state['layout'])} to {layout}")
             shutil.rmtree(scratch, ignore_errors=True)
             try:
-                convert.reshape(step, source, layout, blueprint, copying.Effort(workers=min(8, os.cpu_count() or 1)))
+                convert.reshape(step, source, layout, blueprint, copying.Effort(workers=min(8, usable_cores())))
             except (OSError, Refusal) as error:  # kept for later: the other ranks wait in the next collective
                 failed = [f"cannot be converted in {scratch}: {error}"]
         dist.broadcast_object_list(failed, group=waiting_group())

@@ -10,6 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from ..cores import cpu_limit, whole_cores
 from ..hosts.torch_builds import installed
 from ..planner.pinned import ROUNDED_UP_TO, pins, pins_exactly
 from .stopping import command_line, parent
@@ -27,18 +28,20 @@ def complete(variables: MutableMapping[str, str], ds_config: dict[str, Any], ran
     """Sets what a run with this JSON needs, on a host with so many ranks, and the user left open; returns a line about each thing that was decided."""
     name, variables[name] = allocator_settings(variables, pins(ds_config) and pins_exactly())  # torch 2.11 ends with an error at an unknown key
     lines = [f"allocator: {variables[name]} ({name})"] if installed() else []
-    cores = len(os.sched_getaffinity(0))
-    if cores * ranks <= len(os.sched_getaffinity(os.getppid())):  # srun, or numactl, has bound the rank: its cores are its own
-        ranks = 1
-    count = max(1, cores // ranks)
-    if THREADS not in variables and ranks > 1:
+    own, limit = len(os.sched_getaffinity(0)), cpu_limit()
+    # srun, or numactl, may have bound the rank: then its cores are its own, but all ranks share what a cgroup allows
+    sharing = 1 if own * ranks <= len(os.sched_getaffinity(os.getppid())) else ranks
+    share, allowed = own // sharing, whole_cores(limit) // ranks
+    count = max(1, min(share, allowed))
+    if THREADS not in variables and (sharing > 1 or count < own):
         variables[THREADS] = str(count)
         if "torch" in sys.modules:  # a recipe's file has imported it, and it has read the variable
             sys.modules["torch"].set_num_threads(count)
-        lines.append(f"threads: {count} for each rank, {cores} cores for {ranks} ranks ({THREADS})")
+        cores = f"{own} cores" if share <= allowed else f"a CPU limit of {limit:g} cores"
+        lines.append(f"threads: {count} for each rank, {cores} for {ranks} rank{'s' if ranks > 1 else ''} ({THREADS})")
     elif variables.get(THREADS) == "1" and "TORCHELASTIC_RUN_ID" in variables and count > 1 and on_host(ds_config):
         lines.append(f"threads: 1 for each rank, which torchrun sets; the optimizer on the CPU could use {count}: start with {THREADS}={count}")
-    return lines + hint_at_ranks(variables, cores)
+    return lines + hint_at_ranks(variables, min(own, whole_cores(limit)))
 
 
 def hint_at_ranks(variables: Mapping[str, str], cores: int) -> list[str]:
