@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environment, hosts, kubernetes, restart, slurm, spawn
+from .cores import usable_cores
 from .hosts import Host
 from .job import REPOSITORY, Job, Start, new_logs
 from .refused import Refused
@@ -45,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=number, help="hosts: the first ones of the hostfile, or how many to ask Slurm or Kubernetes for")
     parser.add_argument("--gpus", type=number, help="ranks of each host (default: slots of the hostfile, the GPUs that are there, or 1)")
     parser.add_argument("--max_restarts", "--max-restarts", type=int, default=0, help="starts after a crash, from the newest complete checkpoint")
+    parser.add_argument(
+        "--wait_hosts", "--wait-hosts", type=number, metavar="SECONDS", help=f"a restart waits up to this long for hosts (default: {restart.WAIT_HOSTS:g})"
+    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="also pass this variable to every host (its value is not printed)")
     parser.add_argument("--ssh_config", "--ssh-config", default="", metavar="FILE", help="for ssh -F")
     parser.add_argument("--python", default="", metavar="PATH", help="interpreter on every host (default: this one)")
@@ -75,14 +79,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into launch's own flags and everything from the recipe on. argparse must not see the rest: it drops a `--`."""
-    index = 0
+    """Split a command line into launch's own flags and everything from the recipe on. argparse must not see the rest: it drops a `--`.
+
+    `--sbatch --time=10` becomes one word, because argparse takes no value that begins with a hyphen.
+    """
+    own, index = list[str](), 0
     while index < len(argv) and argv[index].startswith("-"):
-        action = parser._option_string_actions.get(argv[index])
-        if argv[index] == "--doctor":
-            return argv[: index + 1], argv[index + 1 :]
-        index += 1 if action is None or action.nargs == 0 else 2
-    return argv[:index], argv[index:]
+        word, action = argv[index], parser._option_string_actions.get(argv[index])
+        if word == "--doctor":
+            return [*own, word], argv[index + 1 :]
+        words = 1 if action is None or action.nargs == 0 else 2
+        own += ["=".join(argv[index : index + 2])] if word == "--sbatch" else argv[index : index + words]
+        index += words
+    return own, argv[index:]
 
 
 def meant(parser: argparse.ArgumentParser, flag: str) -> str:
@@ -110,6 +119,9 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     words = (str(DOCTOR), *arguments.words) if arguments.doctor else tuple(arguments.words)
     where = arguments.where or hosts.detect(variables, arguments.hostfile)
     if not Path(words[0]).is_file():
+        before = argv[: len(argv) - len(arguments.words)]
+        if arguments.sbatch and before[-1].endswith(flag := arguments.sbatch[-1]) and "=" not in flag:
+            raise Refused(f"{words[0]}: no such file; if it is the value of {flag}, write both as one word for sbatch, for example --sbatch=--partition=gpu")
         raise Refused(f"{words[0]}: no such file; {nearest(Path(words[0]))}")
     if arguments.doctor and (late := next((word for word in arguments.words if word in ("--dry-run", "--dry_run")), "")):
         raise Refused(f"{late}: stands after --doctor, and the rest of the line is the doctor's, which has no such flag; put it before --doctor")
@@ -127,7 +139,7 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
         return 0
     if arguments.once or arguments.doctor:
         return once(job)
-    return restart.run(job, arguments.max_restarts, say)
+    return restart.run(job, arguments.max_restarts, say, arguments.wait_hosts or restart.WAIT_HOSTS)
 
 
 READ_BY = {
@@ -147,6 +159,8 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
     ]
     if arguments.max_restarts and (arguments.once or arguments.doctor):
         problems.append(f"--max_restarts {arguments.max_restarts}: what runs once on each host is not started again; leave it out")
+    if arguments.wait_hosts and not arguments.max_restarts:
+        problems.append(f"--wait_hosts {arguments.wait_hosts}: only a restart waits for hosts; add --max_restarts N, or leave it out")
     if arguments.bind_cores and (arguments.once or arguments.doctor):
         problems.append("--bind_cores: what runs once on each host has all its cores; leave it out")
     starts_there = (where == "slurm" and "SLURM_JOB_ID" not in variables) or (where == "k8s" and "JOB_COMPLETION_INDEX" not in variables)
@@ -193,6 +207,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
         master_port=master_port,
         node=node,
         bind_cores=arguments.bind_cores,
+        overlap=where == "slurm" and hosts.in_step(variables),
     )
 
 
@@ -200,7 +215,7 @@ def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> 
     """Prints what will run: each host's command, and the names of the variables that travel to the host."""
     first, ranks = job.hosts[0], sum(host.slots for host in job.hosts)
     who = "once on each host" if job.spawn == "once" else f"{ranks} rank{'s' if ranks > 1 else ''}, forked by {job.spawn}"
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if job.where == "local" and ranks == 1 < cores and not arguments.gpus and not hosts.devices(variables) and job.spawn != "once":
         say(f"1 rank on {cores} cores, and no GPU: python -m launch --gpus {cores} {job.words[0]} starts {cores} ranks")
     say(f"{job.where}: {len(job.hosts)} host{'s' if len(job.hosts) > 1 else ''}, {who}")

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import socket
 import struct
+from pathlib import Path
 
 
 def free_port() -> int:
@@ -23,14 +24,27 @@ def own_address(towards: str) -> str:
         return ""
 
 
+def is_loopback(address: str) -> bool:
+    """Return True for an address that no other host reaches, as Debian's /etc/hosts gives it to a host's own name."""
+    return address.startswith(("127.", "::ffff:127.")) or address == "::1"
+
+
 def interface_to(address: str) -> str:
-    """Finds the network interface (of IPv4) through which this host reaches another; "" for the host itself, or if that cannot be found out."""
-    if (own := own_address(address)).startswith("127."):  # as Debian's /etc/hosts has it of a host's own name: no other host comes that way
-        return ""
+    """Finds the network interface through which this host reaches another; "" for the host itself, or if that cannot be found out."""
+    own = own_address(address).partition("%")[0]
+    return "" if is_loopback(own) else interfaces().get(own.removeprefix("::ffff:"), "")
+
+
+def interfaces() -> dict[str, str]:
+    """Return address -> network interface of this host, for its IPv4 and IPv6 addresses."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it has no address of IPv4
                 packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(packed[20:24]) == own:
-                    return name
-    return ""
+                found[socket.inet_ntoa(packed[20:24])] = name
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            packed, *_, name = line.split()
+            found[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed))] = name
+    return found

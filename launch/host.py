@@ -5,7 +5,7 @@
 Commands come as lines of JSON on stdin, reports leave as lines of JSON on stdout:
 
     in    the specification; {"start": {"master_addr", "master_port"}}; {"stop": "SIGTERM"}; {"kill": true}; the end of stdin is a stop
-    out   {"hello": ...}; {"out": text of rank 0}; {"told": signal}; {"ended": ...} for each rank; {"launcher": exit code}; {"done": processes killed}
+    out   {"hello": ...}; {"out": text of rank 0}; {"told": signal}; {"run_folder": path}; {"ended": ...} for each rank; {"launcher": exit code}; {"done": processes killed}
 
 Linux only: exit states are read from the process table, because the ranks are children of their launcher, not of this process.
 """
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from . import cores, spawn
-from .addresses import free_port, interface_to, own_address
-from .hosts import devices
+from .addresses import free_port, interface_to, is_loopback, own_address
+from .hosts import devices, visible_devices
 from .rank import STOPS
 
 LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive the ranks
@@ -45,6 +45,7 @@ class Agent:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.commands = b""
+        self.reports = b""  # the beginning of a line in the pipe
         self.spec: dict[str, Any] = {}
         self.launcher: subprocess.Popen[bytes] | None = None
         self.launcher_ended: int | None = None
@@ -93,7 +94,7 @@ class Agent:
             problems.append(f"{slots} ranks, but {found} GPUs are visible; use --gpus {found}, or correct slots= in the hostfile")
         over_ssh = os.environ.get("SSH_CONNECTION", "").split()
         address = over_ssh[2] if len(over_ssh) == 4 else ""
-        if not address or address.startswith("127."):  # the connection comes from this host itself
+        if not address or is_loopback(address):  # the connection comes from this host itself
             address = next((own for name in spec["others"] if (own := own_address(name))), address)
         self.tell(hello={"problems": problems, "address": address, "port": free_port()})
 
@@ -110,12 +111,13 @@ class Agent:
         if locale.getencoding().lower() != "utf-8":
             variables["PYTHONUTF8"] = "1"  # torch 2.13 cannot be imported where text is ASCII, and launchers import it
         variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
-        threads = len(allowed) // slots
+        limit = cores.whole_cores(cores.cpu_limit())
+        threads = min(len(allowed), limit) // slots
         if self.spec["bind_cores"]:
             variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which the GPUs are looked up; CUDA's own begins with the fastest
             dealt = cores.deal(visible, allowed, devices({}))
             variables["LAUNCH_CORES"] = ";".join(",".join(map(str, own)) for own in dealt)
-            threads = min(map(len, dealt))
+            threads = min(limit // slots, *map(len, dealt))
         variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # else deepspeed's launcher leaves all cores to each rank, and torchrun one
         ways = (interface_to(host) for host in (meeting.master_addr, *self.spec["others"]) if len(meeting.slots) > 1)
         if name := next(filter(None, ways), ""):
@@ -139,8 +141,8 @@ class Agent:
         self.selector.register(pipe, selectors.EVENT_READ, "pipe")
         meeting = spawn.Meeting(tuple(self.spec["slots"]), self.spec["node"], master_addr, master_port)
         slots = meeting.slots[meeting.node]
-        visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()][:slots]
-        if "CUDA_VISIBLE_DEVICES" in os.environ and not devices(dict(os.environ)):
+        visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES", ""))[:slots]
+        if "CUDA_VISIBLE_DEVICES" in os.environ and not visible:
             visible = ["-1"] * slots  # the user wants the CPU
         visible = visible if len(visible) == slots else [str(index) for index in range(slots)]
         words = spawn.command(self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"])
@@ -170,16 +172,23 @@ class Agent:
         return Path(self.spec["logs"]) / f"rank_{rank}.log"
 
     def meet_ranks(self) -> None:
-        """Notes ranks that have just begun."""
+        """Watch ranks that have just started, and pass on the run folder that one of them reports.
+
+        Programs that a rank starts inherit the name of the pipe: a run folder counts only if a rank itself reports it.
+        """
         with contextlib.suppress(BlockingIOError):
-            for line in os.read(self.pipe, 1 << 16).decode().splitlines():
-                rank, _, pid = map(int, line.split())
+            *lines, self.reports = (self.reports + os.read(self.pipe, 1 << 16)).split(b"\n")
+            for report in map(json.loads, lines):
+                if "run_folder" in report:
+                    if report["pid"] in self.running:
+                        self.tell(run_folder=report["run_folder"])
+                    continue
                 with contextlib.suppress(ProcessLookupError):
-                    watched = os.pidfd_open(pid)
-                    self.running[pid] = (rank, watched)
-                    self.selector.register(watched, selectors.EVENT_READ, pid)
+                    watched = os.pidfd_open(report["pid"])
+                    self.running[report["pid"]] = (report["rank"], watched)
+                    self.selector.register(watched, selectors.EVENT_READ, report["pid"])
                     if self.stopping:
-                        os.kill(pid, signal.Signals[self.stopping])
+                        os.kill(report["pid"], signal.Signals[self.stopping])
 
     def rank_ended(self, pid: int) -> None:
         """Reports a rank with its exit code, which is read while the rank is a zombie, before its launcher looks."""

@@ -1,5 +1,8 @@
 """Finds out where launch runs, and which hosts with how many ranks the job has."""
 
+import codecs
+import contextlib
+import ipaddress
 import os
 import re
 import subprocess
@@ -8,8 +11,9 @@ from pathlib import Path
 
 from .refused import Refused
 
-# What may follow `ssh` as one word: a name or an address, never a flag, never anything that a shell interprets
-NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?|[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}")
+# May follow `ssh` as one word: never a flag, never anything that a shell interprets
+NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+DEVICE = re.compile(r"[0-9]+|(?:GPU|MIG)-[0-9A-Za-z/-]+")
 SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})", re.ASCII)
 
 
@@ -21,6 +25,7 @@ STARTED_BY = (
     ("srun", "SLURM_STEP_NUM_TASKS"),
 )
 ANSWER = 60.0  # seconds for scontrol
+RESERVED_STEPS = 0xFFFFFF00  # Slurm's numbers from here on are no steps of srun (slurm.h)
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,19 @@ def check_alone(variables: dict[str, str]) -> None:
             raise Refused(f"{name}: has started launch {count} times; {fix}")
 
 
+def in_step(variables: dict[str, str]) -> bool:
+    """Return True for a task of srun. The batch script and the shell of salloc have the reserved numbers of steps."""
+    step = variables.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < RESERVED_STEPS
+
+
 def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) -> list[Host]:
     """Reads the first `most` hosts of a DeepSpeed hostfile (`NAME slots=N`, `#` begins a comment).
 
     `gpus` replaces the slots. Raises `Refused` with the number of every wrong line.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")  # without the mark of Windows' editors
+        text = decoded(path.read_bytes())
     except OSError as error:
         raise Refused(f"--hostfile {path}: {error.strerror}; give a file of lines like those in launch/hostfile.example") from None
     hosts: list[Host] = []
@@ -71,14 +82,17 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
             continue
         place = f"{path}, line {number}: {line.strip()!r}"
         slots = SLOTS.fullmatch(words[1]) if len(words) == 2 else None
-        if not NAME.fullmatch(words[0]):
+        name = same_name(words[0])
+        if ":" in words[0] and not name:
+            problems.append(f"{place}: {words[0]!r} is no IPv6 address; write it without brackets, zone and port, for example: fd00::1 slots=8")
+        elif not name:
             problems.append(f"{place}: {words[0]!r} is no host name or address; write letters, digits, dots and hyphens, for example: worker-1 slots=8")
         elif slots is None:
             problems.append(f"{place}: is not NAME slots=NUMBER; for example: {words[0]} slots=8")
-        elif words[0].lower() in lines:
-            problems.append(f"{place}: the host stands in line {lines[words[0].lower()]} already; write it once, with all its slots")
+        elif name in lines:
+            problems.append(f"{place}: the host stands in line {lines[name]} already; write it once, with all its slots")
         else:
-            lines[words[0].lower()] = number
+            lines[name] = number
             hosts.append(Host(words[0], gpus or int(slots[1])))
     if not hosts and not problems:
         problems.append(f"--hostfile {path}: names no host; write lines like those in launch/hostfile.example")
@@ -89,12 +103,41 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
     return hosts[:most]
 
 
+def decoded(data: bytes) -> str:
+    """Decode a text file. Editors and shells of Windows write a byte order mark, and UTF-16; joined files have marks inside."""
+    for mark, encoding in ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")):
+        if data.startswith(mark):
+            return data.decode(encoding, "replace").replace("\ufeff", "")
+    return data.decode(errors="replace").replace("\ufeff", "")
+
+
+def same_name(word: str) -> str:
+    """Return a host name in lower case, or an address of IPv6 in its shortest form; "" for neither."""
+    if NAME.fullmatch(word):
+        return word.lower()
+    with contextlib.suppress(ValueError):
+        return "" if "%" in word else str(ipaddress.IPv6Address(word))
+    return ""
+
+
 def devices(variables: dict[str, str]) -> int:
     """Counts the GPUs that a process started here sees."""
-    visible = variables.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
+    if "CUDA_VISIBLE_DEVICES" in variables:
+        return len(visible_devices(variables["CUDA_VISIBLE_DEVICES"]))
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def visible_devices(listed: str) -> list[str]:
+    """Return the devices that CUDA takes from CUDA_VISIBLE_DEVICES: those before the first word that is no device.
+
+    Such words are -1, NoDevFiles (from Slurm) and none or void (from containers).
+    """
+    found = []
+    for word in map(str.strip, listed.split(",")):
+        if not DEVICE.fullmatch(word):
+            break
+        found.append(word)
+    return found
 
 
 def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .addresses import is_loopback
 from .hosts import Host
 from .rank import STOPS
 from .refused import Refused
@@ -52,20 +53,30 @@ class Job:
     master_port: int = 0  # 0: a free one of the first host
     node: int | None = None  # this host only; on Kubernetes every host starts its own part
     bind_cores: bool = False  # each rank keeps to cores beside its GPU
+    overlap: bool = False  # launch is itself a task of srun: its own steps must share the cores and GPUs of that step, or wait for ever
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # marks this job's processes
 
     def connection(self, host: Host) -> list[str]:
         """Returns the argv that starts the agent of a host. It says nothing about the job: everything about the job goes through stdin."""
         agent = [self.python, "-m", "launch.host"]
         if self.where == "hostfile":
-            remote = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(agent)}"
+            return [*self._reach(host), f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(agent)}"]
+        return [*self._reach(host), *agent]
+
+    def by_hand(self, host: Host) -> list[str]:
+        """Return a command with which the user can try whether a host answers."""
+        return [*self._reach(host), "hostname"] if self.where in ("hostfile", "slurm") else [self.python, "--version"]
+
+    def _reach(self, host: Host) -> list[str]:
+        """Return the argv before a command on a host: ssh or srun with flags; [] on this machine."""
+        if self.where == "hostfile":
             flags = ["-T", *(f"-o{option}" for option in ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4"))]
-            return ["ssh", *(["-F", self.ssh_config] if self.ssh_config else []), *flags, "--", host.name, remote]
+            return ["ssh", *(["-F", self.ssh_config] if self.ssh_config else []), *flags, "--", host.name]
         if self.where == "slurm":
             # a single task, which may use every core of its node
             flags = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", f"--chdir={REPOSITORY}", "--export=ALL", "--kill-on-bad-exit=0", "--cpu-bind=none"]
-            return ["srun", *flags, *agent]
-        return agent
+            return ["srun", *flags, *(["--overlap"] if self.overlap else [])]
+        return []
 
     def specification(self, node: int, logs: Path) -> dict[str, Any]:
         """Returns the specification that an agent gets on its stdin."""
@@ -161,10 +172,22 @@ class Connection:
 
 
 class Start:
-    """Follows one start, event by event. `asked` holds the signals that came before the start."""
+    """Follows one start, event by event.
 
-    def __init__(self, job: Job, logs: Path, say: Any, asked: "queue.SimpleQueue[str] | None" = None):
-        self.job, self.logs, self.say = job, logs, say
+    `asked` holds the signals that came before the start; `learn` is called with the run folder that rank 0 reports;
+    every host must answer within `patience` seconds.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        logs: Path,
+        say: Any,
+        asked: "queue.SimpleQueue[str] | None" = None,
+        learn: Callable[[Path], None] = lambda _: None,
+        patience: float = HELLO,
+    ):
+        self.job, self.logs, self.say, self.learn, self.patience = job, logs, say, learn, patience
         self.asked = asked or queue.SimpleQueue()
         self.events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # may be used inside a signal handler
         self.nodes = [job.node] if job.node is not None else list(range(len(job.hosts)))
@@ -193,7 +216,7 @@ class Start:
                     return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
                 first = hellos.get(0, {})
                 address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
-                if len(self.job.hosts) > 1 and self.job.where == "hostfile" and address.startswith("127."):
+                if len(self.job.hosts) > 1 and self.job.where == "hostfile" and is_loopback(address):
                     raise Refused(f"{self.job.hosts[0].name}: was reached at {address}, where no other host finds it; give its address with --master_addr")
                 port = self.job.master_port or first["port"]
                 self.began = time.monotonic()
@@ -212,7 +235,7 @@ class Start:
         """Collects what each host says about itself. Raises `Refused` with every host that did not answer or cannot start its part."""
         hellos: dict[int, dict[str, Any]] = {}
         problems: list[str] = []
-        deadline = time.monotonic() + HELLO
+        deadline = time.monotonic() + self.patience
         silent = set(self.nodes)
         while silent and not self.told:
             try:
@@ -222,7 +245,7 @@ class Start:
                 if time.monotonic() < deadline:
                     self.say(f"waiting for {names}")
                     continue
-                problems += [f"{names}: no answer in {HELLO:g} s; try by hand: {shlex.join(self.job.connection(self.job.hosts[min(silent)])[:-1])} hostname"]
+                problems += [f"{names}: no answer in {self.patience:.0f} s; try by hand: {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"]
                 break
             if node < 0:
                 self.told = message
@@ -291,6 +314,9 @@ class Start:
             self.told = message["told"]
             for connection in self.connections.values():
                 connection.send(stop=self.told)
+        elif "run_folder" in message:
+            if node == self.nodes[0]:  # every host reports the same one
+                self.learn(Path(message["run_folder"]))
         elif "ended" in message:
             self.rank_ended(node, **message["ended"])
         elif "launcher" in message:

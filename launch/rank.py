@@ -5,6 +5,7 @@
 The process id and the parent stay, so that launcher and rank see each other as if nothing stood between them.
 """
 
+import json
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ def main() -> None:
     if dealt := os.environ.get("LAUNCH_CORES"):  # by cores.py; the rank, and what it starts, keeps to them
         os.sched_setaffinity(0, [int(core) for core in dealt.split(";")[int(local_rank)].split(",")])
     with open(os.environ["LAUNCH_PIPE"], "w") as pipe:
-        pipe.write(f"{rank} {local_rank} {os.getpid()}\n")
+        pipe.write(json.dumps({"rank": int(rank), "pid": os.getpid()}) + "\n")
     for own, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(own, target)
     # the launchers block these signals: a signal to all processes of a host must not make a launcher kill a rank that is saving

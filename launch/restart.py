@@ -6,60 +6,90 @@ import queue
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import run_folder
 from .hosts import scontrol
-from .job import Job, Outcome, Start, cannot_make, new_logs, signals_to
+from .job import HELLO, Job, Outcome, Start, cannot_make, new_logs, signals_to
 from .refused import Refused
 
 SAME_STEP = 3  # failures at one step after which another start would only fail again
 LONGEST_PAUSE = 60.0  # seconds
+WAIT_HOSTS = 600.0  # seconds that a restart waits for hosts that are away
+LONGEST_LOOK, SHORTEST_ANSWER, SHOW_AGAIN = 10.0, 5.0, 60.0  # seconds
+START_AGAIN = 75  # exit code: the same command can succeed later
 
 
-def run(job: Job, max_restarts: int, say: Any) -> int:
-    """Runs the job with at most `max_restarts` further starts; returns its exit code. Raises `Refused` if the first start cannot begin."""
+class Progress:
+    """The run folder of a job, and how far the run was when the job began.
+
+    Until rank 0 reports the folder, it is read off the command line. A requeued Slurm job is a new process, which reads the
+    report of the first start from a file beside the logs.
+    """
+
+    def __init__(self, job: Job, say: Any):
+        guess = Path(os.path.abspath(Path(job.folder, run_folder.out_of(job.words))))
+        self.logs, self.say = guess.parent / f"{guess.name}.logs", say
+        self.note, self.since = first_start(self.logs)
+        self.out = Path(self.note.read_text() or guess)
+        self.began_at = run_folder.last_step(self.out)  # a step
+
+    def learn(self, out: Path) -> None:
+        """Note the run folder that rank 0 has reported."""
+        if out == self.out:
+            return
+        self.out, self.began_at = out, run_folder.last_step(out)
+        self.say(f"the run folder is {shown(out)}; the output of each rank stays in {shown(self.logs)}")
+        with contextlib.suppress(OSError):  # only a requeue of Slurm reads it
+            self.note.write_text(str(out))
+            os.utime(self.note, (self.since, self.since))
+
+    def goodput(self, wall: float, starts: int) -> str:
+        """Return which part of the wall time went into steps that the run has kept."""
+        kept = [line for line in run_folder.metrics(self.out) if line["step"] > self.began_at]
+        useful = sum(line["step_s"] for line in kept)
+        return f"goodput {100 * useful / max(wall, 1e-9):.1f} %: {useful:,.1f} s in {len(kept)} steps that count, of {wall:,.0f} s in {starts} starts"
+
+
+def run(job: Job, max_restarts: int, say: Any, wait_hosts: float = WAIT_HOSTS) -> int:
+    """Runs the job with at most `max_restarts` further starts; returns its exit code. Raises `Refused` if the first start cannot begin.
+
+    A restart waits up to `wait_hosts` seconds for hosts that are away.
+    """
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # signals that come while no start is running; may be used inside a signal handler
     with signals_to(lambda number, _: asked.put(signal.Signals(number).name)):
-        return _run(job, max_restarts, say, asked)
+        return _run(job, max_restarts, say, asked, wait_hosts)
 
 
-def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]") -> int:
-    out = Path(job.folder) / run_folder.out_of(job.words)
-    logs_of_all = out.parent / f"{out.name}.logs"
-    since = first_start(logs_of_all)
-    began, began_at = time.time(), run_folder.last_step(out)
+def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]", wait_hosts: float) -> int:
+    progress, began = Progress(job, say), time.monotonic()
     failures: list[int] = []  # the step of each failed start
-    failed_at: list[int] = []  # the same, for starts whose ranks had begun
     starts, goes_on = 0, False
     while True:
         starts += 1
-        if (words := run_folder.next_words(job.words, out, since)) != job.words and not goes_on:
+        if (words := run_folder.next_words(job.words, progress.out, progress.since)) != job.words and not goes_on:
             say("this start continues the run: --resume auto")
             job, goes_on = replace(job, words=words), True
-        try:
-            logs = new_logs(logs_of_all)
-            say(f"start {starts}: output of each rank in {shown(logs)}")
-            outcome = judged(Start(job, logs, say, asked).run(), out, began)
-        except Refused as refused:  # an earlier start was possible, so a host is away for a moment
-            if starts == 1:
-                raise
-            outcome = Outcome("away", 1, str(refused))
+        logs = new_logs(progress.logs)
+        say(f"start {starts}: output of each rank in {shown(logs)}")
+        begin = lambda patience: Start(job, logs, say, asked, progress.learn, patience).run()  # noqa: B023, E731
+        outcome = begin(HELLO) if starts == 1 else after_wait(begin, wait_hosts, say, asked)
+        outcome = judged(outcome, progress.out, progress.since)
         if outcome.kind == "done":
             break
         if outcome.text:
             say(outcome.text)
-        if outcome.kind == "refused":
+        if outcome.kind in ("refused", "away"):
             break
         if outcome.reason:
-            stopped(outcome, out, say)
+            stopped(outcome, progress.out, say)
             break
-        step = run_folder.last_step(out)
+        step = run_folder.last_step(progress.out)
         failures.append(step)
-        failed_at += [step] if outcome.kind == "failed" else []
-        if len(failed_at) >= SAME_STEP and len(set(failed_at[-SAME_STEP:])) == 1:
+        if len(failures) >= SAME_STEP and len(set(failures[-SAME_STEP:])) == 1:
             say(f"not started again: {SAME_STEP} starts in a row have failed at step {step + 1}")
             break
         if starts > max_restarts:
@@ -68,15 +98,44 @@ def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]")
             break
         same = next((number for number, other in enumerate(reversed(failures)) if other != step), len(failures))  # failures at this step
         pause = min(LONGEST_PAUSE, 2.0 ** (same - 1))
-        say(f"restart {starts} of {max_restarts} in {pause:g} s, from {run_folder.newest_checkpoint(out) or 'the beginning: no checkpoint is complete yet'}")
-        with contextlib.suppress(queue.Empty):
-            name = asked.get(timeout=pause)
-            outcome = Outcome("stopped", 128 + signal.Signals[name], "", name)
-            stopped(outcome, out, say)
+        newest = run_folder.newest_checkpoint(progress.out) or "the beginning: no checkpoint is complete yet"
+        say(f"restart {starts} of {max_restarts} in {pause:g} s, from {newest}")
+        if stop := asked_to_stop(asked, pause):
+            outcome = stop
+            stopped(outcome, progress.out, say)
             break
     if starts > 1:
-        say(goodput(out, began_at, time.time() - began, starts))
+        say(progress.goodput(time.monotonic() - began, starts))
     return outcome.code
+
+
+def after_wait(begin: Callable[[float], Outcome], wait: float, say: Any, asked: "queue.SimpleQueue[str]") -> Outcome:
+    """Begin a start, and wait up to `wait` seconds until every host can take part.
+
+    `begin` gets the seconds in which the hosts must answer, and raises `Refused` while a host is away.
+    """
+    deadline, shown_at, pause = time.monotonic() + wait, 0.0, min(1.0, LONGEST_LOOK)
+    while True:
+        try:
+            return begin(min(HELLO, max(SHORTEST_ANSWER, deadline - time.monotonic())))
+        except Refused as refused:
+            why, now = "; ".join(refused.problems), time.monotonic()
+        if now >= deadline:
+            return Outcome("away", START_AGAIN, f"not started again: --wait_hosts {wait:g} s are over, and still {why}")
+        if now - shown_at > SHOW_AGAIN:
+            say(f"waiting for hosts, at most {deadline - now:.0f} s more (--wait_hosts): {why}")
+            shown_at = now
+        if stop := asked_to_stop(asked, min(pause, deadline - now)):
+            return stop
+        pause = min(2 * pause, LONGEST_LOOK)
+
+
+def asked_to_stop(asked: "queue.SimpleQueue[str]", pause: float) -> Outcome | None:
+    """Wait for `pause` seconds; return at once how the job ends if a signal asks for a stop meanwhile."""
+    with contextlib.suppress(queue.Empty):
+        name = asked.get(timeout=pause)
+        return Outcome("stopped", 128 + signal.Signals[name], "", name)
+    return None
 
 
 def stopped(outcome: Outcome, out: Path, say: Any) -> None:
@@ -86,16 +145,20 @@ def stopped(outcome: Outcome, out: Path, say: Any) -> None:
     requeue(outcome.reason, say)
 
 
-def first_start(logs: Path) -> float:
-    """Returns when this job began, by the clock of its run folder's disk (seconds since 1970); a requeued Slurm job began with its first start."""
+def first_start(logs: Path) -> tuple[Path, float]:
+    """Return a file of this job beside its logs, and when the job began, by the clock of their disk (seconds since 1970).
+
+    A requeued Slurm job began with its first start.
+    """
     note = logs / f".began_{os.environ.get('SLURM_JOB_ID', 'here')}"
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" or not note.exists():
         try:
             logs.mkdir(parents=True, exist_ok=True)
+            note.write_text("")
             note.touch()
         except OSError as error:
             raise cannot_make(logs, error) from None
-    return note.stat().st_mtime
+    return note, note.stat().st_mtime
 
 
 def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
@@ -125,13 +188,6 @@ def requeue(reason: str, say: Any) -> None:
         say(f"job {job} is back in the queue")
     except Refused as refused:
         say(f"job {job} could not be put back into the queue: {'; '.join(refused.problems)}")
-
-
-def goodput(out: Path, began_at: int, wall: float, starts: int) -> str:
-    """Says which part of the wall time went into steps that the run has kept."""
-    kept = [line for line in run_folder.metrics(out) if line["step"] > began_at]
-    useful = sum(line["step_s"] for line in kept)
-    return f"goodput {100 * useful / max(wall, 1e-9):.1f} %: {useful:,.1f} s in {len(kept)} steps that count, of {wall:,.0f} s in {starts} starts"
 
 
 def shown(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Submits a job to Slurm; inside the allocation `python -m launch` finds its hosts itself."""
 
 import argparse
+import re
 import shlex
 import subprocess
 
@@ -8,6 +9,7 @@ from . import environment
 from .job import REPOSITORY
 from .refused import Refused
 
+GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?:[:=,]|$)")  # in a list of resources
 LOGIN = ("PATH", "HOME", "USER", "LANG", "VIRTUAL_ENV")
 
 
@@ -15,7 +17,7 @@ def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, 
     """Prints and runs sbatch. The command holds names of variables only, and no secret's name: Slurm keeps exported variables in files."""
     names = [*(name for name in LOGIN if name in variables), *environment.needed(variables, arguments.env)]
     words = ["sbatch", f"--nodes={arguments.nodes or 1}", f"--export={','.join(dict.fromkeys(names))}", *arguments.sbatch]
-    if arguments.gpus and not any("gpus" in word or "gres" in word for word in arguments.sbatch):
+    if arguments.gpus and not asks_for_gpus(arguments.sbatch):
         words.append(f"--gpus-per-node={arguments.gpus}")
     flags = argv[: len(argv) - len(arguments.words)]
     words += [str(REPOSITORY / "launch" / "slurm.sbatch"), *(flag for flag in flags if flag not in ("--dry-run", "--dry_run")), *arguments.words]
@@ -26,3 +28,18 @@ def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, 
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
         raise Refused("--where slurm: sbatch is not on PATH; submit from a login node of the cluster") from None
+
+
+def asks_for_gpus(flags: list[str]) -> bool:
+    """Return True if flags of sbatch request GPUs. The name of a flag decides: a partition or an account may be called anything.
+
+    A value is part of its flag's word (--gres=gpu:8, -G8) or the next word. sbatch also accepts the beginning of a long name.
+    """
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        name, equals, value = flag.partition("=")
+        if name.startswith("--gpus") or (name.startswith("-G") and not name.startswith("--")):
+            return True
+        lists_resources = name == "--gres" or name.startswith("--tres-per-")
+        if lists_resources and GPU.search(value if equals else following):
+            return True
+    return False

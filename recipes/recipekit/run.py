@@ -1,5 +1,7 @@
 """`run(RECIPE)`: the one way every recipe starts. Light until it is certain that the run can start."""
 
+import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -44,6 +46,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
 
             show(plan)
             return
+        _report(plan.out)
         held = _lock(plan.out) if command.rank == 0 else None
         notes = (*notes, *plan.notes, *environment.complete(os.environ, plan.ds_config, command.local_ranks or 1))  # before the import of torch
         plan = replace(plan, notes=notes)
@@ -93,6 +96,17 @@ def _plan(command: Command) -> "Plan":
     if problems:
         raise Refusal(problems)
     return plan
+
+
+def _report(out: Path) -> None:
+    """Report the run folder to `python -m launch`, once for each host: a restart looks there for the newest checkpoint."""
+    if "LAUNCH_PIPE" not in os.environ or os.environ.get("LOCAL_RANK") != "0":
+        return
+    report = json.dumps({"run_folder": os.path.abspath(out), "pid": os.getpid()})
+    with contextlib.suppress(OSError):  # the pipe of a job that has ended
+        pipe = os.open(os.environ["LAUNCH_PIPE"], os.O_WRONLY | os.O_NONBLOCK)
+        os.write(pipe, f"{report}\n".encode())
+        os.close(pipe)
 
 
 def _lock(out: Path) -> IO[str]:

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from job import MARK, NANO, Job, contention, metrics, numbers, steps_done
 from pool import FOLDERS, ROOT
-from two_hosts import TwoHosts, two_hosts_or_skip
+from two_hosts import NAMES, TwoHosts, two_hosts_or_skip
 from words import BYTES, arbitrary_words
 
 GONE = 10.0  # seconds in which no process may be left on any host
@@ -36,8 +36,8 @@ def start(tmp_path: Path, hosts: TwoHosts) -> Iterator[Callable[..., Job]]:
     """Starts `python -m launch` on the first host."""
     jobs: list[Job] = []
 
-    def start(*words: object, **variables: str) -> Job:
-        where = ["--hostfile", str(hosts.hostfile()), "--ssh_config", str(hosts.config), "--env", MARK]
+    def start(*words: object, names: Sequence[str] = NAMES, **variables: str) -> Job:
+        where = ["--hostfile", str(hosts.hostfile(names=names)), "--ssh_config", str(hosts.config), "--env", MARK]
         path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), *map(str, FOLDERS)])
         jobs.append(Job(tmp_path, hosts.on(0, [*LAUNCH, *where, *map(str, words)]), PYTHONPATH=path, **variables))
         return jobs[-1]
@@ -134,6 +134,90 @@ def test_a_lost_coordinator_ends_both_hosts_with_a_checkpoint(start: Callable[..
     assert (run / "checkpoints" / "latest").read_text() == f"step_{steps:08d}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spawn", ["torchrun", "deepspeed"])
+def test_hosts_with_addresses_of_ipv6_train(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, spawn: str) -> None:
+    job = start("--spawn", spawn, NANO, *FLAGS, "--steps", "3", "--no-wandb", names=hosts.addresses_6)
+    assert job.wait(240) == 0, job.output[-8000:]
+    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [20, 180])
+def test_a_host_that_is_away_costs_one_restart(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, seconds: int) -> None:
+    """Its cable is out and its processes have ended; the steps are those of one machine."""
+    run = tmp_path / "run"
+    flags = ["--steps", "100000", "--save_every", "2", "--no-wandb", "--stop_at", "12"]
+    job = start("--max_restarts", "3", NANO, *FLAGS, *flags, "--retry_s", "5")
+    job.wait_for(lambda: steps_done(run) > 4 or job.process.poll() is not None, 240)
+    assert job.process.poll() is None, job.output[-8000:]
+    hosts.cable(1, "down")
+    hosts.power_off(1)
+    try:
+        job.wait_for(lambda: "waiting for hosts" in job.output or job.process.poll() is not None, 240)
+        time.sleep(seconds)
+    finally:
+        hosts.power_on(1)
+        hosts.cable(1, "up")
+    assert job.wait(300) == 0, job.output[-8000:]
+    assert "worker-2: cannot be reached" in job.output and job.output.count("launch: restart ") == 1, job.output[-8000:]
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, 13)) and numbers(lines[:3]) == numbers(metrics(one_machine))
+
+
+@pytest.mark.slow
+def test_a_host_that_never_comes_back_is_named(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = start("--max_restarts", "3", "--wait_hosts", "10", NANO, *FLAGS, "--steps", "100000", "--no-wandb")
+    job.wait_for(lambda: steps_done(run) > 1 or job.process.poll() is not None, 240)
+    hosts.power_off(1)
+    try:
+        assert job.wait(240) == 75, job.output[-8000:]
+    finally:
+        hosts.power_on(1)
+    assert "not started again: --wait_hosts 10 s are over, and still worker-2: cannot be reached" in job.output
+
+
+TWICE = """
+import os, sys, time
+from pathlib import Path
+first = not Path("ready_2").exists()
+Path(f"ready_{os.environ['RANK']}").touch()
+time.sleep(600 if first else 0)
+"""
+RESTART = """
+import sys
+from pathlib import Path
+from launch import hosts, restart
+from launch.__main__ import say
+from launch.job import Job
+machines = tuple(hosts.read_hostfile(Path(sys.argv[1])))
+job = Job(machines, "once", ("twice.py",), sys.executable, sys.argv[3], {}, where="hostfile", ssh_config=sys.argv[2])
+sys.exit(restart.run(job, 1, say, float(sys.argv[4])))
+"""
+
+
+@pytest.mark.parametrize(("wait", "code"), [(60, 0), pytest.param(3, 75, marks=pytest.mark.slow)])
+def test_a_restart_waits_until_a_host_answers_again(hosts: TwoHosts, tmp_path: Path, wait: int, code: int) -> None:
+    """A host that reboots: its sshd answers once the wait has been reported, or never. One script on each host, without torch."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    words = [sys.executable, "-c", RESTART, str(hosts.hostfile()), str(hosts.config), str(tmp_path), str(wait)]
+    job = Job(tmp_path, hosts.on(0, words), PYTHONPATH=str(ROOT))
+    try:
+        job.wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2 or job.process.poll() is not None, 60)
+        hosts.power_off(1)
+        job.wait_for(lambda: "waiting for hosts" in job.output or job.process.poll() is not None, 60)
+        if code == 0:
+            hosts.power_on(1)
+        assert job.wait(60) == code, job.output
+    finally:
+        if hosts.sshd[1].poll() is not None:
+            hosts.power_on(1)
+        job.close()
+    assert job.output.count("launch: restart ") == 1 and job.output.count("launch: start ") == 2, job.output
+    assert job.output.count("worker-2: cannot be reached") == (1 if code == 0 else 2) and "worker-1: " not in job.output
+
+
 DUMP = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_STRANGE")
@@ -157,6 +241,16 @@ def test_a_script_once_on_each_host_gets_words_and_variables_as_typed(start: Cal
         for rank in ("0", "2")
     ]
     assert not (tmp_path / "here").exists()
+
+
+def test_hosts_may_have_addresses_of_ipv6(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+    """Their own names lead to 127.0.1.1, so the interface is named for gloo."""
+    dump = "import json, os, sys; json.dump([os.environ[name] for name in sys.argv[1:]], open(f\"dump_{os.environ['RANK']}.json\", 'w'))"
+    (tmp_path / "dump.py").write_text(dump)
+    job = start("--once", "dump.py", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", names=hosts.addresses_6)
+    assert job.wait(90) == 0, job.output
+    for rank in (0, 2):
+        assert json.loads((tmp_path / f"dump_{rank}.json").read_text()) == [hosts.addresses_6[0], "eth0", "=eth0"]
 
 
 def test_the_doctor_examines_both_hosts(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:

@@ -8,18 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job import Job, contention
+from job import NANO, Job, contention, metrics
 from pool import ROOT, environment
 
 sys.path.insert(0, str(ROOT))
 
 from launch import restart, run_folder
+from launch.host import Agent
 from launch.hosts import Host
 from launch.job import Job as LaunchJob
 from launch.job import Outcome, Start, new_logs
@@ -58,10 +59,10 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
     """Starts a script on two ranks in tmp_path."""
     jobs: list[Job] = []
 
-    def launch(name: str, script: str, *flags: str) -> Job:
+    def launch(name: str, script: str, *flags: str, words: Sequence[str] = ()) -> Job:
         (tmp_path / name).write_text(script)
         path = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
-        jobs.append(Job(tmp_path, [sys.executable, "-m", "launch", "--gpus", "2", *flags, name], PYTHONPATH=path))
+        jobs.append(Job(tmp_path, [sys.executable, "-m", "launch", "--gpus", "2", *flags, name, *words], PYTHONPATH=path))
         return jobs[-1]
 
     yield launch
@@ -156,22 +157,48 @@ class Starts:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Exit code and what was said of a job whose starts end in these ways."""
 
-    def run(*ends: Outcome | Refused, max_restarts: int = 10) -> tuple[int, str]:
+    def run(*ends: Outcome | Refused, max_restarts: int = 10, wait_hosts: float = 600, look: float = 0.05) -> tuple[int, str]:
         starts = Starts(list(ends))
         monkeypatch.setattr(restart, "Start", starts)
+        monkeypatch.setattr(restart, "LONGEST_LOOK", look)
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-        code = restart.run(job(tmp_path), max_restarts, starts.said.append)
+        code = restart.run(job(tmp_path), max_restarts, starts.said.append, wait_hosts)
         assert not starts.ends, "further starts"
         return code, "\n".join(starts.said)
 
     return run
 
 
-def test_a_host_that_is_away_at_a_restart_is_tried_again(run: Callable[..., tuple[int, str]]) -> None:
-    code, said = run(Outcome("failed", 1, CRASH), Refused("worker-2: cannot be reached"), Outcome("done", 0))
-    assert code == 0 and "worker-2: cannot be reached" in said and "restart 2 of 10 in 2 s" in said
-    with pytest.raises(Refused):
-        run(Refused("worker-2: cannot be reached"))
+AWAY = Refused("worker-2: cannot be reached", "worker-3: cannot be reached")
+
+
+def test_waiting_for_a_host_costs_no_restart(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    code, said = run(Outcome("failed", 1, CRASH), AWAY, AWAY, Outcome("done", 0), max_restarts=1)
+    assert code == 0 and said.count("worker-2: cannot be reached; worker-3: cannot be reached") == 1
+    assert "waiting for hosts, at most 600 s more (--wait_hosts): worker-2" in said and said.count("restart ") == 1
+    assert len(list((tmp_path / "runs" / "x.logs").glob("start_*"))) == 2
+    with pytest.raises(Refused):  # the first start waits for nobody: the name may be wrong
+        run(AWAY)
+
+
+def test_waiting_and_crashes_are_counted_apart(run: Callable[..., tuple[int, str]]) -> None:
+    """Three waits between two crashes at one step are no third failure at that step."""
+    code, said = run(Outcome("failed", 1, CRASH), AWAY, AWAY, Outcome("failed", 1, CRASH), AWAY, Outcome("done", 0), max_restarts=2)
+    assert code == 0 and "restart 1 of 2 in 1 s" in said and "restart 2 of 2 in 2 s" in said
+
+
+def test_a_host_that_never_comes_back_ends_the_job_with_its_name(run: Callable[..., tuple[int, str]]) -> None:
+    began = time.monotonic()
+    code, said = run(Outcome("failed", 1, CRASH), AWAY, AWAY, AWAY, wait_hosts=0.5, look=0.3)
+    assert code == 75 and 0.5 <= time.monotonic() - began - 1 < 10
+    assert "not started again: --wait_hosts 0.5 s are over, and still worker-2: cannot be reached; worker-3" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_restart_waits_for_hosts_stops_the_job(run: Callable[..., tuple[int, str]], number: int) -> None:
+    threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
+    code, said = run(Outcome("failed", 1, CRASH), AWAY, look=60)
+    assert code == 128 + number and f"stopped by {signal.Signals(number).name}" in said
 
 
 def test_nothing_is_started_again_after_a_signal(run: Callable[..., tuple[int, str]]) -> None:
@@ -256,21 +283,105 @@ def test_a_script_that_is_no_recipe_keeps_its_words(tmp_path: Path) -> None:
 def test_a_requeued_slurm_job_began_with_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    first = restart.first_start(tmp_path)
+    note, first = restart.first_start(tmp_path)
     time.sleep(0.05)
-    again = restart.first_start(tmp_path)
+    _, again = restart.first_start(tmp_path)
     assert again > first, "another job 7, of another cluster or year"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     time.sleep(0.05)
-    assert restart.first_start(tmp_path) == again
+    assert restart.first_start(tmp_path) == (note, again)
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert restart.first_start(tmp_path) > again
+    assert restart.first_start(tmp_path)[1] > again
 
 
 def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
-    assert restart.goodput(folder(tmp_path / "run", 10, 10, ""), began_at=4, wall=6.0, starts=2).startswith(
-        "goodput 50.0 %: 3.0 s in 6 steps that count, of 6 s"
-    )
+    """In the folder that rank 0 reported: there the job began at step 4."""
+    out, said = tmp_path / "elsewhere" / "run", list[str]()
+    progress = restart.Progress(job(tmp_path), said.append)
+    progress.learn(folder(out, 10, 4, ""))
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.5}) + "\n" for step in range(1, 11)))
+    progress.learn(out)
+    assert progress.goodput(wall=6.0, starts=2).startswith("goodput 50.0 %: 3.0 s in 6 steps that count, of 6 s")
+    assert said == [f"the run folder is {out}; the output of each rank stays in {tmp_path}/runs/x.logs"]
+
+
+def test_a_requeued_slurm_job_knows_the_reported_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process with the same command line, here --resume never, which would put the run aside."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    out = tmp_path / "scratch of 7" / "run"
+    first = restart.Progress(job(tmp_path), print)
+    first.learn(out)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    requeued = restart.Progress(job(tmp_path), print)
+    assert requeued.out == out and abs(requeued.since - first.since) < 1e-3
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert restart.Progress(job(tmp_path), print).out == tmp_path / "runs" / "x", "another job"
+
+
+COMPUTED = [  # `out` of a recipe, and the folder
+    ("os.environ['SCRATCH'] + '/run'", "scratch/run"),
+    ("f'{os.getcwd()}/{1 + 1}/run'", "2/run"),
+    ("str(Path('there') / 'run')", "there/run"),
+]
+
+
+@pytest.mark.parametrize(("out", "expected"), COMPUTED)
+def test_rank_0_reports_the_run_folder_that_its_recipe_computes(tmp_path: Path, out: str, expected: str) -> None:
+    """Into the pipe of launch; this start is refused soon after, because its folder cannot be locked."""
+    text = NANO.read_text().replace("Recipe(\n", f"Recipe(\n    out={out},\n", 1)
+    (tmp_path / "mine.py").write_text(f"import os\nfrom pathlib import Path\n{text}")
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    place = {"LAUNCH_PIPE": str(tmp_path / "pipe"), "SCRATCH": str(tmp_path / "scratch"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    (tmp_path / expected).with_name(".run.lock").mkdir(parents=True)
+    words = [sys.executable, "mine.py", "--tiny", "--no-wandb"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment() | place, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "cannot be written: Is a directory" in done.stderr, done.stderr
+    agent = Agent()
+    agent.pipe, agent.running = pipe, {}
+    heard: list[dict[str, Any]] = []
+    agent.tell = lambda **message: heard.append(message)  # type: ignore[method-assign]
+    report = os.read(pipe, 1 << 16)
+    os.write(pipe, report)
+    agent.meet_ranks()
+    assert heard == [], "a program that no rank has become reports nothing"
+    agent.running = {json.loads(report)["pid"]: (0, 0)}
+    for half in (report[:20], report[20:]):
+        os.write(pipe, half)
+        agent.meet_ranks()
+    assert heard == [{"run_folder": str(tmp_path / expected)}]
+    os.close(pipe)
+
+
+FAILS_ONCE = """
+import signal
+def adapt(model):
+    def die(*_):
+        calls.append(1)
+        if len(calls) == 13 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    calls = []
+    model.register_forward_pre_hook(die)
+    return model
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("out", "expected"), COMPUTED)
+def test_a_restart_goes_on_in_a_folder_that_the_recipe_computes(launch: Callable[..., Job], tmp_path: Path, out: str, expected: str) -> None:
+    """Whatever --resume was typed."""
+    text = NANO.read_text().replace("Recipe(\n", f"Recipe(\n    out={out},\n    adapt=adapt,\n", 1)
+    assert "import Recipe, run\n" in text
+    text = "import os\nfrom pathlib import Path\nos.environ.setdefault('SCRATCH', os.path.abspath('scratch'))\n" + text
+    text = text.replace("import Recipe, run\n", f"import Recipe, run\n{FAILS_ONCE}\n", 1)
+    flags = ["--tiny", "--steps", "8", "--save_every", "2", "--eval_every", "0", "--no-wandb", "--no-export", "--resume", "never"]
+    job = launch("mine.py", text, "--max_restarts", "2", words=flags)
+    assert job.wait(300) == 0, job.output[-8000:]
+    assert "restart 1 of 2 in 1 s, from step_0000000" in job.output and "the run folder is " in job.output
+    assert [path.parent for path in tmp_path.rglob("run.json")] == [tmp_path / expected], "one run, nothing was put aside"
+    assert [line["step"] for line in metrics(tmp_path / expected)] == list(range(1, 9))
 
 
 def drill(*flags: str, limit: float) -> str:

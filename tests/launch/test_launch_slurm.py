@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from job import NANO, Job, metrics, numbers, steps_done
+from job import NANO, Job, contention, metrics, numbers, steps_done
 from pool import ROOT
 from slurm import Slurm, slurm_or_skip
 from words import arbitrary_words
+
+sys.path.insert(0, str(ROOT))
+
+from launch.__main__ import main
+from launch.hosts import Host
+from launch.job import Job as LaunchJob
+from launch.slurm import asks_for_gpus
 
 FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--no-wandb", "--steps", "100000")
 SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
@@ -25,10 +32,10 @@ def slurm() -> Iterator[Slurm]:
         yield made
 
 
-def submit(slurm: Slurm, output: Path, *words: str, nodes: int = 2) -> str:
+def submit(slurm: Slurm, output: Path, *words: str, nodes: int = 2, batch: str = "launch/slurm.sbatch", folder: Path = ROOT) -> str:
     """The number of the job."""
-    command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={output}", "launch/slurm.sbatch", *words]
-    answer = slurm.run(*command, folder=ROOT, **SECRETS)
+    command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={output}", batch, *words]
+    answer = slurm.run(*command, folder=folder, **SECRETS)
     assert answer.strip().isdigit(), answer
     return answer.strip()
 
@@ -82,15 +89,77 @@ DUMP = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(s
 
 
 def test_words_reach_the_script_on_both_nodes_as_typed(slurm: Slurm, tmp_path: Path) -> None:
+    """Submitted from another folder, by a link, with a path that is relative to that folder."""
     (tmp_path / "dump.py").write_text(DUMP)
     words = [str(tmp_path / "dump_"), *arbitrary_words()]
-    job = submit(slurm, tmp_path / "job.log", "--gpus", "2", "--once", str(tmp_path / "dump.py"), *words)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "launch.py").write_text("raise SystemExit('another launch')")
+    (folder / "my.sbatch").symlink_to(ROOT / "launch" / "slurm.sbatch")
+    job = submit(slurm, tmp_path / "job.log", "--gpus", "2", "--once", "../dump.py", *words, batch="./my.sbatch", folder=folder)
     wait_for(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING", "PENDING", "CONFIGURING"), 60, lambda: slurm.job(job))
     assert slurm.job(job)["JobState"] == "COMPLETED", (tmp_path / "job.log").read_text()
     for rank in (0, 2):
         got, variables = json.loads((tmp_path / f"dump_{rank}").read_text())
         assert got == words
         assert variables["WORLD_SIZE"] == "4" and not variables.keys() & SECRETS.keys()
+
+
+BATCHES = [  # what is submitted, where, and how the job ends
+    (str(ROOT / "launch" / "slurm.sbatch"), "", "COMPLETED"),
+    ("copy of it.sbatch", str(ROOT), "COMPLETED"),
+    ("copy of it.sbatch", "", "FAILED"),
+]
+
+
+def test_sbatch_finds_the_repository_from_any_folder(slurm: Slurm, tmp_path: Path) -> None:
+    """By its own path, or by the folder of a user's copy, whose path has blanks."""
+    (tmp_path / "dump.py").write_text(DUMP)
+    (tmp_path / "copy of it.sbatch").write_bytes((ROOT / "launch" / "slurm.sbatch").read_bytes())
+    jobs = []
+    for number, (batch, folder, _) in enumerate(BATCHES):
+        words = ["--gpus", "1", "--once", str(tmp_path / "dump.py"), str(tmp_path / f"dump_{number}_")]
+        output = tmp_path / f"{number}.log"
+        jobs.append(submit(slurm, output, *words, nodes=1, batch=str(tmp_path / batch), folder=Path(folder or tmp_path)))
+    for number, (job, (_, _, state)) in enumerate(zip(jobs, BATCHES, strict=True)):
+        wait_for(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"), 60, lambda: slurm.job(job))  # noqa: B023
+        said = (tmp_path / f"{number}.log").read_text()
+        assert slurm.job(job)["JobState"] == state, said
+        assert (tmp_path / f"dump_{number}_0").exists() == (state == "COMPLETED")
+        if state == "FAILED":
+            assert said.startswith("refused: ") and "must be in the repository of the recipes" in said
+
+
+STARTS = [
+    ["srun", "--ntasks=1", "--nodes=1"],
+    ["salloc", "--quiet", "--nodes=2", "--ntasks=2", "srun", "--ntasks=1", "--nodes=1"],
+    ["salloc", "--quiet", "--nodes=2", "--exclusive", "srun", "--ntasks=1", "--nodes=1", "--exact"],
+]
+
+
+@pytest.mark.parametrize("words", STARTS, ids=" ".join)
+def test_launch_in_a_task_of_srun_does_not_wait_for_that_task(slurm: Slurm, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "dump.py").write_text(DUMP)
+    command = [*words, sys.executable, "-u", "-m", "launch", "--gpus", "1", "--once", "dump.py", "dump_"]
+    began = time.monotonic()
+    said = slurm.run(*command, folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert "exit code 0" in said and "waiting for" not in said, said
+    nodes = 2 if "--nodes=2" in words else 1
+    assert len(list(tmp_path.glob("dump_*"))) == nodes and time.monotonic() - began < 10 * contention()
+
+
+def test_launch_in_several_tasks_of_srun_is_refused_at_once(slurm: Slurm) -> None:
+    said = slurm.run("srun", "--ntasks=2", sys.executable, "-m", "launch", str(NANO), folder=ROOT)
+    assert "srun: has started launch 2 times; leave out srun" in said
+
+
+def test_the_command_to_try_by_hand_is_whole() -> None:
+    """For a host that does not answer in time."""
+    host = Host("n1", 2)
+    by_hand = lambda where: LaunchJob((host,), "deepspeed", ("x.py",), "/a b/python", "/", {}, where=where).by_hand(host)  # noqa: E731
+    assert by_hand("slurm")[0] == "srun" and by_hand("slurm")[-2:] == ["--cpu-bind=none", "hostname"]
+    assert by_hand("hostfile")[0] == "ssh" and by_hand("hostfile")[-3:] == ["--", "n1", "hostname"]
+    assert by_hand("local") == by_hand("k8s") == ["/a b/python", "--version"]
 
 
 MEETS = str(ROOT / "tests" / "support" / "meets.py")
@@ -166,3 +235,47 @@ def test_a_login_node_submits_names_and_no_values(tmp_path: Path) -> None:
     assert "--dry-run" not in done.stdout, "what is printed would train nothing"
     (exported,) = [word for word in done.stdout.split() if word.startswith("--export=")]
     assert "WANDB_PROJECT" in exported and not any(name in done.stdout or value in done.stdout for name, value in SECRETS.items())
+
+
+GPU_REQUESTS = [
+    (["--partition=gpus"], False),
+    (["--account=progress"], False),
+    (["--comment=--gpus"], False),
+    (["--reservation", "8gpus_week"], False),
+    (["-Aprogress", "-p", "gres"], False),
+    (["--gres=nvme:100"], False),
+    (["--gres", "craynetwork:1,bandwidth:lustre"], False),
+    (["--gres-flags=enforce-binding"], False),
+    (["--gpu-bind=none", "--gpu-freq=high"], False),
+    (["--tres-per-node=license/matlab:1"], False),
+    (["--gpus-per-node=4"], True),
+    (["--gpus", "16"], True),
+    (["-G16"], True),
+    (["--partition=gpu", "-G", "16"], True),
+    (["--gres=gpu:a100:8"], True),
+    (["--gres", "nvme:100,gpu:8"], True),
+    (["--gres=gpu"], True),
+    (["--tres-per-node=gres/gpu:8"], True),
+    (["--gpus-per-no=8"], True),  # sbatch accepts the beginning of a name
+]
+
+
+@pytest.mark.parametrize(("flags", "asks"), GPU_REQUESTS, ids=[" ".join(flags) for flags, _ in GPU_REQUESTS])
+def test_the_name_of_a_flag_decides_whether_gpus_are_requested(flags: list[str], asks: bool) -> None:
+    assert asks_for_gpus(flags) == asks
+
+
+def test_flags_of_sbatch_after_a_space_or_an_equals_sign_are_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    shown = []
+    for given in (["--sbatch", "--partition=gpus", "--sbatch", "-t", "--sbatch", "10"], ["--sbatch=--partition=gpus", "--sbatch=-t", "--sbatch=10"]):
+        assert main(["--where", "slurm", "--gpus", "8", *given, "--dry-run", str(NANO), "--tiny"]) == 0
+        shown.append(shlex.split(capsys.readouterr().out))
+        sbatch = shown[-1][shown[-1].index("sbatch") :]
+        assert sbatch[3:7] == ["--partition=gpus", "-t", "10", "--gpus-per-node=8"]
+        assert sbatch[-2:] == [str(NANO), "--tiny"], "the job gets the recipe and its flags"
+    for given in (["--sbatch", "-p", "gpus"], ["--sbatch=--partition", "gpus"]):
+        assert main(["--where", "slurm", *given, str(NANO)]) == 1
+        assert "gpus: no such file; if it is the value of -" in capsys.readouterr().err

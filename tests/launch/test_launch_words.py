@@ -115,8 +115,41 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     assert read_hostfile(tmp_path / "hostfile") == [Host("worker-1", 8), Host("10.0.0.2", 4), Host("fe80::1", 1)]
     assert read_hostfile(tmp_path / "hostfile", 2, 3) == [Host("worker-1", 3), Host("10.0.0.2", 3)]
     assert read_hostfile(ROOT / "launch" / "hostfile.example") == [Host("worker-1", 8), Host("worker-2", 8)]
-    (tmp_path / "hostfile").write_text("worker-1 slots=8\n", encoding="utf-8-sig")  # of Windows' Notepad
-    assert read_hostfile(tmp_path / "hostfile") == [Host("worker-1", 8)]
+
+
+TWO = "worker-1 slots=8\r\nworker-2 slots=4\r\n"
+MARKED = {
+    "Notepad": TWO.encode("utf-8-sig"),
+    "PowerShell": b"\xff\xfe" + TWO.encode("utf-16-le"),
+    "UTF-16, big-endian": b"\xfe\xff" + TWO.encode("utf-16-be"),
+    "two files joined": b"\xef\xbb\xbfworker-1 slots=8\n\xef\xbb\xbfworker-2 slots=4\n",
+    "no mark": TWO.encode(),
+}
+
+
+@pytest.mark.parametrize("writer", MARKED)
+def test_a_byte_order_mark_is_no_part_of_a_host_name(tmp_path: Path, writer: str) -> None:
+    (tmp_path / "hostfile").write_bytes(MARKED[writer])
+    assert read_hostfile(tmp_path / "hostfile") == [Host("worker-1", 8), Host("worker-2", 4)]
+
+
+VISIBLE = [
+    ("", []),
+    ("-1", []),
+    ("NoDevFiles", []),
+    ("none", []),
+    ("void", []),
+    ("0, 3", ["0", "3"]),
+    ("1,-1,2", ["1"]),
+    ("0,none", ["0"]),
+    ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,MIG-4ab1", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-4ab1"]),
+    ("MIG-GPU-8932f937/1/0", ["MIG-GPU-8932f937/1/0"]),
+]
+
+
+@pytest.mark.parametrize(("listed", "expected"), VISIBLE)
+def test_devices_end_at_the_first_word_that_is_no_device(listed: str, expected: list[str]) -> None:
+    assert hosts.visible_devices(listed) == expected and devices({"CUDA_VISIBLE_DEVICES": listed}) == len(expected)
 
 
 BAD = [
@@ -131,6 +164,10 @@ BAD = [
     ("worker-é slots=1", "no host name"),
     ("root@worker-3 slots=1", "no host name"),
     ("worker-\nslots=1", "no host name"),
+    ("[fd00::1] slots=1", "without brackets, zone and port, for example: fd00::1 slots=8"),
+    ("fe80::1%eth0 slots=1", "without brackets, zone and port"),
+    ("1::2::3 slots=1", "no IPv6 address"),
+    ("10.0.0.1:22 slots=1", "no IPv6 address"),
     ("worker-3", "not NAME slots=NUMBER"),
     ("worker-3 slots=0", "not NAME slots=NUMBER"),
     ("worker-3 slots=8 trailing; rm", "not NAME slots=NUMBER"),
@@ -139,15 +176,16 @@ BAD = [
     ("worker-3 slots=-1", "not NAME slots=NUMBER"),
     ("WORKER-1 slots=1", "stands in line 2 already"),
     ("worker-1 slots=4", "stands in line 2 already"),
+    ("fd00::9 slots=1\nFD00:0::9 slots=1", "stands in line 3 already"),
 ]
 
 
 @pytest.mark.parametrize(("line", "rule"), BAD, ids=[repr(line) for line, _ in BAD])
 def test_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "hostfile").write_text(f"# first\nworker-1 slots=8\n{line}\nworker-2 slots=8\n")
+    (tmp_path / "hostfile").write_text(f"# first\nworker-1 slots=8\n{line}\nfd00::2 slots=8\n")
     assert main(["--hostfile", str(tmp_path / "hostfile"), "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py")]) == 1
     told = capsys.readouterr().err
-    assert "line 3: " in told and rule in told, told
+    assert f"line {3 + line.count(' slots=1' + chr(10))}: " in told and rule in told, told
 
 
 def test_all_wrong_lines_are_told_at_once(tmp_path: Path) -> None:
@@ -195,17 +233,18 @@ def environment_of_a_host(
     return agent.environment(spawn.Meeting(slots, 0, first, 29500), "folder", [str(number) for number in range(slots[0])])
 
 
-def outward() -> tuple[str, str]:
+def outward(family: socket.AddressFamily = socket.AF_INET) -> tuple[str, str]:
     """An interface of this host that other hosts may reach, and its address."""
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
-            if address.family == socket.AF_INET and not address.address.startswith("127."):
+            if address.family == family and not address.address.startswith(("127.", "::1", "fe80:")):
                 return name, address.address
     pytest.skip("this machine has no interface but loopback")
 
 
-def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, (name, address) = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), outward()
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily) -> None:
+    names, (name, address) = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), outward(family)
     for slots, own, expected in (
         ((2, 2), {}, [name, f"={name}"]),
         ((2, 2), {"NCCL_SOCKET_IFNAME": "ib0"}, [name, "ib0"]),
@@ -219,13 +258,14 @@ def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(monkeypa
 def test_loopback_is_never_named_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the name of the first host is 127.0.1.1 on itself, as Debian writes it into /etc/hosts, what leads to the other hosts is named."""
     name, address = outward()
-    for others, expected in (((address,), [name, f"={name}"]), ((), [None, None])):
-        found = environment_of_a_host(monkeypatch, (2, 2), first="127.0.1.1", others=others)
+    for others, first, expected in (((address,), "127.0.1.1", [name, f"={name}"]), ((), "127.0.1.1", [None, None]), ((), "::1", [None, None])):
+        found = environment_of_a_host(monkeypatch, (2, 2), first=first, others=others)
         assert [found.get(variable) for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == expected
 
 
 def test_threads_and_cores_are_dealt_to_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 8})
+    monkeypatch.setattr(cores, "cpu_limit", lambda: float("inf"))
     whole = environment_of_a_host(monkeypatch, (2,))
     assert whole["OMP_NUM_THREADS"] == "2" and not {"LAUNCH_CORES", "CUDA_DEVICE_ORDER"} & whole.keys() - os.environ.keys()
     bound = environment_of_a_host(monkeypatch, (2,), bind_cores=True)
@@ -233,6 +273,14 @@ def test_threads_and_cores_are_dealt_to_the_ranks_of_a_host(monkeypatch: pytest.
     first, second = (set(map(int, own.split(","))) for own in bound["LAUNCH_CORES"].split(";"))
     assert first | second == {4, 5, 6, 7, 8} and {len(first), len(second)} == {2, 3}
     assert environment_of_a_host(monkeypatch, (2,), bind_cores=True, OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(("limit", "ranks", "threads"), [(4.0, 2, "2"), (1.5, 1, "1"), (0.2, 2, "1"), (64.0, 1, "5")])
+def test_a_cpu_limit_is_dealt_to_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch, limit: float, ranks: int, threads: str) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 8})
+    monkeypatch.setattr(cores, "cpu_limit", lambda: limit)
+    for bind_cores in (False, True):
+        assert environment_of_a_host(monkeypatch, (ranks,), bind_cores)["OMP_NUM_THREADS"] == threads
 
 
 def two_nodes(folder: Path, nodes: list[int]) -> Path:
@@ -364,6 +412,8 @@ USAGE = [
     ([*K8S, "--master_addr", "10.0.0.1", NANO], 1, "--master_addr: is not read with --where k8s"),
     (["--image", "x", "--sbatch=--time=1", NANO], 1, "--image: is not read with --where local, only with k8s"),
     (["--max_restarts", "2", "--once", NANO], 1, "--max_restarts 2: what runs once"),
+    (["--wait_hosts", "60", NANO], 1, "--wait_hosts 60: only a restart waits for hosts; add --max_restarts N"),
+    (["--wait_hosts", "0", NANO], 2, "'0' is not a number of at least 1"),
     (["--doctor", "--quick", "--dry-run"], 1, "--dry-run: stands after --doctor"),
 ]
 
@@ -410,9 +460,9 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path, words: list[str], var
 def test_one_rank_that_nobody_asked_for_is_told(tmp_path: Path) -> None:
     """On a machine without GPUs."""
     (tmp_path / "x.py").write_text("")
-    cores = len(os.sched_getaffinity(0))
-    hint = f"launch: 1 rank on {cores} cores, and no GPU: python -m launch --gpus {cores} x.py starts {cores} ranks"
-    for words, told in ((["x.py"], cores > 1), (["--gpus", "1", "x.py"], False), (["--once", "x.py"], False)):
+    usable = cores.usable_cores()
+    hint = f"launch: 1 rank on {usable} cores, and no GPU: python -m launch --gpus {usable} x.py starts {usable} ranks"
+    for words, told in ((["x.py"], usable > 1), (["--gpus", "1", "x.py"], False), (["--once", "x.py"], False)):
         code, said = launch(tmp_path, "--dry-run", *words, CUDA_VISIBLE_DEVICES="")
         assert code == 0 and (hint in said) == told, said
 

@@ -6,10 +6,11 @@ They share the file system, as the hosts of a cluster share the folder of the ru
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,6 +40,7 @@ class TwoHosts:
         self.folder = Path(tempfile.mkdtemp(prefix="hosts_"))
         self.spaces = [f"rk{os.getpid()}{letter}" for letter in "ab"]
         self.addresses = [f"10.86.{os.getpid() % 250}.{index + 1}" for index in range(2)]
+        self.addresses_6 = [f"fd86::{index + 1}" for index in range(2)]  # of IPv6; lost once the cable is out
         self.sshd: list[subprocess.Popen[bytes]] = []
 
     def make(self) -> None:
@@ -54,19 +56,18 @@ class TwoHosts:
             run("ip", "-n", space, "link", "set", "lo", "up")
         cables = [f"ve{os.getpid()}{letter}" for letter in "ab"]
         run("ip", "-n", self.spaces[0], "link", "add", cables[0], "type", "veth", "peer", "name", cables[1], "netns", self.spaces[1])
-        for space, cable, address in zip(self.spaces, cables, self.addresses, strict=True):
+        for space, cable, address, address_6 in zip(self.spaces, cables, self.addresses, self.addresses_6, strict=True):
             run("ip", "-n", space, "link", "set", cable, "name", "eth0")
             run("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+            run("ip", "-n", space, "-6", "address", "add", f"{address_6}/64", "dev", "eth0", "nodad")
             run("ip", "-n", space, "link", "set", "eth0", "up")
-        for index, name in enumerate(NAMES):
+        for index in range(2):
             config = self.folder / f"sshd_{index}"
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{config}_key")
             config.write_text(
                 f"Port 22\nHostKey {config}_key\nAuthorizedKeysFile {key}.pub\nPidFile {config}.pid\nStrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\n"
             )
-            with Path(f"{config}.log").open("wb") as log:
-                inside = ["unshare", "--uts", "sh", "-c", f"hostname {name}; exec /usr/sbin/sshd -D -e -f {config}"]
-                self.sshd.append(subprocess.Popen(["ip", "netns", "exec", self.spaces[index], *inside], stdout=log, stderr=log))
+            self.sshd.append(self.start_sshd(index))
         (self.folder / "ssh_config").write_text(
             f"Host *\n IdentityFile {key}\n IdentitiesOnly yes\n UserKnownHostsFile {self.folder}/known_hosts\n StrictHostKeyChecking accept-new\n LogLevel ERROR\n"
         )
@@ -76,6 +77,26 @@ class TwoHosts:
                 assert time.monotonic() < deadline, (self.folder / "sshd_0.log").read_text() + (self.folder / "sshd_1.log").read_text()
                 time.sleep(0.2)
 
+    def start_sshd(self, host: int) -> subprocess.Popen[bytes]:
+        config = self.folder / f"sshd_{host}"
+        inside = ["unshare", "--uts", "sh", "-c", f"hostname {NAMES[host]}; exec /usr/sbin/sshd -D -e -f {config}"]
+        with Path(f"{config}.log").open("ab") as log:
+            return subprocess.Popen(["ip", "netns", "exec", self.spaces[host], *inside], stdout=log, stderr=log)
+
+    def power_off(self, host: int) -> None:
+        """End everything on a host, sshd and its connections included, as when a host reboots."""
+        for pid in map(int, run("ip", "netns", "pids", self.spaces[host]).split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.sshd[host].wait()
+
+    def power_on(self, host: int) -> None:
+        self.sshd[host] = self.start_sshd(host)
+
+    def cable(self, host: int, state: str) -> None:
+        """Take the cable out of a host (`down`), or put it in again (`up`)."""
+        run("ip", "-n", self.spaces[host], "link", "set", "eth0", state)
+
     @staticmethod
     def file_of(space: str) -> Path:
         return Path("/etc/netns") / space
@@ -84,9 +105,9 @@ class TwoHosts:
     def config(self) -> Path:
         return self.folder / "ssh_config"
 
-    def hostfile(self, slots: int = 2) -> Path:
+    def hostfile(self, slots: int = 2, names: Sequence[str] = NAMES) -> Path:
         path = self.folder / "hostfile"
-        path.write_text("".join(f"{name} slots={slots}\n" for name in NAMES))
+        path.write_text("".join(f"{name} slots={slots}\n" for name in names))
         return path
 
     def on(self, host: int, argv: list[str]) -> list[str]:

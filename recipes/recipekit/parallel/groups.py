@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -53,15 +54,26 @@ def waiting_group() -> Any:
 
 
 def interface_to(address: str) -> str:
-    """The network interface (of IPv4) through which this host reaches another; "" for the host itself, or if that cannot be told."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 1))  # sends nothing
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(packed[20:24]) == own:
-                    return "" if own.startswith("127.") else name
+    """Return the network interface through which this host reaches another; "" for the host itself, or if it is not known."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            own = probe.getsockname()[0].partition("%")[0].removeprefix("::ffff:")
+    except OSError:
+        return ""
+    if own.startswith("127.") or own == "::1":
+        return ""
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            if socket.inet_ntoa(packed[20:24]) == own:
+                return name
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            packed, *_, name = line.split()
+            if socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed)) == own:
+                return name
     return ""
 
 
