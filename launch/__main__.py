@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from . import environment, hosts, kubernetes, restart, slurm, spawn
+from .connection import REPOSITORY
 from .cores import usable_cores
 from .hosts import Host
-from .job import REPOSITORY, Job, Start, new_logs
+from .job import Job, Start, new_logs
 from .refused import Refused
 
 DOCTOR = REPOSITORY / "tools" / "doctor.py"

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 
 from . import environment
-from .job import REPOSITORY
+from .connection import REPOSITORY
 from .refused import Refused
 
 GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?:[:=,]|$)")  # in a list of resources
