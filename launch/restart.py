@@ -169,7 +169,7 @@ def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
         return outcome
     if step < goal:
         return replace(outcome, kind="failed", code=1, text=f"all ranks ended with 0, but the run in {shown(out)} is at step {step} of {goal}")
-    if run_folder.newest_checkpoint(out) < f"step_{goal:08d}":
+    if (run_folder.step_of(run_folder.newest_checkpoint(out)) or 0) < goal:
         return replace(outcome, kind="failed", code=1, text=f"all ranks ended with 0, but the run in {shown(out)} has no complete checkpoint of step {goal}")
     return outcome
 

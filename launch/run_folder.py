@@ -99,11 +99,19 @@ def _recipe(out: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(out: Path) -> str:
-    """Reads the name of the step folder that `latest` points to; "" if there is none."""
+    """Return the name of the newest step folder with a manifest; "" without one. `latest` may be a link, or late after a full disk."""
     try:
-        return (out / "checkpoints" / "latest").read_text().strip()
+        names = [name for name in os.listdir(out / "checkpoints") if step_of(name) is not None]
     except NONE:
         return ""
+    complete = [name for name in names if (out / "checkpoints" / name / "manifest.json").is_file()]
+    return max(complete, key=lambda name: step_of(name) or 0, default="")
+
+
+def step_of(name: str) -> int | None:
+    """Return the number of the step folder `name`, by the rule of recipekit/step_names.py; None for any other name."""
+    found = re.fullmatch(r"step_([0-9]{8,})", name)
+    return int(found[1]) if found and f"step_{int(found[1]):08d}" == name else None
 
 
 def written(out: Path) -> float:

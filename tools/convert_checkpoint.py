@@ -28,6 +28,7 @@ require_packages()
 from recipekit.checkpoints import (
     convert,
     journal,
+    manifest,
     published,
 )
 from recipekit.checkpoints.copying import Effort
@@ -152,8 +153,16 @@ def check_space(out: Path, needed: int) -> None:
         raise refuse(str(out), f"needs {needed:,} bytes, {free:,} are free", "free space, or choose another folder")
 
 
+def opened(path: Path) -> Step:
+    """Open a step folder, and report the files in it that are not part of the checkpoint."""
+    step = open_step(path)
+    for line in manifest.say_unlisted(step.folder, step.unlisted):
+        print(line, file=sys.stderr)
+    return step
+
+
 def to_hf(arguments: argparse.Namespace) -> int:
-    step = open_step(arguments.source)
+    step = opened(arguments.source)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     blueprint, contents = published.published_as(step, dtype)
     nbytes = published.published_bytes(blueprint, contents)
@@ -193,7 +202,7 @@ def from_hf(arguments: argparse.Namespace) -> int:
 
 
 def reshape(arguments: argparse.Namespace) -> int:
-    step = open_step(arguments.source)
+    step = opened(arguments.source)
     layout = target_layout(step.blueprint, step.layout, step.model_config, **degrees_of(arguments))
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     return write(arguments, step.blueprint, layout, lambda own: convert.reshape(step.folder, arguments.out, layout, effort=own))
@@ -221,12 +230,14 @@ def verify(arguments: argparse.Namespace) -> int:
     for fault in faults:
         print(f"{arguments.source}: {fault}", file=sys.stderr)
     if not faults:
+        for line in manifest.say_unlisted(arguments.source, manifest.unlisted(arguments.source, manifest.read(arguments.source))):
+            print(line, file=sys.stderr)
         print(f"{arguments.source}: every file and every tensor is what was saved")
     return 1 if faults else 0
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    step: Step = open_step(arguments.source)
+    step = opened(arguments.source)
     print(f"step     {step.state['step']}, {step.state['tokens']:,} tokens")
     print(f"layout   {step.layout}")
     groups = {None: "frozen or a buffer"} | {number: group.name for number, group in enumerate(step.blueprint.groups)}

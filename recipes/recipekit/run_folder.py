@@ -13,6 +13,7 @@ from typing import Any
 from .phases import written
 from .recipe import Recipe
 from .refusal import Problem, Refusal, refuse
+from .step_names import MANIFEST, newest_complete, step_folders, step_of
 from .tasks.facts import own_fields
 
 # Names in a run folder.
@@ -93,6 +94,7 @@ def find_resume(
     if is_damaged(out):
         raise _damaged(out)
     if (before := _saved_identity(out)) is None:
+        _check_no_checkpoints(out)
         return None
     now |= _statistics(recipe.micro_batch, before)
     others = [name for name in now if before.get(name) not in (now[name], unused.get(name, now[name]))]
@@ -115,6 +117,17 @@ def find_resume(
         for name in others
     ]
     raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
+
+
+def _check_no_checkpoints(out: Path) -> None:
+    """Raise `Refusal` if `out` has checkpoints: without run.json nothing shows that they are of this command."""
+    folders = [out / CHECKPOINTS, out]  # also a step folder that was copied to the wrong place
+    if not (found := [step for folder in folders for step in step_folders(folder)]):
+        return
+    newest = next((step for folder in folders if (step := newest_complete(folder))), None)
+    ways = "put them aside with --resume never, or choose another folder with --out"
+    rule = f"has checkpoints, such as {(newest or found[-1]).name}, but no {FACTS}"
+    raise refuse(f"out = {out}", rule, f"continue with --resume {newest}, {ways}" if newest else ways)
 
 
 def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
@@ -157,10 +170,11 @@ def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[
     """
     chosen = Path(resume)
     is_run = (chosen / CHECKPOINTS).is_dir()
-    if not is_run and not (chosen / "manifest.json").is_file():
+    if not is_run and not (chosen / MANIFEST).is_file():
         fix = f"give runs/NAME or runs/NAME/{CHECKPOINTS}/step_00000010"
         raise refuse(f"resume = {resume}", "is neither a run folder nor a step folder of one", fix)
-    inside = chosen.resolve() in (out.resolve(), *out.resolve().glob(f"{CHECKPOINTS}/step_*"))
+    checkpoints = (out / CHECKPOINTS).resolve()  # a link in there may lead anywhere
+    inside = chosen.resolve() == out.resolve() or checkpoints in (chosen.resolve().parent, chosen.absolute().parent.resolve())
     if not inside and (out / FACTS).exists() and not _same_beginning(resume, out):
         raise refuse(f"out = {out}", f"already holds a run, which is not {resume}", "choose a new folder with --out NEW")
     before = _saved_identity(chosen if is_run else chosen.parent.parent)
@@ -191,18 +205,20 @@ def _check_not_finished(last: int, chosen: Path, before: dict[str, Any], now: di
 
 
 def _newest_step(chosen: Path) -> int:
-    """Return the number of the newest step folder of a run folder, or of a step folder itself; 0 without one."""
-    folders = chosen.glob(f"{CHECKPOINTS}/step_*") if (chosen / CHECKPOINTS).is_dir() else [chosen]
-    return max((int(number) for folder in folders if (number := folder.name.removeprefix("step_")).isdecimal()), default=0)
+    """Return the number of the newest step folder of a run folder, or of a step folder under any name; 0 without one."""
+    if (chosen / CHECKPOINTS).is_dir():
+        return max((step_of(folder.name) or 0 for folder in step_folders(chosen / CHECKPOINTS)), default=0)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((chosen / MANIFEST).read_text())["step"])
+    return step_of(chosen.name) or 0
 
 
 def way_on(resume: str, out: Path) -> str:
     """Says how to go on with a run that ended early, as the end of a line."""
-    try:
-        step = int((out / CHECKPOINTS / LATEST).read_text().strip().removeprefix("step_"))
-    except (OSError, ValueError):
+    if (newest := newest_complete(out / CHECKPOINTS)) is None:
         start = "begins anew" if resume in ("auto", "never") else f"starts again from {resume}"
         return f"no checkpoint is complete yet: the same command {start}"
+    step = step_of(newest.name)
     if resume == "auto":
         return f"the same command goes on from step {step}"
     return f"the same command with --resume auto goes on from step {step}"
@@ -211,7 +227,7 @@ def way_on(resume: str, out: Path) -> str:
 def _same_beginning(resume: str, out: Path) -> bool:
     """Returns True if this very command began the run in `out` and that run ended before its first checkpoint: beginning again loses nothing."""
     before = facts_of_run(out).get("recipe", {}).get("resume")
-    return before == resume and not any(out.glob(f"{CHECKPOINTS}/step_*"))
+    return before == resume and not step_folders(out / CHECKPOINTS)
 
 
 def _saved_identity(run: Path) -> dict[str, Any] | None:
@@ -240,11 +256,10 @@ def is_damaged(run: Path) -> bool:
 
 def _damaged(out: Path) -> Refusal:
     """Return the refusal to resume a run by itself whose run.json is damaged. Its checkpoints need no run.json."""
-    steps = sorted(path.parent for path in out.glob(f"{CHECKPOINTS}/step_*/manifest.json"))
-    if not steps:
+    if (newest := newest_complete(out / CHECKPOINTS)) is None:
         fix = "start a new run with --out NEW, or put this one aside with --resume never"
         return refuse(f"{out / FACTS}", "is damaged, and the run has no complete checkpoint", fix)
-    rule = f"is damaged, so this command cannot be compared with the run. Its newest complete checkpoint is {steps[-1].name}"
+    rule = f"is damaged, so this command cannot be compared with the run. Its newest complete checkpoint is {newest.name}"
     return refuse(f"{out / FACTS}", rule, f"if the command is the same, resume with --resume {shlex.quote(str(out))}")
 
 

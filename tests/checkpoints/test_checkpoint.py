@@ -127,12 +127,26 @@ def test_a_file_with_bytes_after_its_end_is_named(tmp_path: Path) -> None:
     assert faults(tmp_path, ()) == ["one.pt has 8 bytes instead of 3"]
 
 
-def test_extra_swapped_and_stale_files_are_named(run: Path) -> None:
+def test_extra_files_are_named_and_read_by_nothing(run: Path, tmp_path: Path) -> None:
+    """Among them files that DeepSpeed, a conversion or an export would take for their own."""
     step = step_of(run)
-    (step / "hf_files" / "more.json").write_text("{}")
-    assert names(faults(step)) == names(convert.verify(step)) == ["hf_files/more.json"]
-    (step / "hf_files" / "more.json").unlink()
+    convert.to_hf(step, tmp_path / "hf")
+    convert.reshape(step, tmp_path / "reshaped", step_folder.open_step(step).layout)
+    extra = [".nfs0001", "errors_rank_0.pt", "hf_files/more.json", "mp_rank_07_model_states.pt", "rng_rank_7.pt", "sub/more.pt"]
+    (step / "sub").mkdir()
+    for name in extra:
+        (step / name).write_bytes(b"{}")
+    (step / "away").symlink_to(tmp_path)
+    assert faults(step) == convert.verify(step) == []
+    assert manifest.unlisted(step, manifest.read(step)) == list(step_folder.open_step(step).unlisted) == sorted([*extra, "away"])
+    convert.to_hf(step, tmp_path / "hf2")
+    convert.reshape(step, tmp_path / "reshaped2", step_folder.open_step(step).layout)
+    for out in ("hf", "reshaped"):
+        assert {path.name: path.read_bytes() for path in files_of(tmp_path / f"{out}2")} == {path.name: path.read_bytes() for path in files_of(tmp_path / out)}
 
+
+def test_swapped_and_stale_files_are_named(run: Path) -> None:
+    step = step_of(run)
     first, second = step / "rng_rank_0.pt", step / "rng_rank_1.pt"
     swap(first, second)
     assert names(faults(step)) == names(convert.verify(step)) == [first.name, second.name]
@@ -169,7 +183,6 @@ def test_a_resume_takes_the_checkpoint_before_whatever_the_damage(pools: Any, sa
     damages: dict[str, Callable[[Path], Any]] = {
         "mp_rank_00_model_states.pt": lambda step: os.truncate(step / "mp_rank_00_model_states.pt", 0),
         "state.json": lambda step: (step / "state.json").unlink(),
-        "more.pt": lambda step: (step / "more.pt").write_bytes(b""),
         "rng_rank_": lambda step: swap(step / "rng_rank_0.pt", step / "rng_rank_1.pt"),
         "manifest.json": lambda step: shutil.copy(step_of(step.parents[1], 1) / "manifest.json", step / "manifest.json"),
     }
@@ -181,16 +194,42 @@ def test_a_resume_takes_the_checkpoint_before_whatever_the_damage(pools: Any, sa
         assert taken[1][0].startswith(f"checkpoint {step_of(run)} is damaged, passed over: {file}")  # of two swapped files either is found first
 
 
-@pytest.mark.parametrize("content", [None, "", "step_00000009"], ids=["missing", "empty", "names a folder that is gone"])
+def stray_files_of(kind: str) -> list[str]:
+    """Names that DeepSpeed's patterns match, of files that no manifest lists."""
+    return {"zero1": ["mp_rank_07_model_states.pt"], "pipeline": ["layer_00-copy-model_states.pt", "mp_rank_07_model_states.pt"]}[kind]
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("zero1", {}), ("pipeline", {"pp": 2})])
+def test_a_resume_names_a_stray_file_and_reads_none(pools: Any, saved: Path, tmp_path: Path, kind: str, layout: dict[str, Any]) -> None:
+    run = saved_by(pools, tmp_path / "run", **layout) if layout else shutil.copytree(saved, tmp_path / "run")
+    for name in (*stray_files_of(kind), "state.json.AbCdEf"):
+        (step_of(run) / name).write_bytes(b"no pickle")
+    recipe = dataclasses.replace(BASE, eval_every=0, **layout)
+    result, printed = pools.run(2, train, recipe=recipe, argv=["--out", str(run), "--stop_at", "3"])[0]
+    assert result == 0 and f"resumed from {step_of(run)}" in printed
+    count = len(stray_files_of(kind))
+    assert f"{step_of(run)}: {stray_files_of(kind)[0]} (and {count} more) is not part of the checkpoint, and is ignored\n" in printed
+    assert "damaged" not in printed and checkpoints(run) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "step_00000009", "a link", "a folder"], ids=["missing", "empty", "names a folder that is gone", "a link", "a folder"]
+)
 def test_a_resume_does_not_depend_on_latest(pools: Any, run: Path, content: str | None) -> None:
     latest = run / "checkpoints" / "latest"
     latest.unlink()
-    if content is not None:
+    if content == "a link":
+        latest.symlink_to("step_00000001")
+    elif content == "a folder":
+        (latest / "mine").mkdir(parents=True)
+    elif content is not None:
         latest.write_text(content)
     recipe = dataclasses.replace(BASE, eval_every=0)
     for result, printed in pools.run(2, train, recipe=recipe, argv=["--out", str(run), "--stop_at", "3"])[:1]:
         assert result == 0 and f"resumed from {step_of(run)}" in printed
-    assert latest.read_text() == "step_00000003"
+        assert (f"{latest} cannot be written: Is a directory; the checkpoints are complete" in printed) == (content == "a folder")
+    assert latest.is_dir() if content == "a folder" else latest.read_text() == "step_00000003" and not latest.is_symlink()
+    assert checkpoints(run) == [1, 2, 3]
 
 
 def test_going_back_by_hand_moves_latest_before_anything_else(saved: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from job import metrics
 from recipekit.architectures import families
 from recipekit.checkpoints import convert, copying, create, direct_files, manifest, tensor_files
 from recipekit.checkpoints.copying import Effort
+from recipekit.checkpoints.retention import Retention
 from recipekit.checkpoints.step_folder import open_step, target_layout
 from recipekit.checkpoints.tensor_files import open_checkpoint
 from recipekit.mesh import Mesh
@@ -176,7 +177,7 @@ def load_and_save(recipe: Recipe, argv: list[str], lora: bool = False) -> tuple[
 
         everyone: list[Any] = [None] * ready.plan.mesh.world
         torch.distributed.all_gather_object(everyone, ready.stream.state)
-        ready.saver.keep = 0
+        ready.saver.retention = Retention(0)
         ready.saver.save(ready.state | {"data": merge_states(everyone), "step": ready.state["step"] + 90})
         return 1
 

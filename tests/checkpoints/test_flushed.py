@@ -146,7 +146,7 @@ def test_what_a_save_is_made_of_flushes_files_folders_and_names(tmp_path: Path) 
         files = {str(path.relative_to(step)): manifest.facts(path) for path in step.rglob("*") if path.is_file()}
         manifest.write(step, 1, files, {})
         os.rename(step, tmp_path / step.name)
-        point_latest(tmp_path, step.name)
+        point_latest(tmp_path, step.name, print)
     check_named_by_latest(calls, tmp_path, step.name)
     assert (tmp_path / "latest").read_text() == step.name and manifest.faults(tmp_path / step.name) == []
 

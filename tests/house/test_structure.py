@@ -73,6 +73,7 @@ WORDS = {
     "command",
     "hub",
     "run_folder",
+    "step_names",
     "task",
     "engine",
     "packages",

@@ -228,11 +228,13 @@ def test_hosts_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> N
     assert len(set(made)) == 80 and all(logs.is_dir() for logs in made)
 
 
-def folder(out: Path, steps: int, done: int, latest: str) -> Path:
+def folder(out: Path, steps: int, done: int, newest: str) -> Path:
     (out / "checkpoints").mkdir(parents=True)
     (out / "run.json").write_text(json.dumps({"recipe": {"steps": steps, "stop_at": 0}}))
     (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.5}) + "\n" for step in range(1, done + 1)) + '{"step"')
-    (out / "checkpoints" / "latest").write_text(latest)
+    if newest:
+        (out / "checkpoints" / newest).mkdir()
+        (out / "checkpoints" / newest / "manifest.json").write_text("{}")
     return out
 
 
@@ -244,10 +246,10 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("steps", "done", "latest", "kind"), ENDS)
-def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, steps: int, done: int, latest: str, kind: str) -> None:
+@pytest.mark.parametrize(("steps", "done", "newest", "kind"), ENDS)
+def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, steps: int, done: int, newest: str, kind: str) -> None:
     """A launcher that is killed ends with 0."""
-    out = folder(tmp_path / "run", steps, done, latest)
+    out = folder(tmp_path / "run", steps, done, newest)
     assert restart.judged(Outcome("done", 0), out, since=0).kind == kind
     assert restart.judged(Outcome("done", 0), out, since=time.time() + 60).kind == "done", "a start that wrote no run.json had nothing to do"
     assert restart.judged(Outcome("stopped", 143), out, since=0).kind == "stopped"
@@ -267,8 +269,6 @@ def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, ste
 def test_a_typed_resume_is_for_the_first_start(tmp_path: Path, resume: str, saved: bool, begun: bool, goes_on: bool) -> None:
     """The next start continues what this job has written; what an earlier job has left says nothing."""
     out, words = folder(tmp_path / "run", 10, 7, "step_00000005"), ("recipes/x.py", "--resume", resume)
-    (out / "checkpoints" / "step_00000005").mkdir()
-    (out / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
     (out / "run.json").write_text(json.dumps({"recipe": {"steps": 10, "stop_at": 0, "resume": resume}}))
     since = time.time() - 60
     for path, ours in ((out / "run.json", begun), (out / "checkpoints" / "step_00000005" / "manifest.json", begun and saved)):

@@ -102,6 +102,68 @@ def test_only_a_run_is_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "cut.1" / "checkpoints").is_dir()
 
 
+def with_manifest(step: Path) -> Path:
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(json.dumps({"step": 4}))
+    return step
+
+
+@pytest.mark.parametrize(
+    ("there", "newest"),
+    [
+        (["checkpoints/step_00000004"], "checkpoints/step_00000004"),
+        (["checkpoints/step_00000004", "checkpoints/step_100000000"], "checkpoints/step_100000000"),
+        (["checkpoints/step_00000004", "checkpoints/step_00000005_best"], "checkpoints/step_00000004"),
+        (["step_00000004"], "step_00000004"),  # copied into the run folder itself
+    ],
+)
+def test_checkpoints_without_a_run_json_are_never_started_over(tmp_path: Path, there: list[str], newest: str) -> None:
+    for name in there:
+        with_manifest(Path("runs/mine", name))
+    (found,) = problems()
+    assert found == (
+        f"out = runs/mine: has checkpoints, such as {Path(newest).name}, but no run.json; continue with --resume runs/mine/{newest}, "
+        "put them aside with --resume never, or choose another folder with --out"
+    )
+    assert planned("--resume", f"runs/mine/{newest}").resume_from == Path("runs/mine", newest)
+    assert planned("--resume", "never").resume_from is None
+    assert planned("--out", "runs/other").resume_from is None
+
+
+def test_broken_checkpoints_without_a_run_json_are_not_started_over_either() -> None:
+    Path("runs/mine/checkpoints/step_00000004").mkdir(parents=True)
+    (found,) = problems()
+    assert "has checkpoints, such as step_00000004, but no run.json; put them aside with --resume never" in found
+
+
+@pytest.mark.parametrize("name", ["step_before_change", "step_00000004_best", "aside_step_00000004.1", "step_4", ".staging/step_00000004"])
+def test_what_is_no_checkpoint_stops_no_start(name: str) -> None:
+    with_manifest(Path("runs/mine/checkpoints", name))
+    assert planned().resume_from is None
+
+
+@pytest.mark.parametrize("name", ["step_00000004", "step_00000002_best", "latest", "archive"])
+def test_a_checkpoint_of_the_run_is_gone_back_to_under_any_name(tmp_path: Path, name: str) -> None:
+    """Also one that is a link, in or to the folder."""
+    run = finished(Path("runs/mine"), 9)
+    checkpoints = run / "checkpoints"
+    if name in ("latest", "archive"):
+        target = with_manifest(tmp_path / "away" / "one" if name == "archive" else checkpoints / "step_00000004")
+        (checkpoints / name).symlink_to(target.absolute())
+    else:
+        with_manifest(checkpoints / name)
+    assert planned("--resume", checkpoints / name, "--stop_at", 20).resume_from == checkpoints / name
+
+
+def test_the_step_of_a_checkpoint_is_in_its_manifest() -> None:
+    """Not in the name that a person gave it: a finished run of another command is refused."""
+    run = finished(Path("runs/mine"), 9)
+    step = with_manifest(run / "checkpoints" / "step_99999999_best")
+    assert planned("--resume", step, "--out", "runs/other", "--steps", 5, "--seed", 7).resume_from == step
+    (found,) = problems("--resume", step, "--out", "runs/other", "--steps", 4, "--seed", 7)
+    assert "the checkpoint is at step 4, and this command ends at step 4" in found
+
+
 def finished(run: Path, step: int, *argv: object) -> Path:
     """Write a run folder as a run of this command leaves it after `step`: run.json, and an empty step folder."""
     plan = planned(*argv, "--out", run)

@@ -21,6 +21,7 @@ import pytest
 from pool import ROOT, environment, free_port
 from recipekit.run_folder import CHECKPOINTS, METRICS
 from recipekit.run_folder import numbers as numbers  # tests take it from here
+from recipekit.step_names import step_folders, step_of
 
 MARK = "TEST_JOB"  # an environment variable that every descendant of a job inherits, wherever it moves to
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -169,7 +170,7 @@ def steps_done(run: Path) -> int:
 
 def checkpoints(run: Path) -> list[int]:
     """The steps whose folders are there."""
-    return sorted(int(path.name.removeprefix("step_")) for path in (run / CHECKPOINTS).glob("step_*"))
+    return [number for path in step_folders(run / CHECKPOINTS) if (number := step_of(path.name)) is not None]
 
 
 def copy_run(run: Path, to: Path) -> Path:

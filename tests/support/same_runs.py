@@ -23,6 +23,7 @@ from typing import Any
 
 from pool import ROOT, environment, free_port
 from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, numbers, read_metrics
+from recipekit.step_names import step_folders, step_name
 
 STEPS, SAVE_EVERY = 6, 3
 CASES: dict[str, tuple[int, list[str]]] = {  # name -> ranks, recipe and flags
@@ -56,7 +57,7 @@ def train(tree: Path, case: str, out: Path, more: Sequence[str] = ()) -> None:
 
 def facts(run: Path) -> dict[str, Any]:
     """What has to be equal: the lines of metrics.jsonl, and for each checkpoint the digests of its tensors."""
-    manifests = {folder.name: json.loads((folder / "manifest.json").read_text()) for folder in sorted((run / CHECKPOINTS).glob("step_*"))}
+    manifests = {folder.name: json.loads((folder / "manifest.json").read_text()) for folder in step_folders(run / CHECKPOINTS)}
     return {
         "lines": numbers(read_metrics(run)),
         "digests": {name: manifest["tensors"] for name, manifest in manifests.items()},
@@ -85,8 +86,8 @@ def without_the_end(run: Path, folder: Path) -> Path:
     """A copy of a run folder as it was when step 3 had been saved and the process was killed."""
     shutil.copytree(run, folder)
     checkpoints = folder / CHECKPOINTS
-    shutil.rmtree(checkpoints / f"step_{STEPS:08}")
-    (checkpoints / LATEST).write_text(f"step_{SAVE_EVERY:08}")
+    shutil.rmtree(checkpoints / step_name(STEPS))
+    (checkpoints / LATEST).write_text(step_name(SAVE_EVERY))
     shutil.rmtree(folder / EXPORT, ignore_errors=True)
     return folder
 

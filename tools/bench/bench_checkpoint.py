@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -37,6 +38,7 @@ from recipekit.paths import path_of
 from recipekit.plan import Plan, make_plan
 from recipekit.refusal import Refusal, exit_refused
 from recipekit.run_folder import CHECKPOINTS
+from recipekit.step_names import step_name
 
 TITLES = {
     "none": "no save",
@@ -205,6 +207,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures one stage; returns the same on every rank (a collective)."""
     import deepspeed
     import torch.distributed as dist
+    from recipekit.checkpoints.retention import Retention
     from recipekit.checkpoints.save import Saver
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
@@ -226,14 +229,15 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, dist_init_required=False)[0]
     repaired(engine)
     layout, folder, plain = layout_of(plan, engine, built), plan.out / CHECKPOINTS, engine.checkpoint_engine
-    savers = {kind: Saver(engine, folder, built.blueprint, layout, 0, kind == "background", lambda folder: None) for kind in ("at_once", "background")}
+    made = partial(Saver, engine, folder, built.blueprint, layout, Retention(0))
+    savers = {kind: made(kind == "background", lambda folder: None) for kind in ("at_once", "background")}
     stream = open_stream(request_of(plan.recipe), load_tokenizer(plan.recipe.model, plan.recipe.tokenizer), dp=plan.mesh.dp, dp_rank=groups.coords["dp"])
     kinds: dict[str, dict[str, Any]] = {kind: {"stall": [], "steps": [], "left": [], "bytes": 0} for kind in TITLES}
 
     def save(kind: str, step: int) -> None:
         if kind == "plain":
             engine.checkpoint_engine = plain
-            engine.save_checkpoint(str(folder), tag=f"step_{step:08d}")
+            engine.save_checkpoint(str(folder), tag=step_name(step))
         elif kind != "none":
             savers[kind].save({"step": step, "tokens": 0, "data": None, "export_dtype": "bfloat16"})
 

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.paths import path_of
 from recipekit.run_folder import CHECKPOINTS, LATEST
+from recipekit.step_names import step_name
 
 MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
@@ -100,7 +101,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     blueprint = published_blueprint(folder / "hf")
     plain = Layout(Mesh(), 0, default_optimizer(0, "bfloat16"), "bfloat16")
     layout = step_folder.target_layout(blueprint, plain, dp=8, tp=1, pp=1, zero=2)
-    step = folder / "run" / CHECKPOINTS / "step_00000000"
+    step = folder / "run" / CHECKPOINTS / step_name(0)
     convert.from_hf(folder / "hf", step, blueprint, layout)
     shutil.rmtree(folder / "hf")
 
@@ -127,7 +128,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     say(f"making a checkpoint in {folder}")
     run([sys.executable, __file__, "--make", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])], folder / "log")
-    step, fp32, out = folder / "run" / CHECKPOINTS / "step_00000000", folder / "fp32", folder / "out"
+    step, fp32, out = folder / "run" / CHECKPOINTS / step_name(0), folder / "fp32", folder / "out"
     tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
     copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
     commands = {
@@ -136,7 +137,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "reshape_3d": [*tool, "reshape", step, out, "--zero", 1, "--dp", 2, "--tp", 2, "--pp", 2],
         "universal": [
             *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
-            *("--input_folder", step, "--output_folder", out / "step_00000000_universal"),
+            *("--input_folder", step, "--output_folder", out / f"{step.name}_universal"),
         ],
         "cp_fp32": ["sh", "-c", copied, fp32, out],
         "to_hf": [*tool, "to-hf", step, out, "--dtype", "fp32"],

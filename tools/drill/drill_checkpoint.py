@@ -42,6 +42,7 @@ from recipekit.checkpoints import convert, manifest
 from recipekit.hosts.ports import free_port
 from recipekit.paths import path_of
 from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, read_metrics
+from recipekit.step_names import step_folders, step_name, step_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -92,7 +93,7 @@ class Chain:
     def saving(self) -> bool:
         """Returns True while a checkpoint is written: while its staging folder is there."""
         try:
-            return any(name.startswith("step_") for name in os.listdir(self.run / CHECKPOINTS / ".staging"))
+            return any(step_of(name) is not None for name in os.listdir(self.run / CHECKPOINTS / ".staging"))
         except FileNotFoundError:  # the folder comes and goes with each save
             return False
 
@@ -224,7 +225,7 @@ def check_latest(chain: Chain) -> None:
     """Raises `Broken` unless `latest` names a checkpoint that is what was saved, or no checkpoint was complete yet."""
     folder = chain.run / CHECKPOINTS
     if not (folder / LATEST).exists():
-        if len(list(folder.glob("step_*"))) > 1:
+        if len(step_folders(folder)) > 1:
             raise Broken(f"{folder} has no latest")
         chain.tally["before the first checkpoint"] += 1
         return
@@ -242,7 +243,7 @@ def check_equal(chain: Chain) -> None:
     weights = [{path.name: path.read_bytes() for path in (run / EXPORT).glob("*.safetensors")} for run in (chain.run, whole)]
     if weights[0] != weights[1] or not weights[0]:
         raise Broken(f"the weights in {chain.run / EXPORT} differ from those in {whole / EXPORT}")
-    last = f"step_{chain.steps:08d}"
+    last = step_name(chain.steps)
     tensors = [manifest.read(run / CHECKPOINTS / last)["tensors"] for run in (chain.run, whole)]
     if tensors[0] != tensors[1]:
         raise Broken(f"{last} of {chain.run} has other weights or optimizer states than that of {whole}")

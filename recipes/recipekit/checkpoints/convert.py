@@ -51,11 +51,11 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
         digests, facts = run(copies(step.blueprint, read, written), read, effort, written, journal, hashed=True)
     digests.pop("", None)
     step.check(digests)
-    ranks = len(list(step.folder.glob("rng_rank_*.pt")))
+    ranks = len(manifest.listed_files(step.folder, "rng_rank_*.pt"))
     for rank in range(layout.mesh.world):
         if ranks:
             shutil.copyfile(step.folder / f"rng_rank_{rank % ranks}.pt", journal.folder / f"rng_rank_{rank}.pt")
-    for path in step.folder.glob(errors.FILES):
+    for path in manifest.listed_files(step.folder, errors.FILES):
         shutil.copyfile(path, journal.folder / path.name)
     _copy_small(step.small_files, journal.folder / "hf_files")
     kept = replace(now, published=step.blueprint.published, files=step.blueprint.files)

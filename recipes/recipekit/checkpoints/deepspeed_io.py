@@ -4,7 +4,7 @@ import contextlib
 import copy
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ..parallel.blueprint import Layout
-from . import errors, torch_files
+from . import errors, manifest, torch_files
 from .places import expert_optimizer_file
 
 
@@ -121,6 +121,7 @@ class DeepSpeedStates:
         if layout.swapped:
             _restore_swapped(optimizer, Path(own), layout)
         self.made.checkpoint_engine = DeepSpeedFiles(own)
+        _find_listed_files(self.made, step)
         with contextlib.redirect_stdout(None):  # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
             path, _ = self.made.load_checkpoint(str(step.parent), tag=step.name)
         assert path is not None, f"DeepSpeed did not load {step}"
@@ -132,6 +133,21 @@ class DeepSpeedStates:
         if scaler is not None:
             optimizer.loss_scaler = _with_counts(scaler, optimizer.loss_scaler)
             optimizer.dynamic_loss_scale = scaler.dynamic
+
+
+def _find_listed_files(made: Any, step: Path) -> None:
+    """Let DeepSpeed find only files that the manifest of a step folder names.
+
+    DeepSpeed 0.19.8 looks for files by a pattern: it takes a stray mp_rank_99_model_states.pt for another rank's file.
+    """
+    listed = manifest.read(step)["files"]
+
+    def only_listed(find: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        return lambda *place: [path for path in find(*place) if Path(path).name in listed]
+
+    made._get_all_ckpt_names = only_listed(type(made)._get_all_ckpt_names.__get__(made))
+    if hasattr(module := made.module, "ckpt_layer_path_list"):  # of a pipeline
+        module.ckpt_layer_path_list = only_listed(type(module).ckpt_layer_path_list.__get__(module))
 
 
 COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's DynamicLossScaler

@@ -7,6 +7,7 @@ from ..optim.facts import FACTS, GRADIENT, error_sizes
 from ..parallel.blueprint import Blueprint, Layout
 from ..refusal import Problem, refuse
 from ..run_folder import STRATEGY
+from . import manifest
 
 FILES = "errors_rank_*.pt"
 
@@ -51,7 +52,7 @@ def restore(optimizer: Any, saved: dict[str, Any] | None) -> None:
 
 def check(step: Path, layout: Layout, was: Blueprint, now: Blueprint) -> None:
     """Raises `Refusal` if a step folder holds errors, and the ranks of a layout are others, or the order of weights in the optimizer."""
-    if not (ranks := len(list(step.glob(FILES)))):
+    if not (ranks := len(manifest.listed_files(step, FILES))):
         return
     if _row(was) != _row(now):
         rule = "holds what its ranks have still to send each other, of weights in another order: that of the optimizer's groups"

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from ..parallel.blueprint import Blueprint, Layout, Tensor
 from ..parallel.groups import waiting_group
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS
+from ..step_names import is_step_folder, step_folders
 from . import convert, copying, errors, manifest
 from .deepspeed_io import read_pickle
-from .manifest import BLUEPRINT, MANIFEST, STATE
+from .manifest import BLUEPRINT, STATE
 from .state import SavedState, State
 from .step_folder import UNDESCRIBED
 
@@ -29,18 +31,21 @@ def newest(path: Path, say: Say) -> Path | None:
 
     The ranks share the work (a collective). Calls `say` with one line for each folder that is passed over.
     """
-    steps: list[Any] = [[path] if (path / MANIFEST).exists() or path.name.startswith("step_") else sorted(path.glob(f"{CHECKPOINTS}/step_*"), reverse=True)]
+    is_run = (path / CHECKPOINTS).is_dir() or not is_step_folder(path)
+    steps: list[Any] = [step_folders(path / CHECKPOINTS)[::-1] if is_run else [path]]
     dist.broadcast_object_list(steps)
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in steps[0]:
-        try:
-            names = sorted(manifest.read(step)["files"])
-        except ValueError:
-            names = []
+        names, extra = list[str](), list[str]()
+        with suppress(ValueError):
+            listed = manifest.read(step)
+            names, extra = sorted(listed["files"]), manifest.say_unlisted(step, manifest.unlisted(step, listed))
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, manifest.faults(step, names[rank::world]), group=waiting_group())
         faults = list(dict.fromkeys(fault for own in everyone for fault in own))
         if not faults:
+            for line in extra:
+                say(line)
             return step
         say(f"checkpoint {step} is damaged, passed over: {faults[0]}" + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""))
     return None
@@ -94,7 +99,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
     (betas, eps, weight decay, clipping, ...) stay those of this start. Another optimizer takes the weights of step 0 only.
     """
     state, same = check(step, blueprint, layout)
-    if any(step.glob(errors.FILES)):
+    if manifest.listed_files(step, errors.FILES):
         errors.check_frozen(engine.optimizer.param_groups[0]["freeze_step"], state["step"])
     source = step
     if not same:

@@ -1,15 +1,16 @@
-"""Lists the files of a checkpoint folder in a manifest, written last: without it, or with other files, the folder does not count."""
+"""The manifest of a checkpoint folder: the list of its files, written last. A folder without it does not count."""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..step_names import MANIFEST, step_of
 from ..whole_file import fsync
 
-MANIFEST, STATE, BLUEPRINT = "manifest.json", "state.json", "blueprint.json"
+STATE, BLUEPRINT = "state.json", "blueprint.json"
 Facts = dict[str, Any]  # {"bytes": size, "sha256": digest}
 
 
@@ -61,19 +62,44 @@ def faults(folder: Path, names: Iterable[str] | None = None, seen: Callable[[int
         return [str(error)]
     found = []
     listed: dict[str, Facts] = manifest["files"]
-    if folder.name.startswith("step_") and folder.name.removeprefix("step_").isdecimal() and int(folder.name.removeprefix("step_")) != manifest["step"]:
+    if step_of(folder.name) not in (None, manifest["step"]):
         found.append(f"{MANIFEST} is of step {manifest['step']}, not of {folder.name}")
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
-    found += [f"{name} is not part of the checkpoint" for name in sorted(there - set(listed) - {MANIFEST})]
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     for name, wanted in listed.items():
         path = folder / name
         if name not in there:
             found.append(f"{name} is missing")
-        elif (size := path.stat().st_size) != wanted["bytes"]:
-            found.append(f"{name} has {size} bytes instead of {wanted['bytes']}")
-        elif names is None or name in names:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
-                    found.append(f"{name} was changed: its sha256 is another")
-            seen(size)
+            continue
+        try:
+            if (size := path.stat().st_size) != wanted["bytes"]:
+                found.append(f"{name} has {size} bytes instead of {wanted['bytes']}")
+            elif names is None or name in names:
+                with path.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
+                        found.append(f"{name} was changed: its sha256 is another")
+                seen(size)
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error.strerror}")
     return found
+
+
+def unlisted(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """List the files and links in a folder that its manifest does not name. No program reads them."""
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    return sorted(there - manifest["files"].keys() - {MANIFEST})
+
+
+def listed_files(folder: Path, pattern: str) -> list[Path]:
+    """List the files of a folder that match a pattern and that its manifest names; without a manifest, all that match."""
+    found = sorted(path for path in folder.glob(pattern) if path.is_file())
+    try:
+        names = read(folder)["files"]
+    except ValueError:
+        return found
+    return [path for path in found if path.relative_to(folder).as_posix() in names]
+
+
+def say_unlisted(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the line that names a folder's unlisted files; [] without any."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return [f"{folder}: {names[0]}{more} is not part of the checkpoint, and is ignored"] if names else []

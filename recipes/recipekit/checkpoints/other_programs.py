@@ -20,10 +20,12 @@ from .torch_files import read
 
 
 def tag_folder(path: Path) -> Path | None:
-    """Returns the folder with the files: `path`, or the folder that `latest` in it names; None if there are no such files."""
+    """Return the folder with the files: `path`, or the folder that `latest` in it names or is a link to; None if there are no such files."""
     if any(path.glob("*_model_states.pt")):
         return path
     latest = path / "latest"
+    if any(latest.glob("*_model_states.pt")):
+        return latest.resolve()
     tag = latest.read_text().strip() if latest.is_file() else ""
     if tag and Path(tag).name == tag and any((path / tag).glob("*_model_states.pt")):
         return path / tag

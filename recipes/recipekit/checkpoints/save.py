@@ -23,11 +23,13 @@ from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import waiting_group
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import LATEST
+from ..step_names import free_name, step_folders, step_name, step_of
 from ..whole_file import fsync, write_whole
 from . import copying, manifest, tensor_files
 from .digest import add
 from .manifest import BLUEPRINT, STATE
 from .places import expected_bytes
+from .retention import Retention, remove_old
 from .state import State
 
 LIMIT = "no file may become larger than"
@@ -40,18 +42,20 @@ class Saver:
     Every rank writes, hashes and flushes its own files in a staging folder and leaves a note that lists them; when all notes
     are there the first rank writes the manifest, renames the folder and moves `latest`. So a kill at any moment leaves `latest` on a
     complete checkpoint. With `in_background` only the copy of the states to host memory delays training: a thread of each
-    rank does the rest, without collectives. The oldest steps beyond `keep` (0: none) are removed after a save.
+    rank does the rest, without collectives. Steps that `retention` does not keep are removed after a save.
     """
 
     engine: Engine
     folder: Path
     blueprint: Blueprint
     layout: Layout
-    keep: int
+    retention: Retention
     in_background: bool
     write_hf_files: Callable[[Path], None]
+    say: Say = print
 
     def __post_init__(self) -> None:
+        self.said: set[str] = set()
         self.thread: threading.Thread | None = None
         self.written = threading.Event()  # this rank's part of a save in the background is written, or has failed
         self.error: str = ""
@@ -64,7 +68,7 @@ class Saver:
         is too small, it does so before anything is written, with the sizes.
         """
         self.wait()
-        tag = f"step_{state['step']:08d}"
+        tag = step_name(state["step"])
         staging = self.folder / ".staging"
         failures = partial(_failures_as, self, f"checkpoint of step {state['step']}")
         if dist.get_rank() == 0:
@@ -190,12 +194,25 @@ class Saver:
             for key, (shape, dtype, part) in note["tensors"].items():
                 tensors[key] = [shape, dtype, add(part, tensors[key][2] if key in tensors else 0)]
         manifest.write(step, state["step"], files, {key: [shape, dtype, f"{total:016x}"] for key, (shape, dtype, total) in tensors.items()})
-        shutil.rmtree(self.folder / step.name, ignore_errors=True)  # a broken folder of the same step, if any
-        os.rename(step, self.folder / step.name)
-        point_latest(self.folder, step.name)
+        if os.path.lexists(target := self.folder / step.name):  # put there by somebody else while the run trained
+            os.rename(target, aside := free_name(self.folder, step.name))
+            self.say_once(f"{target} was not saved by this run: it is now {aside.name}")
+        os.rename(step, target)
+        self._tidy(step.name)
+
+    def _tidy(self, name: str) -> None:
+        """Point `latest` to the new checkpoint and remove old ones. The checkpoint is complete, so a failure is only reported."""
+        point_latest(self.folder, name, self.say_once)
         shutil.rmtree(self.folder / ".staging", ignore_errors=True)
-        for old in sorted(self.folder.glob("step_*"))[: -self.keep] if self.keep else []:
-            shutil.rmtree(old)
+        for line in remove_old(self.folder, self.retention):
+            self.say_once(line)
+
+    def say_once(self, line: str) -> None:
+        """Report a line, the first time only: the next save would repeat it. The reader of the output may have gone."""
+        if line not in self.said:
+            self.said.add(line)
+            with contextlib.suppress(OSError):
+                self.say(line)
 
 
 @contextlib.contextmanager
@@ -207,24 +224,32 @@ def _failures_as(saver: Saver, what: str) -> Any:
         saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {saver.space()}"
 
 
-def point_latest(folder: Path, name: str) -> None:
-    """Makes `latest`, which stock DeepSpeed loads, name a step folder; a crash leaves the old name or the new one."""
-    fsync(folder)  # the step folder is on the disk before it is named
-    write_whole(folder / LATEST, name)
+def point_latest(folder: Path, name: str, say: Say) -> None:
+    """Make `latest`, which stock DeepSpeed loads, name a step folder; a crash leaves the old name or the new one.
+
+    Nothing here reads `latest`, so a failure is only reported.
+    """
+    try:
+        fsync(folder)  # the step folder is on the disk before it is named
+        write_whole(folder / LATEST, name)
+    except OSError as error:
+        say(f"{folder / LATEST} cannot be written: {error.strerror}; the checkpoints are complete, and the run continues")
 
 
 def put_aside_later(folder: Path, step: int, say: Say) -> None:
     """Renames the step folders after `step`: the run goes another way from here, and no later start may go on from those folders."""
-    here = f"step_{step:08d}"
-    if (folder / here).is_dir() and not ((folder / "latest").is_file() and (folder / "latest").read_bytes() == here.encode()):
-        point_latest(folder, here)
-    for later in sorted(folder.glob("step_*")):
-        if later.name > here:
-            number = 1
-            while (aside := folder / f"aside_{later.name}.{number}").exists():
-                number += 1
-            os.rename(later, aside)
-            say(f"{later} lies after step {step}: it is now {aside.name}, remove it if you do not need it")
+    here = step_name(step)
+    if (folder / here).is_dir() and not ((folder / LATEST).is_file() and (folder / LATEST).read_bytes() == here.encode()):
+        point_latest(folder, here, say)
+    for later in step_folders(folder):
+        if (step_of(later.name) or 0) > step:
+            aside = free_name(folder, later.name)
+            try:
+                os.rename(later, aside)
+            except OSError as error:
+                rule = f"is after step {step}, and cannot be renamed to {aside.name}: {error.strerror}"
+                raise refuse(str(later), rule, f"move it out of {folder}, or choose another folder with --out") from None
+            say(f"{later} is after step {step}: it is now {aside.name}, remove it if you do not need it")
 
 
 def generator_states() -> dict[str, Any]:

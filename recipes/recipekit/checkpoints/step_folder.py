@@ -11,6 +11,7 @@ from ..mesh import Mesh
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer, stage_bounds
 from ..refusal import Problem, Refusal, refuse
 from ..run_folder import CHECKPOINTS
+from ..step_names import step_folders
 from ..strategy.divisions import check_tp
 from ..strategy.shapes import divisors
 from . import errors, manifest, other_programs
@@ -28,6 +29,7 @@ class Step:
     blueprint: Blueprint
     layout: Layout
     tensors: dict[str, Any]  # from its manifest
+    unlisted: tuple[str, ...] = ()  # files that its manifest does not name
 
     @property
     def fingerprint(self) -> list[Any]:
@@ -43,7 +45,7 @@ class Step:
         """
         own = self.folder / "hf_files"
         if own.is_dir():
-            return {path.relative_to(own).as_posix(): path for path in sorted(own.rglob("*")) if path.is_file()}
+            return {path.relative_to(own).as_posix(): path for path in manifest.listed_files(self.folder, "hf_files/**/*")}
         return {name: self.folder.parent / name for name in small_files(self.folder.parent)}
 
     @property
@@ -64,7 +66,7 @@ def open_step(path: Path) -> Step:
     """Opens the step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
     if not path.is_dir():
         raise refuse(str(path), "there is no such folder", "give a run folder, such as runs/NAME, or a step folder of one")
-    steps = sorted(path.glob(f"{CHECKPOINTS}/step_*"), reverse=True) or [path]
+    steps = step_folders(path / CHECKPOINTS)[::-1] or [path]
     found: list[str] = []
     if not (steps[0] / manifest.MANIFEST).exists() and not (steps[0] / manifest.STATE).exists() and (folder := other_programs.tag_folder(steps[0])):
         blueprint, layout, state = other_programs.describe(folder)
@@ -82,7 +84,8 @@ def open_step(path: Path) -> Step:
                 UNDESCRIBED,
                 "go on in the same layout: what that run saves is converted",
             )
-        return Step(step, state, Blueprint.from_json(saved), layout, manifest.read(step)["tensors"])
+        listed = manifest.read(step)
+        return Step(step, state, Blueprint.from_json(saved), layout, listed["tensors"], tuple(manifest.unlisted(step, listed)))
     raise refuse(str(path), f"holds no complete checkpoint ({'; '.join(found)})", "give a run folder, or a step folder of one")
 
 

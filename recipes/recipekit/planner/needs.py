@@ -11,6 +11,7 @@ from ..parallel.factors import elements_of
 from ..plan import Plan
 from ..refusal import Refusal
 from ..run_folder import CHECKPOINTS
+from ..step_names import step_folders
 from ..strategy.numbers import enabled
 from .show import drawn_up, empty_of, fullest
 from .terms import ACCELERATOR, HOST, NVME, too_much, total
@@ -34,7 +35,7 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
     width = 2 if mixed else 4
     saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1
-    there = len(list((plan.out / CHECKPOINTS).glob("step_*")))
+    there = len(step_folders(plan.out / CHECKPOINTS))
     device_memory = 0
     if not on_gpu:
         device_memory = total(terms, ACCELERATOR)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoints import load, save
+from ..checkpoints.retention import Retention
 from ..checkpoints.state import State
 from ..data.prefetch import Stream
 from ..data.sameness import StreamState
@@ -23,6 +24,7 @@ from ..planner.flops import Flops
 from ..recipe import seconds_of
 from ..refusal import Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS, put_aside, way_on
+from ..step_names import step_folders
 from ..task import MicroBatch, Sums, Task
 from .agree import check_same_data, check_same_out, shared_problems
 from .corpus import commits_of, open_data, open_held_out
@@ -75,7 +77,7 @@ def find_checkpoint(plan: Plan, say: Say) -> Path | None:
     check_same_out(plan.out)
     found: list[Any] = [None, False]
     if plan.resume_from is not None:
-        found = [load.newest(plan.resume_from, say), any(plan.resume_from.glob(f"{CHECKPOINTS}/step_*"))]  # none: it was stopped before its first save
+        found = [load.newest(plan.resume_from, say), bool(step_folders(plan.resume_from / CHECKPOINTS))]  # none: it was stopped before its first save
         dist.broadcast_object_list(found)
         if found[0] is None and (found[1] or plan.recipe.resume != "auto"):
             raise refuse(f"resume from {plan.resume_from}", "holds no complete checkpoint", "give another folder, or --resume never to start anew")
@@ -100,7 +102,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say, documents)
         commits = commits_of(recipe.model, recipe.model_revision, recipe.tokenizer, stream.state["identity"]["corpus"])
         facts: dict[str, Any] = {**run_facts(plan, loaded.model_config, loaded.built, commits), "date": plan.day}
-        saver = open_saver(loaded)
+        saver = open_saver(loaded, say)
         if rank0:
             save.put_aside_later(saver.folder, state["step"], say)
             write_facts(plan, facts, stream.files)
@@ -125,10 +127,11 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
     return Ready(plan, loaded.task, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.sums, flops, peak)
 
 
-def open_saver(loaded: Loaded) -> save.Saver:
+def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:
     """Returns what writes the run's checkpoints. Raises `Refusal` on every rank if the disk has no room for one (a collective)."""
     recipe, folder = loaded.plan.recipe, loaded.plan.out / CHECKPOINTS
-    saver = save.Saver(loaded.engine, folder, loaded.blueprint, loaded.layout, recipe.keep, recipe.save_in_background, loaded.save_small_files)
+    retention = Retention(recipe.keep)
+    saver = save.Saver(loaded.engine, folder, loaded.blueprint, loaded.layout, retention, recipe.save_in_background, loaded.save_small_files, say)
     saver.check_room()
     return saver
 

@@ -1,0 +1,182 @@
+"""Old checkpoints go, what else is in their folder stays, and nothing of it ends a run."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipekit.checkpoints import manifest
+from recipekit.checkpoints.retention import Retention, remove_old
+from recipekit.checkpoints.save import put_aside_later
+
+
+def save(folder: Path, step: int, eval_loss: object = None, name: str = "") -> Path:
+    """Write a complete step folder with a file of its own."""
+    path = folder / (name or f"step_{step:08d}")
+    (path / "hf_files").mkdir(parents=True)
+    (path / "hf_files" / "config.json").write_text("{}")
+    (path / "state.json").write_text(json.dumps({"step": step} | ({} if eval_loss is None else {"eval_loss": eval_loss})))
+    manifest.write(path, step, {name: manifest.facts(path / name) for name in ("state.json", "hf_files/config.json")}, {})
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def numbers(folder: Path) -> list[int]:
+    return [int(name.removeprefix("step_")) for name in names(folder)]
+
+
+@pytest.mark.parametrize(
+    ("retention", "left"),
+    [
+        (Retention(0), [2, 4, 6, 8, 10, 100000000]),
+        (Retention(1), [100000000]),  # by number: as text it comes first
+        (Retention(2), [10, 100000000]),
+        (Retention(9), [2, 4, 6, 8, 10, 100000000]),
+    ],
+    ids=repr,
+)
+def test_the_newest_are_kept_by_number(tmp_path: Path, retention: Retention, left: list[int]) -> None:
+    for step in (2, 4, 6, 8, 10, 100000000):
+        save(tmp_path, step)
+    assert remove_old(tmp_path, retention) == []
+    assert sorted(numbers(tmp_path)) == left
+
+
+def linked(folder: Path) -> Path:
+    """Move a checkpoint to an archive, and leave a link."""
+    archive = folder.parent / "archive"
+    os.rename(save(folder, 1), archive)
+    (folder / "step_00000001").symlink_to(archive)
+    return folder / "step_00000001"
+
+
+OWN: dict[str, Callable[[Path], Path]] = {
+    "a copy with a word": lambda folder: save(folder, 1, name="step_00000001_best"),
+    "a name": lambda folder: save(folder, 1, name="step_before_change"),
+    "seven digits": lambda folder: save(folder, 1, name="step_0000001"),
+    "a copy under another number": lambda folder: save(folder, 2, name="step_00000001"),
+    "another program's": lambda folder: save(folder, 1, name="checkpoint-1"),
+    "a link to an archive": linked,
+    "no manifest": lambda folder: written(made(folder / "step_00000001") / "mine.txt").parent,
+    "a file": lambda folder: written(folder / "step_00000001"),
+    "an archive file": lambda folder: written(folder / "step_00000001.tar"),
+    "a link to nothing": lambda folder: dangling(folder / "step_00000001"),
+    "a link with the name of what is being removed": lambda folder: dangling(folder / ".removed_step_00000001", save(folder.parent / "else", 1)),
+}
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def written(path: Path) -> Path:
+    path.write_text("mine")
+    return path
+
+
+def dangling(path: Path, target: Path = Path("away")) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_what_is_not_a_checkpoint_of_the_run_is_neither_counted_nor_removed(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    own = OWN[kind](folder)
+    before, archive = contents(tmp_path), os.readlink(own) if own.is_symlink() else ""
+    for step in (3, 4, 5):
+        save(folder, step)
+    assert remove_old(folder, Retention(2)) == []
+    assert names(folder) == sorted([own.name, "step_00000004", "step_00000005"])
+    assert contents(tmp_path).items() >= before.items()
+    assert (os.readlink(own) if own.is_symlink() else "") == archive
+
+
+STRAYS = [".nfs00000001", ".state.json.AbCdEf", "hf_files/.DS_Store", "notes/results.txt"]
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_a_stray_file_outlives_its_checkpoint(tmp_path: Path, stray: str) -> None:
+    old = save(tmp_path, 1)
+    save(tmp_path, 2)
+    (old / stray).parent.mkdir(exist_ok=True)
+    written(old / stray)
+    (line,) = remove_old(tmp_path, Retention(1))
+    assert line == f"{old} is removed; {stray}, not part of the checkpoint, is kept in {tmp_path}/aside_step_00000001.1"
+    assert contents(tmp_path / "aside_step_00000001.1") == {stray: b"mine"}
+    assert names(tmp_path) == ["aside_step_00000001.1", "step_00000002"]
+    assert remove_old(tmp_path, Retention(1)) == []
+
+
+def test_a_link_in_a_step_folder_is_kept_and_not_followed(tmp_path: Path) -> None:
+    """To a folder: as a stray, and where a listed file was moved to another disk."""
+    (tmp_path / "away").mkdir()
+    written(tmp_path / "away" / "thing")
+    folder = tmp_path / "checkpoints"
+    old = save(folder, 1)
+    (old / "more").symlink_to(tmp_path / "away")
+    shutil.move(old / "state.json", tmp_path / "away" / "state.json")
+    (old / "state.json").symlink_to(tmp_path / "away" / "state.json")
+    save(folder, 2)
+    assert manifest.faults(old) == []
+    (line,) = remove_old(folder, Retention(1))
+    assert f"; more, not part of the checkpoint, is kept in {folder}/aside_step_00000001.1" in line
+    assert names(tmp_path / "away") == ["state.json", "thing"]
+    assert names(folder / "aside_step_00000001.1") == ["more"]
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("call", ["rename", "rmtree"])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO, errno.EBUSY, errno.ENOTEMPTY])
+def test_a_checkpoint_that_cannot_be_removed_is_only_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    """As under `chattr +i`, which no tmpfs has, and on NFS for a file that somebody reads."""
+    old, kept = save(tmp_path, 1), save(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os if call == "rename" else shutil, call, failing(number))
+        (line,) = remove_old(tmp_path, Retention(1))
+    assert line.endswith(f" cannot be removed: {os.strerror(number)}; the run continues, remove it by hand")
+    assert manifest.faults(kept) == [] and (call == "rmtree" or manifest.faults(old) == [])
+    assert remove_old(tmp_path, Retention(1)) == []
+    assert names(tmp_path) == ["step_00000002"]
+
+
+def test_what_a_killed_removal_has_left_goes_at_the_next(tmp_path: Path) -> None:
+    os.rename(save(tmp_path, 1), tmp_path / ".removed_step_00000001")
+    (tmp_path / ".removed_step_00000001" / "manifest.json").unlink()
+    (tmp_path / ".removed_things").mkdir()
+    save(tmp_path, 2)
+    assert remove_old(tmp_path, Retention(1)) == []
+    assert names(tmp_path) == [".removed_things", "step_00000002"]
+
+
+def test_only_later_checkpoints_are_put_aside(tmp_path: Path) -> None:
+    """By number; other names stay, and a link is renamed itself."""
+    for step in (2, 4, 100000000):
+        save(tmp_path, step)
+    (tmp_path / "step_00000005").symlink_to(tmp_path / "step_00000004")
+    own = [save(tmp_path, 4, name=name).name for name in ("step_00000004_best", "step_before_change", "step_9")]
+    said: list[str] = []
+    put_aside_later(tmp_path, 2, said.append)
+    aside = [f"aside_step_{number}.1" for number in ("00000004", "00000005", "100000000")]
+    assert names(tmp_path) == sorted([*own, *aside, "latest", "step_00000002"])
+    assert [line.partition(" is after step 2: it is now ")[2].partition(",")[0] for line in said] == aside
+    assert os.readlink(tmp_path / "aside_step_00000005.1").endswith("step_00000004")
