@@ -60,7 +60,8 @@ def exit_refused(refusal: Refusal, patience: float = 60) -> NoReturn:
             raise SystemExit(refusal.exit_code)
         time.sleep(0.1)
     count = len(refusal.problems)
-    lines = [f"refused{f' by local rank {rank}' if rank else ''}: {count} problem{'s' if count > 1 else ''}"]
+    what = "failed" if refusal.exit_code == START_AGAIN else "refused"  # the launcher starts a failed job again
+    lines = [f"{what}{f' by local rank {rank}' if rank else ''}: {count} problem{'s' if count > 1 else ''}"]
     lines += [f"  {number}. {problem}" for number, problem in enumerate(refusal.problems, 1)]
     print("\n".join(lines), file=sys.stderr, flush=True)
     raise SystemExit(refusal.exit_code)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run(recipe: Recipe, argv: list[str] | None = None) -> None:
-    """Reads the command line, refuses what cannot work, trains, and exits: 0 done, 1 refused or failed, 2 usage,
+    """Reads the command line, refuses what cannot work, trains, and exits: 0 done, 1 refused or failed, 2 usage, 75 start again,
     143 stopped by a signal after a checkpoint (128 + the number of another signal, so 130 by Ctrl-C)."""
     from .runtime.stopping import ignore_stops, quiet_interrupts, start_launcher_watch
 

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
+from .checkpoints.state import State
 from .data.sameness import StreamState, merge_states, roll
 from .engine import Engine
 from .kernels.documents import for_layers
@@ -223,7 +224,7 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
 def loop(ready: Ready) -> int:
     """Steps from `ready.state["step"]` to the last one, saving and evaluating on the way; returns the exit code."""
     plan, engine, stream, state, tracker, stopper = ready.plan, ready.engine, ready.stream, ready.state, ready.tracker, ready.stopper
-    recipe, mesh, last, saved = plan.recipe, plan.mesh, plan.last_step, state["step"]
+    recipe, mesh, last = plan.recipe, plan.mesh, plan.last_step
     sp_rank = mesh.coords(plan.command.rank)["sp"]
     own_schedule = "scheduler" not in plan.ds_config
     drawn = min(state["step"] + 3, last)  # the step of a pipeline that OUT/schedule.png shows: the first ones warm up
@@ -239,20 +240,21 @@ def loop(ready: Ready) -> int:
         seen = roll(seen, batches)
         batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
         lr = lr_at(recipe, step) if own_schedule else None
-        more = numbers_of_rank(ready, batches)
+        more = [*numbers_of_rank(ready, batches), int(ready.saver.broken)]
         with (
             plans.fitting(recipe.model, mesh, step == first),
             used.compared(engine, mesh, step, on=step == first),
             timeline.record(engine, on=step == drawn) as spans,
         ):
             result = train_step(engine, ready.task, batches, lr, "bad data" if broken else stopper.requested, mesh, ready.sums, more)
+        failed_saves = result["more"].pop()  # in the background, on any rank
         seconds = time.perf_counter() - begun
         stopper.step_took(seconds)
 
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
         if not (math.isfinite(result["loss"]) and (math.isfinite(result["grad_norm"]) or plan.precision == "fp16")):
             ready.saver.wait()
-            kept = f"the last good checkpoint is step {saved}" if saved else "no checkpoint was written before it"
+            kept = f"the last good checkpoint is step {saved}" if (saved := ready.saver.attempts.saved) else "no checkpoint was written before it"
             tracker.say(f"stopped: step {step} has loss {result['loss']} and grad_norm {result['grad_norm']}; nothing of it is saved, {kept}")
             return 1
 
@@ -268,22 +270,26 @@ def loop(ready: Ready) -> int:
         stopper.boundary()
         if step % PEERS_EVERY == 0 or step == last:
             check_peers(mesh, seen, step, engine.device)
-        if result["stop"] or step == last or (recipe.save_every and step % recipe.save_every == 0):
-            save_step(ready, data_state, at_end=bool(result["stop"]) or step == last)
-            saved = step
+        if failed_saves:
+            ready.saver.wait()
+        regular = recipe.save_every > 0 and step % recipe.save_every == 0
+        if result["stop"] or step == last or regular or ready.saver.attempts.due(step):
+            save_step(ready, data_state, regular, at_end=bool(result["stop"]) or step == last)
         if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             return stop_early(ready, result["stop"], broken)
     return 0
 
 
-def save_step(ready: Ready, data_state: StreamState, at_end: bool) -> None:
-    """Saves the step that was just taken (a collective); waits until it is complete if the run ends with it."""
+def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool) -> None:
+    """Save the step that was just taken (a collective); wait until it is complete if the run ends with it."""
     ready.stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
     everyone: list[Any] = [None] * ready.plan.mesh.world
     dist.all_gather_object(everyone, data_state)
-    ready.saver.save({**ready.state, "data": merge_states(everyone)})
+    state: State = {**ready.state, "data": merge_states(everyone)}
     if at_end:
-        ready.saver.wait()
+        ready.saver.save_last(state)
+    else:
+        ready.saver.save(state, regular)
     ready.stopper.boundary()
 
 

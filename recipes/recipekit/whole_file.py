@@ -14,9 +14,9 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a name beside `path` to write to. Afterwards that file is on the disk under the name `path`.
 
-    If the `with` raises, `path` is as it was and nothing is left beside it.
+    If the `with` raises, `path` is as it was and nothing is left beside it. One process at a time may replace a file.
     """
-    made = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    made = path.with_name(f"{path.name}.tmp")  # a start that was killed leaves it, and the next one writes over it
     try:
         yield made
         fsync(made)

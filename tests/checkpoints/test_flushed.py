@@ -18,7 +18,7 @@ from recipekit.checkpoints.journal import Journal
 from recipekit.checkpoints.save import point_latest, put_aside_later
 from recipekit.mesh import Mesh
 from recipekit.run_folder import DATA_FILES, FACTS, STRATEGY
-from recipekit.runtime.tracking import cut_metrics
+from recipekit.runtime.metrics_file import cut_metrics
 from recipekit.whole_file import replacing, write_whole
 from test_resume import BASE, train
 

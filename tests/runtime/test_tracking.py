@@ -19,8 +19,10 @@ from typing import Any
 
 import psutil
 import pytest
+from disks import fill, small_disk
 from recipekit.recipe import Recipe
 from recipekit.runtime import tracking
+from recipekit.runtime.metrics_file import MetricsFile, cut_metrics
 from test_parity import recipe_for, strategy, train_in_layout
 from wandb_file import read_config, read_exit_codes, read_history, wandb_files
 
@@ -109,15 +111,65 @@ def test_wandb_holds_the_numbers_of_metrics_jsonl_across_a_resume(tmp_path: Path
 def test_resume_cuts_what_lies_after_the_checkpoint(tmp_path: Path, tail: str) -> None:
     whole = "".join(json.dumps({"step": step, "loss": 1 / 3}) + "\n" for step in (1, 2, 3))
     (tmp_path / "metrics.jsonl").write_text(whole + tail)
-    tracking.cut_metrics(tmp_path / "metrics.jsonl", 3)
+    cut_metrics(tmp_path / "metrics.jsonl", 3)
     assert (tmp_path / "metrics.jsonl").read_text() == whole
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_last_line_without_its_newline_is_completed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
-    tracking.cut_metrics(tmp_path / "metrics.jsonl", 2)
+    cut_metrics(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("damage", ["\0" * 30 + "\n", '{"step": 2\n', "null\n", '{"step": 3, "loss": 0.5}\n{"step": 1}\n'])
+def test_a_damaged_line_costs_no_other_line(tmp_path: Path, damage: str) -> None:
+    """Also a step that comes a second time. The steps whose lines are lost are reported."""
+    lines = ['{"step": 1}\n', '{"step": 3, "loss": 0.5}\n', '{"step": 4}\n']
+    (tmp_path / "metrics.jsonl").write_text(lines[0] + damage + "".join(lines[1:]) + '{"step": 6}\n')
+    said = cut_metrics(tmp_path / "metrics.jsonl", 5)
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
+    assert "the lines of 2 steps (the first is step 2) are missing or damaged" in said
+    assert cut_metrics(tmp_path / "metrics.jsonl", 1) == "" and (tmp_path / "metrics.jsonl").read_text() == lines[0]
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 16 pages."""
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        yield disk
+
+
+@pytest.mark.parametrize("length", [10, 1000, 5000])
+@pytest.mark.parametrize("begun", [0, 3])
+def test_lines_that_a_full_disk_does_not_take_are_written_later(pages: Path, length: int, begun: int) -> None:
+    """The disk fills in the middle of a line: a page ends there."""
+    said: list[str] = []
+    file, lines = MetricsFile(pages / "metrics.jsonl", said.append), [str(number) * length for number in range(9)]
+    for line in lines[:begun]:
+        file.add(line)
+    ballast = fill(pages)
+    for line in [*lines[begun:], *["more" * 300] * 9]:
+        file.add(line)
+    with pytest.raises(OSError, match="No space left"):
+        file.flush()
+    assert len(said) == 1 and "cannot be written (No space left on device): its lines are kept" in said[0]
+
+    ballast.unlink()
+    file.add("last")
+    file.flush()
+    file.close()
+    assert (pages / "metrics.jsonl").read_text().splitlines() == [*lines, *["more" * 300] * 9, "last"]
+    assert len(said) == 2 and "is written again, and no line is lost" in said[1]
+
+
+def test_lines_that_can_never_be_written_are_reported(pages: Path) -> None:
+    said: list[str] = []
+    file = MetricsFile(pages / "metrics.jsonl", said.append)
+    for _ in range(70):
+        file.add("x" * 1000)
+    file.close()
+    assert "lines are lost (No space left on device)" in said[-1]
 
 
 def test_a_start_from_scratch_drops_an_older_record(tmp_path: Path) -> None:

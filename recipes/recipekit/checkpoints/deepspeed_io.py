@@ -56,8 +56,9 @@ class DeepSpeedFiles(CheckpointEngine):
 
         Raises the first error of a write since then.
         """
-        if self.failure:
-            raise self.failure
+        if self.failure:  # the next save begins without it
+            failure, self.failure, self.pending = self.failure, None, []
+            raise failure
         memory = _Memory(self.kept)
         pending, self.pending = [(memory.copied(content), path) for content, path in self.pending], []
         self.kept = memory.used

@@ -33,16 +33,21 @@ def remove_old(folder: Path, retention: Retention) -> list[str]:
     """
     if not retention.newest:
         return []
-    found = _own_steps(folder)
-    kept = _kept(found, retention)
-    lines = [line for step, listed in found.items() if step not in kept for line in _remove(step, listed)]
+    found = own_steps(folder)
+    stays = kept(found, retention)
+    return remove(folder, {step: listed for step, listed in found.items() if step not in stays})
+
+
+def remove(folder: Path, steps: dict[Path, dict[str, Any]]) -> list[str]:
+    """Remove step folders (and their manifests); return a line for each that could not be removed as a whole."""
+    lines = [line for step, listed in steps.items() for line in _remove(step, listed)]
     for removed in sorted(folder.glob(f"{REMOVED}*")):  # those of a start that was killed as well
         if not removed.is_symlink() and step_of(removed.name.removeprefix(REMOVED)) is not None:
             lines += _remove_folder(removed)
     return lines
 
 
-def _own_steps(folder: Path) -> dict[Path, dict[str, Any]]:
+def own_steps(folder: Path) -> dict[Path, dict[str, Any]]:
     """Map the complete step folders in `folder` to their manifests, the oldest step first."""
     found = {}
     for step in step_folders(folder):
@@ -52,7 +57,7 @@ def _own_steps(folder: Path) -> dict[Path, dict[str, Any]]:
     return found
 
 
-def _kept(found: dict[Path, dict[str, Any]], retention: Retention) -> set[Path]:
+def kept(found: dict[Path, dict[str, Any]], retention: Retention) -> set[Path]:
     kept = {*list(found)[-retention.newest :]}
     if retention.every:
         kept |= {step for step, listed in found.items() if listed["step"] % retention.every == 0}

@@ -4,12 +4,11 @@ import contextlib
 import json
 import os
 import random
-import resource
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,20 @@ import torch.distributed as dist
 from ..engine import Engine
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import waiting_group
-from ..refusal import Refusal, Say, refuse
+from ..refusal import START_AGAIN, Problem, Refusal, Say, refuse
 from ..run_folder import LATEST
 from ..step_names import free_name, step_folders, step_name, step_of
 from ..whole_file import fsync, write_whole
 from . import copying, manifest, tensor_files
+from .attempts import Attempts
 from .digest import add
 from .manifest import BLUEPRINT, STATE
 from .places import expected_bytes
 from .retention import Retention, remove_old
+from .room import LIMIT, Demand, Room, bytes_of, lacking, oldest_first, remove_oldest
 from .state import State
 
-LIMIT = "no file may become larger than"
+AT_END = (1.0, 3.0, 6.0)  # seconds between the tries to save the last step
 
 
 @dataclass
@@ -53,34 +54,42 @@ class Saver:
     in_background: bool
     write_hf_files: Callable[[Path], None]
     say: Say = print
+    flush_metrics: Callable[[], None] = lambda: None  # brings the record of the steps to the disk, on rank 0
 
     def __post_init__(self) -> None:
         self.said: set[str] = set()
         self.thread: threading.Thread | None = None
         self.written = threading.Event()  # this rank's part of a save in the background is written, or has failed
-        self.error: str = ""
-        self.needed = expected_bytes(self.blueprint, self.layout)  # bytes of a checkpoint
+        self.error: str = ""  # why this rank's part of the save has failed
+        self.room = Room(self.folder, expected_bytes(self.blueprint, self.layout))
+        self.attempts = Attempts()
 
-    def save(self, state: State) -> None:
-        """Saves the step state["step"] (a collective); returns when the save is complete, in the background when the states are copied.
+    def save(self, state: State, regular: bool = True) -> None:
+        """Save the step state["step"] (a collective); return when the save is complete, in the background when the states are copied.
 
-        `state` (JSON) is the same on every rank. Raises `Refusal` on every rank if the save failed on any rank. If the space
-        is too small, it does so before anything is written, with the sizes.
+        `state` (JSON) is the same on every rank. If any rank fails, every rank notes it in `attempts`, and the run continues.
+        Raises `Refusal` with the exit code START_AGAIN on every rank if a `regular` save fails and the regular save
+        before it has failed as well.
         """
         self.wait()
+        self.attempts.begin(state["step"], regular)
         tag = step_name(state["step"])
         staging = self.folder / ".staging"
         failures = partial(_failures_as, self, f"checkpoint of step {state['step']}")
         if dist.get_rank() == 0:
             with failures():
-                shutil.rmtree(staging, ignore_errors=True)
+                self.flush_metrics()
+                if staging.exists():
+                    shutil.rmtree(staging)
                 (staging / tag).mkdir(parents=True)
-                self._check_space(state["step"])
-        self._agree()
+                self._make_room(state["step"])
+        if self._failed():
+            return
         content: list[tuple[Any, Path]] = []
         with failures():
             content = self.engine.save_states(staging / tag, self.blueprint, self.layout, self.in_background)
-        self._agree()
+        if self._failed():
+            return
         generators = generator_states()
 
         def finish() -> None:
@@ -89,11 +98,13 @@ class Saver:
 
         if not self.in_background:
             finish()
-            self._agree()  # every rank's note is there
+            if self._failed():  # else every rank's note is there
+                return
             if dist.get_rank() == 0:
                 with failures():
                     self._commit(staging / tag, state)
-            self._agree()
+            if not self._failed():
+                self._say(self.attempts.succeed())
             return
 
         def finish_and_commit() -> None:
@@ -111,14 +122,35 @@ class Saver:
         self.thread = threading.Thread(target=finish_and_commit, name="checkpoint", daemon=True)
         self.thread.start()
 
+    def save_last(self, state: State) -> None:
+        """Save the last step of this start (a collective); return when the checkpoint is complete.
+
+        A failed save is tried again after AT_END seconds. Then `Refusal` with the exit code START_AGAIN is raised.
+        """
+        for pause in (*AT_END, 0):
+            self.save(state, regular=False)
+            self.wait()
+            if not self.attempts.error:
+                return
+            time.sleep(pause)
+        raise self.attempts.ending()
+
     def wait(self) -> None:
-        """Waits until the save in the background, if any, is complete (a collective). Raises `Refusal` if that save failed."""
+        """Wait until the save in the background, if any, is complete or has failed (a collective). Raises as `save` does."""
         if self.thread is not None:
             self.written.wait()
-            self._agree()  # before the join: the first rank's thread waits for the notes of ranks that may have failed or died
+            failed = self._failed()  # before the join: the first rank's thread waits for the notes of ranks that may have failed or died
             self.thread.join()
             self.thread = None
-            self._agree()
+            if failed:
+                self.error = ""  # of the first rank's thread, whose staging folder has been removed
+            elif not self._failed():
+                self._say(self.attempts.succeed())
+
+    @property
+    def broken(self) -> bool:
+        """Return True if this rank's part of the save in the background has failed: every rank should `wait`."""
+        return self.thread is not None and bool(self.error)
 
     def close(self) -> None:
         """Lets the save in the background end after an error of a single rank; of several, `failure.Peers` ends each at once.
@@ -128,34 +160,48 @@ class Saver:
         if self.thread is not None and dist.get_world_size() == 1:
             self.thread.join()
 
-    def check_room(self) -> None:
-        """Raises `Refusal` on every rank if the disk has no room for one checkpoint (a collective): better now than hours later."""
+    def check_room(self, demand: Demand, resumed: bool) -> None:
+        """Look for the space that the checkpoints and the export of this start need (a collective).
+
+        Rank 0 reports it if the oldest checkpoints go first. Raises `Refusal` on every rank if too little can be freed.
+        """
+        found = [""]
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder / ".staging", ignore_errors=True)  # left by a save that was killed
-            there = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
-            if self.needed > (free := shutil.disk_usage(there).free):
-                self.error = f"each needs {self.needed:,} bytes, {free:,} are free"
-        self._agree("free space or choose another --out")
+            found = [lacking(self.room, self.retention, demand)]
+            if not found[0] and (line := oldest_first(self.room, self.retention, demand)):
+                self.say(line)
+                self.room = replace(self.room, oldest_first=True)
+        dist.broadcast_object_list(found, group=waiting_group())
+        if found[0]:
+            problem = Problem(f"checkpoint in {self.folder}", found[0], "free space or choose another --out")
+            raise Refusal([problem], START_AGAIN if resumed else 1)
 
-    def _agree(self, fix: str = "the checkpoints before it are intact; free space or choose another --out, then start again") -> None:
+    def _failed(self) -> bool:
+        """Return True on every rank if a rank has failed (a collective), and note it. Raises as `save` does."""
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, self.error, group=waiting_group())
         self.error = ""
-        if failures := [error for error in errors if error]:
-            if dist.get_rank() == 0:
-                shutil.rmtree(self.folder / ".staging", ignore_errors=True)
-            limited = "the checkpoints before it are intact; raise the limit (ulimit -f unlimited), then start again"
-            raise refuse(f"checkpoint in {self.folder}", failures[0], limited if LIMIT in failures[0] else fix)
+        if not (failures := [error for error in errors if error]):
+            return False
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / ".staging", ignore_errors=True)
+        if LIMIT in failures[0]:  # no later save can be better
+            fix = "the checkpoints before it are intact; raise the limit (ulimit -f unlimited), then start again"
+            raise refuse(f"checkpoint in {self.folder}", failures[0], fix)
+        self._say(self.attempts.fail(f"checkpoint in {self.folder}: {failures[0]}"))
+        return True
 
-    def _check_space(self, step: int) -> None:
-        if self.needed > shutil.disk_usage(self.folder).free:
-            self.error = f"step {step} {self.space()}"
+    def _say(self, line: str) -> None:
+        if line and dist.get_rank() == 0:
+            self.say(line)
 
-    def space(self) -> str:
-        free, (limit, _) = shutil.disk_usage(self.folder).free, resource.getrlimit(resource.RLIMIT_FSIZE)
-        if limit != resource.RLIM_INFINITY and limit < self.needed and free > max(self.needed, limit):  # no file is larger than the checkpoint
-            return f"{LIMIT} {limit:,} bytes"  # torch.save does not say whether it met the limit or the end of the disk
-        return f"needs {self.needed:,} bytes, {free:,} are free"
+    def _make_room(self, step: int) -> None:
+        """Remove the oldest checkpoints if the room is short; note an error if it is too short for the next one."""
+        for line in remove_oldest(self.room, self.retention):
+            self.say_once(line)
+        if self.room.one > self.room.free:
+            self.error = f"checkpoint of step {step} {self.room.missing()}"
 
     def _write_own(self, step: Path, content: list[tuple[Any, Path]], generators: dict[str, Any], state: State) -> None:
         rank, names = dist.get_rank(), []
@@ -198,6 +244,7 @@ class Saver:
             os.rename(target, aside := free_name(self.folder, step.name))
             self.say_once(f"{target} was not saved by this run: it is now {aside.name}")
         os.rename(step, target)
+        self.room = replace(self.room, one=max(self.room.one, bytes_of(target)))  # with the small files
         self._tidy(step.name)
 
     def _tidy(self, name: str) -> None:
@@ -221,7 +268,7 @@ def _failures_as(saver: Saver, what: str) -> Any:
     try:
         yield
     except (OSError, RuntimeError, Refusal) as error:
-        saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {saver.space()}"
+        saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {saver.room.missing()}"
 
 
 def point_latest(folder: Path, name: str, say: Say) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from ..architectures import safetensors_files
 from ..engine import Engine
 from ..parallel import expert, tensor
-from ..parallel.groups import Groups
+from ..parallel.groups import Groups, waiting_group
 from ..paths import write_with_umask
+from ..refusal import START_AGAIN, Problem, Refusal
+from ..whole_file import fsync
 from .adapter import merged, published_keys, unties
 from .build import Built
 from .small_files import SmallFiles
@@ -71,10 +74,9 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
     tensors = merged(model, gather, dtype, writes) if adapter else whole_parameters(model, built, groups, dtype)
     models = [] if adapter else built.models  # the merged tensors hold their buffers
     staging = folder.with_name(f".{folder.name}.tmp")
-    rank0 = dist.get_rank() == 0
+    rank0, disk = dist.get_rank() == 0, Disk(staging)
     if rank0:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+        disk.do(_make_empty, staging)
     dist.barrier()
     shard: dict[str, torch.Tensor] = {}
     files: list[tuple[str, list[str]]] = []  # (file, its tensors)
@@ -83,7 +85,8 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
         if not writes:
             continue
         if size and size + value.nbytes > safetensors_files.SHARD_BYTES:
-            files.append(_write(shard, staging, groups.coords["pp"], len(files)))
+            files.append((f"part-{groups.coords['pp']}-{len(files)}", list(shard)))
+            disk.do(write_file, shard, staging / files[-1][0])
             shard, size = {}, 0
         shard[name] = value.contiguous()
         size += value.nbytes
@@ -93,23 +96,70 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
         for name in [name for model in models for name in model.state_dict() if name not in parameters]:
             if (buffer := next((buffers[name] for model in models if name in (buffers := dict(model.named_buffers()))), None)) is not None:
                 shard[expert.own_name(models[0], name)] = buffer.cpu()
-        files.append(_write(shard, staging, groups.coords["pp"], len(files)))
+        files.append((f"part-{groups.coords['pp']}-{len(files)}", list(shard)))
+        disk.do(write_file, shard, staging / files[-1][0])
+    disk.check()
     everyone: list[Any] = [None] * groups.mesh.world
     dist.all_gather_object(everyone, (files, total))
-    if rank0:
-        files = [file for written, _ in everyone for file in written]
-        names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))] if len(files) > 1 else ["model.safetensors"]
-        for (part, _), name in zip(files, names, strict=True):
-            os.rename(staging / part, staging / name)
-        if len(files) > 1:
-            weight_map = {key: name for (_, keys), name in zip(files, names, strict=True) for key in keys}
-            index = {"metadata": {"total_size": sum(size for _, size in everyone)}, "weight_map": weight_map}
-            (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+    def complete() -> None:
+        _name_files([file for written, _ in everyone for file in written], sum(size for _, size in everyone), staging)
         small.write(staging)
         if adapter:
             _name_as_merged(model, staging)
         _publish(staging, folder)
-    dist.barrier()
+
+    if rank0:
+        disk.do(complete)
+    disk.check()
+
+
+class Disk:
+    """What a rank writes of an export. After its first error a rank writes nothing more, and still takes part in every collective."""
+
+    def __init__(self, staging: Path):
+        self.staging, self.error = staging, ""
+
+    def do(self, write: Callable[..., object], *arguments: Any) -> None:
+        """Call `write` and keep its error, if it is an error of the disk."""
+        if self.error:
+            return
+        try:
+            write(*arguments)
+        except OSError as error:
+            self.error = error.strerror or str(error)
+        except SafetensorError as error:  # safetensors 0.8 raises it for a full disk, with the text of the system in it
+            if "os error" not in str(error):
+                raise
+            self.error = str(error)
+
+    def check(self) -> None:
+        """Raise `Refusal` on every rank if a rank could not write (a collective). A later start of the same command may."""
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, self.error, group=waiting_group())
+        if not (failures := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]):
+            return
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        folder = self.staging.with_name(self.staging.name.removeprefix(".").removesuffix(".tmp"))
+        fix = "the checkpoints are complete; free space, then the same command writes the export"
+        raise Refusal([Problem(f"export to {folder}", failures[0], fix)], START_AGAIN)
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _name_files(files: list[tuple[str, list[str]]], size: int, folder: Path) -> None:
+    """Give the files of all ranks, (name, keys of its tensors), their published names; several files get an index."""
+    names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))] if len(files) > 1 else ["model.safetensors"]
+    for (part, _), name in zip(files, names, strict=True):
+        os.rename(folder / part, folder / name)
+    if len(files) > 1:
+        weight_map = {key: name for (_, keys), name in zip(files, names, strict=True) for key in keys}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def save_small_files(built: Built, small: SmallFiles, folder: Path) -> None:
@@ -120,19 +170,17 @@ def save_small_files(built: Built, small: SmallFiles, folder: Path) -> None:
     small.write(folder)
 
 
-def _write(shard: dict[str, torch.Tensor], staging: Path, stage: int, number: int) -> tuple[str, list[str]]:
-    name = f"part-{stage}-{number}"
-    write_file(shard, staging / name)
-    return name, list(shard)
-
-
 def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
     write_with_umask(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
 def _publish(staging: Path, folder: Path) -> None:
+    """Replace the folder by the staged one, whose files are on the disk first."""
+    for path in [*staging.rglob("*"), staging]:
+        fsync(path)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(staging, folder)
+    fsync(folder.parent)
 
 
 def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFiles, folder: Path, dtype: torch.dtype) -> None:
@@ -142,17 +190,20 @@ def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFile
     chosen = {id(named[name]): (name, named[name]) for name in keys.values() if name in named}
     gathered = zip(chosen, _joined(chosen.values(), dtype, built, groups), strict=True)
     values = {number: value for number, (_, value) in gathered if rank0}
+    staging = folder.with_name(f".{folder.name}.tmp")
 
-    if rank0:
-        staging = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+    def write() -> None:
+        _make_empty(staging)
         tensors = {key: (values[id(named[name])] if name in named else buffers[name].cpu()).clone() for key, name in keys.items()}
         write_file(tensors, staging / "adapter_model.safetensors")
         next(iter(adapted.peft_config.values())).save_pretrained(staging)
         small.write(staging, of_adapter=True)
         _publish(staging, folder)
-    dist.barrier()
+
+    disk = Disk(staging)
+    if rank0:
+        disk.do(write)
+    disk.check()
 
 
 def _name_as_merged(model: Any, folder: Path) -> None:

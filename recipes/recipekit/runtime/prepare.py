@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..checkpoints import load, save
 from ..checkpoints.retention import Retention
+from ..checkpoints.room import Demand
 from ..checkpoints.state import State
 from ..data.prefetch import Stream
 from ..data.sameness import StreamState
@@ -22,7 +23,7 @@ from ..plan import Plan
 from ..planner.devices import DEVICES
 from ..planner.flops import Flops
 from ..recipe import seconds_of
-from ..refusal import Refusal, Say, refuse
+from ..refusal import START_AGAIN, Refusal, Say, refuse
 from ..run_folder import CHECKPOINTS, put_aside, way_on
 from ..step_names import step_folders
 from ..task import MicroBatch, Sums, Task
@@ -103,22 +104,30 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         commits = commits_of(recipe.model, recipe.model_revision, recipe.tokenizer, stream.state["identity"]["corpus"])
         facts: dict[str, Any] = {**run_facts(plan, loaded.model_config, loaded.built, commits), "date": plan.day}
         saver = open_saver(loaded, say)
-        if rank0:
-            save.put_aside_later(saver.folder, state["step"], say)
-            write_facts(plan, facts, stream.files)
         stopper = Stopper(grace_of(seconds_of(recipe.grace), os.environ))
-        tracker = open_tracker(
-            name=f"{plan.command.name}_{plan.mesh}",
-            run_dir=plan.out,
-            config=facts,
-            is_main=rank0,
-            start_step=state["step"],
-            last_step=plan.last_step,
-            wandb=recipe.wandb,
-            project=recipe.project,
-            stopping=lambda: stopper.requested is not None,
-        )
+        tracker: Tracker | NoTracker = NoTracker()
+        unwritable = None
+        try:
+            if rank0:
+                save.put_aside_later(saver.folder, state["step"], say)
+                write_facts(plan, facts, stream.files)
+            tracker = open_tracker(
+                name=f"{plan.command.name}_{plan.mesh}",
+                run_dir=plan.out,
+                config=facts,
+                is_main=rank0,
+                start_step=state["step"],
+                last_step=plan.last_step,
+                wandb=recipe.wandb,
+                project=recipe.project,
+                stopping=lambda: stopper.requested is not None,
+            )
+        except OSError as error:  # for the other ranks, which would wait for this one
+            unwritable = refuse(f"out = {plan.out}", f"cannot be written: {error.strerror}", "free space or choose another --out")
         refused.callback(tracker.close)
+        if problems := shared_problems(unwritable):
+            raise Refusal(problems, START_AGAIN if state["step"] else 1)
+        saver.say, saver.flush_metrics = tracker.say, tracker.flush
         if peers:
             peers.way_on = partial(way_on, recipe.resume, plan.out)
             peers.last_words = partial(tracker.finish, 1)
@@ -132,8 +141,20 @@ def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:
     recipe, folder = loaded.plan.recipe, loaded.plan.out / CHECKPOINTS
     retention = Retention(recipe.keep)
     saver = save.Saver(loaded.engine, folder, loaded.blueprint, loaded.layout, retention, recipe.save_in_background, loaded.save_small_files, say)
-    saver.check_room()
+    saver.attempts.saved = loaded.state["step"]
+    saver.check_room(demand_of(loaded), resumed=loaded.state["step"] > 0)
     return saver
+
+
+def demand_of(loaded: Loaded) -> Demand:
+    """Return the steps that this start will save, and the bytes of the export if it writes one."""
+    recipe, first, last = loaded.plan.recipe, loaded.state["step"] + 1, loaded.plan.last_step
+    steps = [step for step in range(first, last + 1) if step == last or (recipe.save_every and step % recipe.save_every == 0)]
+    if not recipe.export or last < recipe.steps:
+        return Demand(steps)
+    whole = recipe.adapt is None or recipe.merge
+    numel = sum(tensor.numel for tensor in loaded.blueprint.tensors if whole or tensor.group is not None)
+    return Demand(steps, numel * loaded.dtype.itemsize)
 
 
 def speed_limits(loaded: Loaded, device: str, say: Say) -> tuple[Flops | None, float | None]:

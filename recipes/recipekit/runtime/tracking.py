@@ -26,7 +26,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from ..recipe import Recipe
 from ..refusal import Say
 from ..run_folder import METRICS
-from ..whole_file import replacing, write_whole
+from ..whole_file import write_whole
+from .metrics_file import MetricsFile, cut_metrics
 
 PLAIN_EVERY = 10.0  # seconds between two lines where stderr is no terminal
 WANDB_INIT = 30.0  # seconds for W&B's server to answer; then the run is recorded offline
@@ -56,26 +57,13 @@ def open_tracker(
     if not is_main:
         return NoTracker()
     run_dir.mkdir(parents=True, exist_ok=True)
-    cut_metrics(run_dir / METRICS, start_step)
+    lost = cut_metrics(run_dir / METRICS, start_step)
     tracker = Tracker(run_dir, last_step)
+    if lost:
+        tracker.say(lost)
     if wandb:
         tracker.copy_to_wandb(project, name, config, stopping)
     return tracker
-
-
-def cut_metrics(path: Path, last_step: int) -> None:
-    """Drops the lines after `last_step`, and everything from the first line that a crash left torn. Atomic."""
-    with replacing(path) as made, made.open("w") as out:
-        if path.exists():
-            with open(path) as lines:
-                for line in lines:
-                    try:
-                        step = json.loads(line)["step"]
-                    except json.JSONDecodeError:
-                        break
-                    if step > last_step:
-                        break
-                    out.write(line.rstrip("\n") + "\n")
 
 
 class NoTracker:
@@ -85,18 +73,21 @@ class NoTracker:
 
     def say(self, text: str) -> None: ...
 
+    def flush(self) -> None: ...
+
     def finish(self, exit_code: int) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Tracker:
-    """Keeps rank 0's record of the run. Only `metrics.jsonl` can fail a step (a full disk); W&B and the terminal cannot."""
+    """Rank 0's record of the run. No step fails for it: not on a full disk, without W&B, or without a terminal."""
 
     def __init__(self, run_dir: Path, last_step: int):
         self._run_dir = run_dir
-        self._file = open(run_dir / METRICS, "a", buffering=1)  # noqa: SIM115  (one write per line, so a SIGKILL tears none)
         self._line = ProgressLine(last_step)
+        self._file = MetricsFile(run_dir / METRICS, self.say)
+        self._finished = False
         self._wandb: WandbCopy | None = None
 
     def copy_to_wandb(self, project: str, name: str, config: dict[str, Any], stopping: Callable[[], bool]) -> None:
@@ -108,7 +99,7 @@ class Tracker:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Records one optimizer step. Floats are written unrounded, non-finite ones as "NaN", "Infinity", "-Infinity" (JSON has none)."""
-        self._file.write(json.dumps({key: _json_number(value) for key, value in metrics.items()}, allow_nan=False) + "\n")
+        self._file.add(json.dumps({key: _json_number(value) for key, value in metrics.items()}, allow_nan=False))
         if self._wandb:
             self._wandb.log(metrics)
         self._line.show(metrics)
@@ -117,10 +108,15 @@ class Tracker:
         """Prints a line above the progress line."""
         self._line.say(text)
 
+    def flush(self) -> None:
+        """Bring metrics.jsonl to the disk: a checkpoint should not be newer than the record. Raises OSError."""
+        self._file.flush()
+
     def finish(self, exit_code: int) -> None:
         """Ends the record, once; `exit_code` is the run's state in W&B. Takes at most about WANDB_FINISH seconds."""
-        if self._file.closed:
+        if self._finished:
             return
+        self._finished = True
         self._line.close()
         if self._wandb:
             self._wandb.finish(exit_code)

@@ -1,0 +1,58 @@
+"""Disks that are too small: for the export, and for the checkpoints that --keep asks for."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disks import resize, small_disk
+from job import checkpoints
+from test_resume import BASE, train
+
+slow = pytest.mark.slow
+
+
+def add_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="zero1"),
+        pytest.param({"pp": 2}, id="pp2"),
+        pytest.param({"adapt": add_lora}, id="adapter", marks=slow),
+        pytest.param({"adapt": add_lora, "merge": True}, id="merged", marks=slow),
+    ],
+)
+def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(pools: Any, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """The checkpoints are on another disk. The error is one line on every rank, and nothing of the export is left."""
+    recipe = dataclasses.replace(BASE, model="recipekit/llama-nano", eval_every=0, steps=1, warmup_steps=0, export=True, **layout)
+    with small_disk(tmp_path / "run", "700k") as out:
+        (tmp_path / "checkpoints").mkdir()
+        (out / "checkpoints").symlink_to(tmp_path / "checkpoints")
+        told = {result for result, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])}
+        assert len(told) == 1, told
+        said = str(told.pop())
+        assert said.startswith(f"export to {out}/hf: rank ") and "o space left on device" in said, said
+        assert said.endswith("the checkpoints are complete; free space, then the same command writes the export")
+        assert checkpoints(out) == [1] and not list(out.glob("*hf*"))
+        assert not list(out.glob("*.tmp"))
+
+        resize(out, "50m")
+        for result, printed in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])[:1]:
+            assert result == 0 and "nothing to do" in printed
+        assert list((out / "hf").glob("*.safetensors")) and not list(out.glob(".hf*"))
+
+
+def test_a_start_that_cannot_write_the_files_of_its_run_is_refused(pools: Any, tmp_path: Path) -> None:
+    """One line on every rank; the files of the run are whole."""
+    recipe = dataclasses.replace(BASE, eval_every=0, steps=2, warmup_steps=0)
+    with small_disk(tmp_path / "run", "64k") as out:
+        (tmp_path / "checkpoints").mkdir()
+        (out / "checkpoints").symlink_to(tmp_path / "checkpoints")
+        told = {result for result, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])}
+        assert told == {f"out = {out}: cannot be written: No space left on device; free space or choose another --out"}
+        assert not list(out.glob("*.tmp"))
