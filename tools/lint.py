@@ -280,6 +280,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help=f"write the support table into {README.relative_to(ROOT)}")
     arguments = parser.parse_args()
     if arguments.table:
+        if len(sys.argv) > 2:
+            parser.error("--table writes a page and takes no other argument")
         README.write_text(with_table(README.read_text()))
         print(f"wrote the support table into {README.relative_to(ROOT)}")
         return

@@ -98,7 +98,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     given = parser.read(sys.argv[1:] if argv is None else argv)
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE") or 1)
     if "device" in given and not given["device"].strip():
         parser.wrong("--device ''", "must not be empty or blank", "for example --device H200; check the variables of your shell")
     if "device" in given and not given["dry_run"]:
@@ -125,7 +125,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         dry_run=given["dry_run"],
         device=given.get("device", ""),
         world=world,
-        rank=int(os.environ.get("RANK", "0")),
+        rank=int(os.environ.get("RANK") or 0),
         local_rank=int(os.environ.get("LOCAL_RANK") or given.get("local_rank", 0)),
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0),
     )
@@ -187,10 +187,10 @@ class _Parser(argparse.ArgumentParser):
             try:
                 value = kind(text)
             except ValueError:
-                self.wrong(f"--{name} {text}", f"is no {'whole ' if kind is int else ''}number", f"for example --{name} {default}")
+                self.wrong(f"--{name} {shown(text)}", f"is no {'whole ' if kind is int else ''}number", f"for example --{name} {default}")
                 return None
             if choices and value not in choices:
-                self.wrong(f"--{name} {text}", "is not known", f"use --{name} {' or '.join(choices)}")
+                self.wrong(f"--{name} {shown(text)}", "is not known", f"use --{name} {' or '.join(choices)}")
                 return None
             return value
 
@@ -243,6 +243,11 @@ class _Parser(argparse.ArgumentParser):
             return ELSEWHERE[name]
         near = _nearest(f"--{name}", list(self._option_string_actions))
         return f"did you mean {near}?" if near else f"python {self.prog} --help lists the flags"
+
+
+def shown(text: str) -> str:
+    """Return a value as a message shows it: in quotes if it is blank, or has a character that does not print."""
+    return text if text.strip() and text.isprintable() else repr(text)
 
 
 def _with_values(words: list[str]) -> list[list[str]]:

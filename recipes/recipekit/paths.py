@@ -52,6 +52,11 @@ def local_path(where: str, text: str) -> Path:
     return path
 
 
+def is_there(text: str) -> bool:
+    """Return True if `text` names a file or folder; False for a list of files that is longer than a name can be."""
+    return os.path.exists(os.path.expanduser(text))
+
+
 def write_with_umask(file: Path, write: Callable[[Path], object]) -> None:
     """Write `file` by `write` with the mode that the umask gives to a new file.
 

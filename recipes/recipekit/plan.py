@@ -23,7 +23,7 @@ from .data.revisions import check_offline, check_revisions, say_unused
 from .hub import check_variables
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
-from .paths import check_cache, say_trial
+from .paths import check_cache, is_there, say_trial
 from .phases import scaled
 from .recipe import AXES, Recipe, check_recipe, check_values
 from .refusal import Problem, Refusal
@@ -174,6 +174,9 @@ def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], n
     return dataclasses.replace(recipe, **written), frozenset(written)
 
 
+SHIP = "put the file in recipes/recipekit/architectures/ORG--NAME.json"
+
+
 def _config_of_model(named: tuple[str, str], task: str, tiny: bool, bytes_only: bool, notes: list[str], problems: list[Problem]) -> dict[str, Any] | None:
     """Return the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is not on this machine."""
     model, revision = named
@@ -187,8 +190,8 @@ def _config_of_model(named: tuple[str, str], task: str, tiny: bool, bytes_only: 
         notes.append("auto_map: code of the model's own is never run; its class in transformers is used")
     reads_text = "tokenizer" in facts.reads
     if model_config is None and tiny:
-        rule = "needs the model's config.json, which is neither shipped nor in the local cache"
-        fix = "give its folder with --model, or put the file in recipes/recipekit/architectures/ORG--NAME.json"
+        rule = f"needs the config.json of {revision or 'the model'}, which is {'not' if revision else 'neither shipped nor'} in the local cache"
+        fix = f"give {'a folder' if revision else 'its folder'} with --model, or {'leave --model_revision out' if revision else SHIP}"
         problems.append(Problem(f"--tiny with model = {model}", rule, fix))
     elif model_config is not None and tiny:
         return shrink(model_config, BYTE_VOCAB if reads_text else 0, facts.tiny)
@@ -261,7 +264,7 @@ def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
     """List the local files and folders that a run reads: (description, path). A glob stands for its folder without wildcards."""
     found = [(f"the folder of --{name} {value}", Path(value).expanduser()) for name, value in folders.items() if value]
     for domain in domains_of(dataset) if isinstance(dataset, str) else []:
-        entries = [domain.dataset] if Path(domain.dataset).expanduser().exists() else domain.dataset.split(",")
+        entries = [domain.dataset] if is_there(domain.dataset) else domain.dataset.split(",")
         for part in map(str.strip, entries):
             path = Path(part).expanduser()
             wild = next((number for number, name in enumerate(path.parts) if set(name) & set("*?[")), None)

@@ -16,6 +16,8 @@ from .starters import RANK_ONLY, SRUN, STARTERS, Starter
 RESERVED = 0xFFFFFF00  # steps of Slurm from here on are the batch script, the shell of salloc, and the like
 FIRST_PORT, NUM_PORTS = 20000, 9000  # below the ports that Linux gives to connections, and below 29500
 LAUNCH = "python -m launch recipes/NAME.py (launch/README.md), which starts the ranks of all hosts"
+LAUNCHERS = ("CROSS_SIZE", "GROUP_WORLD_SIZE")  # of deepspeed and of torchrun
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
 NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
@@ -34,14 +36,20 @@ class Place:
 def take_rank(variables: MutableMapping[str, str], joined: bool = False) -> list[str]:
     """Set RANK, WORLD_SIZE and what belongs to them for a process of srun or mpirun; return a line about it.
 
-    Variables that a launcher or the user has set stay. `joined`: the process has its process group already.
+    Variables that a launcher or the user has set stay; blank ones are removed, as if they were not set.
+    `joined`: the process has its process group already.
     Raises `Refusal` if the variables contradict each other, or if this process would train without the others.
     """
+    for name in (*NUMBERS, *MEETING):
+        if name in variables and not variables[name].strip():
+            del variables[name]
     place = place_of(variables)
     if "RANK" in variables or place is None:
-        if problems := check_given(variables, joined) + check_launchers(variables, place):
+        if problems := check_given(variables, joined) or check_launchers(variables, place) or check_alone(variables, place):
             raise Refusal(problems)
         return []
+    if problems := check_numbers(variables):
+        raise Refusal(problems)
     where = f"{place.starter.name}, rank {place.rank} of {place.world}"
     given = variables.get("WORLD_SIZE", str(place.world))
     if given != str(place.world):
@@ -89,9 +97,9 @@ def place_of(variables: Mapping[str, str]) -> Place | None:
 
 def check_given(variables: Mapping[str, str], joined: bool) -> list[Problem]:
     """Refuse variables of a launcher that contradict each other or are left over: the run would wait for ranks that nobody starts."""
+    if wrong := check_numbers(variables):
+        return wrong
     numbers = {name: variables[name] for name in NUMBERS if variables.get(name, "")}
-    if wrong := [name for name, text in numbers.items() if not text.isdecimal() or (text == "0" and name in NUMBERS[::3])]:
-        return [Problem(f"{name} = {numbers[name]}", "is not a number that a launcher sets", f"unset {name}") for name in wrong]
     world, rank = int(numbers.get("WORLD_SIZE", "1")), int(numbers.get("RANK", "0"))
     if world > 1 and "RANK" not in numbers:
         fix = f"unset WORLD_SIZE to train on 1 rank (a dry run takes --world {world}), or start the ranks with {LAUNCH}"
@@ -99,7 +107,7 @@ def check_given(variables: Mapping[str, str], joined: bool) -> list[Problem]:
     if rank >= world:
         rule = f"must be below WORLD_SIZE = {world}" if "WORLD_SIZE" in numbers else "WORLD_SIZE is not set"
         return [Problem(f"RANK = {rank}", rule, "unset RANK to train on 1 rank, or let a launcher set both")]
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    missing = [name for name in MEETING if not variables.get(name)]
     if world > 1 and missing and not joined:
         rule = f"{' and '.join(missing)} must be set, or the ranks cannot meet"
         fix = f"unset RANK and WORLD_SIZE to train on 1 rank, or use {LAUNCH}"
@@ -107,12 +115,33 @@ def check_given(variables: Mapping[str, str], joined: bool) -> list[Problem]:
     return []
 
 
+def check_numbers(variables: Mapping[str, str]) -> list[Problem]:
+    """Refuse variables of a launcher that are no numbers, or of no number that a job can have."""
+    numbers = {name: variables[name] for name in NUMBERS if variables.get(name, "")}
+    return [
+        Problem(f"{name} = {text[:20]}{'...' if len(text) > 20 else ''}", "is not a number that a launcher sets", f"unset {name}")
+        for name, text in numbers.items()
+        if not text.isdecimal() or len(text) > 9 or (text == "0" and name in NUMBERS[::3])
+    ]
+
+
+def check_alone(variables: Mapping[str, str], place: Place | None) -> list[Problem]:
+    """Refuse a process of srun or mpirun with the RANK of a smaller job: each process would train by itself."""
+    world = int(variables.get("WORLD_SIZE", "1"))
+    if place is None or world >= place.world or any(name in variables for name in LAUNCHERS):
+        return []
+    name, world_name = place.starter.name, _world_name(place.starter, variables)
+    left_over = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables]
+    rule = f"{name} has started {place.world} processes, and this RANK is one of {world}: each would start a run of its own"
+    return [Problem(f"RANK = {variables['RANK']}", rule, f"unset {' '.join(left_over)}; for separate runs unset {world_name}")]
+
+
 def check_launchers(variables: Mapping[str, str], place: Place | None) -> list[Problem]:
     """Refuse several launchers under srun or mpirun, each of which starts a run of its own.
 
-    CROSS_SIZE (deepspeed) and GROUP_WORLD_SIZE (torchrun) are the number of launchers that have found each other.
+    LAUNCHERS hold the number of launchers that have found each other.
     """
-    launchers = variables.get("CROSS_SIZE") or variables.get("GROUP_WORLD_SIZE")
+    launchers = next(filter(None, map(variables.get, LAUNCHERS)), None)
     if place is None or launchers != "1" or _has_terminal(variables):
         return []
     name, count = place.starter.name, place.world

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
@@ -22,6 +24,8 @@ ENGINES = ("deepspeed", "ddp", "fsdp2")
 OWN = {"dataset": ("split", "subset", "dataset_revision"), "model": ("model_revision",)}  # fields about a repository
 EMPTY_HAS_A_MEANING = ("subset", "model_revision", "dataset_revision", "prompt_field", "tokenizer", "batch_ramp", "out")
 FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has another name
+PATHS = ("dataset", "ds_config", "model", "out", "resume", "token_cache", "tokenizer")
+LONGEST_NAME = 255  # bytes in the name of a file
 LARGEST = (1 << 63) - 1  # of whole numbers: torch, numpy and pyarrow keep them in 64 bits
 MOST_RANKS = 1 << 16  # of a degree: the search for numbers of ranks that fit takes as many trials
 
@@ -262,6 +266,9 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
             examples = {"model": "ORG/NAME or a folder", "dataset": "ORG/NAME, a file, a folder or builtin"}
             fix = f"use --{flag} with {examples.get(name, 'a value')}; check the variables of your shell"
             found.append(Problem(f"{flag} = {value!r}", "must not be empty or blank", fix))
+        if isinstance(value, str) and name in PATHS and (long := max(re.split("[/,;]", value), key=len)) and len(os.fsencode(long)) > LONGEST_NAME:
+            rule = f"has a name of {len(os.fsencode(long))} bytes, and file systems take at most {LONGEST_NAME}"
+            found.append(Problem(f"{flag} = {value[:30]}...", rule, f"check the value of --{flag}"))
         most = MOST_RANKS if name in AXES else LARGEST
         if type(value) is int and abs(value) > most:
             fix = f"for example --{flag} {Recipe.__dataclass_fields__[name].default}"

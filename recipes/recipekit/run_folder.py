@@ -198,10 +198,11 @@ def _check_not_finished(last: int, chosen: Path, before: dict[str, Any], now: di
         return
     name = others[0]
     rule = f"the checkpoint is at step {step}, and this command ends at step {last}; the run has {name} = {before.get(name)}, this command {now[name]}"
-    fix = (
-        f"use --steps {step + 1} or more, or start from its weights with --model {chosen if (chosen / CHECKPOINTS).is_dir() else chosen.parent.parent}/{EXPORT}"
-    )
-    raise refuse(f"resume = {chosen}", rule, fix)
+    run = chosen if (chosen / CHECKPOINTS).is_dir() else chosen.parent.parent
+    weights = f"--model {run / EXPORT}"
+    if not (run / EXPORT).is_dir():
+        weights = f"--model NEW_FOLDER after python tools/convert_checkpoint.py to-hf {run} NEW_FOLDER"
+    raise refuse(f"resume = {chosen}", rule, f"use --steps {step + 1} or more, or start from its weights with {weights}")
 
 
 def _newest_step(chosen: Path) -> int:

@@ -114,6 +114,13 @@ LAUNCHER = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "n
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = -1: is not a number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE = 0: is not a number"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK = x: is not a number"),
+        (SRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK = x: is not a number"),
+        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE = {'9' * 20}...: is not a number"),
+        # left over: each process would train alone
+        (SRUN | {"RANK": "0"}, "RANK = 0: srun has started 5 processes, and this RANK is one of 1"),
+        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"}, "unset RANK WORLD_SIZE; for separate runs unset OMPI_COMM_WORLD_SIZE"),
+        (FLUX | {"RANK": "0", "WORLD_SIZE": " ", "LOCAL_RANK": "0"}, "unset RANK LOCAL_RANK; for separate runs unset FLUX_JOB_SIZE"),
+        (SRUN | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "this RANK is one of 2"),
     ],
 )
 def test_what_cannot_be_one_run_is_refused(variables: dict[str, str], told: str) -> None:
@@ -121,6 +128,12 @@ def test_what_cannot_be_one_run_is_refused(variables: dict[str, str], told: str)
         take_rank(dict(variables))
     (line,) = str(refused.value).splitlines()
     assert told in line
+
+
+@pytest.mark.parametrize("variables", [SRUN, OPEN_MPI, FLUX])
+def test_blank_variables_are_as_unset(variables: dict[str, str]) -> None:
+    blank = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), " ") | {"RANK": ""}
+    assert taken(variables | blank) == taken(variables)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +144,7 @@ def test_what_cannot_be_one_run_is_refused(variables: dict[str, str], told: str)
         SRUN | LAUNCHER | {"GROUP_WORLD_SIZE": "2"},
         SRUN | {"SLURM_PTY_PORT": "9"} | LAUNCHER | {"CROSS_SIZE": "1"},  # a launcher in a terminal of srun --pty
         SRUN | LAUNCHER,  # exported by the user's script: RANK=$SLURM_PROCID
-        OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"},  # alone, as the user says
+        HYDRA | {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},  # a process that starts several ranks itself
     ],
 )
 def test_ranks_of_a_launcher_stay(variables: dict[str, str]) -> None:

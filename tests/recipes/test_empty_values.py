@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from pool import ROOT, environment
 from recipekit.command import parse
+from recipekit.data.files import local_files
+from recipekit.data.mixture import domains_of
 from recipekit.plan import Plan, make_plan
-from recipekit.recipe import AXES, EMPTY_HAS_A_MEANING, LARGEST, Recipe
+from recipekit.recipe import AXES, EMPTY_HAS_A_MEANING, LARGEST, PATHS, Recipe
 from recipekit.refusal import Refusal
 
 RECIPE = Recipe(model="recipekit/llama-nano", tokenizer="bytes", init="random", steps=4, seq_len=64)
@@ -75,6 +77,28 @@ def test_an_empty_entry_of_a_list_is_refused(tmp_path: Path, dataset: str, named
 def test_a_comma_in_the_name_of_a_file_is_no_list(tmp_path: Path) -> None:
     (tmp_path / "a,.jsonl").write_text('{"text": "some words"}\n')
     planned("--dataset", "a,.jsonl")
+
+
+@pytest.mark.parametrize("separator", [",", ", "])
+def test_a_list_of_files_may_be_longer_than_the_name_of_a_file(tmp_path: Path, separator: str) -> None:
+    for number in range(40):
+        (tmp_path / f"part_{number:03d}.jsonl").write_text('{"text": "a row"}\n')
+    listed = separator.join(sorted(path.name for path in tmp_path.glob("part_*")))
+    assert len(local_files(listed) or []) == 40 and planned("--dataset", listed).recipe.dataset == listed
+    assert len(domains_of(f"a={listed}@1; b=part_000.jsonl@1")) == 2
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("value", ["x" * 256, "runs/" + "é" * 128, "x" * 300 + "/y"])
+def test_a_name_that_no_file_can_have_is_refused(name: str, value: str) -> None:
+    flag = "deepspeed_config" if name == "ds_config" else name
+    (found,) = problems(f"--{flag}", value)
+    assert found.startswith(f"{flag} = ") and "and file systems take at most 255; " in found
+
+
+@pytest.mark.parametrize(("flag", "value"), [("bad_rows", "\n"), ("steps", "\n"), ("lr", " "), ("task", "a\tb"), ("init", "")])
+def test_a_value_that_does_not_print_is_quoted(flag: str, value: str) -> None:
+    assert problems(f"--{flag}", value)[0].startswith(f"--{flag} {value!r}: ")
 
 
 @pytest.mark.parametrize("name", NUMBERS)

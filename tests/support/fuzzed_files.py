@@ -9,7 +9,7 @@ from typing import Any
 from lint_cases import CASES
 
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e9, 5e-324, 10**40, -(10**40), 1e400, -1e400, float("nan")),
+    *(None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e9, 5e-324, 10**40, -(10**40), 10**400, 1e400, -1e400, float("nan")),
     *("", "auto", "AUTO", "true", "5e8", "1e-3", "none", "cpu", "nvme", "\u202e", "\ud800", "a" * 5000, "\x00", "Infinity"),
     *([], [[]], {}, {"": {}}, {"enabled": {"enabled": True}}, [None], [True, "x"], [1, 2, 3], ["0.9"], [{}], {"type": None}, {"stage": [3]}),
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
+from ..paths import is_there
 from ..refusal import Problem, Refusal, refuse
 from .folders import below, folders_of, skipped
 from .kinds import KINDS, MEDIA, METADATA, PICTURES, choose, count_endings, describes, kind_of, possible, suffix
@@ -62,7 +63,7 @@ def _check_whole(part: str, split: str, subset: str) -> None:
 
 
 def _parts(dataset: str) -> list[str]:
-    return [dataset] if Path(dataset).expanduser().exists() else [part.strip() for part in dataset.split(",") if part.strip()]
+    return [dataset] if is_there(dataset) else [part.strip() for part in dataset.split(",") if part.strip()]
 
 
 def _matching(pattern: Path) -> list[Path]:

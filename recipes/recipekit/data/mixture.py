@@ -1,9 +1,10 @@
 """Mixtures: several corpora in given shares of the tokens, dealt row by row to whichever is furthest behind."""
 
+import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
+from ..paths import is_there
 from ..refusal import Problem, Refusal
 
 _DOMAIN = re.compile(r"\s*([A-Za-z][\w-]*)\s*=(.+)@([^@]+)", re.DOTALL)
@@ -57,7 +58,7 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
 
 def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
     """Return a problem if a data set, or an entry of its list, is empty: a path that is empty means the current folder."""
-    entries = [dataset] if Path(dataset).expanduser().exists() else dataset.split(",")
+    entries = [dataset] if is_there(dataset) else dataset.split(",")
     if all(map(str.strip, entries)):
         return None
     where = f"--dataset: {domain} = {dataset!r}" if domain else f"--dataset {dataset!r}"
@@ -67,8 +68,8 @@ def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
 
 def _has_subset(corpus: str) -> bool:
     """Return True for a hub id or an existing folder with a subset after a colon."""
-    folder = Path(corpus.rpartition(":")[0]).expanduser()
-    is_folder = ":" in corpus[1:] and folder.is_dir() and not Path(corpus).expanduser().exists()
+    folder = os.path.expanduser(corpus.rpartition(":")[0])
+    is_folder = ":" in corpus[1:] and os.path.isdir(folder) and not is_there(corpus)
     return is_folder or re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.-]+", corpus) is not None
 
 

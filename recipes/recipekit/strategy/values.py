@@ -134,7 +134,7 @@ def _is(value: Any, name: str) -> bool:
     if name in ("integer", "number"):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        return math.isfinite(value) and (name == "number" or value == int(value))
+        return isinstance(value, int) or (math.isfinite(value) and (name == "number" or value == int(value)))  # some integers are too large for a float
     return {"string": isinstance(value, str), "array": isinstance(value, list), "object": isinstance(value, dict), "null": value is None, "any": True}[name]
 
 
