@@ -9,7 +9,7 @@
                                                                              ranks of the host, WORLD_SIZE those of all hosts; MASTER_ADDR, MASTER_PORT
 
 The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. launch/README.md says more.
-Exit code: 0 done; 1 refused or failed; 2 usage; 143 or 130 stopped after a checkpoint.
+Exit code: 0 done; 1 refused or failed; 2 usage; 75 a host did not come back; 143 or 130 stopped after a checkpoint.
 """
 
 import argparse
@@ -146,6 +146,7 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
 READ_BY = {
     "ssh_config": ("hostfile",),
     "sbatch": ("slurm",),
+    "wait_hosts": ("hostfile", "slurm"),
     **dict.fromkeys(("image", "folder", "claim", "name"), ("k8s",)),
     **dict.fromkeys(("python", "master_addr"), ("local", "hostfile", "slurm")),  # an image has its own Python, and the first pod is found by its name
 }
@@ -160,7 +161,7 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
     ]
     if arguments.max_restarts and (arguments.once or arguments.doctor):
         problems.append(f"--max_restarts {arguments.max_restarts}: what runs once on each host is not started again; leave it out")
-    if arguments.wait_hosts and not arguments.max_restarts:
+    if arguments.wait_hosts and not arguments.max_restarts and where in READ_BY["wait_hosts"]:
         problems.append(f"--wait_hosts {arguments.wait_hosts}: only a restart waits for hosts; add --max_restarts N, or leave it out")
     if arguments.bind_cores and (arguments.once or arguments.doctor):
         problems.append("--bind_cores: what runs once on each host has all its cores; leave it out")

@@ -36,6 +36,7 @@ LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may o
 TRACEBACK_BEGINS = "Traceback (most recent call last):"
 TAIL, TRACEBACK = 25, 200  # lines of a failed rank that are shown: without, and with its last traceback
 MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
+NO_GPUS_FROM_SLURM = "NoDevFiles"  # a recipe refuses it on a host with GPUs
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -96,7 +97,7 @@ class Agent:
         address = over_ssh[2] if len(over_ssh) == 4 else ""
         if not address or is_loopback(address):  # the connection comes from this host itself
             address = next((own for name in spec["others"] if (own := own_address(name))), address)
-        self.tell(hello={"problems": problems, "address": address, "port": free_port()})
+        self.tell(hello={"problems": problems, "address": address, "port": free_port(), "gpus": found})
 
     def environment(self, meeting: spawn.Meeting, folder: str, visible: list[str]) -> dict[str, str]:
         """Builds the environment of this host's launcher, and so of every rank; `visible` are the devices of the ranks."""
@@ -143,7 +144,8 @@ class Agent:
         slots = meeting.slots[meeting.node]
         visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES", ""))[:slots]
         if "CUDA_VISIBLE_DEVICES" in os.environ and not visible:
-            visible = ["-1"] * slots  # the user wants the CPU
+            unseen = os.environ["CUDA_VISIBLE_DEVICES"].strip()
+            visible = [unseen if unseen == NO_GPUS_FROM_SLURM else "-1"] * slots  # the user wants the CPU, or Slurm gave the job no GPU
         visible = visible if len(visible) == slots else [str(index) for index in range(slots)]
         words = spawn.command(self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"])
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a process that loses its parent becomes a child of this process

@@ -184,6 +184,8 @@ class Start:
                 node, message = self.events.get(timeout=max(0.01, min(5.0, deadline - time.monotonic())))
             except queue.Empty:
                 names = ", ".join(self.job.hosts[node].name for node in sorted(silent))
+                last = next((errors[-1] for node in sorted(silent) if (errors := self.connections[node].errors)), "")
+                names += f" ({last})" if last else ""  # srun, for example, reports that other steps of the job hold the cores
                 if time.monotonic() < deadline:
                     self.say(f"waiting for {names}")
                     continue
@@ -203,9 +205,19 @@ class Start:
                 silent.discard(node)
                 hellos[node] = message["hello"]
                 problems += [f"{self.job.hosts[node].name}: {problem}" for problem in message["hello"]["problems"]]
+        problems += self.without_gpus({node: hello["gpus"] for node, hello in hellos.items()})
         if problems:
             raise Refused(*problems)
         return hellos
+
+    def without_gpus(self, gpus: dict[int, int]) -> list[str]:
+        """Name the hosts on which no GPU is visible while others have some, as after a reboot until the driver is loaded."""
+        most = max(gpus, key=lambda node: gpus[node], default=0)
+        if self.job.spawn == "once" or not gpus.get(most):
+            return []
+        names = {node: self.job.hosts[node].name for node in gpus}
+        fix = "load its driver (nvidia-smi shows whether it is), or leave the host out"
+        return [f"{names[node]}: no GPU is visible, but {names[most]} has {gpus[most]}; {fix}" for node in gpus if not gpus[node]]
 
     def follow(self) -> None:
         """Follows every host to its end: passes on a stop, and ends all ranks once one has failed."""

@@ -104,6 +104,11 @@ def test_gpus_that_torch_does_not_see(host: Path) -> None:
         ("DS_ACCELERATOR", "cpu", 0),
         ("CUDA_VISIBLE_DEVICES", "", 0),
         ("CUDA_VISIBLE_DEVICES", "-1", 0),
+        ("CUDA_VISIBLE_DEVICES", " none", 0),
+        ("CUDA_VISIBLE_DEVICES", "void", 0),
+        ("CUDA_VISIBLE_DEVICES", "-1,-1", 0),  # from `python -m launch`, a word for each rank
+        ("CUDA_VISIBLE_DEVICES", "NoDevFiles,NoDevFiles", 1),
+        ("CUDA_VISIBLE_DEVICES", "NoDevFiles", 1),
         ("CUDA_VISIBLE_DEVICES", "0", 1),
         ("DS_ACCELERATOR", "cuda", 1),
     ],
@@ -111,6 +116,13 @@ def test_gpus_that_torch_does_not_see(host: Path) -> None:
 def test_a_wish_for_the_cpu_is_honoured(host: Path, name: str, value: str, problems: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert len(unseen(host)) == problems
+
+
+def test_a_job_to_which_slurm_gave_no_gpu_is_refused(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with advice about drivers."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    (problem,) = unseen(host)
+    assert problem.where == "CUDA_VISIBLE_DEVICES = NoDevFiles" and "--gpus-per-node" in problem.fix
 
 
 def test_a_host_without_gpus_is_fine(host: Path) -> None:

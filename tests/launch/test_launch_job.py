@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 from launch.host import TAIL, TRACEBACK, last_lines, named_error
 from launch.hosts import Host
 from launch.job import SETTLE, SETTLE_LOST, Job, Start
+from launch.refused import Refused
 
 MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
 OWN = ["Traceback (most recent call last):", '  File "train.py", line 84, in train_step', "    engine.backward(loss * weight)", MEMORY]
@@ -134,3 +135,16 @@ def test_the_last_lines_hold_the_whole_last_traceback(tmp_path: Path, frames: in
     lines = last_lines(log)
     assert lines == [*first, *last][-min(TRACEBACK, max(TAIL, len(last))) :]
     assert named_error(log) == "ValueError: broken"
+
+
+@pytest.mark.parametrize(("gpus", "named"), [((8, 0), "worker-2"), ((0, 2), "worker-1"), ((8, 8), ""), ((0, 0), ""), ((4, 8), "")])
+def test_a_host_without_gpus_beside_hosts_with_gpus_is_refused(tmp_path: Path, gpus: tuple[int, int], named: str) -> None:
+    """Its ranks would train on the CPU."""
+    job = start(tmp_path, [])
+    for node, found in enumerate(gpus):
+        job.events.put((node, {"hello": {"problems": [], "address": "10.0.0.1", "port": 1, "gpus": found}}))
+    if not named:
+        assert list(job.greet()) == [0, 1]
+        return
+    with pytest.raises(Refused, match=f"{named}: no GPU is visible, but worker-. has {max(gpus)}; load its driver"):
+        job.greet()

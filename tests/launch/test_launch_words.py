@@ -412,7 +412,9 @@ USAGE = [
     ([*K8S, "--master_addr", "10.0.0.1", NANO], 1, "--master_addr: is not read with --where k8s"),
     (["--image", "x", "--sbatch=--time=1", NANO], 1, "--image: is not read with --where local, only with k8s"),
     (["--max_restarts", "2", "--once", NANO], 1, "--max_restarts 2: what runs once"),
-    (["--wait_hosts", "60", NANO], 1, "--wait_hosts 60: only a restart waits for hosts; add --max_restarts N"),
+    ([*SLURM, "--wait_hosts", "60", NANO], 1, "--wait_hosts 60: only a restart waits for hosts; add --max_restarts N"),
+    (["--wait_hosts", "60", "--max_restarts", "2", NANO], 1, "--wait_hosts: is not read with --where local, only with hostfile and slurm"),
+    ([*K8S, "--wait_hosts", "60", "--max_restarts", "2", NANO], 1, "--wait_hosts: is not read with --where k8s"),
     (["--wait_hosts", "0", NANO], 2, "'0' is not a number of at least 1"),
     (["--doctor", "--quick", "--dry-run"], 1, "--dry-run: stands after --doctor"),
 ]

@@ -106,7 +106,7 @@ def test_the_interface_to_another_host_is_named_and_loopback_is_not() -> None:
     assert interface_to("127.0.0.1") == interface_to("") == interface_to("no such name") == interface_to("::1") == ""
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
-            if address.family == socket.AF_INET and not address.address.startswith("127."):
+            if address.family in (socket.AF_INET, socket.AF_INET6) and not address.address.startswith("127.") and address.address != "::1":
                 assert interface_to(address.address) == name
 
 

@@ -72,12 +72,18 @@ def check_devices(local_world: int) -> Findings:
         yield from check_shared_memory(Path("/dev/shm"))
 
 
+NO_GPU = ("", "-1", "none", "void")  # first words of CUDA_VISIBLE_DEVICES with which users and containers choose the CPU
+
+
 def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[Problem]:
     """Refuses GPUs of this host that torch does not see: the run would silently train on the CPU. A wish for the CPU is honoured."""
     there = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not there or os.environ.get("DS_ACCELERATOR") == "cpu" or (visible is not None and visible.strip() in ("", "-1")):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()  # the first word decides whether CUDA sees any
+    if not there or os.environ.get("DS_ACCELERATOR") == "cpu" or visible in NO_GPU:
         return []
+    if visible == "NoDevFiles":
+        fix = 'request GPUs with sbatch --gpus-per-node=N; to train on the CPU set CUDA_VISIBLE_DEVICES=""'
+        return [Problem("CUDA_VISIBLE_DEVICES = NoDevFiles", "Slurm gave this job none of the GPUs of its host", fix)]
     import torch
 
     if torch.accelerator.is_available():
