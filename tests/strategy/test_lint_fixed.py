@@ -211,6 +211,16 @@ def test_half_a_surrogate_pair_is_printed_and_written_as_an_escape(text: str, ke
     assert lint.read("ds.fixed.json", tmp_path, True)[0] == json.loads(fixed)
 
 
+@pytest.mark.parametrize("key", ["gradient_clipping", "steps_per_print", "zero_optimization.reduce_bucket_size", "optimizer.params.lr"])
+@pytest.mark.parametrize("mode", MODES[:4], ids=lambda mode: "-".join(mode) or "recipe")
+def test_an_integer_may_be_too_large_for_a_float(key: str, mode: dict[str, Any], tmp_path: Path) -> None:
+    value: Any = 10**400
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    (tmp_path / "ds.json").write_text(json.dumps(BATCH | value))
+    lint.lint(str(tmp_path / "ds.json"), **mode)
+
+
 def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     with pytest.raises(Refusal):
         lint.read("absent.json", tmp_path, True)
