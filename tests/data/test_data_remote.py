@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -41,7 +42,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, files: dict[str, bytes]):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.faults = files, list[str]()
+        self.files, self.faults, self.gives_ranges = files, list[str](), True
         self.asked: list[tuple[str, str, str | None]] = []  # method, path, range
         self.sent = Counter[str]()  # bytes of each file
         self.lock = threading.Lock()
@@ -91,8 +92,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             return
         more = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if not (found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked or "")):
-            self.answer(200, content, more)
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", asked or "")
+        if not found or not self.server.gives_ranges:
+            with self.server.lock:
+                self.server.sent[name] += len(content)
+            self.answer(200, content, more, cut=len(content) // 2 if fault == "truncate" else None)
             return
         first, last = int(found[1]), min(int(found[2]), len(content) - 1)
         if first >= len(content):
@@ -185,6 +189,51 @@ def test_a_bad_server_changes_nothing(server, kind, tmp_path):
     assert not server.faults and len(said) == 18
     for part in ("429 Too Many Requests", "503 Service Unavailable", "reset by peer", "before its announced end", "of the", "asking again in"):
         assert any(part in line for line in said), (part, said)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_small_files_of_a_server_without_ranges_are_read_as_a_whole(content, tmp_path, monkeypatch, kind):
+    """Of Python's own server: the rows of the files on disk. A resume on a server with ranges has the same rows, too."""
+    for name, data in content.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    names = sorted(name for name in content if name.endswith(kind))
+    expected, _ = take(request_for(",".join(str(tmp_path / name) for name in names), token_cache="off"), 60)
+    handler = partial(QuietHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as quick:
+        threading.Thread(target=quick.serve_forever, args=(0.05,), daemon=True).start()
+        dataset = ",".join(f"http://127.0.0.1:{quick.server_address[1]}/{name}" for name in names)
+        got, _ = take(request_for(dataset), 60)
+        _, state = take(request_for(dataset), 25)
+        again, _ = take(request_for(dataset), 35, state)
+        assert (got == expected).all() and (again == expected[25:]).all()
+        monkeypatch.setattr(remote, "WHOLE_BYTES", len(content[names[0]]) - 1)
+        with pytest.raises(Refusal, match=f"/{names[0]}: the server does not give parts of a file .* only files of up to 0 MiB .*; download the file"):
+            open_stream(request_for(dataset), BYTES, dp=1, dp_rank=0)
+        quick.shutdown()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_bad_server_without_ranges_changes_nothing(server):
+    """Each file comes once, whatever the faults; one that changes is named."""
+    expected, _ = take(request_for(addresses(server, "jsonl")), 60)
+    server.gives_ranges = False
+    server.sent.clear()
+    server.faults = ["503", "reset", "", "", "truncate", "reset", "truncate", "429"]
+    said: list[str] = []
+    got, _ = take(request_for(addresses(server, "jsonl")), 60, say=said.append)
+    assert (got == expected).all() and len(said) == 6 and not server.faults
+    fetched = sum(len(server.files[f"{number}.jsonl"]) for number in range(2))
+    assert sum(server.sent.values()) <= 5 * fetched, "asked for twice each, and cut short twice"
+    with contextlib.closing(open_stream(request_for(addresses(server, "parquet")), BYTES, dp=1, dp_rank=0)) as own:
+        server.files = {name: content + b" " for name, content in server.files.items()}
+        with pytest.raises(Refusal, match="has changed on the server since it was opened"):
+            for _ in range(300):
+                next(own)
 
 
 def test_resume_from_addresses_and_kept_tokens(server, tmp_path):

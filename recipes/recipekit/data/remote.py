@@ -1,14 +1,19 @@
 """Files over HTTP: read in ranges; each range is asked for again until it came whole or the time is over.
 
+A small file of a server without ranges is fetched as a whole.
+
 A range can be asked for any number of times, so a fault on the way neither loses nor repeats a row.
 """
 
+import functools
 import http.client
 import io
 import logging
+import os
 import random
 import socket
 import ssl
+import tempfile
 import threading
 import time
 import urllib.error
@@ -18,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import torch.distributed as dist
@@ -35,6 +40,7 @@ SILENT = 30.0  # seconds that a rank other than 0 waits before it tells, too
 TIMEOUT = 20.0  # seconds without a byte
 READ_AHEAD = 1 << 20  # bytes fetched at a time where a file is read line by line
 NETWORK = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError, http.client.HTTPException, httpx.TransportError)
+WHOLE_BYTES = 64 << 20  # the largest file that is read as a whole, from a server without ranges
 LOG = logging.getLogger(__name__)
 _DRAW = random.Random()  # not the seeded one of the module `random`: ranks must not all come back at the same moment
 
@@ -160,11 +166,12 @@ def from_rank_0(make: Callable[[], Made]) -> Made:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """Names a file behind an address that gives ranges of it."""
+    """Names a file behind an address."""
 
     url: str
     size: int
     version: str  # what the server calls this content (ETag or date); "": the address itself stands for it
+    is_whole: bool = False  # the server gives no ranges, so the file is read as a whole
 
     @property
     def name(self) -> str:
@@ -219,7 +226,7 @@ def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
         try:
             with request(url, "bytes=0-0") as answer:
                 if answer.status != 206:
-                    raise refuse(shown(url), "the server does not give parts of a file (HTTP range requests)", "download the file and name its path")
+                    return _without_ranges(url, answer)
                 if len(answer.read()) != 1:
                     raise ConnectionError("the server gave no byte of the one asked for")
                 size = int(answer.headers["Content-Range"].rpartition("/")[2])
@@ -237,23 +244,63 @@ def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
         raise refuse(shown(url), f"cannot be read: {describe(error)}", "check the address, and that this machine may read it") from error
 
 
+def _without_ranges(url: str, answer: Any) -> RemoteFile:
+    """Return the file of a server without range requests, by its answer. Raise `Refusal` if the file is large."""
+    stated = answer.headers.get("Content-Length")
+    size = int(stated) if stated else len(answer.read(WHOLE_BYTES + 1))
+    if size > WHOLE_BYTES or answer.headers.get("Content-Encoding", "identity") != "identity":
+        rule = "the server does not give parts of a file (HTTP range requests)"
+        if size > WHOLE_BYTES:
+            rule += f", and only files of up to {WHOLE_BYTES >> 20} MiB are read as a whole"
+        raise refuse(shown(url), rule, "download the file and name its path")
+    return RemoteFile(url, size, version_of(answer.headers), is_whole=True)
+
+
+@functools.lru_cache(maxsize=16)  # at most 1 GiB; the spans of a file are read far apart
+def _copy(file: RemoteFile) -> BinaryIO:
+    """Fetch a whole file into a temporary one. Raise as `fetch` does."""
+    with request(file.url) as answer:
+        stated = int(answer.headers.get("Content-Length") or file.size)
+        if stated != file.size or version_of(answer.headers) != file.version:
+            raise _changed(file)
+        content = answer.read(file.size + 1)
+        if len(content) < file.size:  # with a limit, http.client does not notice the early end
+            raise ConnectionError(f"the server gave {len(content)} bytes of {file.size}")
+        if len(content) > file.size:
+            raise _changed(file)
+    try:
+        copy = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (closed when the cache drops it)
+        copy.write(content)
+    except OSError as error:
+        raise refuse(str(file), f"cannot be kept in {tempfile.gettempdir()}: {error.strerror}", "free space there, or set TMPDIR") from error
+    return cast("BinaryIO", copy)
+
+
+def _changed(file: RemoteFile) -> Refusal:
+    return refuse(str(file), "has changed on the server since it was opened", "start anew with --out NEW, or bring the old file back")
+
+
 def fetch(file: RemoteFile, start: int, end: int) -> bytes:
     """Fetches bytes `start` to before `end`. Raises OSError for a fault that a second try may mend, `Refusal` if the file has changed."""
+    if file.is_whole:
+        return os.pread(_copy(file).fileno(), end - start, start)
     with request(file.url, f"bytes={start}-{end - 1}") as answer:
         size = int(answer.headers.get("Content-Range", "").rpartition("/")[2] or -1)
         changed = size != file.size or (file.version and version_of(answer.headers) != file.version)
         if answer.status != 206:
             raise ConnectionError(f"the server answers {answer.status} where a part of the file was asked for")
         if changed:
-            raise refuse(str(file), "has changed on the server since it was opened", "start anew with --out NEW, or bring the old file back")
+            raise _changed(file)
         content = answer.read()
         if len(content) != end - start:
             raise ConnectionError(f"the server gave {len(content)} bytes of the {end - start} asked for")
         return content
 
 
-def request(url: str, ranges: str) -> Any:
-    asked = urllib.request.Request(url, headers={"Range": ranges, "Accept-Encoding": "identity", "User-Agent": "recipekit"})
+def request(url: str, ranges: str = "") -> Any:
+    """Ask for some bytes of a file, or for all of it; return the answer, open."""
+    headers = {"Accept-Encoding": "identity", "User-Agent": "recipekit"} | ({"Range": ranges} if ranges else {})
+    asked = urllib.request.Request(url, headers=headers)
     if url.startswith(f"{constants.ENDPOINT}/"):
         for name, value in build_hf_headers().items():
             if name.lower() == "authorization":
