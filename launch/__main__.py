@@ -15,6 +15,7 @@ Exit code: 0 done; 1 refused or failed; 2 usage; 75 a host did not come back; 14
 import argparse
 import difflib
 import io
+import itertools
 import os
 import shlex
 import signal
@@ -166,6 +167,11 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
     if arguments.bind_cores and (arguments.once or arguments.doctor):
         problems.append("--bind_cores: what runs once on each host has all its cores; leave it out")
     starts_there = (where == "slurm" and "SLURM_JOB_ID" not in variables) or (where == "k8s" and "JOB_COMPLETION_INDEX" not in variables)
+    keep = "Slurm keeps what is exported in files" if where == "slurm" else "a manifest is kept and shown as it is"
+    for before, word in itertools.pairwise(("the recipe's words", *arguments.words)) if starts_there else ():
+        if "://" in word and environment.holds_secret(word):
+            flag = word.partition("=")[0] if word.startswith("--") else before
+            problems.append(f"{flag}: the address holds a key or a password, and {keep}; use an address without one, or a path of the cluster")
     for name in arguments.env:
         if name not in variables:
             problems.append(f"--env {name}: is not set; export it first")
@@ -173,8 +179,7 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
             way = "log in once on the cluster, its login files serve every node (hf auth login, wandb login)"
             if where == "k8s":
                 way = f"put it into the job's Secret: kubectl create secret generic NAME-secrets --from-file={name}=FILE"
-            kept = "Slurm keeps what is exported in files" if where == "slurm" else "a manifest is kept and shown as it is"
-            problems.append(f"--env {name}: is a secret, and {kept}; leave it out, and {way}")
+            problems.append(f"--env {name}: is a secret, and {keep}; leave it out, and {way}")
     return problems
 
 
@@ -233,6 +238,8 @@ def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> 
         secret = environment.secrets(variables, arguments.env)
         names = [name + (" (secret)" if name in secret else "") for name in job.environment]
         say(f"  variables that travel with it, through stdin: {', '.join(names) or 'none'}")
+        for line in environment.left_behind(variables, job.environment, "--env NAME passes it on"):
+            say(f"  {line}")
 
 
 def once(job: Job) -> int:

@@ -6,16 +6,22 @@ import posixpath
 import re
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
-from . import environment
+from . import environment, run_folder
+from .connection import REPOSITORY
 from .hosts import Host, devices
 from .refused import Refused
 
 TEMPLATE = Path(__file__).with_name("k8s.yaml")
 FOLDER = "/opt/recipes"
 PORT = 29500
+# The image has its own Python and libraries, and the folders of this machine are not in it
+OF_HERE = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR", "SCRATCH", "WORK")
+# The same for all pods of a Job, another for each Job: `--out runs/{job_id}`
+JOB_ID = {"name": "LAUNCH_JOB_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}}
 WAIT = 600.0  # seconds in which the first pod must have an address
 
 
@@ -30,6 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> int:
     """Prints the manifest, or gives it to kubectl. Raises `Refused`."""
     text = manifest(arguments, words, variables)
+    way = f"put it into the job's Secret, kubectl create secret generic {job_name(arguments, words)}-secrets --from-file=NAME=FILE"
+    for line in environment.left_behind(variables, passed_on(arguments, variables), way):
+        print(f"launch: {line}", file=sys.stderr, flush=True)
     if arguments.dry_run:
         print(text, end="")
         return 0
@@ -42,22 +51,23 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
 
 def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> str:
     """Writes the Service and the Indexed Job as YAML. Raises `Refused`."""
-    name = arguments.name or re.sub(r"[^a-z0-9]+", "-", Path(words[0]).stem.lower()).strip("-")
-    folder, nodes, problems = arguments.folder or FOLDER, arguments.nodes or 1, []
+    name, folder, nodes = job_name(arguments, words), arguments.folder or FOLDER, arguments.nodes or 1
+    runs, problems = posixpath.join(folder, "runs"), []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
         problems.append(f"--name {name}: is no Kubernetes name; use up to 52 lower-case letters, digits and hyphens, the first a letter")
     if not arguments.image:
         problems.append("--where k8s: which image? give --image REGISTRY/IMAGE:TAG, with this repository and its environment in it")
     elif not arguments.gpus:
         problems.append("--where k8s: how many GPUs has a pod? give --gpus N")
+    if not (arguments.once or arguments.doctor):
+        problems += check_out(words, folder, runs)
     if problems:
         raise Refused(*problems)
+    words = (in_image(words[0], folder), *words[1:])
     own = ["--where", "k8s", "--nodes", str(nodes), "--gpus", str(arguments.gpus), "--spawn", arguments.spawn, "--max_restarts", str(arguments.max_restarts)]
     own += ["--bind_cores"] if arguments.bind_cores else []
     rest = ["--doctor", *words[1:]] if arguments.doctor else ["--once", *words] if arguments.once else list(words)
-    of_here = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR")  # the image has its own
-    passed = {key: value for key, value in environment.needed(variables, arguments.env).items() if key in arguments.env or not key.startswith(of_here)}
-    passed |= {"MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(arguments.master_port or PORT)}
+    passed = passed_on(arguments, variables) | {"MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(arguments.master_port or PORT)}
     fields = {
         "name": name,
         "nodes": nodes,
@@ -65,13 +75,46 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
         "image": arguments.image,
         "folder": folder,
         "command": [unexpanded(word) for word in ["python", "-m", "launch", *own, *rest]],
-        "env": [{"name": key, "value": unexpanded(value)} for key, value in passed.items()],
+        "env": [{"name": key, "value": unexpanded(value)} for key, value in passed.items()] + [JOB_ID],
         "secret": f"{name}-secrets",
         "resources": {"limits": {"nvidia.com/gpu": arguments.gpus}},
-        "runs": posixpath.join(folder, "runs"),
+        "runs": runs,
         "claim": arguments.claim or "runs",
     }
     return re.sub(r"\{(\w+)\}", lambda field: scalar(fields[field[1]]), TEMPLATE.read_text())
+
+
+def job_name(arguments: argparse.Namespace, words: tuple[str, ...]) -> str:
+    return arguments.name or re.sub(r"[^a-z0-9]+", "-", Path(words[0]).stem.lower()).strip("-")
+
+
+def passed_on(arguments: argparse.Namespace, variables: dict[str, str]) -> dict[str, str]:
+    """Select the variables that the manifest states."""
+    found = environment.needed(variables, arguments.env)
+    return {name: value for name, value in found.items() if name in arguments.env or not name.startswith(OF_HERE)}
+
+
+def check_out(words: tuple[str, ...], folder: str, runs: str) -> list[str]:
+    """Refuse a run folder outside the mounted claim: it would be lost with the pod."""
+    text = run_folder.stated_out(words)
+    fix = "use --out runs/NAME"
+    if text is None:
+        return [f"--where k8s: the recipe computes its `out`, and only {runs} outlives a pod; {fix}"]
+    if text.startswith("~") or "$" in text or run_folder.is_address(text):
+        return [f"out = {text}: only {runs} outlives a pod, where the claim is mounted; {fix}"]
+    path = posixpath.normpath(posixpath.join(folder, text)) if text else f"{runs}/default"
+    if not path.startswith(f"{posixpath.normpath(runs)}/"):
+        return [f"out = {text}: lies outside {runs}, where the claim is mounted, and is lost with the pod; {fix}"]
+    return []
+
+
+def in_image(script: str, folder: str) -> str:
+    """Return the path of a script in the image, relative to the repository in it. Raise `Refused` for a file elsewhere."""
+    path = Path(script).resolve()
+    for root in (REPOSITORY, Path(folder)):
+        if path.is_relative_to(root):
+            return path.relative_to(root).as_posix()
+    raise Refused(f"{script}: lies outside the repository, which is all that the image has; copy it into recipes/ and build the image with it")
 
 
 def unexpanded(word: str) -> str:

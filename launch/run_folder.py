@@ -17,14 +17,24 @@ NONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # NotADirecto
 def out_of(words: tuple[str, ...]) -> Path:
     """Returns the run folder of a recipe's command line: its --out, the `out` that the recipe's file writes as plain text, or
     runs/<recipe>, which is runs/<recipe>_tiny with --tiny."""
+    default = "runs/" + Path(words[0]).stem + ("_tiny" if "--tiny" in words[1:] else "")
+    return Path(_filled(stated_out(words) or "", default, dict(os.environ)) or default)
+
+
+def stated_out(words: tuple[str, ...]) -> str | None:
+    """Return the --out of a command line, or the `out` of the recipe's file; "" without one, None if the file computes it."""
     out = ""
     for index, word in enumerate(words):
         if word == "--out" and index + 1 < len(words):
             out = words[index + 1]
         elif word.startswith("--out="):
             out = word.removeprefix("--out=")
-    default = "runs/" + Path(words[0]).stem + ("_tiny" if "--tiny" in words[1:] else "")
-    return Path(_filled(out or _out_in(Path(words[0])), default, dict(os.environ)) or default)
+    return out or _out_in(Path(words[0]))
+
+
+def is_address(text: str) -> bool:
+    """Return True for s3://bucket, host:/folder and the like."""
+    return bool(re.match(ADDRESS, text))
 
 
 def _filled(out: str, default: str, variables: dict[str, str]) -> str:
@@ -36,11 +46,11 @@ def _filled(out: str, default: str, variables: dict[str, str]) -> str:
     text = re.sub(r"(?<!\$)\{([^{}/]*)\}", lambda found: values.get(found[1].lower()) or found[0], text)
     text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: variables.get(found[1] or found[2]) or found[0], text)
     text = os.path.expanduser(text)
-    return "" if re.match(ADDRESS, text) or re.search(r"\$\w|[{}]|(^|/)~", text) else text
+    return "" if is_address(text) or re.search(r"\$\w|[{}]|(^|/)~", text) else text
 
 
-def _out_in(recipe: Path) -> str:
-    """Reads the `out` of `RECIPE = Recipe(...)` without running the file; "" if the recipe sets none."""
+def _out_in(recipe: Path) -> str | None:
+    """Read the `out` of `RECIPE = Recipe(...)` without running the file; "" if the recipe sets none, None if it is not plain text."""
     try:
         tree = ast.parse(recipe.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -48,8 +58,9 @@ def _out_in(recipe: Path) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Recipe":
             for given in node.keywords:
-                if given.arg == "out" and isinstance(given.value, ast.Constant) and isinstance(given.value.value, str):
-                    return given.value.value
+                if given.arg == "out":
+                    value = given.value.value if isinstance(given.value, ast.Constant) else None
+                    return value if isinstance(value, str) else None
     return ""
 
 

@@ -17,6 +17,8 @@ from test_launch_words import expanded
 from two_hosts import two_hosts_or_skip
 from words import arbitrary_words
 
+from launch.__main__ import main
+
 SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
 
 
@@ -34,6 +36,11 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
     return only
 
 
+def stated(job: dict[str, Any]) -> dict[str, str]:
+    """The variables with a value in the manifest."""
+    return {variable["name"]: expanded(variable["value"]) for variable in container(job)["env"] if "value" in variable}
+
+
 @pytest.mark.parametrize("version", ["1.29", "1.33", kubernetes_validate.latest_version()])
 def test_the_manifest_holds_against_the_schema(version: str) -> None:
     service, job = render("--gpus", "8", "--max_restarts", "3", str(NANO), "--tiny")
@@ -44,19 +51,83 @@ def test_the_manifest_holds_against_the_schema(version: str) -> None:
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["completions"] == job["spec"]["parallelism"] == 2
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert container(job)["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    own = {variable["name"]: expanded(variable["value"]) for variable in container(job)["env"]}
+    own = stated(job)
     assert own["WANDB_PROJECT"] == "a $(name) of $$ mine\n'x'"
     assert own["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
 
 
 def test_words_arrive_as_typed() -> None:
-    words = arbitrary_words()
+    words = [*arbitrary_words(), "--out", "runs/x"]  # some of the words are --out and ~
     _, job = render("--gpus", "8", str(NANO), *words)
     command = [expanded(word) for word in container(job)["command"]]
-    assert command[: command.index(str(NANO))] == [
-        *("python", "-m", "launch", "--where", "k8s", "--nodes", "2", "--gpus", "8", "--spawn", "deepspeed", "--max_restarts", "0")
-    ]
-    assert command[command.index(str(NANO)) + 1 :] == words
+    script = command.index("recipes/llama_nano_zero2.py")  # in the image, whatever its path is here
+    assert command[:script] == [*("python", "-m", "launch", "--where", "k8s", "--nodes", "2", "--gpus", "8", "--spawn", "deepspeed", "--max_restarts", "0")]
+    assert command[script + 1 :] == words
+
+
+RECIPE = "recipes/llama_nano_zero2.py"
+MANIFESTS = [  # flags of launch, the script, its words
+    (["--gpus", "8"], RECIPE, []),
+    (["--gpus", "1", "--nodes", "64"], RECIPE, ["--tiny"]),
+    (["--gpus", "8", "--max_restarts", "3"], RECIPE, ["--out", "runs/a b"]),
+    (["--gpus", "8", "--spawn", "torchrun", "--bind_cores"], RECIPE, ["--out=runs/{job_id}"]),
+    (["--gpus", "8", "--name", "a-b-c", "--claim", "other-claim"], RECIPE, ["--out", "{folder}/runs/x"]),
+    (["--gpus", "8", "--master_port", "1234"], RECIPE, ["--out", "./runs/x/../y"]),
+    (["--gpus", "8", "--env", "PYTHONUNBUFFERED"], RECIPE, ["--dataset", "https://h/x.jsonl?part=1", "--no-wandb"]),
+    (["--gpus", "8", "--once"], "launch/rank.py", ["--out", "/anywhere"]),
+    (["--gpus", "8", "--doctor"], "", ["--quick"]),
+    (["--gpus", "8"], RECIPE, ["$(id)", "${HOME}", "ünï", "'", '"', "\\", "\n", "{name}"]),
+    (["--gpus", "8"], "recipes/llama3_1_8b_zero3.py", ["--steps", "10", "--out", "runs/s"]),
+    (["--gpus", "16", "--image", "registry.example:5000/a/b@sha256:" + "0" * 64], RECIPE, ["--resume", "never"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "script", "words"), MANIFESTS, ids=[" ".join([*flags, script, *words])[:60] for flags, script, words in MANIFESTS])
+def test_manifests_of_twelve_commands_are_valid(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], script: str, words: list[str]
+) -> None:
+    """In Kubernetes 1.30 and newer; the script is named as it is in the image."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    words = [word.replace("{folder}", "/opt/recipes") for word in words]
+    here = str(ROOT / script) if script else ""
+    assert main(["--where", "k8s", "--image", "x", "--dry-run", *flags, *filter(None, [here]), *words]) == 0
+    service, job = yaml.safe_load_all(capsys.readouterr().out)
+    for document in (service, job):
+        for version in ("1.30", "1.33", kubernetes_validate.latest_version()):
+            kubernetes_validate.validate(document, version, strict=True)
+    command = [expanded(word) for word in container(job)["command"]]
+    assert command[-len(words) - 1 :] == [script or "--doctor", *words]
+    assert not [word for word in command if str(ROOT) in word]
+    (job_id,) = [variable for variable in container(job)["env"] if variable["name"] == "LAUNCH_JOB_ID"]
+    assert job_id["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+
+
+@pytest.mark.parametrize(
+    "out", ["/data/run", "elsewhere/run", "runs", "runs/../x", "runs/../../x", "~/runs/x", "$SCRATCH/x", "s3://b/x", "/opt/recipes/runsx/y"]
+)
+def test_a_run_folder_outside_the_claim_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    """Typed, or written in the recipe's file: it would be gone with the pod."""
+    place = ["--where", "k8s", "--gpus", "8", "--image", "x", "--dry-run"]
+    assert main([*place, str(NANO), "--out", out]) == 1
+    (tmp_path / "mine.py").write_text(NANO.read_text().replace("Recipe(\n", f'Recipe(\n    out="{out}",\n', 1))
+    assert main([*place, "--folder", "/opt/recipes", str(tmp_path / "mine.py")]) == 1
+    typed, written = capsys.readouterr().err.split("refused: 1 problem")[1:]
+    assert typed == written and f"out = {out}: " in typed and "use --out runs/NAME" in typed
+
+
+def test_a_recipe_that_is_not_in_the_image_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And one whose run folder nobody can read off the file."""
+    place = ["--where", "k8s", "--gpus", "8", "--image", "x", "--dry-run"]
+    mine = tmp_path / "mine.py"
+    mine.write_text(NANO.read_text())
+    assert main([*place, str(mine)]) == 1
+    mine.write_text(NANO.read_text().replace("Recipe(\n", 'Recipe(\n    out=os.environ["SCRATCH"],\n', 1))
+    assert main([*place, str(mine)]) == 1
+    assert main([*place, "--folder", str(tmp_path), str(mine), "--out", "runs/x"]) == 0
+    said = capsys.readouterr()
+    assert f"{mine}: lies outside the repository" in said.err and "the recipe computes its `out`" in said.err
+    assert container(list(yaml.safe_load_all(said.out))[1])["command"][-3:] == ["mine.py", "--out", "runs/x"]
 
 
 @pytest.mark.parametrize(("words", "told"), [(["--name", "Über"], "no Kubernetes name"), (["--image", ""], "which image")])
@@ -112,9 +183,9 @@ def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> 
     """
     with two_hosts_or_skip() as pods:
         flags = [str(NANO), "--tiny", "--steps", "3", "--no-wandb", "--no-export", "--out"]
-        _, job = render("--gpus", "1", *flags, str(tmp_path / "run"))
-        command = [expanded(word) for word in container(job)["command"]]
-        variables = {variable["name"]: expanded(variable["value"]) for variable in container(job)["env"]}
+        _, job = render("--gpus", "1", *flags, "runs/mounted")
+        command = [expanded(word).replace("runs/mounted", str(tmp_path / "run")) for word in container(job)["command"]]
+        variables = stated(job)
         variables |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         variables["PYTHONPATH"] = os.pathsep.join([container(job)["workingDir"], str(ROOT / "recipes")])
         started = []

@@ -25,6 +25,16 @@ from launch.slurm import asks_for_gpus
 FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--no-wandb", "--steps", "100000")
 SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
 
+REACHED = {  # of another company's network
+    "no_proxy": "localhost,10.0.0.0/8",
+    "https_proxy": "http://proxy.corp:3128",
+    "REQUESTS_CA_BUNDLE": "/etc/corp/ca.pem",
+    "AWS_ENDPOINT_URL": "https://s3.corp",
+    "NCCL_IB_GID_INDEX": "3",
+    "WANDB_RUN_GROUP": "a group, of mine",
+    "SCRATCH": "/scratch/me",
+}
+
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
@@ -35,7 +45,7 @@ def slurm() -> Iterator[Slurm]:
 def submit(slurm: Slurm, output: Path, *words: str, nodes: int = 2, batch: str = "launch/slurm.sbatch", folder: Path = ROOT) -> str:
     """The number of the job."""
     command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={output}", batch, *words]
-    answer = slurm.run(*command, folder=folder, **SECRETS)
+    answer = slurm.run(*command, folder=folder, **SECRETS, **REACHED)
     assert answer.strip().isdigit(), answer
     return answer.strip()
 
@@ -103,6 +113,7 @@ def test_words_reach_the_script_on_both_nodes_as_typed(slurm: Slurm, tmp_path: P
         got, variables = json.loads((tmp_path / f"dump_{rank}").read_text())
         assert got == words
         assert variables["WORLD_SIZE"] == "4" and not variables.keys() & SECRETS.keys()
+        assert {name: variables.get(name) for name in REACHED} == REACHED
 
 
 BATCHES = [  # what is submitted, where, and how the job ends
@@ -234,7 +245,7 @@ def test_a_login_node_submits_names_and_no_values(tmp_path: Path) -> None:
     assert "sbatch --nodes=2" in done.stdout and "--gpus-per-node=8" in done.stdout and "--partition=gpu" in done.stdout and "'$(id)'" in done.stdout
     assert "--dry-run" not in done.stdout, "what is printed would train nothing"
     (exported,) = [word for word in done.stdout.split() if word.startswith("--export=")]
-    assert "WANDB_PROJECT" in exported and not any(name in done.stdout or value in done.stdout for name, value in SECRETS.items())
+    assert "WANDB_PROJECT" in exported and not any(name in exported or value in done.stdout for name, value in SECRETS.items())
 
 
 GPU_REQUESTS = [
