@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from .paths import local_path
 from .refusal import Problem, Refusal, refuse
 
 HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # attempts to connect, a second apart, and seconds for each, before the hub counts as away
@@ -84,13 +85,32 @@ def is_hub_id(name: str) -> bool:
 MODELS, DATASETS = "models", "datasets"  # kinds of repositories, as the cache spells them
 
 
+# Folders that programs write to and whose value they take as it is
+UNEXPANDED = ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
+
+
 def check_variables(environment: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each variable that names a cache and is empty: libraries read it as the current folder."""
+    """Return a problem for each variable that names a cache and is empty, an address or a path that no library expands.
+
+    Libraries read an empty one as the current folder, and s3://bucket as a folder named s3:.
+    """
     names = ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"]
     names += ["XDG_CACHE_HOME"] if "HF_HOME" not in environment else []
     empty = [name for name in names if name in environment and not environment[name].strip()]
     rule = "must not be empty or blank: the cache would be in the current folder"
-    return [Problem(f"{name} = {environment[name]!r}", rule, f"unset {name}, or name a folder") for name in empty]
+    problems = [Problem(f"{name} = {environment[name]!r}", rule, f"unset {name}, or name a folder") for name in empty]
+    for name in dict.fromkeys((*names, *UNEXPANDED)):
+        if not (value := environment.get(name, "").strip()):
+            continue
+        where = f"{name} = {value}"
+        try:
+            path = str(local_path(where, value))
+        except Refusal as refusal:
+            problems += refusal.problems
+            continue
+        if name in UNEXPANDED and value.startswith(("~", "$")):
+            problems.append(Problem(where, "must be a path without ~ and $: programs make a folder of that name", f"set it to {path}"))
+    return problems
 
 
 def cache_folder() -> Path:

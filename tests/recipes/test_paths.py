@@ -10,6 +10,7 @@ import pytest
 from job import NANO
 from pool import ROOT
 from recipekit.command import parse, recipe_of
+from recipekit.hub import check_variables
 from recipekit.paths import local_path, run_folder, write_with_umask
 from recipekit.plan import Plan, make_plan
 from recipekit.recipe import Recipe
@@ -90,6 +91,37 @@ def test_every_path_that_a_run_writes_is_looked_at(tmp_path: Path, monkeypatch: 
         (tmp_path / "own.json").write_text(f'{{"zero_optimization": {{"stage": 0}}, "{block}": {{"enabled": true, "{name}": "s3://b/c"}}}}')
         assert (f"{block}.{name} = s3://b/c", IS_ADDRESS) in refused("--deepspeed_config", "own.json")
     assert {path.name for path in tmp_path.iterdir()} == {"own.json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("HF_HOME", "s3://b/hub", IS_ADDRESS),
+        ("HF_DATASETS_CACHE", "$NOWHERE/x", "the variable NOWHERE is not set"),
+        ("TORCH_EXTENSIONS_DIR", "gs://b/ops", IS_ADDRESS),
+        ("TORCH_EXTENSIONS_DIR", "~/ops", "must be a path without ~ and $: programs make a folder of that name"),
+        ("WANDB_CACHE_DIR", "$SCRATCH/wandb", "must be a path without ~ and $: programs make a folder of that name"),
+        ("HF_HOME", "~/hub", ""),  # huggingface_hub expands both
+        ("HF_HUB_CACHE", "$SCRATCH/hub", ""),
+        ("TORCH_EXTENSIONS_DIR", "/scratch/ops", ""),
+    ],
+)
+def test_the_folders_of_caches_are_looked_at(monkeypatch: pytest.MonkeyPatch, name: str, value: str, rule: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert [(problem.where, problem.rule) for problem in check_variables(os.environ)] == ([(f"{name} = {value}", rule)] if rule else [])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "where", "rule"),
+    [
+        ("s3://b/x.jsonl", "s3://b/x.jsonl", "only https:// and http:// addresses can be read"),
+        ("a=gs://b/x.parquet?key=1@1; b=builtin@1", "gs://b/x.parquet", "only https:// and http:// addresses can be read"),
+        ("https://h/x.jsonl, hf://datasets/a/b", "hf://datasets/a/b", "only https:// and http:// addresses can be read"),
+        ("https://h/x.jsonl, x.jsonl", "x.jsonl", "is a path, and cannot be combined with addresses"),
+    ],
+)
+def test_data_that_no_run_reads_is_refused_by_a_plan(dataset: str, where: str, rule: str) -> None:
+    assert (f"--dataset {where}", rule) in refused("--dry_run", "--dataset", dataset)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def local_files(dataset: str, pictures: bool = False, split: str = TRAIN, subset
     kinds `pictures` says which are data: the pictures, or all others. Raises `Refusal` if there are no such files.
     """
     if "://" in dataset:
+        _check_addresses(dataset)
         _check_whole(dataset.partition("?")[0], split, subset)
         return None
     parts = _parts(dataset)
@@ -50,6 +51,18 @@ def local_files(dataset: str, pictures: bool = False, split: str = TRAIN, subset
         raise Refusal(problems)
     found = sorted(files)
     return list({os.path.abspath(file): file for file in reversed(found)}.values())[::-1] if len(parts) > 1 else found
+
+
+def _check_addresses(dataset: str) -> None:
+    """Raise `Refusal` for addresses that no run reads, such as s3://, and for paths beside addresses."""
+    for part in dataset.split(","):
+        address = part.strip()
+        if not address or address.startswith(("http://", "https://")):
+            continue
+        if "://" not in address:
+            raise refuse(f"--dataset {address}", "is a path, and cannot be combined with addresses", "give paths only, or addresses only")
+        fix = "give the hub id, ORG/NAME" if address.startswith("hf://") else "mount it or copy it to a local folder, and give that path"
+        raise refuse(f"--dataset {address.partition('?')[0]}", "only https:// and http:// addresses can be read", fix)
 
 
 def _check_whole(part: str, split: str, subset: str) -> None:
