@@ -9,7 +9,8 @@
                                                                              ranks of the host, WORLD_SIZE those of all hosts; MASTER_ADDR, MASTER_PORT
 
 The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. launch/README.md says more.
-Exit code: 0 done; 1 refused or failed; 2 usage; 75 a host did not come back; 143 or 130 stopped after a checkpoint.
+Exit code: 0 done; 1 refused or failed: the same command would fail again; 2 usage; 75 a rank, a host or a disk failed: the same
+command can continue the run; 143 or 130 stopped after a checkpoint.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import environment, hosts, kubernetes, restart, slurm, spawn
+from . import allocation, environment, hosts, kubernetes, restart, slurm, spawn
 from .connection import REPOSITORY
 from .cores import usable_cores
 from .hosts import Host
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         return launch(arguments, given)
     except Refused as refused:
         print(refused, file=sys.stderr)
-        return 1
+        return refused.code
     except KeyboardInterrupt:  # before anything has started
         return 130
 
@@ -201,13 +202,16 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
             raise Refused(f"--nodes {arguments.nodes}: this is one machine; name the others with --hostfile FILE, or use --where slurm or k8s")
         machines = [Host("localhost", arguments.gpus or hosts.devices(variables) or 1, "127.0.0.1")]
     python = arguments.python or sys.executable
+    given = environment.needed(variables, arguments.env)
+    if where == "slurm":
+        given |= granted(variables)
     return Job(
         hosts=tuple(machines),
         spawn="once" if arguments.once or arguments.doctor else arguments.spawn,
         words=words,
         python=os.path.abspath(python) if os.sep in python else python,
         folder=os.getcwd(),
-        environment=environment.needed(variables, arguments.env) | environment.secrets(variables, arguments.env),
+        environment=given | environment.secrets(variables, arguments.env),
         where=where,
         ssh_config=arguments.ssh_config,
         master_addr=master_addr,
@@ -216,6 +220,18 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
         bind_cores=arguments.bind_cores,
         overlap=where == "slurm" and hosts.in_step(variables),
     )
+
+
+def granted(variables: dict[str, str]) -> dict[str, str]:
+    """Return the variable that tells ranks how long Slurm waits after its warning; report a time limit that is too short for the warning."""
+    try:
+        told = allocation.allocation(variables["SLURM_JOB_ID"])
+    except Refused:
+        return {}
+    warning = allocation.seconds_in(variables.get(allocation.GRACE, "")) or told.warning
+    if short := allocation.short_limit(told.limit, warning):
+        say(short)
+    return {allocation.GRACE: f"{warning:g}"} if warning else {}
 
 
 def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ NAMES = (
     *("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "WEBSOCKET_CLIENT_CA_BUNDLE"),
     *("SCRATCH", "WORK", "XDG_CACHE_HOME", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "DO_NOT_TRACK"),
+    "LAUNCH_GRACE",  # seconds between the scheduler's signal and its kill
 )
 FAMILIES = (
     *("WANDB_*", "HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "DATASETS_*", "AWS_*", "MLFLOW_*"),

@@ -17,19 +17,20 @@ from .addresses import is_loopback
 from .connection import REPOSITORY, Connection
 from .hosts import Host
 from .rank import STOPS
-from .refused import Refused
+from .refused import START_AGAIN, Refused
 
 HELLO = 120.0  # seconds in which every host must have answered
 SETTLE = 2.0  # seconds that ranks may still print why they fail, after one has failed
 SETTLE_LOST = 15.0  # the same if the ranks that have ended only lost a peer: the rank that failed first may still have to print why
 SETTLE_STOP = 60.0  # the same if a rank ended because it was asked to: the others are ending too
 STOP_CODES = {128 + number: number.name for number in STOPS}
-# Last words of a rank when another rank has failed: gloo and sockets, torch's stores, NCCL, recipekit/runtime/failure.py
+# Last words of a rank when another rank has failed: of recipekit/runtime/failure.py, whose exit codes are 75 or 1; gloo, sockets, torch's stores and NCCL
+OUR_WORDS = ("ended, because rank ", "failed after rank ", ": lost rank")
 LOST_PEER = (
     *("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused"),
     *("onnection closed by remote peer", "DistNetworkError", "DistStoreError", "recvValue failed", "Timed out waiting"),
     *("DistBackendError", "NCCL error", "ncclRemoteError", "ncclSystemError", "NCCL operations have failed or timed out"),
-    *("ended, because rank ", "failed after rank ", ": lost rank"),
+    *OUR_WORDS,
 )
 ABORTED = ("Watchdog caught collective", "atchdog thread terminated with exception")  # printed by torch's watchdog of NCCL, in C++, with many lines after it
 
@@ -256,7 +257,7 @@ class Start:
         if connection.open:
             connection.open = False
             told = "; ".join(line for line in connection.errors[-3:] if line)
-            self.fail(1, f"the connection to {self.job.hosts[node].name} was lost{f' ({told})' if told else ''}", [], 1)
+            self.fail(1, f"the connection to {self.job.hosts[node].name} was lost{f' ({told})' if told else ''}", [], START_AGAIN)
 
     def heard(self, node: int, message: dict[str, Any]) -> None:
         host = self.job.hosts[node].name
@@ -276,9 +277,9 @@ class Start:
         elif "launcher" in message:
             ended = message["launcher"]
             if ended["ranks"]:
-                self.fail(0, f"the launcher on {host} {how(ended['code'])} and left {ended['ranks']} ranks", [], 1)
+                self.fail(0, f"the launcher on {host} {how(ended['code'])} and left {ended['ranks']} ranks", [], START_AGAIN)
             elif ended["code"] and not self.told:
-                self.fail(6, f"the launcher on {host} {how(ended['code'])}; the last lines of {ended['log']}", ended["tail"], 1)
+                self.fail(6, f"the launcher on {host} {how(ended['code'])}; the last lines of {ended['log']}", ended["tail"], exit_code(ended["code"]))
         elif "done" in message:
             self.connections[node].open = False
             if message["done"] and self.kill_at is not None:
@@ -302,7 +303,8 @@ class Start:
             telling = 3
         else:
             telling = 1 if code is not None and code < 0 else 2
-        self.fail(telling, what, tail, code if code in STOP_CODES or code == 2 else 1)
+        cut = lost and not any(word in line for line in [error, *tail[-8:]] for word in OUR_WORDS)
+        self.fail(telling, what, tail, START_AGAIN if cut else exit_code(code))
 
     def fail(self, telling: int, what: str, tail: list[str], code: int) -> None:
         if self.killed:
@@ -328,7 +330,7 @@ class Start:
         _, _, what, tail, code = first
         if code in STOP_CODES:
             return Outcome("stopped", code, what.partition(";")[0], STOP_CODES[code])
-        told_why = code == 2 or any(line.startswith("refused") for line in tail)
+        told_why = code == 2 or (code != START_AGAIN and any(line.startswith("refused") for line in tail))
         return Outcome("refused" if told_why and not self.told else "failed", code, "" if first is self.shown else told(first), self.told)
 
 
@@ -336,6 +338,13 @@ def told(failure: tuple[int, float, str, list[str], int]) -> str:
     """Writes a failure as it is printed."""
     _, seconds, what, tail, _ = failure
     return "\n".join([f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}", *("    " + line for line in tail)])
+
+
+def exit_code(code: int | None) -> int:
+    """Return the exit code of launch after a process that ended with `code`; a signal or an unknown end is a fault from outside."""
+    if code is None or code < 0:
+        return START_AGAIN
+    return code if code in STOP_CODES or code in (2, START_AGAIN) else 1
 
 
 def how(code: int | None) -> str:

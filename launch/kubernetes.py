@@ -13,7 +13,7 @@ from pathlib import Path
 from . import environment, run_folder
 from .connection import REPOSITORY
 from .hosts import Host, devices
-from .refused import Refused
+from .refused import START_AGAIN, Refused
 
 TEMPLATE = Path(__file__).with_name("k8s.yaml")
 FOLDER = "/opt/recipes"
@@ -22,6 +22,7 @@ PORT = 29500
 OF_HERE = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR", "SCRATCH", "WORK")
 # The same for all pods of a Job, another for each Job: `--out runs/{job_id}`
 JOB_ID = {"name": "LAUNCH_JOB_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}}
+GRACE = 600  # seconds between a pod's SIGTERM and its end: for the step in progress and the checkpoint
 WAIT = 600.0  # seconds in which the first pod must have an address
 
 
@@ -68,9 +69,11 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
     own += ["--bind_cores"] if arguments.bind_cores else []
     rest = ["--doctor", *words[1:]] if arguments.doctor else ["--once", *words] if arguments.once else list(words)
     passed = passed_on(arguments, variables) | {"MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(arguments.master_port or PORT)}
+    passed["LAUNCH_GRACE"] = str(GRACE)
     fields = {
         "name": name,
         "nodes": nodes,
+        "grace": GRACE,
         "backoff": nodes * (arguments.max_restarts + 1),
         "image": arguments.image,
         "folder": folder,
@@ -153,7 +156,9 @@ def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list
         except OSError:
             now = time.monotonic()
             if now - began > WAIT:
-                raise Refused(f"MASTER_ADDR = {address}: has no address after {WAIT:g} s; does the Service exist, and is pod 0 running?") from None
+                raise Refused(
+                    f"MASTER_ADDR = {address}: has no address after {WAIT:g} s; does the Service exist, and is pod 0 running?", code=START_AGAIN
+                ) from None
             if now - told > 10:
                 told = now
                 print(f"launch: waiting for the address of {address}, {now - began:.0f} s", flush=True)

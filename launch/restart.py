@@ -3,7 +3,6 @@
 import contextlib
 import os
 import queue
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from . import run_folder
-from .hosts import scontrol
 from .job import HELLO, Job, Outcome, Start, cannot_make, new_logs, signals_to
-from .refused import Refused
+from .refused import START_AGAIN, Refused
+from .requeue import hand_back
 
 SAME_STEP = 3  # failures at one step after which another start would only fail again
 LONGEST_PAUSE = 60.0  # seconds
 WAIT_HOSTS = 600.0  # seconds that a restart waits for hosts that are away
 LONGEST_LOOK, SHORTEST_ANSWER, SHOW_AGAIN = 10.0, 5.0, 60.0  # seconds
-START_AGAIN = 75  # exit code: the same command can succeed later
 
 
 class Progress:
@@ -91,6 +89,7 @@ def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]",
         failures.append(step)
         if len(failures) >= SAME_STEP and len(set(failures[-SAME_STEP:])) == 1:
             say(f"not started again: {SAME_STEP} starts in a row have failed at step {step + 1}")
+            outcome = replace(outcome, code=1)
             break
         if starts > max_restarts:
             if max_restarts:
@@ -106,7 +105,8 @@ def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]",
             break
     if starts > 1:
         say(progress.goodput(time.monotonic() - began, starts))
-    return outcome.code
+    checkpoint = run_folder.newest_checkpoint(progress.out) if run_folder.is_recipe(job.words) else None
+    return hand_back(outcome.code, outcome.reason, checkpoint, progress.logs, say)
 
 
 def after_wait(begin: Callable[[float], Outcome], wait: float, say: Any, asked: "queue.SimpleQueue[str]") -> Outcome:
@@ -142,7 +142,6 @@ def stopped(outcome: Outcome, out: Path, say: Any) -> None:
     """Prints how a job ended that was asked to stop; such a job is not started again here."""
     what = f"stopped by {outcome.reason}" if outcome.kind == "stopped" else f"not started again: {outcome.reason} had asked for a stop"
     say(f"{what}; the newest complete checkpoint is {run_folder.newest_checkpoint(out) or 'none'}")
-    requeue(outcome.reason, say)
 
 
 def first_start(logs: Path) -> tuple[Path, float]:
@@ -168,26 +167,12 @@ def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
     if outcome.kind != "done" or goal is None:
         return outcome
     if step < goal:
-        return replace(outcome, kind="failed", code=1, text=f"all ranks ended with 0, but the run in {shown(out)} is at step {step} of {goal}")
+        return replace(outcome, kind="failed", code=START_AGAIN, text=f"all ranks ended with 0, but the run in {shown(out)} is at step {step} of {goal}")
     if (run_folder.step_of(run_folder.newest_checkpoint(out)) or 0) < goal:
-        return replace(outcome, kind="failed", code=1, text=f"all ranks ended with 0, but the run in {shown(out)} has no complete checkpoint of step {goal}")
+        return replace(
+            outcome, kind="failed", code=START_AGAIN, text=f"all ranks ended with 0, but the run in {shown(out)} has no complete checkpoint of step {goal}"
+        )
     return outcome
-
-
-def requeue(reason: str, say: Any) -> None:
-    """Put a preempted Slurm job back into the queue. Ctrl-C (SIGINT) and `scancel` are a person's wish, and stop the job for good."""
-    if reason in ("SIGINT", "SIGHUP") or "SLURM_JOB_ID" not in os.environ:
-        return
-    job = os.environ["SLURM_JOB_ID"]
-    try:
-        state = re.search(r"\bJobState=(\S+)", scontrol("show", "job", "--oneliner", job))
-        if state and state[1] != "RUNNING":  # Slurm 22.05 requeues a job that is being cancelled, too
-            say(f"job {job} is {state[1]}, so it is not put back into the queue")
-            return
-        scontrol("requeue", job)
-        say(f"job {job} is back in the queue")
-    except Refused as refused:
-        say(f"job {job} could not be put back into the queue: {'; '.join(refused.problems)}")
 
 
 def shown(path: Path) -> str:

@@ -49,6 +49,14 @@ def _filled(out: str, default: str, variables: dict[str, str]) -> str:
     return "" if is_address(text) or re.search(r"\$\w|[{}]|(^|/)~", text) else text
 
 
+def is_recipe(words: tuple[str, ...]) -> bool:
+    """Return True for a script that uses recipekit, and so has a run folder with checkpoints."""
+    try:
+        return b"recipekit" in Path(words[0]).read_bytes()
+    except OSError:
+        return False
+
+
 def _out_in(recipe: Path) -> str | None:
     """Read the `out` of `RECIPE = Recipe(...)` without running the file; "" if the recipe sets none, None if it is not plain text."""
     try:

@@ -5,30 +5,37 @@ import re
 import shlex
 import subprocess
 
-from . import environment
+from . import allocation, environment
 from .connection import REPOSITORY
 from .refused import Refused
 
 GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?:[:=,]|$)")  # in a list of resources
 WAY = "log in once on the cluster, its login files serve every node; give a proxy or server without a password"
+SCRIPT = REPOSITORY / "launch" / "slurm.sbatch"
 LOGIN = ("PATH", "HOME", "USER", "LANG", "VIRTUAL_ENV")
 
 
 def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, str]) -> int:
     """Prints and runs sbatch. The command holds names of variables only, and no secret's name: Slurm keeps exported variables in files."""
+    if warning := allocation.warning_of(arguments.sbatch):
+        variables = variables | {allocation.GRACE: f"{warning:g}"}
+    else:
+        warning = allocation.warning_in(SCRIPT.read_text())
+    if short := allocation.short_limit(allocation.limit_of(arguments.sbatch), warning):
+        print(f"launch: {short}", flush=True)
     passed = environment.needed(variables, arguments.env)
     names = [*(name for name in LOGIN if name in variables), *passed]
     words = ["sbatch", f"--nodes={arguments.nodes or 1}", f"--export={','.join(dict.fromkeys(names))}", *arguments.sbatch]
     if arguments.gpus and not asks_for_gpus(arguments.sbatch):
         words.append(f"--gpus-per-node={arguments.gpus}")
     flags = argv[: len(argv) - len(arguments.words)]
-    words += [str(REPOSITORY / "launch" / "slurm.sbatch"), *(flag for flag in flags if flag not in ("--dry-run", "--dry_run")), *arguments.words]
+    words += [str(SCRIPT), *(flag for flag in flags if flag not in ("--dry-run", "--dry_run")), *arguments.words]
     for line in [*environment.left_behind(variables, passed, WAY), shlex.join(words)]:
         print(f"launch: {line}", flush=True)
     if arguments.dry_run:
         return 0
     try:
-        return subprocess.run(words, check=False).returncode
+        return subprocess.run(words, env=variables, check=False).returncode
     except FileNotFoundError:
         raise Refused("--where slurm: sbatch is not on PATH; submit from a login node of the cluster") from None
 

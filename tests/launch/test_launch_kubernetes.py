@@ -130,6 +130,31 @@ def test_a_recipe_that_is_not_in_the_image_is_refused(tmp_path: Path, capsys: py
     assert container(list(yaml.safe_load_all(said.out))[1])["command"][-3:] == ["mine.py", "--out", "runs/x"]
 
 
+def decided(job: dict[str, Any], code: int, disrupted: bool = False) -> str:
+    """What the Job controller does with a pod that ended with `code`: the first rule that matches, else Count."""
+    for rule in job["spec"]["podFailurePolicy"]["rules"]:
+        codes = rule.get("onExitCodes", {"containerName": "ranks", "operator": "In", "values": []})
+        assert codes["containerName"] == container(job)["name"] and codes["operator"] == "In"
+        if code in codes["values"] or (disrupted and any(condition["type"] == "DisruptionTarget" for condition in rule.get("onPodConditions", []))):
+            return rule["action"]
+    return "Count"
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_a_lost_pod_comes_back_and_a_refusal_fails_the_job(restarts: int) -> None:
+    _, job = render("--gpus", "8", "--max_restarts", str(restarts), str(NANO))
+    assert [decided(job, code, disrupted=True) for code in (143, 137, 1)] == ["Ignore"] * 3  # drained, preempted, its node lost
+    assert [decided(job, code) for code in (75, 143)] == ["Ignore"] * 2  # the other pods of the same job
+    assert [decided(job, code) for code in (1, 2)] == ["FailJob"] * 2
+    assert decided(job, 137) == "Count" and job["spec"]["backoffLimit"] == 2 * (restarts + 1)
+
+
+def test_a_pod_knows_how_long_it_may_take_to_end() -> None:
+    _, job = render("--gpus", "8", str(NANO))
+    own = {variable["name"]: variable["value"] for variable in container(job)["env"]}
+    assert float(own["LAUNCH_GRACE"]) == job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 600
+
+
 @pytest.mark.parametrize(("words", "told"), [(["--name", "Über"], "no Kubernetes name"), (["--image", ""], "which image")])
 def test_a_manifest_that_cannot_be_is_refused(words: list[str], told: str) -> None:
     flags = ["--where", "k8s", "--gpus", "8", "--image", "x", *words, "--dry-run", str(NANO)]

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from job import NANO, Job, contention, metrics
 from pool import ROOT, environment
+from recipekit import refusal
 
 sys.path.insert(0, str(ROOT))
 
-from launch import restart, run_folder
+from launch import refused, restart, run_folder
 from launch.host import Agent
 from launch.hosts import Host
 from launch.job import Job as LaunchJob
@@ -88,7 +89,7 @@ def test_the_same_failure_three_times_is_the_last(launch: Callable[..., Job], tm
 
 def test_a_crash_is_named_by_its_signal(launch: Callable[..., Job]) -> None:
     job = launch("dies.py", DIES, "--spawn", "torchrun")
-    assert job.wait(120) == 1, job.output
+    assert job.wait(120) == 75, job.output
     assert "rank 1 on localhost was ended by SIGSEGV: Fatal Python error: Segmentation fault" in job.output
     assert not job.processes()
 
@@ -137,6 +138,38 @@ def test_how_a_start_that_was_asked_to_stop_has_ended(tmp_path: Path, told: str,
     assert (outcome.kind, outcome.code, outcome.reason) == end
 
 
+ENDED = [
+    # exit code of rank 0, its last line -> kind and exit code of the start
+    (-9, "", ("failed", 75)),
+    (-11, "", ("failed", 75)),
+    (None, "", ("failed", 75)),
+    (1, "ValueError: broken", ("failed", 1)),
+    (1, "RuntimeError: CUDA error: an illegal memory access", ("failed", 1)),
+    (1, "RuntimeError: Connection closed by peer [10.0.0.2]:5521", ("failed", 75)),
+    (1, "torch.distributed.DistBackendError: NCCL error: remote process exited", ("failed", 75)),
+    (75, "rank 0: ended, because rank 1 on b failed: it is gone without a word", ("failed", 75)),
+    (1, "rank 0: ended, because rank 1 on b failed: ValueError: broken", ("failed", 1)),
+    (1, "rank 0: failed after rank 1: RuntimeError: Broken pipe", ("failed", 1)),
+    (75, "stopped: checkpoint step_00000010 cannot be written", ("failed", 75)),
+    (75, "refused: 1 problem", ("failed", 75)),
+    (1, "refused: 1 problem", ("refused", 1)),
+    (2, "refused: 1 problem", ("refused", 2)),
+    (143, "", ("stopped", 143)),
+]
+
+
+@pytest.mark.parametrize(("code", "line", "end"), ENDED)
+def test_the_exit_code_tells_whether_another_start_helps(tmp_path: Path, code: int | None, line: str, end: tuple[str, int]) -> None:
+    start = Start(job(tmp_path), tmp_path, lambda _: None)
+    start.rank_ended(0, 0, code, [line], line, "rank_0.log")
+    outcome = start.outcome()
+    assert (outcome.kind, outcome.code) == end
+
+
+def test_the_exit_code_is_the_recipes() -> None:
+    assert refused.START_AGAIN == refusal.START_AGAIN == 75
+
+
 class Starts:
     """In the place of `Start`: starts that end, one after the other, as they are told to."""
 
@@ -161,7 +194,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
         starts = Starts(list(ends))
         monkeypatch.setattr(restart, "Start", starts)
         monkeypatch.setattr(restart, "LONGEST_LOOK", look)
-        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        for name in ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX"):
+            monkeypatch.delenv(name, raising=False)
         code = restart.run(job(tmp_path), max_restarts, starts.said.append, wait_hosts)
         assert not starts.ends, "further starts"
         return code, "\n".join(starts.said)
@@ -199,6 +233,28 @@ def test_a_signal_while_a_restart_waits_for_hosts_stops_the_job(run: Callable[..
     threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
     code, said = run(Outcome("failed", 1, CRASH), AWAY, look=60)
     assert code == 128 + number and f"stopped by {signal.Signals(number).name}" in said
+
+
+LOST = Outcome("failed", 75, "after 3 s rank 1 was ended by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("ends", "max_restarts", "code"),
+    [
+        ([LOST], 0, 75),
+        ([LOST, LOST], 1, 75),
+        ([LOST] * 3, 5, 1),  # three starts in a row failed at the same step
+        ([LOST, Outcome("refused", 1, "refused")], 3, 1),
+        ([Outcome("failed", 1, CRASH)], 0, 1),
+        ([LOST, Outcome("failed", 1, CRASH)], 1, 1),
+        ([LOST, Outcome("done", 0)], 1, 0),
+    ],
+)
+def test_a_job_ends_with_75_where_another_start_may_help(
+    run: Callable[..., tuple[int, str]], ends: list[Outcome | Refused], max_restarts: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "LONGEST_PAUSE", 0.05)
+    assert run(*ends, max_restarts=max_restarts)[0] == code
 
 
 def test_nothing_is_started_again_after_a_signal(run: Callable[..., tuple[int, str]]) -> None:

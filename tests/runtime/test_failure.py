@@ -16,7 +16,7 @@ import pytest
 from job import BIN, NANO, Job, checkpoints, command_line, contention, deepspeed, metrics
 from pool import FOLDERS, FORKS, ROOT, environment, free_port
 from recipekit.checkpoints.manifest import faults
-from recipekit.refusal import refuse
+from recipekit.refusal import START_AGAIN, Problem, Refusal, refuse
 from recipekit.run_folder import way_on
 from recipekit.runtime import failure
 from recipekit.runtime.failure import GONE as LATEST
@@ -336,7 +336,7 @@ def rank_2_is_killed_on_another_host(peers: Peers) -> None:
 def test_every_host_is_told_of_a_killed_rank(ranks: Callable[..., Any]) -> None:
     """In full on its own."""
     (code, said), (other_code, told), _ = ranks(rank_2_is_killed_on_another_host)
-    assert (code, other_code) == (1, 1)
+    assert (code, other_code) == (75, 75)
     assert said == "rank 0: ended, because rank 2 on two failed: it is gone without a word\n"
     assert told.startswith("rank 1: lost rank 2 on two (pid ") and told.count("\n") == 1
 
@@ -356,7 +356,7 @@ def rank_1_looks_late() -> None:
 
 def test_a_rank_that_is_killed_before_another_has_looked_is_missed(ranks: Callable[..., Any]) -> None:
     (code, said), (other_code, told), _ = ranks(rank_2_is_killed_on_another_host, before=rank_1_looks_late)
-    assert (code, other_code) == (1, 1), said + told
+    assert (code, other_code) == (75, 75), said + told
 
 
 def rank_1_is_killed_after_rank_0_has_done(peers: Peers) -> None:
@@ -369,7 +369,7 @@ def rank_1_is_killed_after_rank_0_has_done(peers: Peers) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_done_leaves_the_telling_to_another(ranks: Callable[..., Any]) -> None:
     (code, said), _, (other_code, told) = ranks(rank_1_is_killed_after_rank_0_has_done)
-    assert (code, said, other_code) == (1, "", 1) and told.startswith("rank 2: lost rank 1 on "), said + told
+    assert (code, said, other_code) == (75, "", 75) and told.startswith("rank 2: lost rank 1 on "), said + told
 
 
 def rank_0_is_killed(peers: Peers) -> None:
@@ -407,7 +407,7 @@ def test_a_killed_rank_is_named_once(ranks: Callable[..., Any], body: Callable[[
     results = ranks(body)
     assert results[lost] == (-signal.SIGKILL, "")
     others = [result for rank, result in enumerate(results) if rank != lost]
-    assert [code for code, _ in others] == [1, 1]
+    assert [code for code, _ in others] == [75, 75]
     silent, told = sorted(said for _, said in others)
     assert re.match(rf"rank [012]: lost rank {lost} on {os.uname().nodename} \(pid ", told) and told.endswith("; this is the way on\n"), told
     assert told.count("\n") == 1 and silent == ""
@@ -422,7 +422,34 @@ def two_are_killed(peers: Peers) -> None:
 @pytest.mark.slow
 def test_two_killed_ranks_are_named_in_one_line(ranks: Callable[..., Any]) -> None:
     (code, said), *_ = ranks(two_are_killed)
-    assert code == 1 and f"lost ranks 1, 2 on {os.uname().nodename} (pid " in said and said.count("\n") == 1
+    assert code == 75 and f"lost ranks 1, 2 on {os.uname().nodename} (pid " in said and said.count("\n") == 1
+
+
+def a_disk_fails(peers: Peers) -> None:
+    if os.environ["RANK"] == "1":
+        raise Refusal([Problem("checkpoint", "cannot be written", "free some room")], START_AGAIN)
+    blocked()
+
+
+def a_connection_breaks(peers: Peers) -> None:
+    """The host of the peer is gone, so nobody leaves a mark before."""
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:5521")
+    time.sleep(60)
+
+
+def nobody_answers(peers: Peers) -> None:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [a_connection_breaks, pytest.param(a_disk_fails, marks=pytest.mark.slow), pytest.param(nobody_answers, marks=pytest.mark.slow)],
+)
+def test_a_fault_from_outside_ends_all_ranks_with_75(ranks: Callable[..., Any], body: Callable[[Peers], None]) -> None:
+    assert [code for code, _ in ranks(body)] == [75] * 3
 
 
 def all_raise(peers: Peers) -> None:

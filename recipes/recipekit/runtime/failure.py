@@ -5,9 +5,12 @@ rank. So the rank prints its traceback, leaves a mark in the process group's sto
 looks for the mark and then ends its rank, even while the main thread is blocked in a collective (which frees the GIL).
 
     the failed rank     traceback; mark; waits until every rank has seen it, at most SEEN; "gone"; ends with 1
-    any other rank      waits until the failed rank is gone, so that a launcher names that rank; says why; ends with 1
+    any other rank      waits until the failed rank is gone, so that a launcher names that rank; says why; ends with 75 or 1
     a killed rank       leaves no mark: the ranks of its host miss its process, and the first one to leave the mark says so
     rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun keeps the store in its agent)
+
+A mark holds the exit code of the failed rank. If it is 75 (START_AGAIN: a lost rank or host, a failing disk), every other
+rank ends with 75, otherwise with 1.
 """
 
 import contextlib
@@ -25,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from ..refusal import Refusal, exit_refused
+from ..refusal import START_AGAIN, Refusal, exit_refused
 from .stopping import POLL, ignore_stops, leave, tell
 
 SEEN = 2.0  # seconds in which the other ranks see the mark
@@ -33,7 +36,7 @@ LAST_WORDS = 5.0  # seconds for the last record of a rank elsewhere: the state o
 GONE = SEEN + LAST_WORDS + 1.0  # seconds after which a failed rank ends whatever it still waits for
 AFTER = 1.0  # seconds that a rank waits after the failed rank has ended: launchers look at their processes once a second or more often
 # words in the errors that gloo, NCCL and the store raise where another rank has gone
-CUT = ("onnection", "remote process exited", "ncclRemoteError", "recvValue failed", "Broken pipe")
+CUT = ("onnection", "remote process exited", "ncclRemoteError", "recvValue failed", "Broken pipe", "imed out waiting")
 MISSED = 3.0  # seconds in which a rank that has lost its connection learns which rank is gone
 LEAVING = 600.0  # seconds that rank 0, which holds the store, waits at a clean end until the other ranks have ended
 
@@ -97,12 +100,15 @@ class Peers:
             code, what = error.exit_code, f"refused: {error.problems[0]}"
             with contextlib.suppress(SystemExit):
                 exit_refused(error, 3.0)  # the problem may be this rank's alone
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in CUT):
-            self._answered.wait(MISSED)
-        self._ends.put(json.dumps({"rank": self._rank, "host": platform.node(), "what": what[:300]}))
-        self._answered.wait(1.0)
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in CUT):
+            self._answered.wait(MISSED)
+            code = _code_after(self._failed) if self._failed else START_AGAIN
+        self._ends.put(json.dumps({"rank": self._rank, "host": platform.node(), "what": what[:300], "code": code}))
+        self._answered.wait(1.0)
+        if isinstance(error, SystemExit):
+            pass
         elif "lost" in self._failed and any(word in str(error) for word in CUT):
             pass  # the error only says that the connection to the lost rank broke
         elif not self._refused and self._failed:
@@ -133,7 +139,7 @@ class Peers:
                 if gone := self._gone():
                     self._tell_lost(gone)
                 else:
-                    self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it is gone without a word"})
+                    self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it is gone without a word", "code": START_AGAIN})
 
     def _gone(self) -> list[int]:
         """Lists the ranks of this host whose process has ended."""
@@ -159,7 +165,7 @@ class Peers:
 
         One rank prints the message: the rank that left the first mark or, without a store, the first rank that is left.
         """
-        mark = {"rank": lost[0], "host": platform.node(), "what": "it is gone without a word", "lost": len(lost), "teller": self._rank}
+        mark = {"rank": lost[0], "host": platform.node(), "what": "it is gone without a word", "lost": len(lost), "teller": self._rank, "code": START_AGAIN}
         tells = self._rank == min(rank for rank in self._here if rank not in lost)
         if self._store_lives(lost):
             with contextlib.suppress(RuntimeError):
@@ -194,7 +200,7 @@ class Peers:
         """Ends this rank after the rank that failed."""
         self._failed = mark
         self._answered.set()
-        ending = threading.Timer(GONE + 2 * AFTER, os._exit, [1])  # a rank ends even if the store answers no more
+        ending = threading.Timer(GONE + 2 * AFTER, os._exit, [_code_after(mark)])  # a rank ends even if the store answers no more
         ending.daemon = True
         ending.start()
         saying = self._say_last_words()
@@ -208,8 +214,8 @@ class Peers:
         # then one rank has printed it for its host; under `python -m launch` every rank does, which reads the last line of each
         told = "lost" in mark and mark["host"] == platform.node() and "LAUNCH_LOGS" not in os.environ
         if self._refused or told:  # all ranks meet most refusals at once, and the first rank of the host has printed it
-            os._exit(1)
-        leave(1, f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}")
+            os._exit(_code_after(mark))
+        leave(_code_after(mark), f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}")
 
     def _stop_looking(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 has waited long enough
@@ -230,6 +236,11 @@ class Peers:
         end = time.monotonic() + seconds
         while not true() and time.monotonic() < end:
             time.sleep(0.05)
+
+
+def _code_after(mark: dict[str, Any]) -> int:
+    """Return the exit code of a rank that ends because of another rank's mark."""
+    return START_AGAIN if mark.get("code") == START_AGAIN else 1
 
 
 def began(pid: int) -> str:

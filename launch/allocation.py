@@ -1,0 +1,97 @@
+"""Reads what Slurm grants the job that launch runs in: its time limit, and the time between its warning signal and the kill."""
+
+import re
+from dataclasses import dataclass
+
+from .hosts import scontrol
+from .refused import Refused
+
+GRACE = "LAUNCH_GRACE"  # an environment variable: seconds between the scheduler's signal and its kill, read by recipekit/runtime/stopping.py
+SIGNAL = re.compile(r"(?:[BR]+:)?\w+(?:@(\d+))?")  # value of sbatch's --signal
+DEFAULT_WARNING = 60.0  # seconds of a --signal without @SECONDS, by sbatch's manual
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A running Slurm job; times in seconds, None if there is no limit or it is not known."""
+
+    state: str
+    batch: bool  # submitted with sbatch, so that Slurm can start it again
+    limit: float | None
+    warning: float | None
+
+
+def allocation(job: str) -> Allocation:
+    """Ask Slurm about a job. Raises `Refused`."""
+    told = dict(word.split("=", 1) for word in scontrol("show", "job", "--oneliner", job).split() if "=" in word)
+    batch = told.get("BatchFlag", "1") != "0"
+    try:
+        script = scontrol("write", "batch_script", job, "-") if batch else ""
+    except Refused:  # only the owner and operators may read it
+        script = ""
+    return Allocation(told.get("JobState", ""), batch, seconds(told.get("TimeLimit", "")), warning_in(script))
+
+
+def warning_in(script: str) -> float | None:
+    """Return the seconds of `#SBATCH --signal` in a batch script; None if it asks for no signal."""
+    found = None
+    for line in script.splitlines():
+        if line.strip() and not line.startswith("#"):
+            break  # sbatch reads no directive below the first command
+        if directive := re.match(r"#SBATCH\s+(.*)", line):
+            found = warning_of(directive[1].split()) or found
+    return found
+
+
+def warning_of(flags: list[str]) -> float | None:
+    """Return the seconds of sbatch's `--signal` among its flags; None if there is none."""
+    value = _value(flags, "--signal")
+    signal = SIGNAL.fullmatch(value) if value else None
+    return (float(signal[1]) if signal[1] else DEFAULT_WARNING) if signal else None
+
+
+def limit_of(flags: list[str]) -> float | None:
+    """Return the seconds of sbatch's `--time` or `-t` among its flags; None if there is none."""
+    short = next((flag[2:].lstrip("=") for flag in flags if re.match(r"-t=?\d", flag)), "")
+    return seconds(_value(flags, "--time") or _value(flags, "-t") or short)
+
+
+def seconds_in(text: str) -> float | None:
+    """Return the seconds of LAUNCH_GRACE; None if it holds no positive number."""
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII) and float(text) > 0 else None
+
+
+def _value(flags: list[str], name: str) -> str:
+    """Return the last value of a flag, written as `--NAME=VALUE` or as two words; "" if it is not there."""
+    found = ""
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        if flag == name:
+            found = following
+        elif flag.startswith(f"{name}="):
+            found = flag.partition("=")[2]
+    return found
+
+
+def seconds(text: str) -> float | None:
+    """Return the seconds of a time as Slurm writes it: MIN, MIN:SEC, H:MIN:SEC, DAYS-H, DAYS-H:MIN or DAYS-H:MIN:SEC; None for UNLIMITED and the like."""
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        units = (3600, 60, 1)
+    else:
+        units = (3600, 60, 1) if len(numbers) == 3 else (60, 1)
+    return 86400.0 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+
+
+def short_limit(limit: float | None, warning: float | None) -> str:
+    """Return a line about a time limit that leaves little time for training before the warning; "" if it is long enough."""
+    if limit is None or warning is None or limit >= 2 * warning:
+        return ""
+    left = f"{limit - warning:.0f} s" if limit > warning else "no time"
+    return (
+        f"time limit {limit / 60:g} min: is shorter than twice the warning time of {warning:.0f} s, which leaves {left} for the start and for "
+        f"training; ask for a longer --time, or for a shorter warning with --signal=B:TERM@SECONDS"
+    )

@@ -1,0 +1,85 @@
+"""Hands a job that did not finish back to its scheduler, but not for ever.
+
+Slurm: the job goes back into the queue after a warning signal and after a fault from outside (exit code 75).
+Kubernetes: the exit code decides (podFailurePolicy in k8s.yaml).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .allocation import Allocation, allocation
+from .hosts import scontrol
+from .refused import START_AGAIN, Refused
+
+WITHOUT_STEP = 3  # starts by the scheduler without a new checkpoint, after which the next one would bring none either
+A_PERSON = ("SIGINT", "SIGHUP")  # Ctrl-C and a closed terminal end the job for good
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The starts of one job by its scheduler; `note` keeps the newest checkpoint at the end of each start, a line a start."""
+
+    note: Path
+    first: bool  # this is the job's first start, so an old note belongs to another job
+
+    def without_step(self, checkpoint: str) -> int:
+        """Note the newest checkpoint at the end of this start. Return how many starts in a row have added none, the first start excepted."""
+        try:
+            before = [] if self.first or not self.note.exists() else self.note.read_text().splitlines()
+            lines = [*before, checkpoint or "none"]
+            self.note.write_text("".join(f"{line}\n" for line in lines))
+        except OSError:
+            return 0  # a disk that fails now may work at the next start
+        same = next((number for number, line in enumerate(reversed(lines)) if line != lines[-1]), len(lines))
+        return same - 1
+
+
+def hand_back(code: int, reason: str, checkpoint: str | None, logs: Path, say: Callable[[str], None]) -> int:
+    """Return the exit code of launch for a job that ended with `code`, once Slurm has put the job back into the queue if another start helps.
+
+    `reason` is the signal that asked for a stop. `checkpoint` is the newest one, "" before the first, None for a script that writes none.
+    """
+    slurm_job = os.environ.get("SLURM_JOB_ID", "")
+    if reason in A_PERSON or not (reason or code == START_AGAIN):
+        return code
+    if slurm_job:
+        chain = Chain(logs / f".chain_{slurm_job}", os.environ.get("SLURM_RESTART_COUNT", "0") == "0")
+        return _into_queue(slurm_job, code, _starts_without_step(chain, code, checkpoint), say)
+    if code == START_AGAIN and "JOB_COMPLETION_INDEX" in os.environ:
+        chain = Chain(logs / f".chain_pod_{os.environ['JOB_COMPLETION_INDEX']}", False)
+        if _starts_without_step(chain, code, checkpoint) >= WITHOUT_STEP:
+            chain.note.unlink(missing_ok=True)  # another Job may use this folder
+            say(f"exit code 1 instead of {START_AGAIN}: {_no_step()}")
+            return 1
+    return code
+
+
+def _starts_without_step(chain: Chain, code: int, checkpoint: str | None) -> int:
+    if checkpoint is None and code != START_AGAIN:
+        return 0  # the progress of a script that was only asked to stop is not known
+    return chain.without_step(checkpoint or "")
+
+
+def _no_step() -> str:
+    return f"{WITHOUT_STEP} starts by the scheduler have added no checkpoint; look for the reason above, and start the job by hand"
+
+
+def _into_queue(job: str, code: int, without_step: int, say: Callable[[str], None]) -> int:
+    """Put a Slurm job back into the queue, unless somebody is cancelling it or the last requeues brought no new step."""
+    try:
+        told: Allocation = allocation(job)
+        if not told.batch:
+            return code  # of salloc or srun: its terminal is the user's
+        if told.state != "RUNNING":  # Slurm 22.05 requeues a job that is being cancelled, too
+            say(f"job {job} is {told.state}, so it is not put back into the queue")
+            return code
+        if without_step >= WITHOUT_STEP:
+            say(f"job {job} is not put back into the queue: {_no_step()}")
+            return 1
+        scontrol("requeue", job)
+        say(f"job {job} is back in the queue")
+    except Refused as refused:
+        say(f"job {job} could not be put back into the queue: {'; '.join(refused.problems)}")
+    return code
