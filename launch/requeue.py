@@ -42,7 +42,7 @@ def hand_back(code: int, reason: str, checkpoint: str | None, logs: Path, say: C
     `reason` is the signal that asked for a stop. `checkpoint` is the newest one, "" before the first, None for a script that writes none.
     """
     slurm_job = os.environ.get("SLURM_JOB_ID", "")
-    if reason in A_PERSON or not (reason or code == START_AGAIN):
+    if code == 0 or reason in A_PERSON or not (reason or code == START_AGAIN):
         return code
     if slurm_job:
         chain = Chain(logs / f".chain_{slurm_job}", os.environ.get("SLURM_RESTART_COUNT", "0") == "0")

@@ -117,6 +117,16 @@ def test_without_a_scheduler_the_exit_code_stays(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(("code", "reason"), [(0, "SIGTERM"), (130, "SIGINT"), (129, "SIGHUP"), (75, "SIGINT"), (1, ""), (2, "")])
+def test_a_slurm_job_that_is_over_is_not_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str) -> None:
+    """A signal in the last step finds the run finished. There is no scontrol here: asking Slurm would be reported."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said: list[str] = []
+    assert (hand_back(code, reason, "", tmp_path, said.append), said) == (code, [])
+    assert hand_back(143, "SIGTERM", "", tmp_path, said.append) == 143 and "scontrol cannot be started" in said[0]
+
+
 @pytest.mark.parametrize(("text", "recipe"), [("from recipekit import run", True), ("import recipekit.hub", True), ("print(1)", False)])
 def test_a_recipe_is_known_by_its_import(tmp_path: Path, text: str, recipe: bool) -> None:
     (tmp_path / "x.py").write_text(text)

@@ -455,12 +455,7 @@ def drill(*flags: str, limit: float) -> str:
 
 
 @pytest.mark.slow
-def test_two_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
-    said = drill("--kills", "2", "--seed", "1", limit=600)
-    assert "2 kills (" in said and "goodput" in said
-
-
-@pytest.mark.slow
-def test_fifty_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
-    said = drill("--kills", "50", limit=7200)
-    assert "50 kills (" in said and "goodput" in said
+def test_eight_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
+    """Of ranks, of their launcher and of the agent. `python tools/drill/drill_launch.py` alone makes fifty, in half an hour."""
+    said = drill("--kills", "8", limit=1200)
+    assert "8 kills (" in said and "goodput" in said

@@ -237,6 +237,46 @@ def test_a_cancelled_job_stays_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     assert "stopped by SIGTERM" in output.read_text() and "not put back into the queue" in output.read_text(), tell()
 
 
+ENDLESS = "# a recipe as launch sees it: from recipekit import run\nimport time\ntime.sleep(600)\n"
+LOST_ONCE = """
+import os, pathlib, signal, sys
+mark = pathlib.Path(sys.argv[1])
+if not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_chain_without_a_step_ends_and_a_lost_rank_is_started_again(slurm: Slurm, tmp_path: Path) -> None:
+    """Two jobs side by side. The time limit of the first is below the warning time, so Slurm stops each start at once."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    (tmp_path / "lost.py").write_text(LOST_ONCE)
+    jobs = {}
+    for name, limit, words in (("endless", 4, []), ("lost", 60, [str(tmp_path / "mark")])):
+        command = ["sbatch", "--parsable", "--nodes=1", f"--time={limit}", f"--output={tmp_path}/{name}.log"]
+        command += ["launch/slurm.sbatch", "--gpus", "1", "--spawn", "torchrun"]
+        jobs[name] = slurm.run(*command, str(tmp_path / f"{name}.py"), *words, "--out", str(tmp_path / name), folder=ROOT).strip()
+    tell = lambda: "\n".join(f"{slurm.job(job)}\n{(tmp_path / name).with_suffix('.log').read_text()}" for name, job in jobs.items())  # noqa: E731
+    wait_for(lambda: {slurm.job(job)["JobState"] for job in jobs.values()} <= {"FAILED", "COMPLETED", "TIMEOUT"}, 300, tell)
+
+    endless, lost = (slurm.job(job) for job in jobs.values())
+    assert (endless["JobState"], endless["Restarts"], endless["ExitCode"]) == ("FAILED", "3", "1:0"), tell()
+    assert (lost["JobState"], lost["Restarts"]) == ("COMPLETED", "1"), tell()
+    said = (tmp_path / "endless.log").read_text()
+    assert said.count("time limit 4 min: is shorter than twice the warning time of 300 s, which leaves no time for") == 4
+    assert said.count("is not put back into the queue: 3 starts by the scheduler have added no checkpoint") == 1
+    assert "was ended by SIGKILL" in (tmp_path / "lost.log").read_text()
+
+
+def test_a_login_node_passes_on_the_warning_time_and_reports_a_short_limit(tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    words = ["--where", "slurm", "--sbatch=--signal=B:USR1@120", "--sbatch=--time=3", "--dry-run", str(NANO)]
+    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, env=variables, capture_output=True, text=True, check=True, timeout=60)
+    assert "time limit 3 min: is shorter than twice the warning time of 120 s, which leaves 60 s for" in done.stdout
+    assert "LAUNCH_GRACE" in done.stdout.partition("--export=")[2].split()[0].split(",")
+
+
 def test_a_login_node_submits_names_and_no_values(tmp_path: Path) -> None:
     """`--where slurm` outside a job: the command line of sbatch, in which no value stands."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | SECRETS | {"WANDB_PROJECT": "mine"}
