@@ -71,9 +71,8 @@ def ended_well(run: Path, text: str) -> int:
 def test_a_signal_in_a_step_of_40_s_leads_to_one_checkpoint_and_one_requeue(slurm: Slurm, ops: Callable[[str], None], tmp_path: Path) -> None:
     """All three at once, since they mostly wait. The signal comes in step 2 of the first two, and in step 1 of the Slurm job."""
     with ExitStack() as closed:
-        start = lambda *words: closed.enter_context(closing(Job(*words, PYTHONPATH=PATHS)))  # noqa: E731
         words = [sys.executable, "-m", "launch", "--gpus", "1", str(slow_recipe(tmp_path, "alone"))]
-        alone = start(tmp_path, words)
+        alone = closed.enter_context(closing(Job(tmp_path, words, PYTHONPATH=PATHS)))
         pod = closed.enter_context(closing(as_a_pod(tmp_path, slow_recipe(tmp_path, "evicted"))))
         output = tmp_path / "job.log"
         batch = ["sbatch", "--parsable", "--nodes=1", f"--output={output}", "launch/slurm.sbatch", "--gpus", "1"]
