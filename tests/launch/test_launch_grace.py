@@ -53,7 +53,7 @@ def as_a_pod(folder: Path, recipe: Path) -> Job:
     assert manifest.wait(60) == 0, manifest.output
     _, job = yaml.safe_load_all(manifest.output)
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    variables = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
     variables |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     variables |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": PATHS}
     return Job(folder / "pod", container["command"], **variables)
