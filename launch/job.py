@@ -95,7 +95,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Says how a start ended. `kind`: done, stopped, refused (another start would be refused again) or failed."""
+    """How a start ended. `kind`: done, stopped, refused (another start would be refused again), failed, or away (a host did not come back)."""
 
     kind: str
     code: int
@@ -190,7 +190,7 @@ class Start:
                 if time.monotonic() < deadline:
                     self.say(f"waiting for {names}")
                     continue
-                problems += [f"{names}: no answer in {self.patience:.0f} s; try by hand: {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"]
+                problems += [f"{names}: no answer in {self.patience:.3g} s; try by hand: {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"]
                 break
             if node < 0:
                 self.told = message

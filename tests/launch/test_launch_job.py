@@ -11,6 +11,7 @@ from pool import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from launch.connection import Connection
 from launch.host import TAIL, TRACEBACK, last_lines, named_error
 from launch.hosts import Host
 from launch.job import SETTLE, SETTLE_LOST, Job, Start
@@ -148,3 +149,17 @@ def test_a_host_without_gpus_beside_hosts_with_gpus_is_refused(tmp_path: Path, g
         return
     with pytest.raises(Refused, match=f"{named}: no GPU is visible, but worker-. has {max(gpus)}; load its driver"):
         job.greet()
+
+
+@pytest.mark.parametrize("line", ["srun: Requested nodes are busy", "Warning: Permanently added 'worker-1'", ""])
+def test_a_host_that_does_not_answer_is_named_with_its_last_words(tmp_path: Path, line: str) -> None:
+    """srun, for example, waits without an end until another step of the job leaves it a core."""
+    silent = start(tmp_path, [])
+    silent.nodes, silent.patience = [0], 0.5
+    silent.connections[0] = Connection(0, ["sh", "-c", f'echo "{line}" >&2; exec sleep 60'], silent.events)
+    try:
+        with pytest.raises(Refused) as refused:
+            silent.greet()
+    finally:
+        silent.connections[0].process.kill()
+    assert f"worker-1{f' ({line})' if line else ''}: no answer in 0.5 s; try by hand: " in str(refused.value)
