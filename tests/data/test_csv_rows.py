@@ -45,6 +45,9 @@ def planned(file: Path, *flags: str) -> Any:
         'id,text\n1,"a, b"\n2,"she said ""no"""\n',
         'id,text\r\n1,"two\nlines"\r\n2,"and\r\nmore"\r\n',
         "\ufefftext,id\nfür,1\n",
+        '\ufeff"text","n"\nfür,1\n',
+        '\ufeff"n, m","text"\n1,"für, dich"\n',
+        '\ufeff"two\nlines ""quoted""","text"\r\n1,one\r\n',
         "text,id\none,1\ntwo,2",
         "text,id\n\none,1\n\n\ntwo,2\n\n",
         '"text","the ""id"""\none,1\n',
@@ -102,6 +105,8 @@ def test_a_quote_that_is_never_closed_does_not_take_the_memory(tmp_path: Path, m
     [
         (b"", (), "a.csv: is empty; fetch it again"),
         (b"\n\n", (), "a.csv: is empty"),
+        (b"\xef\xbb\xbf", (), "a.csv: is empty; fetch it again"),
+        (b"\xef\xbb\xbf\r\n", (), "a.csv: is empty"),
         (b"body,id\nx,1\n", (), "a.csv, row 1: has no column 'text', only 'body', 'id'; name the column with --text_field"),
         (b"text,id,text\nx,1,y\n", (), "a.csv: has 2 columns named 'text'; rename or drop all but one of them"),
         (b"id;text\n1;x\n", (), "a.csv: its header has one column, 'id;text'; the columns of this ending are separated by ','"),

@@ -99,6 +99,8 @@ def planned(folder: Path, name: str, content: bytes, *flags: str) -> None:
         ("a.jsonl", lines({"prompt": json.dumps(CHAT[:1]), "chosen": CHAT, "rejected": CHAT}), PAIRS, "its prompt holds a chat written as JSON text"),
         ("a.parquet", pairs_as_text(), PAIRS, "its rejected holds a chat written as JSON text"),
         ("a.jsonl", b"", (), "a.jsonl: is empty; fetch it again"),
+        ("a.jsonl", b"\xef\xbb\xbf", (), "a.jsonl: is empty; fetch it again"),
+        ("a.jsonl.gz", gzip.compress(b"\xef\xbb\xbf", mtime=0), (), "a.jsonl.gz: is empty"),
         ("a.jsonl", '{"text": "für"}\n'.encode("latin1"), (), "is not UTF-8: byte 0xfc at 11; convert the file (iconv -f latin1 -t utf-8)"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), (), "is UTF-16, not UTF-8; convert the file (iconv -f utf-16 -t utf-8)"),
         ("a.txt", "für\n".encode("utf-16"), (), "is UTF-16, not UTF-8"),
@@ -129,6 +131,7 @@ def test_what_the_first_row_tells_is_refused_by_the_plan(tmp_path, name, content
     [
         ("a.jsonl", b"\xef\xbb\xbf" + lines({"text": "x"}), ()),
         ("a.jsonl", b"\r\n \n" + lines({"text": ""}, {"other": 1}), ()),
+        ("a.jsonl", b"\xef\xbb\xbf\r\n" + lines({"text": "x"}), ()),
         ("a.jsonl", lines({"text": None}, {"text": "x"}), ()),
         ("a.jsonl", lines({"text": 'the word "text": twice, "text"', "id": {"text": 1}}), ()),
         ("a.jsonl", lines({"text": "x", "notes": [{"by": "a"}]}), ()),

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from recipekit.data.chunks import Reader
+from recipekit.data.first_row import check_first_row
 from recipekit.data.pairs import Pairs
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
@@ -81,8 +82,7 @@ def test_empty_texts_are_counted(tmp_path: Path, write: Callable[..., str], empt
 @pytest.mark.parametrize("empty", [None, []], ids=["null", "empty"])
 @pytest.mark.parametrize("write", [lines, parquet])
 def test_empty_chats_are_counted(tmp_path: Path, write: Callable[..., str], empty: Any) -> None:
-    chat = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}]
-    dataset = write(tmp_path, [{"messages": empty if number % 4 == 1 else chat} for number in range(40)])
+    dataset = write(tmp_path, [{"messages": empty if number % 4 == 1 else CHAT} for number in range(40)])
     (reader,) = open_corpus(request(dataset, task="sft"), byte_tokenizer()).readers()
     assert counted(reader) == (40, 10, 0)
 
@@ -116,6 +116,59 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('\n{"text": "some words"}\n\n \n{"text": ""}\n\n')
     (reader,) = open_corpus(request(str(tmp_path / "rows.jsonl")), byte_tokenizer()).readers()
     assert counted(reader) == (2, 1, 0)
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf\n{"text": "some words"}\n')
+    (reader,) = open_corpus(request(str(tmp_path / "rows.jsonl")), byte_tokenizer()).readers()
+    assert counted(reader) == (1, 0, 0)
+
+
+CHAT = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}]
+FORMS: dict[str, dict[str, Any]] = {  # a row of each form of chats
+    "messages": {"messages": CHAT},
+    "conversations": {"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "this"}]},
+    "alpaca": {"instruction": "what?", "input": "", "output": "this"},
+    "texts": {"prompt": "what?", "completion": "this"},
+    "lists": {"prompt": CHAT[:1], "completion": CHAT[1:]},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "empty"),
+    [
+        *(("messages", {"messages": value}) for value in ("", " \n", None, [])),
+        *(("conversations", {"conversations": value}) for value in ("", "\t", None, [])),
+        ("alpaca", {"instruction": None, "input": " ", "output": ""}),
+        ("alpaca", {"instruction": "what?", "output": None}),
+        ("alpaca", {"instruction": "what?", "output": " \n"}),
+        *(("texts", {"completion": value}) for value in (None, "", "\n")),
+        *(("lists", {"completion": value}) for value in (None, [], " ")),
+    ],
+    ids=repr,
+)
+def test_empty_chats_of_every_form_are_counted(tmp_path: Path, form: str, empty: dict[str, Any]) -> None:
+    """The first row is empty, so the check of the plan meets one, too."""
+    dataset = lines(tmp_path, [FORMS[form] | (empty if number % 4 == 0 else {}) for number in range(40)])
+    asked = request(dataset, task="sft")
+    check_first_row([Path(dataset)], dataset, asked)
+    (reader,) = open_corpus(asked, byte_tokenizer()).readers()
+    assert counted(reader) == (40, 10, 0)
+
+
+@pytest.mark.parametrize("form", ["texts", "lists"])
+@pytest.mark.parametrize("empty", [None, [], "", " "], ids=repr)
+def test_an_empty_prompt_leaves_its_completion(tmp_path: Path, form: str, empty: Any) -> None:
+    dataset = lines(tmp_path, [FORMS[form] | {"prompt": empty}] * 4)
+    asked = request(dataset, task="sft")
+    check_first_row([Path(dataset)], dataset, asked)
+    (reader,) = open_corpus(asked, byte_tokenizer()).readers()
+    assert counted(reader) == (4, 0, 0)
+
+
+def test_an_empty_list_is_an_empty_text(tmp_path: Path) -> None:
+    """Rows that hold no text may also hold an empty list, which is no list of tokens."""
+    dataset = lines(tmp_path, [{"text": [] if number % 3 == 0 else "some words"} for number in range(12)])
+    check_first_row([Path(dataset)], dataset, request(dataset))
+    (reader,) = open_corpus(request(dataset), byte_tokenizer()).readers()
+    assert counted(reader) == (12, 4, 0)
 
 
 def test_the_built_in_texts_have_no_empty_rows() -> None:

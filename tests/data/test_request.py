@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from recipekit.data.columns import absent_column, columns_read
 from recipekit.data.request import Request, Sizes, request_of
-from recipekit.data.rows import absent_column, columns_read
 from recipekit.recipe import Recipe
 from recipekit.runtime import corpus
 

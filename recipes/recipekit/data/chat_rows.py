@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..refusal import Refusal, refuse
+from .rows import is_empty
 
 Message = dict[str, Any]
 Row = dict[str, Any]
@@ -123,10 +124,12 @@ JSON_CHAT = "a chat written as JSON text", "make it a list of messages (json.loa
 def _list(value: Any, place: str) -> list[Message]:
     if is_json_chat(value):
         raise refuse(place, f"holds {JSON_CHAT[0]} where a list of messages (--messages_field) should be", f"{JSON_CHAT[1]}, or {SKIP}")
-    if value is not None and not isinstance(value, list):
+    if is_empty(value):
+        return []
+    if not isinstance(value, list):
         rule = f"holds {type(value).__name__} {str(value)[:40]!r} where a list of messages (--messages_field) should be"
         raise refuse(place, rule, f"name another column, correct the row, or {SKIP}")
-    return value or []
+    return value
 
 
 def _sharegpt(row: Row, place: str) -> list[Message]:
@@ -137,10 +140,9 @@ def _alpaca(row: Row, place: str) -> list[Message]:
     for name in ("instruction", "input", "output"):
         if row.get(name) is not None and not isinstance(row[name], str):
             raise _wrong(place, name, row[name], "text")
-    question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
-    if not question and not row["output"]:
+    question, history = "\n".join(filter(None, (row["instruction"], row.get("input")))), row.get("history") or []
+    if is_empty(row["output"]) and not history:
         return []
-    history = row.get("history") or []
     if not _are_turns(history):
         raise _wrong(place, "history", history, "a list of pairs of texts: a question and its answer")
     turns = [*history, (question, row["output"] or "")]
@@ -159,8 +161,10 @@ def _completion(row: Row, place: str) -> list[Message]:
     Only the completion is learned.
     """
     prompt, completion = row["prompt"], row["completion"]
-    if not prompt and not completion:
+    if is_empty(completion):
         return []
+    if is_empty(prompt):
+        prompt = "" if isinstance(completion, str) else []
     for name, value in (("prompt", prompt), ("completion", completion)):
         if is_json_chat(value):
             raise refuse(place, f"its {name} holds {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")

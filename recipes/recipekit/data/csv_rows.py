@@ -26,7 +26,8 @@ class Record(NamedTuple):
 def read(stream: BinaryIO, separator: str, place: str) -> tuple[list[str], Iterator[Record]]:
     """Return the header of a file and its rows. Raises `Refusal` for a header that cannot be used."""
     csv.field_size_limit(FIELD)
-    text = io.TextIOWrapper(stream, "utf-8", errors="surrogateescape", newline="")  # which keeps the bytes of another encoding for `row_of`
+    # The codec drops a byte order mark before the quotes of the header are read. Bytes of another encoding are kept for `row_of`.
+    text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(text, delimiter=separator, strict=True)
     try:
         header = next((fields for fields in rows if fields), [])
@@ -34,7 +35,6 @@ def read(stream: BinaryIO, separator: str, place: str) -> tuple[list[str], Itera
         raise refuse(place, f"its header cannot be read: {error}", "correct the first line") from error
     if not header:
         raise refuse(place, "is empty", f"fetch it again, or {SKIP}")
-    header[0] = header[0].removeprefix("\ufeff")
     _check_header(header, separator, place)
     return header, _records(rows, header)
 

@@ -14,11 +14,12 @@ from ..refusal import Refusal, refuse
 from ..tasks.facts import TASKS
 from . import csv_rows
 from .chat_rows import JSON_CHAT, form_of, forms, is_json_chat
+from .columns import absent_column, columns_read
 from .compression import check_text, compression_of, decompressed
 from .files import local_files, picture_classes
 from .kinds import kind_of
 from .request import Request
-from .rows import SKIP, absent_column, check_value, columns_read, is_empty, named_twice, not_utf8, row_of, unreadable
+from .rows import SKIP, check_value, is_empty, named_twice, not_utf8, row_of, unreadable
 
 FIRST_BYTES = 1 << 20  # of a file that are looked at before a run: a longer row is judged by its beginning
 
@@ -34,8 +35,7 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     if not files:
         return
     size = sum(file.stat().st_size for file in files) if kind in ("text", "lines") else 0
-    has_message = kind == "lines" and size == 0 and not request.skip  # an empty file is named below
-    if kind in ("text", "lines") and size <= FIRST_BYTES and not has_message and _all_empty(files, kind, request):
+    if kind in ("text", "lines") and size <= FIRST_BYTES and _all_empty(files, kind, request):
         rule = "holds no document: each row is empty (null, no text or blank)"
         raise refuse(f"--dataset {dataset}", rule, f"give other data{f', or name the column with --{request.fields[0]}' if kind == 'lines' else ''}")
     if request.skip:
@@ -68,16 +68,17 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
         elif request.chats and (form := form_of(names, columns[0])):
             if values:
                 form.content(values, place, padded=kind != "lines")
-        else:
-            check_value(values.get(columns[0]), request.chats, place, tokens=kind != "lines")
+        elif not is_empty(values.get(columns[0])):
+            check_value(values[columns[0]], request.chats, place, tokens=kind != "lines")
 
 
 def _all_empty(files: list[Path], kind: str, request: Request) -> bool:
     """Return True if small files hold no document. A larger corpus is checked when the run opens it."""
-    column = request.columns[0]
+    column, is_blank = request.columns[0], False
     try:
         for file in files:
             content = _head(file).removeprefix(codecs.BOM_UTF8)
+            is_blank |= bool(content)
             for number, line in enumerate(content.split(b"\n") if kind == "lines" else [content], 1):
                 if not line.strip():
                     continue
@@ -86,7 +87,7 @@ def _all_empty(files: list[Path], kind: str, request: Request) -> bool:
                     return False
     except (Refusal, OSError, EOFError, zlib.error):
         return False  # a broken file is refused by another check
-    return True
+    return is_blank or kind == "text" or request.skip  # `_first_of_lines` names a file without content
 
 
 def check_kind(kind: str, files: list[Path], dataset: str, request: Request) -> None:
@@ -132,7 +133,7 @@ def _head(file: Path) -> bytes:
 
 def _first_of_lines(file: Path, columns: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
     """Reads the first row that is not blank: (number, content). The content is empty if the row is longer than `FIRST_BYTES`."""
-    head = _head(file)
+    head = _head(file).removeprefix(codecs.BOM_UTF8)
     if not head:
         raise refuse(str(file), "is empty", f"fetch it again, or {SKIP}")
     lines = head.split(b"\n")

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -177,7 +178,7 @@ def csv_source(tables: list[Path], wanted: Wanted, mark: str, **more: Any) -> So
 
 
 def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document] | None:
-    if not line.strip():
+    if not line.removeprefix(BOM_UTF8).strip():
         return None
     row = row_of(line, place)
     wanted.check(list(row), place)

@@ -1,12 +1,9 @@
-"""One row of a file: its columns, its value, and what is wrong with either."""
+"""One row of a file: its text, its value, and the errors of either."""
 
 import json
-from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..refusal import Refusal, refuse
-from ..tasks.facts import TASKS
-from .chat_rows import TOOLS, form_of
 
 SKIP = "leave it out (--bad_rows skip)"
 
@@ -66,29 +63,6 @@ def named_twice(names: list[str]) -> tuple[str, str] | None:
     return f"has {names.count(twice)} columns named {twice!r}", "rename or drop all but one of them"
 
 
-def columns_read(task: str, columns: tuple[str, ...], names: Collection[str]) -> tuple[str, ...]:
-    """List the columns that a task reads of rows with columns of these names: chats have several forms, and pairs may have tools."""
-    if TASKS[task].pairs and TOOLS in names and TOOLS not in columns:
-        return (*columns, TOOLS)
-    form = form_of(names, columns[0]) if TASKS[task].chats else None
-    return tuple(form.present(names)) if form else columns
-
-
-def absent_column(task: str, columns: tuple[str, ...], names: Iterable[str]) -> tuple[str, str] | None:
-    """Finds a column of the task that is not among `names`: rule and fix of a refusal; None if all are there."""
-    facts, names = TASKS[task], list(names)
-    if facts.chats and form_of(names, columns[0]):
-        return None
-    for flag, column in zip(facts.columns[len(facts.columns) - len(columns) :], columns, strict=True):
-        if column not in names:
-            without = f", or --{flag} '' where both answers begin with it" if flag == facts.optional else ""
-            fix = f"name the column with --{flag}{without}; a single odd row: mend it, or {SKIP}"
-            if "text_field" in facts.columns and (form := form_of(names)):
-                fix = f"use --task sft, which reads such rows ({form.name}), or name a column of text with --{flag}"
-            return f"has no column {column!r}, only {', '.join(map(repr, names))}", fix
-    return None
-
-
 def is_empty(value: Any) -> bool:
     """Return True for null, text that is empty or blank, empty lists and bytes, and files without bytes and path."""
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # how `datasets` stores a file
@@ -97,13 +71,13 @@ def is_empty(value: Any) -> bool:
 
 
 def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> None:
-    """Raises `Refusal` for a value that is no text or, where `chats` are wanted, no list of messages. With `tokens` it may be ready tokens."""
+    """Raises `Refusal` for a value that is not empty and is no text or, where `chats` are wanted, no list of messages. With `tokens` it may be ready tokens."""
     if not chats and isinstance(value, list) and value and all(type(token) is int for token in value):
         if tokens:
             return
         rule = "holds token ids, which are read from Parquet and Arrow files only"
         raise refuse(place, rule, "make such a file: datasets.load_dataset('json', data_files=FILE, split='train').to_parquet('tokens.parquet')")
-    if value is not None and not isinstance(value, list if chats else str):
+    if not isinstance(value, list if chats else str):
         expected = "a list of messages (--messages_field)" if chats else "text (--text_field)"
         rule = f"holds {type(value).__name__} {str(value)[:40]!r} where {expected} should be"
         raise refuse(place, rule, f"name another column, mend the row, or {SKIP}")

@@ -11,7 +11,8 @@ from datasets.exceptions import DatasetsError
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .chat_rows import form_of
-from .rows import absent_column, check_value, columns_read, is_empty, named_twice
+from .columns import absent_column, columns_read
+from .rows import check_value, is_empty, named_twice
 
 NEEDED = ("chosen", "rejected", "image")  # values of a sample without which a row is empty
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, zlib.error, pa.ArrowException, DatasetsError)  # what broken files raise in `datasets`
@@ -69,8 +70,10 @@ class Wanted:
         if self.chats and (form := form_of(value, self.columns[0])):
             content = form.content(value, place, padded)
             return [] if content is None else [(content, place)]
+        if is_empty(value):
+            return []
         check_value(value, self.chats, place)
-        return [] if is_empty(value) else [(value, place)]
+        return [(value, place)]
 
     @property
     def chats(self) -> bool:
