@@ -22,6 +22,7 @@ from words import BYTES, arbitrary_words
 GONE = 10.0  # seconds in which no process may be left on any host
 FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--out", "run")
 SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
+REACHED = {"no_proxy": "*", "https_proxy": "http://proxy.corp:3128", "AWS_ENDPOINT_URL": "https://s3.corp", "NCCL_IB_GID_INDEX": "3"}
 LAUNCH = [sys.executable, "-m", "launch"]
 
 
@@ -84,13 +85,13 @@ class Listing:
 @pytest.mark.slow
 def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path) -> None:
     with Listing() as listing:
-        job = start(NANO, *FLAGS, "--steps", "3", **SECRETS)
+        job = start(NANO, *FLAGS, "--steps", "3", **SECRETS, **REACHED)
         job.wait_for(lambda: len(hosts.ranks(1)) == 2 or job.process.poll() is not None, 180)
         variables = {rank: process.environ() for rank, process in hosts.ranks(1).items()}
         assert job.wait(240) == 0, job.output[-8000:]
     assert sorted(variables) == [2, 3]
     for own in variables.values():  # a rank of the other host has what a run needs, the secrets among it
-        assert {name: own.get(name) for name in SECRETS} == SECRETS
+        assert {name: own.get(name) for name in (*SECRETS, *REACHED)} == SECRETS | REACHED
         assert own["WANDB_MODE"] == "offline" and own["OMP_NUM_THREADS"] == "1" and own["MASTER_ADDR"] == hosts.addresses[0]
     assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
     assert any("launch.host" in line for line in listing.seen), "else nothing was listed"

@@ -216,7 +216,8 @@ def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> 
         started = []
         try:
             for index in (1, 0):
-                started.append(Job(tmp_path / f"pod_{index}", pods.on(index, command), JOB_COMPLETION_INDEX=str(index), **variables))
+                in_container = ["sh", "-c", 'cd "$0" && exec "$@"', container(job)["workingDir"], *command]
+                started.append(Job(tmp_path / f"pod_{index}", pods.on(index, in_container), JOB_COMPLETION_INDEX=str(index), **variables))
                 if index:
                     started[0].wait_for(lambda: "waiting for the address" in started[0].output, 60)
                     for space in pods.spaces:
