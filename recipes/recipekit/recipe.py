@@ -23,6 +23,10 @@ ENGINES = ("deepspeed", "ddp", "fsdp2")
 # Fields whose empty value is documented: none, the default folder, or the model's own.
 OWN = {"dataset": ("split", "subset", "dataset_revision"), "model": ("model_revision",)}  # fields about a repository
 EMPTY_HAS_A_MEANING = ("subset", "model_revision", "dataset_revision", "prompt_field", "tokenizer", "batch_ramp", "out")
+MAY_BE_ZERO = (
+    *("warmup_steps", "decay_steps", "eval_every", "save_every", "keep", "keep_every", "stop_at", "weight_decay"),
+    *("gradient_clipping", "min_lr", "seed", "num_labels"),
+)  # numbers that must not be negative
 FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has another name
 PATHS = ("dataset", "ds_config", "model", "out", "resume", "token_cache", "tokenizer")
 LONGEST_NAME = 255  # bytes in the name of a file
@@ -124,7 +128,9 @@ class Recipe:
     eval_every: int = _say("steps between evaluations on held-out rows; 0: none", 0, group="evaluation, checkpoints, export")
     eval_rows: int = _say("held-out rows of an evaluation", 64)
     save_every: int = _say("steps between checkpoints; 0: only at the end", 0)
-    keep: int = _say("checkpoints to keep; 0: all", 2)
+    keep: int = _say("newest checkpoints to keep; 0: all", 2)
+    keep_every: int = _say("also save and keep each step that is a multiple of this number; 0: none", 0)
+    keep_best: bool = _say("also keep the checkpoint with the lowest eval_loss, of those with an evaluation at their step", False)
     deterministic: bool = _say("the same bits each time on the same GPUs, for some speed; see recipes/CHECKPOINTS.md", False)
     save_in_background: bool = _say("go on training while a checkpoint is written; takes a copy of the states in host memory", False)
     stop_at: int = _say("save and end at this step, the schedule unchanged; 0: run to the end", 0)
@@ -153,6 +159,20 @@ class Recipe:
     def recompute_every(self) -> int:
         """Every how manyth layer is recomputed in the backward pass; 0: none."""
         return self.checkpoint_every if self.activation_checkpointing else 0
+
+    def saves_at(self, step: int) -> bool:
+        """Return True if a checkpoint is due at a step; one is also saved where a run ends."""
+        return any(number and step % number == 0 for number in (self.save_every, self.keep_every))
+
+    @property
+    def most_checkpoints(self) -> int:
+        """How many checkpoints a run has at a time, at most: a new one is complete before an old one is removed."""
+        before = (self.stop_at or self.steps) - 1  # steps that may be saved in addition to the last
+        numbers = [number for number in (self.save_every, self.keep_every) if number]
+        saves = 1 + sum(before // number for number in numbers)
+        saves -= before // math.lcm(*numbers) if len(numbers) == 2 else 0
+        kept = self.keep + 1 + self.keep_best + ((before + 1) // self.keep_every if self.keep_every else 0)
+        return min(saves, kept) if self.keep else saves
 
     @property
     def ramp(self) -> Ramp:
@@ -204,19 +224,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every", "threads"):
         if (value := getattr(recipe, name)) < 1:
             problems.append(Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1 or more"))
-    for name in (
-        "warmup_steps",
-        "decay_steps",
-        "eval_every",
-        "save_every",
-        "keep",
-        "stop_at",
-        "weight_decay",
-        "gradient_clipping",
-        "min_lr",
-        "seed",
-        "num_labels",
-    ):
+    for name in MAY_BE_ZERO:
         if (value := getattr(recipe, name)) < 0:
             problems.append(Problem(f"{name} = {value}", "must not be negative", f"use --{name} 0 or more"))
     try:
@@ -235,6 +243,9 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         problems.append(
             Problem(f"stop_at = {recipe.stop_at}", f"lies after the last step, {recipe.steps}", f"use --stop_at {recipe.steps} or less, or a larger --steps")
         )
+    if recipe.keep_best and not recipe.eval_every:
+        fix = "use --eval_every N with the steps between evaluations, or --no-keep_best"
+        problems.append(Problem("keep_best = True with eval_every = 0", "requires evaluations, which give an eval_loss", fix))
     problems += check_rates(recipe.schedule, recipe.steps, recipe.warmup_steps, recipe.decay_steps, recipe.lr, recipe.min_lr)
     problems += check_ramp(recipe.batch_ramp, recipe.steps)
     if recipe.facts.rows == PACKED and recipe.attention == "flash_attention_2" and recipe.micro_batch > 1 and recipe.sp == 1:

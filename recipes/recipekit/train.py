@@ -265,6 +265,8 @@ def loop(ready: Ready) -> int:
         if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
             metrics |= evaluate(engine, ready.task, ready.held_out, mesh, ready.sums)
+        loss = metrics.get("eval_loss", math.nan)
+        state["eval_loss"] = loss if math.isfinite(loss) else None
         tracker.log(metrics)
         timeline.report(engine, spans, plan.command.name, step, plan.out, tracker.say)
         stopper.boundary()
@@ -272,7 +274,7 @@ def loop(ready: Ready) -> int:
             check_peers(mesh, seen, step, engine.device)
         if failed_saves:
             ready.saver.wait()
-        regular = recipe.save_every > 0 and step % recipe.save_every == 0
+        regular = recipe.saves_at(step)
         if result["stop"] or step == last or regular or ready.saver.attempts.due(step):
             save_step(ready, data_state, regular, at_end=bool(result["stop"]) or step == last)
         if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -51,6 +52,38 @@ def test_the_newest_are_kept_by_number(tmp_path: Path, retention: Retention, lef
         save(tmp_path, step)
     assert remove_old(tmp_path, retention) == []
     assert sorted(numbers(tmp_path)) == left
+
+
+@pytest.mark.parametrize(
+    ("retention", "left"),
+    [
+        (Retention(1, every=4), [4, 8, 10]),
+        (Retention(2, every=8), [8, 9, 10]),
+        (Retention(1, every=100), [10]),
+        (Retention(1, best=True), [3, 10]),
+        (Retention(3, every=4, best=True), [3, 4, 8, 9, 10]),
+        (Retention(0, every=4, best=True), [1, 2, 3, 4, 5, 6, 8, 9, 10]),
+    ],
+    ids=repr,
+)
+def test_every_kth_and_the_best_are_kept_in_addition(tmp_path: Path, retention: Retention, left: list[int]) -> None:
+    """Only a finite number is an eval_loss; of equal ones the first is the best."""
+    losses = {1: 2.5, 2: "0.1", 3: 2.25, 4: None, 5: math.nan, 6: -math.inf, 8: 2.25, 9: 3, 10: True}
+    for step, loss in losses.items():
+        save(tmp_path, step, loss)
+    save(tmp_path, 7, 0.5, name="step_00000007_copy")  # is no checkpoint of the run, so another may be the best
+    assert remove_old(tmp_path, retention) == []
+    shutil.rmtree(tmp_path / "step_00000007_copy")
+    assert numbers(tmp_path) == left
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '"eval_loss"'])
+def test_a_damaged_state_has_no_loss_and_ends_nothing(tmp_path: Path, text: str) -> None:
+    (save(tmp_path, 1, 1.0) / "state.json").write_text(text)
+    save(tmp_path, 2, 2.0)
+    save(tmp_path, 3, 3.0)
+    assert remove_old(tmp_path, Retention(1, best=True)) == []
+    assert numbers(tmp_path) == [2, 3]
 
 
 def linked(folder: Path) -> Path:

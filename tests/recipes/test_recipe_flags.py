@@ -406,12 +406,33 @@ def test_a_whole_number_in_the_file_leaves_the_flag_a_fraction():
         ({"attention": "flash_attention_2", "micro_batch": 2}, "micro_batch = 2 with attention = flash_attention_2"),
         ({"pp": 2, "adapt": lambda model: model}, "pp = 2"),
         ({"checkpoint_every": 2}, "checkpoint_every = 2"),
+        ({"keep_best": True}, "keep_best = True with eval_every = 0"),
+        ({"keep_every": -1}, "keep_every = -1"),
     ],
 )
 def test_what_would_go_wrong_without_a_word_is_named(fields, where):
     (problem,) = check_recipe(Recipe(model="x", **fields))
     assert problem.where == where
     assert check_recipe(Recipe(model="x", attention="flash_attention_2", sp=2, micro_batch=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved", "most"),
+    [
+        ({"save_every": 2, "keep": 0}, [2, 4, 6, 8, 10, 11], 6),
+        ({"save_every": 2}, [2, 4, 6, 8, 10, 11], 3),
+        ({"save_every": 2, "keep": 1, "keep_every": 4}, [2, 4, 6, 8, 10, 11], 4),
+        ({"save_every": 4, "keep": 0, "keep_every": 6}, [4, 6, 8, 11], 4),
+        ({"keep": 1, "keep_every": 5, "keep_best": True, "eval_every": 1}, [5, 10, 11], 3),
+        ({"save_every": 1, "keep": 3, "keep_best": True, "eval_every": 1, "stop_at": 7}, [1, 2, 3, 4, 5, 6, 7], 5),
+        ({}, [11], 1),
+    ],
+)
+def test_the_steps_that_are_saved_and_how_many_are_there_at_a_time(flags, saved, most):
+    recipe = Recipe(model="x", steps=11, **flags)
+    last = recipe.stop_at or recipe.steps
+    assert [step for step in range(1, last + 1) if step == last or recipe.saves_at(step)] == saved
+    assert recipe.most_checkpoints == most and check_recipe(recipe) == []
 
 
 def test_a_typo_brings_no_problem_that_is_none():

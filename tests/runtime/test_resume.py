@@ -252,6 +252,16 @@ def test_save_every_and_keep(go: Callable[..., str], tmp_path: Path) -> None:
         assert {path.name for path in (tmp_path / str(keep) / "checkpoints").iterdir()} == {"latest", *(f"step_{step:08d}" for step in left)}
 
 
+def test_every_kth_step_and_the_best_are_kept_in_addition(go: Callable[..., str], tmp_path: Path) -> None:
+    """Steps 2 and 4 are evaluated, so the newest, 5, cannot be the best. Step 3 is saved for --keep_every alone."""
+    go(tmp_path, "--save_every", 2, "--keep", 1, "--keep_every", 3, "--keep_best", "--stop_at", 5)
+    losses = {line["step"]: line["eval_loss"] for line in metrics(tmp_path) if "eval_loss" in line}
+    best = min(losses, key=lambda step: losses[step])
+    assert checkpoints(tmp_path) == sorted({best, 3, 5}) and sorted(losses) == [2, 4]
+    states = [json.loads((tmp_path / "checkpoints" / f"step_{step:08d}" / "state.json").read_text()) for step in (best, 3, 5)]
+    assert [state["eval_loss"] for state in states] == [losses[best], None, None]
+
+
 def test_a_finished_run_says_so(go: Callable[..., str], run: Path) -> None:
     go(run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}

@@ -7,13 +7,14 @@ import math
 import os
 import pty
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_wandb_holds_the_numbers_of_metrics_jsonl_across_a_resume(tmp_path: Path
     expected = [step_metrics(step, job=step > 7) for step in range(1, 16)]
     assert read_metrics(tmp_path) == expected
     assert read_history(tmp_path) == expected
-    kept_id = (tmp_path / "wandb_id").read_text()
+    kept_id = (tmp_path / "wandb_id").read_text().split("\n")[0]
     assert [path.name for path in wandb_files(tmp_path)] == [f"run-{kept_id}.wandb"] * 2
     assert read_exit_codes(tmp_path) == [143, 0]
     assert CONFIG.items() <= read_config(tmp_path).items()
@@ -202,8 +203,72 @@ def test_a_damaged_wandb_id_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
     """W&B refuses such an id, and the run would have no record there."""
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     (tmp_path / "wandb_id").write_text(content)
-    found = tracking._wandb_id(tmp_path / "wandb_id")
-    assert len(found) == 8 and found == tracking._wandb_id(tmp_path / "wandb_id") == (tmp_path / "wandb_id").read_text()
+    found = tracking._wandb_id(tmp_path / "wandb_id", print)
+    assert len(found) == 8 and found == tracking._wandb_id(tmp_path / "wandb_id", print) == (tmp_path / "wandb_id").read_text().split("\n")[0]
+
+
+def ids(folder: Path, said: list[str]) -> str:
+    return tracking._wandb_id(folder / "wandb_id", said.append)
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A run folder with its id."""
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    (tmp_path / "a").mkdir()
+    return tmp_path / "a", ids(tmp_path / "a", [])
+
+
+@pytest.mark.parametrize("name", ["b", "b b", "deeper/b"])
+def test_a_copied_run_folder_gets_a_wandb_id_of_its_own_once(first: tuple[Path, str], tmp_path: Path, name: str) -> None:
+    run, kept = first
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    copy, said = shutil.copytree(run, tmp_path / name), list[str]()
+    own = ids(copy, said)
+    assert said == [f"W&B run {own}, because this folder is a copy of {run}; to continue run {kept}, set WANDB_RUN_ID={kept}"]
+    assert own != kept and ids(copy, said) == own and ids(run, said) == kept and len(said) == 1
+
+
+def moved(run: Path) -> Path:
+    return run.rename(run.with_name("moved"))
+
+
+def linked(run: Path) -> Path:
+    (run.parent / "link").symlink_to(run)
+    return run.parent / "link"
+
+
+def restored(run: Path) -> Path:
+    """From a backup, to its old place."""
+    shutil.copytree(run, run.with_name("backup"))
+    (run.with_name("backup") / "inode").touch()  # so that the new folder cannot have the number of the old one
+    run.rename(run.with_name("gone"))
+    return run.with_name("backup").rename(run)
+
+
+def of_an_older_version(run: Path) -> Path:
+    (run / "wandb_id").write_text(ids(run, []))
+    return run
+
+
+@pytest.mark.parametrize("change", [moved, linked, restored, of_an_older_version])
+def test_a_folder_that_is_no_copy_keeps_its_wandb_id(first: tuple[Path, str], change: Callable[[Path], Path]) -> None:
+    run, kept = first
+    said: list[str] = []
+    assert [ids(change(run), said), said] == [kept, []]
+
+
+def test_a_later_wandb_run_id_is_used_and_reported(first: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, kept = first
+    copy, said = shutil.copytree(run, tmp_path / "b"), list[str]()
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    line = f"W&B run mine, as WANDB_RUN_ID says; until now this folder was recorded in run {kept}"
+    assert ids(run, said) == "mine" and said == [line]
+    assert ids(run, said) == "mine" and said == [line]
+    monkeypatch.delenv("WANDB_RUN_ID")
+    assert ids(run, said) == "mine" and said == [line], "the same run at the next start"
+    monkeypatch.setenv("WANDB_RUN_ID", kept)
+    assert ids(copy, said) == kept and said == [line], "as the line for a copy says"
 
 
 def test_other_ranks_track_nothing(tmp_path: Path) -> None:

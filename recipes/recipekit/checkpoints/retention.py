@@ -73,7 +73,7 @@ def _eval_loss(step: Path) -> float:
         loss = json.loads((step / STATE).read_text()).get("eval_loss")
     except (OSError, ValueError, AttributeError):
         return math.inf
-    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
+    return float(loss) if type(loss) in (int, float) and math.isfinite(loss) else math.inf
 
 
 def _remove(step: Path, listed: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ class State(TypedDict):
     tokens: int  # tokens with a label, over the whole global batch
     data: Mapping[str, Any] | None
     unusable: NotRequired[int]  # of a task whose rows are samples: rows that were dealt, and then only filled up
+    eval_loss: NotRequired[float | None]  # of the evaluation at this step, if there was one with a finite loss
     export_dtype: str  # dtype of the Hugging Face files made of this state, as torch names it without "torch."
 
 

@@ -34,7 +34,6 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
         states += 4 * layout.mesh.world * sum(error_sizes(trained, layout.mesh.dp))
     mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
     width = 2 if mixed else 4
-    saves = -(-(recipe.stop_at or recipe.steps) // recipe.save_every) if recipe.save_every else 1
     there = len(step_folders(plan.out / CHECKPOINTS))
     device_memory = 0
     if not on_gpu:
@@ -45,7 +44,7 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
         "host": total(terms, HOST) + device_memory,
         "NVMe": total(terms, NVME),
         "checkpoint": (size if stage < 3 else size - trained) * width + (4 * trained if mixed or stage else 0) + states,
-        "checkpoints": max(1, min(saves, recipe.keep + 1 if recipe.keep else saves) - there),  # the next one is complete before the oldest is removed
+        "checkpoints": max(1, recipe.most_checkpoints - there),
         "export": size * width if recipe.export else 0,
     }
 

@@ -139,7 +139,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
 def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:
     """Returns what writes the run's checkpoints. Raises `Refusal` on every rank if the disk has no room for one (a collective)."""
     recipe, folder = loaded.plan.recipe, loaded.plan.out / CHECKPOINTS
-    retention = Retention(recipe.keep)
+    retention = Retention(recipe.keep, recipe.keep_every, recipe.keep_best)
     saver = save.Saver(loaded.engine, folder, loaded.blueprint, loaded.layout, retention, recipe.save_in_background, loaded.save_small_files, say)
     saver.attempts.saved = loaded.state["step"]
     saver.check_room(demand_of(loaded), resumed=loaded.state["step"] > 0)
@@ -149,7 +149,7 @@ def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:
 def demand_of(loaded: Loaded) -> Demand:
     """Return the steps that this start will save, and the bytes of the export if it writes one."""
     recipe, first, last = loaded.plan.recipe, loaded.state["step"] + 1, loaded.plan.last_step
-    steps = [step for step in range(first, last + 1) if step == last or (recipe.save_every and step % recipe.save_every == 0)]
+    steps = [step for step in range(first, last + 1) if step == last or recipe.saves_at(step)]
     if not recipe.export or last < recipe.steps:
         return Demand(steps)
     whole = recipe.adapt is None or recipe.merge

@@ -148,7 +148,7 @@ class WandbCopy:
         self._exit_code = 0
         chosen = project != Recipe.project
         self._run = {
-            "id": _wandb_id(run_dir / "wandb_id"),
+            "id": _wandb_id(run_dir / "wandb_id", say),
             "dir": str(run_dir.resolve()),
             "project": project if chosen else os.environ.get("WANDB_PROJECT", project),
             "name": os.environ.get("WANDB_NAME", name),
@@ -311,10 +311,26 @@ def _json_number(value: Any) -> Any:
     return value
 
 
-def _wandb_id(path: Path) -> str:
-    """Return the W&B id of the run folder. A new id is made at the first start, or if the file is empty or damaged."""
+def _wandb_id(path: Path, say: Say) -> str:
+    """Return the W&B id of the run folder: the value of WANDB_RUN_ID, else the id that the folder keeps, else a new one.
+
+    The file `path` also states its folder, because a copy of the folder must not write into the W&B run of the original.
+    A folder that was renamed keeps its inode, and a folder on a disk that was mounted again keeps its path.
+    """
+    folder = path.parent.resolve()
+    inode = str(folder.stat().st_ino)
+    kept, where = "", list[str]()
     with contextlib.suppress(OSError, ValueError):
-        if re.fullmatch(r"[^\x00-\x20/\\#?%:]{1,128}", found := path.read_text().strip()):  # what W&B accepts
-            return found
-    write_whole(path, os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
-    return path.read_text().strip()
+        first, *rest = path.read_text().split("\n")
+        if re.fullmatch(r"[^\x00-\x20/\\#?%:]{1,128}", first.strip()):  # what W&B accepts
+            kept, where = first.strip(), (rest[0] if rest else "").split(" ", 1)
+    copied = len(where) == 2 and inode != where[0] and str(folder) != where[1]  # older files state the id alone
+    chosen = os.environ.get("WANDB_RUN_ID", "").strip()
+    used = chosen or (kept if not copied else "") or secrets.token_hex(4)
+    if kept and chosen and chosen != kept:
+        say(f"W&B run {chosen}, as WANDB_RUN_ID says; until now this folder was recorded in run {kept}")
+    elif kept and used != kept:
+        say(f"W&B run {used}, because this folder is a copy of {where[1]}; to continue run {kept}, set WANDB_RUN_ID={kept}")
+    if (used, where) != (kept, [inode, str(folder)]):
+        write_whole(path, f"{used}\n{inode} {folder}\n")
+    return used
