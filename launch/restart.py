@@ -32,7 +32,7 @@ class Progress:
         guess = Path(os.path.abspath(Path(job.folder, run_folder.out_of(job.words))))
         self.logs, self.say = guess.parent / f"{guess.name}.logs", say
         self.note, self.since = first_start(self.logs)
-        self.out = Path(self.note.read_text() or guess)
+        self.out = Path(os.fsdecode(self.note.read_bytes()) or guess)
         self.began_at = run_folder.last_step(self.out)  # a step
 
     def learn(self, out: Path) -> None:
@@ -42,7 +42,7 @@ class Progress:
         self.out, self.began_at = out, run_folder.last_step(out)
         self.say(f"the run folder is {shown(out)}; the output of each rank stays in {shown(self.logs)}")
         with contextlib.suppress(OSError):  # only a requeue of Slurm reads it
-            self.note.write_text(str(out))
+            self.note.write_bytes(os.fsencode(out))
             os.utime(self.note, (self.since, self.since))
 
     def goodput(self, wall: float, starts: int) -> str:

@@ -365,7 +365,7 @@ def test_a_requeued_slurm_job_knows_the_reported_run_folder(tmp_path: Path, monk
     """A new process with the same command line, here --resume never, which would put the run aside."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    out = tmp_path / "scratch of 7" / "run"
+    out = tmp_path / "scratch of 7\udcff" / "run"  # a byte that is no text
     first = restart.Progress(job(tmp_path), print)
     first.learn(out)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
