@@ -64,7 +64,7 @@ def seconds_in(text: str) -> float | None:
 def _value(flags: list[str], name: str) -> str:
     """Return the last value of a flag, written as `--NAME=VALUE` or as two words; "" if it is not there."""
     found = ""
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         if flag == name:
             found = following
         elif flag.startswith(f"{name}="):

@@ -45,7 +45,7 @@ def asks_for_gpus(flags: list[str]) -> bool:
 
     A value is part of its flag's word (--gres=gpu:8, -G8) or the next word. sbatch also accepts the beginning of a long name.
     """
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         name, equals, value = flag.partition("=")
         if name.startswith("--gpus") or (name.startswith("-G") and not name.startswith("--")):
             return True

@@ -289,6 +289,7 @@ def test_a_login_node_submits_names_and_no_values(tmp_path: Path) -> None:
 
 
 GPU_REQUESTS = [
+    ([], False),
     (["--partition=gpus"], False),
     (["--account=progress"], False),
     (["--comment=--gpus"], False),
@@ -320,6 +321,8 @@ def test_flags_of_sbatch_after_a_space_or_an_equals_sign_are_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main(["--where", "slurm", "--gpus", "8", "--dry-run", str(NANO)]) == 0, "no flag for sbatch at all"
+    assert "--gpus-per-node=8" in capsys.readouterr().out
     shown = []
     for given in (["--sbatch", "--partition=gpus", "--sbatch", "-t", "--sbatch", "10"], ["--sbatch=--partition=gpus", "--sbatch=-t", "--sbatch=10"]):
         assert main(["--where", "slurm", "--gpus", "8", *given, "--dry-run", str(NANO), "--tiny"]) == 0
