@@ -1,6 +1,10 @@
 """Disks that are too small: for the export, and for the checkpoints that --keep asks for."""
 
 import dataclasses
+import errno
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,34 @@ def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(pools:
         for result, printed in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])[:1]:
             assert result == 0 and "nothing to do" in printed
         assert list((out / "hf").glob("*.safetensors")) and not list(out.glob(".hf*"))
+
+
+def train_without_copies(recipe: Any, argv: list[str]) -> tuple[Any, str, list[int]]:
+    """Train where the second rank's disk is full when swap files are copied into step 2. On every rank of a pool."""
+    from torch.distributed import get_rank
+
+    copytree = shutil.copytree
+
+    def failing(source: Any, target: Any, *arguments: Any, **more: Any) -> Any:
+        if "step_00000002" in str(target) and get_rank() == 1:
+            raise shutil.Error([(str(source), str(target), os.strerror(errno.ENOSPC))])
+        return copytree(source, target, *arguments, **more)
+
+    shutil.copytree = failing
+    try:
+        return *train(recipe, argv), checkpoints(Path(argv[1]))
+    finally:
+        shutil.copytree = copytree
+
+
+@slow
+def test_swap_files_that_cannot_be_copied_leave_no_rank_waiting(pools: Any, ops: Callable[[str], None], tmp_path: Path) -> None:
+    for op in ("cpu_adam", "async_io"):
+        ops(op)
+    recipe = dataclasses.replace(BASE, ds_config="zero3_nvme.json", eval_every=0, steps=4)
+    results = pools.run(2, train_without_copies, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--save_every", "2"])
+    assert [(result, there) for result, _, there in results] == [(0, [3, 4])] * 2, results
+    assert "checkpoint of step 2: rank 1: " in results[0][1] and "saving works again" in results[0][1]
 
 
 def test_a_start_that_cannot_write_the_files_of_its_run_is_refused(pools: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -94,6 +95,31 @@ class _Memory:
         return copy.deepcopy(value)
 
 
+@contextlib.contextmanager
+def _copies_kept(files: DeepSpeedFiles, step: Path) -> Iterator[None]:
+    """Keep the error of a copy of swap files into a step folder for `take`.
+
+    DeepSpeed 0.19.8 copies them in the middle of a save (engine.py, save_checkpoint): a rank whose disk is full would
+    leave the other ranks waiting in the collectives after the copy.
+    """
+    copytree = shutil.copytree
+
+    def copy(source: Any, target: Any, *arguments: Any, **more: Any) -> Any:
+        try:
+            return copytree(source, target, *arguments, **more)
+        except OSError as error:
+            if not Path(target).is_relative_to(step):
+                raise
+            files.failure = files.failure or OSError(error.errno, error.strerror or "swap files could not be copied", str(target))
+            return target
+
+    shutil.copytree = copy
+    try:
+        yield
+    finally:
+        shutil.copytree = copytree
+
+
 @dataclass
 class DeepSpeedStates:
     """The states of an engine of DeepSpeed, saved and loaded as `Engine` asks; a blueprint is not needed."""
@@ -106,7 +132,7 @@ class DeepSpeedStates:
         # it would copy a script into the staging folder, which is removed; and a full disk would end rank 0 amid collectives
         self.made._copy_recovery_script = lambda _: None
         self.files.snapshots, self.made.checkpoint_engine = background, self.files
-        with _first_states(self.made.optimizer, layout):
+        with _first_states(self.made.optimizer, layout), _copies_kept(self.files, step):
             self.made.save_checkpoint(str(step.parent), tag=step.name, save_latest=False)
         for value, path in errors.kept(self.made.basic_optimizer, step, dist.get_rank()):
             self.files.save(value, str(path))
