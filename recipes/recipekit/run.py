@@ -18,9 +18,11 @@ from .packages import check_packages
 from .planner.devices import device_called
 from .ranks import take_rank
 from .recipe import Recipe
-from .refusal import Problem, Refusal, exit_refused, refuse
+from .refusal import START_AGAIN, Problem, Refusal, exit_refused, refuse
+from .run_folder import CHECKPOINTS
 from .runtime import environment
 from .utf8 import use_utf8
+from .whole_file import FAILING
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -110,14 +112,19 @@ def _report(out: Path) -> None:
 
 
 def _lock(out: Path) -> IO[str]:
-    """Holds `out` for this job until the process ends. Raises `Refusal` if another job holds it."""
+    """Hold `out` for this job until the process ends. Raises `Refusal` if another job holds it.
+
+    The exit code is START_AGAIN if the disk of a run with checkpoints fails: a restart may find it well.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = open(out.parent / f".{out.name}.lock", "w")  # noqa: SIM115 (held until the run ends)
         if out.exists():
             tempfile.TemporaryFile(dir=out).close()  # fails where the run would: no folder, no permission, a read-only disk
     except OSError as error:
-        raise refuse(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out") from None
+        problem = Problem(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out")
+        again = error.errno in FAILING and (out / CHECKPOINTS).is_dir()
+        raise Refusal([problem], START_AGAIN if again else 1) from None
     try:
         lock(file, f"out = {out}", "choose a folder on another disk with --out")
     except BlockingIOError:

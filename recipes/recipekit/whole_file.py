@@ -5,9 +5,12 @@ run.json and every other file that a later start reads and an earlier one has wr
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+FAILING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)  # errors of a disk that may be well again later
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from disks import resize, small_disk
 from job import checkpoints
+from recipekit.refusal import Refusal
+from recipekit.run import _lock
 from test_resume import BASE, train
 
 slow = pytest.mark.slow
@@ -49,6 +51,18 @@ def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(pools:
         for result, printed in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])[:1]:
             assert result == 0 and "nothing to do" in printed
         assert list((out / "hf").glob("*.safetensors")) and not list(out.glob(".hf*"))
+
+
+@pytest.mark.parametrize(("begun", "code"), [(True, 75), (False, 1)])
+def test_a_start_on_a_disk_without_files_left_is_made_again_for_a_run_with_checkpoints(tmp_path: Path, begun: bool, code: int) -> None:
+    """The disk has room for four files and folders."""
+    with small_disk(tmp_path / "disk", "1m,nr_inodes=5") as disk:
+        (disk / "run").mkdir()
+        (disk / "run" / ("checkpoints" if begun else "notes")).mkdir()
+        (disk / "more").touch()
+        with pytest.raises(Refusal, match="cannot be written: No space left on device") as refused:
+            _lock(disk / "run")
+        assert refused.value.exit_code == code
 
 
 def train_without_copies(recipe: Any, argv: list[str]) -> tuple[Any, str, list[int]]:

@@ -105,12 +105,16 @@ def report(engine: Engine, spans: list[Span], name: str, step: int, out: Path, s
     schedule, pp, micro_batches = "dualpipev" if isinstance(engine, DualPipeVEngine) else "1f1b", pipeline.num_stages, engine.micro_batches
     measured, ideal = bubble(ranks[0]), ideal_bubble(schedule, pp, micro_batches)
     formula = "(5 pp - 6) / (6 m + 5 pp - 6)" if schedule == "dualpipev" else "(pp - 1) / (m + pp - 1)"
+    title = f"{name}, {schedule}, pp = {pp}, m = {micro_batches}\nbubble of the first rank in step {step}: measured {measured:.1%}, in theory {ideal:.1%}"
+    try:
+        draw(ranks, title, out / "schedule.png")
+        drawn = f"drawn in {out / 'schedule.png'}"
+    except OSError as error:  # the run continues without the picture
+        drawn = f"{out / 'schedule.png'} cannot be written: {error.strerror}"
     say(
         f"pipeline bubble in step {step}: the first stage's rank waits {measured:.1%} of the time from its first forward to its last backward;"
-        f" {schedule} with pp = {pp} and m = {micro_batches} allows {formula} = {ideal:.1%}; drawn in {out / 'schedule.png'}"
+        f" {schedule} with pp = {pp} and m = {micro_batches} allows {formula} = {ideal:.1%}; {drawn}"
     )
-    title = f"{name}, {schedule}, pp = {pp}, m = {micro_batches}\nbubble of the first rank in step {step}: measured {measured:.1%}, in theory {ideal:.1%}"
-    draw(ranks, title, out / "schedule.png")
 
 
 LOOKS = {  # (kind, phase) -> what the legend says, colour
