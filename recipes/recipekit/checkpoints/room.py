@@ -55,7 +55,7 @@ def lacking(room: Room, retention: Retention, demand: Demand) -> str:
     sizes = {step: bytes_of(step) for step in own_steps(room.folder)}
     stays = kept(own_steps(room.folder), changed(retention, newest=min(1, retention.newest)))
     older = sum(size for step, size in sizes.items() if step not in stays)
-    usable = older + (sizes[max(sizes)] if sizes and retention.newest else 0)  # once the next one is complete
+    usable = older + (list(sizes.values())[-1] if sizes and retention.newest else 0)  # once the next one is complete
     free = room.free
     if room.one > free + older:
         return f"each needs {room.one:,} bytes, {free:,} are free"
