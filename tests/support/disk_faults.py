@@ -36,7 +36,7 @@ from recipekit.recipe import Recipe  # noqa: E402
 from recipekit.run_folder import numbers, read_metrics  # noqa: E402
 
 STEPS, EVERY, KEEP = 9, 2, 2
-PACE = 0.12  # seconds that each step takes longer, so that a fault meets it
+PACE = 0.1  # seconds that each step takes longer, so that a fault meets it
 LIMIT = 120.0  # seconds for a start
 MOST_STARTS = 5  # after a fault
 AGAIN = {75, 143, 137}  # exit codes after which the same command is given again
@@ -44,7 +44,6 @@ RECIPE = Recipe(
     model="recipekit/llama-nano",
     init="random",
     tokenizer="bytes",
-    dataset="builtin",
     ds_config="zero1.json",
     seq_len=64,
     micro_batch=1,
@@ -136,7 +135,13 @@ class Run:
 
     @property
     def argv(self) -> list[str]:
-        return ["--out", str(self.out), "--save_in_background" if self.background else "--no-save_in_background"]
+        return [
+            "--dataset",
+            str(self.logs.parent / "text.txt"),
+            "--out",
+            str(self.out),
+            "--save_in_background" if self.background else "--no-save_in_background",
+        ]
 
     def start(self, *more: str) -> Start:
         self.starts += 1
@@ -317,9 +322,11 @@ def clear(disk: Path) -> None:
 def drill(faults: int, seed: int, disk: Path, logs: Path) -> list[str]:
     """Return a text for each fault that the run did not survive."""
     unbroken, failed, kinds = {}, list[str](), collections.Counter[str]()
+    logs.mkdir()
+    (logs / "text.txt").write_text("\n\n".join(" ".join(f"word{(row * column) % 97}" for column in range(80)) for row in range(400)))
     for world in (1, 2):
         run = Run(disk, logs / f"unbroken_{world}", world, random.Random(seed), False)
-        run.logs.mkdir(parents=True)
+        run.logs.mkdir()
         assert run.start().wait() == 0, (run.logs / "start_1.log").read_text()
         unbroken[world] = (run.out / "hf" / "model.safetensors").read_bytes(), numbers(read_metrics(run.out))
         clear(disk)
@@ -353,6 +360,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30), help="printed; the same seed gives the same faults")
     arguments = parser.parse_args()
     os.environ.update(environment())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the disk is unmounted
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="disk_faults_") as folder, small_disk(Path(folder, "disk"), "100m") as disk:
         return 1 if drill(arguments.faults, arguments.seed, disk, Path(folder, "logs")) else 0
