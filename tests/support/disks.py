@@ -17,7 +17,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run([*SUDO, "umount", str(place)], check=True)
+        subprocess.run([*SUDO, "umount", "-l", str(place)], check=True)  # whoever has a file open there
 
 
 def resize(place: Path, size: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import importlib
 import shutil
 import threading
@@ -110,7 +111,8 @@ def _copies_kept(files: DeepSpeedFiles, step: Path) -> Iterator[None]:
         except OSError as error:
             if not Path(target).is_relative_to(step):
                 raise
-            files.failure = files.failure or OSError(error.errno, error.strerror or "swap files could not be copied", str(target))
+            reason = str(error.args[0][0][-1]) if isinstance(error, shutil.Error) else error.strerror  # the first of many files
+            files.failure = files.failure or OSError(error.errno or errno.EIO, reason, str(target))
             return target
 
     shutil.copytree = copy
