@@ -17,6 +17,7 @@ from .architectures.shrink import BYTE_VOCAB, ROBERTAS, shrink
 from .command import Command
 from .data.files import folder_classes, local_files, say_files
 from .data.first_row import check_first_row
+from .data.folders import targets
 from .data.mixture import Domain, domains_of
 from .data.request import request_of
 from .data.revisions import check_offline, check_revisions, say_unused
@@ -269,6 +270,7 @@ def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
             path = Path(part).expanduser()
             wild = next((number for number, name in enumerate(path.parts) if set(name) & set("*?[")), None)
             found.append((f"the data of --dataset {part}", path if path.exists() or wild is None else Path(*path.parts[:wild])))
+            found += [(f"the data of --dataset {part}, to which a link leads", target) for target in targets(path)]
     return [(what, path.resolve()) for what, path in found if path.exists()]
 
 

@@ -169,7 +169,7 @@ def test_what_is_left_out_of_a_folder_is_told(tmp_path):
         "e.zip",
         ".g.csv",
         ".h/i.jsonl",
-        "below/_j/k.csv",
+        "below/__j/k.csv",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(lines({"text": "x"}))
@@ -180,7 +180,9 @@ def test_what_is_left_out_of_a_folder_is_told(tmp_path):
         plan = make_plan(parse(Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes"), NANO, command))
         return [note for note in plan.notes if note.startswith("--dataset")]
 
-    assert notes(tmp_path) == [f"--dataset {tmp_path}: reads 2 files of split train; leaves out by their endings 2 .csv, 1 .zip"]
+    assert notes(tmp_path) == [
+        f"--dataset {tmp_path}: reads 2 files of split train; leaves out 1 hidden file, 2 hidden folders, by their endings 2 .csv, 1 .zip"
+    ]
     for name in ("a.jsonl", "below/b.jsonl"):
         (tmp_path / name).rename(tmp_path / f"{name}.txt")
     assert local_files(str(tmp_path)) == sorted(tmp_path / name for name in ("a.jsonl.txt", "below/b.jsonl.txt", "license.txt"))

@@ -164,7 +164,7 @@ def _completion(row: Row, place: str) -> list[Message]:
     if is_empty(completion):
         return []
     if is_empty(prompt):
-        prompt = "" if isinstance(completion, str) else []
+        prompt = "" if isinstance(row["completion"], str) else []
     for name, value in (("prompt", prompt), ("completion", completion)):
         if is_json_chat(value):
             raise refuse(place, f"its {name} holds {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..paths import is_there
 from ..refusal import Problem, Refusal, refuse
-from .folders import below, folders_of, skipped
+from .folders import below, folders_of, is_left_out, left_out
 from .kinds import KINDS, MEDIA, METADATA, PICTURES, choose, count_endings, describes, kind_of, possible, suffix
-from .splits import DEFAULT, TRAIN, splits_of
+from .splits import DEFAULT, PAGES, TRAIN, is_saved, splits_of
 
 COUNTED = 32  # Parquet files whose rows are counted for the line at the start
 
@@ -61,7 +61,8 @@ def _check_addresses(dataset: str) -> None:
             continue
         if "://" not in address:
             raise refuse(f"--dataset {address}", "is a path, and cannot be combined with addresses", "give paths only, or addresses only")
-        fix = "give the hub id, ORG/NAME" if address.startswith("hf://") else "mount it or copy it to a local folder, and give that path"
+        fixes = {"hf": "give the hub id, ORG/NAME", "file": f"give the path, {address.partition('://')[2]}"}
+        fix = fixes.get(address.partition("://")[0], "mount it or copy it to a local folder, and give that path")
         raise refuse(f"--dataset {address.partition('?')[0]}", "only https:// and http:// addresses can be read", fix)
 
 
@@ -99,12 +100,16 @@ def _of_folder(folder: Path, pictures: bool, split: str, subset: str) -> FolderF
     """Choose the files of a folder for a split and a subset. Raises `Refusal` if the folder does not have them."""
     everything = below(folder)
     data = possible(everything)
-    splits = {name: files for name, files in splits_of(folder, data, subset).items() if files}
+    of_names = splits_of(folder, data, subset)
+    splits = {name: files for name, files in of_names.items() if files}
     if pictures and _are_classes(folder, data, splits):
         splits = {TRAIN: data}
+    if split in of_names and split not in splits and is_saved(folder, data):
+        others = f"use --split {' or --split '.join(splits)}, or " if splits else ""
+        raise refuse(f"--dataset {folder}", f"its split {split} was saved without a row", f"{others}give other data")
     if splits and split not in splits:
         rule = f"{folder} has no such split, only {', '.join(splits)}"
-        every = folder / f"**/*{suffix(data[0])}"
+        every = folder / f"**/*{suffix(next(file for files in splits.values() for file in files))}"
         raise refuse(f"--split {split}", rule, f"use --split {next(iter(splits))}, or name the files, for example --dataset '{every}'")
 
     chosen = {name: choose(files, pictures) for name, files in splits.items()}
@@ -148,19 +153,28 @@ def say_files(dataset: str, pictures: bool, split: str, subset: str) -> list[str
     """Return a line for each part of a dataset flag: the local files that are read, and what is left out and why."""
     lines = []
     for part in _parts(dataset):
-        path, left_out = Path(part).expanduser(), list[str]()
+        path, rest = Path(part).expanduser(), list[str]()
         if path.is_dir():
             found = _of_folder(path, pictures, split, subset)
             files = found.files
-            left_out += [f"{_counted(count, 'file')} of split {name}" for name, count in found.of_other_splits.items()]
-            left_out += [_counted(count, reason) for reason, count in Counter(skipped(path).values()).items()]
-            left_out += [f"by their endings {count_endings(found.rest)}"] if found.rest else []
+            rest += [f"{_counted(count, 'file')} of split {name}" for name, count in found.of_other_splits.items()]
+            reasons = Counter(_not_read(path, files).values())
+            rest += [_counted(count, reason) for reason, count in sorted(reasons.items())]
+            rest += [f"by their endings {count_endings(found.rest)}"] if found.rest else []
         else:
             files = local_files(part, pictures) or []
         rows = _num_rows(files)
-        read = f"reads {_counted(len(files), 'file')} of split {split}{f' ({rows:,} rows)' if rows else ''}"
-        lines.append(f"--dataset {part}: {read}" + (f"; leaves out {', '.join(left_out)}" if left_out else ""))
+        text = f"reads {_counted(len(files), 'file')} of split {split}{f' ({rows:,} rows)' if rows else ''}"
+        lines.append(f"--dataset {part}: {text}" + (f"; leaves out {', '.join(rest)}" if rest else ""))
     return lines
+
+
+def _not_read(folder: Path, files: list[Path]) -> dict[Path, str]:
+    """Return the entries that the listing of a folder leaves out, except hidden ones that its README names."""
+    reasons = left_out(folder)
+    named = {path for file in files for path in (file, *file.parents)} if reasons else set[Path]()
+    named.update(folder / page for page in PAGES)
+    return {path: reason for path, reason in reasons.items() if path not in named}
 
 
 def _counted(count: int, noun: str) -> str:
@@ -210,7 +224,7 @@ def picture_classes(files: list[Path], dataset: str) -> list[str]:
         if len(classes) == 1:
             break
         children = {child for parent in {folder.parent for folder in inside} for child in parent.iterdir() if child.is_dir()}
-        if empty := sorted(child for child in children.difference(inside) if not child.name.startswith((".", "_"))):
+        if empty := sorted(child for child in children.difference(inside) if not is_left_out(child.name, True)):
             raise refuse(f"--dataset {root}", f"the folder of the class {empty[0].name} holds no picture", "fill it, or delete it")
     if len(classes) == 1:
         raise refuse(f"--dataset {dataset}", f"all its pictures are of one class, {classes[0]}", fix)

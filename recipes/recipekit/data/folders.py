@@ -12,32 +12,47 @@ SETTLED = 2_000_000_000  # nanoseconds after which a change has another time tha
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below a folder, sorted, the stamp of each folder that was listed, and the entries that cannot be followed."""
+    """The files below a folder, sorted, and a stamp of each folder that was listed.
+
+    `left_out` has a reason for each entry that is not read. `targets` has the paths to which links lead: each folder, and
+    one file of each folder.
+    """
 
     files: tuple[Path, ...]
     stamps: dict[Path, tuple[int, int, int]]
-    skipped: dict[Path, str]  # entry -> its reason
+    left_out: dict[Path, str]
+    targets: tuple[Path, ...]
 
 
-def below(folder: Path) -> tuple[Path, ...]:
-    """Lists the files of a folder and of those below it, sorted, without hidden files and folders; empty if `folder` is none.
+def is_left_out(name: str, is_folder: bool) -> bool:
+    """Return True for a name that `datasets` 5.2.0 leaves out: hidden files and folders, and folders such as __pycache__."""
+    return name.startswith(".") or (is_folder and name.startswith("__"))
 
-    Links are followed. A folder is listed once, however many links lead to it, so a circle of links ends.
+
+def below(folder: Path, hidden: bool = False) -> tuple[Path, ...]:
+    """List the files of a folder and of the folders below it, sorted; () if `folder` is not a folder.
+
+    Links are followed, except to a folder around the link. `hidden`: also list entries for which `is_left_out` is True.
     """
-    return listing(folder).files if folder.is_dir() else ()
+    return listing(folder, hidden).files if folder.is_dir() else ()
 
 
-def skipped(folder: Path) -> dict[Path, str]:
-    """Return the entries below a folder that cannot be followed, each with its reason."""
-    return listing(folder).skipped if folder.is_dir() else {}
+def left_out(folder: Path) -> dict[Path, str]:
+    """Return the entries below a folder that are not read, each with its reason."""
+    return listing(folder).left_out if folder.is_dir() else {}
 
 
-def listing(folder: Path) -> Listing:
+def targets(folder: Path) -> list[Path]:
+    """Return the resolved paths to which links below a folder lead: each folder, and one file of each folder."""
+    return [path.resolve() for path in listing(folder).targets] if folder.is_dir() else []
+
+
+def listing(folder: Path, hidden: bool = False) -> Listing:
     """List a folder. In a process it is listed again only if files came, went or were renamed in it or below it."""
-    kept = _kept()
-    if folder not in kept or any(stamp(path) != before for path, before in kept[folder].stamps.items()):
-        kept[folder] = _listed(folder)
-    return kept[folder]
+    kept, key = _kept(), (folder, hidden)
+    if key not in kept or any(stamp(path) != before for path, before in kept[key].stamps.items()):
+        kept[key] = _listed(folder, hidden)
+    return kept[key]
 
 
 def folders_of(files: list[Path]) -> list[Path]:
@@ -55,45 +70,42 @@ def stamp(folder: Path) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _kept() -> dict[Path, Listing]:
+def _kept() -> dict[tuple[Path, bool], Listing]:
     return {}
 
 
-def _listed(folder: Path) -> Listing:
-    found = list[Path]()
-    folders, links = [(folder, False)], list[Path]()  # a folder, and whether a link leads to it
-    stamps, left_out = dict[Path, tuple[int, int, int]](), dict[Path, str]()
-    seen = set[tuple[int, int]]()  # device and inode of each folder that was listed
+def _listed(folder: Path, hidden: bool) -> Listing:
+    found, linked = list[Path](), dict[str, Path]()  # `linked`: one target of the links in each folder
+    stamps, reasons = dict[Path, tuple[int, int, int]](), dict[Path, str]()
+    folders: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]  # with device and inode of each folder around it
 
-    while folders or links:
-        if not folders:  # links come last, so a link into the same tree leads to a folder that is read already
-            links.sort(reverse=True)
-            folders = [(links.pop(), True)]
-        path, linked = folders.pop()
+    while folders:
+        path, around = folders.pop()
         stamps[path] = stamp(path)  # before it is listed: what changes meanwhile is seen the next time
         try:
-            stat, entries = path.stat(), sorted(os.scandir(path), key=lambda entry: entry.name)  # rglob takes twice as long
+            stat, entries = path.stat(), list(os.scandir(path))  # rglob takes twice as long
         except OSError:
-            left_out[path] = "unreadable folder"
+            reasons[path] = "unreadable folder"
             continue
-        if (number := (stat.st_dev, stat.st_ino)) in seen and linked:
-            left_out[path] = "repeated link"
+        if (number := (stat.st_dev, stat.st_ino)) in around:
+            reasons[path] = "circular link"
             continue
-        seen.add(number)
 
-        for entry in reversed(entries):
-            if entry.name.startswith((".", "_")):
-                continue
+        for entry in entries:
             try:
                 is_folder, is_file = entry.is_dir(), entry.is_file()
             except OSError:  # a link to itself
                 is_folder = is_file = False
-            if is_folder and entry.is_symlink():
-                links.append(Path(entry.path))
-            elif is_folder:
-                folders.append((Path(entry.path), linked))
+            if not hidden and is_left_out(entry.name, is_folder):
+                reasons[Path(entry.path)] = "hidden folder" if is_folder else "hidden file"
+                continue
+            if entry.is_symlink() and (is_folder or is_file):
+                target = os.path.join(path, os.readlink(entry.path))
+                linked.setdefault(target if is_folder else os.path.dirname(target), Path(target))
+            if is_folder:
+                folders.append((Path(entry.path), around | {number}))
             elif is_file:
                 found.append(Path(entry.path))
             elif entry.is_symlink():
-                left_out[Path(entry.path)] = "broken link"
-    return Listing(tuple(sorted(found)), stamps, left_out)
+                reasons[Path(entry.path)] = "broken link"
+    return Listing(tuple(sorted(found)), stamps, reasons, tuple(linked.values()))

@@ -10,10 +10,12 @@ import json
 import os
 import posixpath
 import re
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
 from ..refusal import refuse
+from .folders import below
 
 WORDS = {
     "train": ("train", "training"),
@@ -21,8 +23,10 @@ WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip")
+PAGES = ("README.md", ".huggingface.yaml")  # may declare subsets; the last one that does counts
 TRAIN = "train"  # the split of every file that has no other
 DEFAULT = "default"  # name of the subset of a folder whose README names none
+COPY = "copy the whole folder again"
 _EDGE = r"[-._ 0-9]"  # what divides words in the name of a file or folder
 _IN_FOLDER = {split: re.compile(rf"(?:.*{_EDGE})?(?:{'|'.join(words)})(?:{_EDGE}.*)?", re.DOTALL) for split, words in WORDS.items()}
 _IN_FILE = {split: re.compile(rf"(?:.*{_EDGE})?(?:{'|'.join(words)}){_EDGE}.*", re.DOTALL) for split, words in WORDS.items()}
@@ -40,11 +44,12 @@ def splits_of(folder: Path, files: Files, subset: str = "") -> dict[str, Files]:
     """
     files, saved = _without_leftovers(folder, files)
     where = f"--dataset {folder}"
-    if (configs := {} if saved else _configs(folder)) and (name := subset or _default(configs)):
+    page, configs = ("", {}) if saved else _configs(folder)
+    if configs and (name := subset or _default(configs)):
         if name in configs:
-            return _of_config(folder, files, name, configs[name])
+            return _of_config(folder, files, page, configs[name] | {"config_name": name})
     elif configs:
-        rule = f"README.md has several subsets and no default: {', '.join(configs)}"
+        rule = f"{page} has several subsets and no default: {', '.join(configs)}"
         raise refuse(where, rule, f"choose one with --subset, for example --subset {next(iter(configs))}")
     elif subset in ("", DEFAULT):
         return saved or _by_names(folder, files)
@@ -94,20 +99,35 @@ def _grouped(of_names: dict[str, list[str]], names: dict[str, Path]) -> dict[str
 # README.md --------------------------------------------------------------------------------------------------------
 
 
-def _configs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the subsets that README.md declares; {} if it declares none."""
-    page = folder / "README.md"
-    if not page.is_file() or not page.read_bytes().lstrip().startswith(b"---"):
-        return {}
+def _configs(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Read the subsets that README.md or .huggingface.yaml declares: (name of that file, subsets); {} if none is declared.
+
+    Like `datasets`, take those of .huggingface.yaml if it declares any.
+    """
+    found: tuple[str, dict[str, dict[str, Any]]] = "", {}
+    for page in (folder / name for name in PAGES):
+        if page.is_file() and (declared := _declared(page)) is not None:
+            found = page.name, declared
+    return found
+
+
+def _declared(page: Path) -> dict[str, dict[str, Any]] | None:
+    """Return the subsets that a page declares; None if it says nothing about subsets."""
+    is_readme = page.suffix == ".md"
+    if is_readme and not page.read_bytes().removeprefix(BOM_UTF8).lstrip().startswith(b"---"):
+        return None
     from huggingface_hub import repocard  # planning a run imports it only for a page with a header
 
     cards: Any = repocard  # its yaml, which PyYAML provides, has no place of its own among our requirements
     try:
-        declared = (cards.metadata_load(page) or {}).get("configs") or []
-        return {str(config["config_name"]): dict(config) for config in declared}
+        header = cards.metadata_load(page) if is_readme else cards.yaml.safe_load(page.read_text("utf-8-sig"))
+        if "configs" not in (header or {}):
+            return None
+        return {str(config["config_name"]): dict(config) for config in header["configs"] or []}
     except (ValueError, TypeError, KeyError, AttributeError, cards.yaml.YAMLError) as error:
-        rule = f"the header of README.md cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
-        raise refuse(f"--dataset {folder}", rule, "correct the header, or name the files instead of the folder") from error
+        rule = f"{'the header of ' * is_readme}{page.name} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
+        fix = f"correct {'the header' if is_readme else 'the file'}, or name the files instead of the folder"
+        raise refuse(f"--dataset {page.parent}", rule, fix) from error
 
 
 def _default(configs: dict[str, dict[str, Any]]) -> str:
@@ -115,32 +135,46 @@ def _default(configs: dict[str, dict[str, Any]]) -> str:
     return names[0] if names else ""
 
 
-def _of_config(folder: Path, files: Files, name: str, config: dict[str, Any]) -> dict[str, Files]:
-    where = f"--dataset {folder}"
+def _of_config(folder: Path, files: Files, page: str, config: dict[str, Any]) -> dict[str, Files]:
+    where, name = f"--dataset {folder}", config["config_name"]
     if odd := sorted(key for key in config.keys() - _SETTINGS if config[key]):
-        raise refuse(where, f"README.md sets {', '.join(odd)} for its subset {name}, which is not supported", "name its files instead of the folder")
+        raise refuse(where, f"{page} sets {', '.join(odd)} for its subset {name}, which is not supported", "name its files instead of the folder")
     base = posixpath.normpath(str(config.get("data_dir") or "."))
+    if not (folder / base).is_dir():
+        raise refuse(where, f"{page} has the data_dir {base} for its subset {name}, and there is no such folder", "download it, or name the files")
     names = _relative(folder, files)
-    inside = {path: file for path, file in names.items() if base == "." or path.startswith(f"{base}/")}
     if config.get("data_files") is None:
-        return _by_names(folder / base, tuple(inside.values()))
+        inside = names if base == "." else {path: file for path, file in _named(folder, names, base).items() if path.startswith(f"{base}/")}
+        return _by_names(folder / base, tuple(file for path, file in inside.items() if base == "." or _hidden_parts(path) == _hidden_parts(f"{base}/")))
 
     found = {}
-    for split, patterns in _patterns(where, config["data_files"]).items():
+    for split, patterns in _patterns(where, page, config["data_files"]).items():
         of_split: dict[Path, None] = {}
         for pattern in patterns:
-            matched = _matched(posixpath.normpath(posixpath.join(base, pattern)), names)
+            whole = posixpath.normpath(posixpath.join(base, pattern))
+            matched = _matched(whole, _named(folder, names, whole))
             if not matched and not any(sign in pattern for sign in "*?["):
-                raise refuse(where, f"README.md names {pattern} for its split {split}, and there is no such file", "download it, or name the files")
+                raise refuse(where, f"{page} names {pattern} for its split {split}, and there is no such file", "download it, or name the files")
             of_split.update(dict.fromkeys(matched))
         if of_split:
             found[split] = tuple(of_split)
     if not found:
-        raise refuse(where, f"no file matches the data_files of README.md for its subset {name}", "download its files, or name yours")
+        raise refuse(where, f"no file matches the data_files of {page} for its subset {name}", "download its files, or name yours")
     return found
 
 
-def _patterns(where: str, data_files: Any) -> dict[str, list[str]]:
+def _named(folder: Path, names: dict[str, Path], pattern: str) -> dict[str, Path]:
+    """Return the files among which a pattern chooses: hidden ones too if it names a hidden part."""
+    return _relative(folder, below(folder, hidden=True)) if any(_hidden_parts(f"{pattern}/")) else names
+
+
+def _hidden_parts(path: str) -> tuple[int, int]:
+    """Count the hidden parts of a path, and its folders such as __pycache__. A pattern matches only files with equally many."""
+    parts = path.split("/")
+    return sum(part.startswith(".") and set(part) != {"."} for part in parts), sum(part.startswith("__") for part in parts[:-1])
+
+
+def _patterns(where: str, page: str, data_files: Any) -> dict[str, list[str]]:
     """Return the patterns of each split in the forms that README.md may have."""
     entries = data_files if isinstance(data_files, list) else [data_files]
     found: dict[str, list[str]] = {}
@@ -148,9 +182,9 @@ def _patterns(where: str, data_files: Any) -> dict[str, list[str]]:
         split, paths = (str(entry.get("split")), entry.get("path")) if isinstance(entry, dict) else (TRAIN, entry)
         listed: list[Any] = paths if isinstance(paths, list) else [paths]
         if not all(isinstance(path, str) for path in listed) or (isinstance(entry, dict) and (entry.keys() != {"split", "path"} or split in found)):
-            raise refuse(where, f"README.md has data_files that cannot be read: {entry!r}", "write - split: train and path: data/train-*")
+            raise refuse(where, f"{page} has data_files that cannot be read: {entry!r}", "write - split: train and path: data/train-*")
         if far := [path for path in listed if "://" in path or path.startswith("/") or ".." in path.split("/")]:
-            raise refuse(where, f"README.md names {far[0]}, which is not in the folder", "name the files instead of the folder")
+            raise refuse(where, f"{page} names {far[0]}, which is not in the folder", "name the files instead of the folder")
         found.setdefault(split, []).extend(listed)
     return found
 
@@ -160,7 +194,8 @@ def _matched(pattern: str, names: dict[str, Path]) -> list[Path]:
     *folders, last = pattern.split("/")
     ahead = "".join("(?:[^/]+/)*" if part == "**" else f"{_of_part(part)}/" for part in folders)
     whole = re.compile(ahead + (".+" if last == "**" else _of_part(last)), re.DOTALL)
-    found = {name: file for name, file in names.items() if whole.fullmatch(name)}
+    hidden = _hidden_parts(pattern)
+    found = {name: file for name, file in names.items() if whole.fullmatch(name) and _hidden_parts(name) == hidden}
     return [file for name, file in found.items() if (base := posixpath.basename(name)) not in NOT_DATA or base == last]
 
 
@@ -185,6 +220,7 @@ def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Fil
     A state.json names the files of its folder: caches of `datasets` beside them hold rows a second time.
     """
     states = {file.parent: state for file in files if str(file).endswith("state.json") and (state := _state(file))}
+    _check_states(folder, files, states)
     if not states:
         return files, {}
     kept = []
@@ -195,25 +231,40 @@ def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Fil
     for parent, state in states.items():
         missing = {entry["filename"] for entry in state["_data_files"]} - {file.name for file in kept if file.parent == parent}
         if missing:
-            raise refuse(f"--dataset {folder}", f"{parent / 'state.json'} names {min(missing)}, and there is no such file", "copy the whole folder again")
+            raise refuse(f"--dataset {folder}", f"{parent / 'state.json'} names {min(missing)}, and there is no such file", COPY)
 
     if folder in states:
         own = tuple(file for file in kept if file.parent == folder)
-        return tuple(kept), dict.fromkeys(filter(None, (TRAIN, states[folder].get("_split"))), own)
+        saved_as = states[folder].get("_split")
+        return tuple(kept), dict.fromkeys([TRAIN, saved_as] if saved_as and isinstance(saved_as, str) else [TRAIN], own)
     page = folder / "dataset_dict.json"
-    splits = _parsed(page).get("splits") if page in files else None
-    if not isinstance(splits, list):
+    if page not in files:
         return tuple(kept), {}
+    splits = _parsed(page).get("splits")
+    if not isinstance(splits, list):
+        raise refuse(f"--dataset {folder}", "dataset_dict.json is damaged: it must hold a list of splits", COPY)
     if lost := [split for split in splits if folder / str(split) not in states]:
-        raise refuse(f"--dataset {folder}", f"dataset_dict.json names the split {lost[0]}, which is not there", "copy the whole folder again")
+        raise refuse(f"--dataset {folder}", f"dataset_dict.json names the split {lost[0]}, which is not there", COPY)
     return tuple(kept), {str(split): tuple(file for file in kept if file.parent == folder / str(split)) for split in splits}
+
+
+def is_saved(folder: Path, files: Files) -> bool:
+    """Return True for a folder that `save_to_disk` wrote."""
+    return any(folder / name in files for name in ("state.json", "dataset_dict.json"))
+
+
+def _check_states(folder: Path, files: Files, states: dict[Path, Any]) -> None:
+    """Raise `Refusal` for a state.json beside Arrow files that does not name them."""
+    damaged = {file.parent for file in files if str(file).endswith("state.json") and file.name == "state.json"} - states.keys()
+    if damaged and (found := sorted(file.parent for file in files if file.parent in damaged and file.suffix == ".arrow")):
+        raise refuse(f"--dataset {folder}", f"{found[0] / 'state.json'} is damaged: it must name the Arrow files beside it", COPY)
 
 
 def _state(file: Path) -> dict[str, Any] | None:
     """Return the state of a saved data set; None if the file is another state.json."""
     found = _parsed(file) if file.name == "state.json" else {}
     listed = found.get("_data_files")
-    right = isinstance(listed, list) and all(isinstance(entry, dict) and "filename" in entry for entry in listed)
+    right = isinstance(listed, list) and all(isinstance(entry, dict) and isinstance(entry.get("filename"), str) for entry in listed)
     return found if right else None
 
 
