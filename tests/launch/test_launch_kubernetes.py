@@ -1,5 +1,6 @@
 """The manifest holds against the official schema, and its entry command runs here as two pods would run it."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from job import NANO, Job, metrics, numbers
+from job import NANO, Job, metrics, numbers, steps_done
 from pool import ROOT
 from test_launch_words import expanded
 from two_hosts import two_hosts_or_skip
@@ -234,3 +235,37 @@ def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> 
     assert json.loads((tmp_path / "run" / "run.json").read_text())["mesh"]["world"] == 2
     assert len(metrics(tmp_path / "run")) == 3
     assert numbers(metrics(tmp_path / "run")) == numbers(metrics(tmp_path / "one_machine" / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_lost_pod_comes_back_and_the_run_continues(ops: Callable[[str], None], tmp_path: Path, restarts: int) -> None:
+    """Without a restart of its own the other pod ends with 75, and the Job starts it again; with one it waits for the lost pod."""
+    with two_hosts_or_skip() as pods, contextlib.ExitStack() as closed:
+        flags = ["--tiny", "--steps", "40", "--save_every", "2", "--eval_every", "0", "--no-wandb", "--no-export"]
+        _, job = render("--gpus", "1", "--max_restarts", str(restarts), str(NANO), *flags, "--out", "runs/mounted")
+        variables = stated(job) | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        variables["PYTHONPATH"] = os.pathsep.join([container(job)["workingDir"], str(ROOT / "recipes")])
+        command = [expanded(word).replace("runs/mounted", str(tmp_path / "run")) for word in container(job)["command"]]
+        for space in pods.spaces:
+            with (pods.file_of(space) / "hosts").open("a") as table:
+                table.write(f"{pods.addresses[0]} {variables['MASTER_ADDR']}\n")
+
+        def start(index: int, words: list[str]) -> Job:
+            return closed.enter_context(contextlib.closing(Job(tmp_path / f"pod_{index}", pods.on(index, words), JOB_COMPLETION_INDEX=str(index), **variables)))
+
+        refused = [start(index, [*command, "--lr=-1"]).wait(120) for index in (0, 1)]
+        assert refused == [1, 1] and decided(job, 1) == "FailJob"
+
+        first, second = start(0, command), start(1, command)
+        first.wait_for(lambda: steps_done(tmp_path / "run") > 4, 240)
+        for process in pods.processes(0):
+            process.kill()
+        first.wait_gone(60)
+        if not restarts:
+            assert second.wait(120) == 75 and decided(job, 75) == "Ignore", second.output[-4000:]
+            second = start(1, command)
+        first = start(0, command)
+        assert (first.wait(300), second.wait(300)) == (0, 0), first.output[-4000:] + second.output[-4000:]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(1, 41)]
+    assert "resumed from" in first.output
