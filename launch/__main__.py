@@ -249,7 +249,7 @@ def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> 
         meeting = spawn.Meeting(tuple(machine.slots for machine in job.hosts), node, address, job.master_port)
         words = spawn.command(job.spawn, job.python, meeting, [str(index) for index in range(host.slots)], list(job.words))
         through = f"{shlex.join(job.connection(host))} <- " if job.where in ("hostfile", "slurm") else ""
-        say(f"  {host.name}: {through}{shlex.join(words)}")
+        say(f"  {host.name}: {through}{shlex.join(map(environment.shown, words))}")
     if job.where != "local":
         secret = environment.secrets(variables, arguments.env)
         names = [name + (" (secret)" if name in secret else "") for name in job.environment]

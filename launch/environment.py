@@ -45,6 +45,11 @@ def holds_secret(value: str) -> bool:
     return any(pattern.search(value) for pattern in (USER, PARAMETER, HEADER, SHAPE))
 
 
+def shown(word: str) -> str:
+    """Return a word of a command line as it may be printed: an address with a key or a password ends after its scheme."""
+    return re.sub(r"://\S*", "://...", word) if "://" in word and holds_secret(word) else word
+
+
 def is_secret(name: str, value: str) -> bool:
     """Return True for a variable whose value nobody may see: by its name, or by a key or password in its value."""
     return name in SECRETS or _is_called_secret(name, value) or holds_secret(value)

@@ -143,3 +143,11 @@ def test_an_address_with_a_key_is_not_submitted(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert f"{flag}: the address holds a key or a password, and " in said.err and HIDDEN not in said.out + said.err
     assert main([*where, "--dry-run", NANO, "--dataset", "https://h/x.jsonl"]) == 0
+
+
+def test_an_address_with_a_key_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranks get it as typed."""
+    words = ["--dataset", f"https://h/x?token={HIDDEN}", f"--model=https://me:{HIDDEN}@h/x", "https://h/plain?a=1", "a=b"]
+    assert main(["--gpus", "1", "--dry-run", NANO, *words]) == 0
+    said = capsys.readouterr().out
+    assert HIDDEN not in said and f"{NANO} --dataset https://... --model=https://... 'https://h/plain?a=1' a=b" in said

@@ -1,12 +1,16 @@
 """Paths that are written: expanded, or refused where they are no paths of this machine; the folders of jobs and trials."""
 
 import os
+import platform
+import re
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from job import NANO
 from pool import ROOT
 from recipekit.command import parse, recipe_of
@@ -15,6 +19,7 @@ from recipekit.paths import local_path, run_folder, write_with_umask
 from recipekit.plan import Plan, make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
+from recipekit.runtime.agree import check_same_out
 from safetensors.numpy import save_file
 
 from launch.run_folder import out_of
@@ -192,3 +197,19 @@ def test_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
+
+
+def agree_on(outs: list[str]) -> list[str]:
+    """Runs on every rank of a pool; returns what is refused."""
+    try:
+        check_same_out(Path(outs[dist.get_rank()]))
+    except Refusal as refusal:
+        return [re.sub(" on [^:]+:", " on HOST:", str(problem)).replace(platform.node(), "HOST") for problem in refusal.problems]
+    return []
+
+
+def test_ranks_with_other_run_folders_are_named(pools: Any) -> None:
+    """As by a variable that differs between hosts: every rank refuses, and none waits."""
+    assert pools.run(2, agree_on, outs=["runs/x", "runs/x"]) == [[], []]
+    refused = "out = /b/x on HOST: rank 0 on HOST has /a/x; write a path without variables, or give all hosts the same values"
+    assert pools.run(2, agree_on, outs=["/a/x", "/b/x"]) == [[refused], [refused]]
