@@ -21,7 +21,7 @@ slow = pytest.mark.slow
 def add_lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(model, LoraConfig(r=256, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 @pytest.mark.parametrize(
