@@ -16,6 +16,14 @@ from .refusal import Problem, Refusal, refuse
 
 HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # attempts to connect, a second apart, and seconds for each, before the hub counts as away
 
+POINTER, POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024  # how a pointer of Git LFS begins, and how long it may be
+
+
+def check_pointer(file: Path, begin: bytes) -> None:
+    """Raise `Refusal` for a file whose first bytes are a pointer of Git LFS: a clone has it instead of a file that was not fetched."""
+    if begin.startswith(POINTER):
+        raise refuse(str(file), "is a pointer of Git LFS, not the file", "fetch the file: git lfs pull")
+
 
 @functools.cache
 def hub_is_away() -> bool:

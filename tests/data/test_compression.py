@@ -37,8 +37,14 @@ def frame(name: str) -> Callable[[bytes], bytes]:
     return compressed
 
 
+SKIPPED = b"\x53\x2a\x4d\x18\x15\x00\x00\x00" + b"user data of a frame."  # as pzstd writes one before each frame
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress, "zstd": frame("zstd"), "lz4": frame("lz4")}
-ENDING = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "zstd": ".zst", "lz4": ".lz4"}
+PACK |= {
+    "lzma": lambda content: lzma.compress(content, format=lzma.FORMAT_ALONE),
+    "zstd behind a skippable frame": lambda content: SKIPPED + SKIPPED + frame("zstd")(content),
+    "lz4 behind a skippable frame": lambda content: SKIPPED + frame("lz4")(content),
+}
+ENDING = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "zstd": ".zst", "lz4": ".lz4", "lzma": ".lzma"}
 
 
 def rows_of(file: Path) -> list[Any]:
@@ -54,7 +60,7 @@ def planned(file: Path) -> Any:
 @pytest.mark.parametrize("name", PACK)
 def test_content_decides_and_the_ending_names_the_kind(tmp_path: Path, name: str) -> None:
     for ending, content in ((".jsonl", LINES), (".csv", CSV.encode()), (".txt", "\n".join(TEXTS).encode())):
-        for more in ("", ENDING[name], ".gz"):
+        for more in ("", ENDING[name.split()[0]], ".gz"):
             file = tmp_path / f"a{ending}{more}"
             file.write_bytes(PACK[name](content))
             planned(file)
@@ -101,3 +107,46 @@ def test_the_content_of_another_format_is_named(tmp_path: Path, content: bytes, 
     with pytest.raises(Refusal, match=says) as refusal:
         planned(tmp_path / "a.jsonl")
     assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.txt.gz"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(gzip.compress(LINES)), "is compressed twice: gzip in gzip; decompress it once"),
+        (gzip.compress(PACK["zstd"](LINES)), "is compressed twice: zstd in gzip"),
+        (PACK["xz"](PACK["bzip2"](LINES)), "is compressed twice: bzip2 in xz"),
+        (b"LZIP\x01", "is compressed with lzip, which is not read; decompress it"),
+        (b"\x1f\x9d\x90", "is compressed with compress, which is not read"),
+        (gzip.compress(b"PAR1\x15\x04"), "holds Parquet, and its ending says text; decompress it, and rename it to end in .parquet"),
+    ],
+)
+def test_content_that_is_not_read_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Refusal, match=f"{name}: {says}"):
+        planned(tmp_path / name)
+
+
+def test_a_later_file_that_is_compressed_twice_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(PACK["zstd"](LINES)))
+    with pytest.raises(Refusal, match=r"is compressed \(zstd\) where text must be; .* decompress a file that is compressed twice"):
+        rows_of(tmp_path / "a.jsonl.gz")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.arrow", "a.csv", "a.jsonl.gz"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(POINTER)
+    for look in (planned, rows_of):
+        with pytest.raises(Refusal, match=f"{name}: is a pointer of Git LFS, not the file; fetch the file: git lfs pull"):
+            look(tmp_path / name)
+
+
+def test_a_later_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number:03}.txt").write_text("version https://example.org: a text that is no pointer")
+    (tmp_path / "299.txt").write_bytes(POINTER)
+    with pytest.raises(Refusal, match=r"299.txt: is a pointer of Git LFS"):
+        rows_of(tmp_path)

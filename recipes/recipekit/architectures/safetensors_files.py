@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..hub import POINTER_BYTES, check_pointer
 from ..refusal import refuse
 
 SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "U16": 2, "U32": 4, "U64": 8}
@@ -31,8 +32,9 @@ def read_header(folder: Path, file: str) -> dict[str, Entry]:
     with path.open("rb") as stream:
         first = stream.read(8)
         length = int.from_bytes(first, "little")
-        if first == b"version ":
-            raise refuse(str(path), "is a pointer of Git LFS, not the file", "fetch the file: git lfs pull")
+        if size < POINTER_BYTES:
+            check_pointer(path, first + stream.read())
+            stream.seek(8)
         if size < 8 or length > min(size - 8, 100_000_000):
             raise refuse(str(path), f"is no safetensors file: a header of {length} bytes in a file of {size}", AGAIN)
         try:

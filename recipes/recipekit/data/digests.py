@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..hub import check_pointer
 from .folders import folders_of, stamp
 
 ENDS = 64 * 1024  # bytes of each end of a file that its fingerprint covers
@@ -13,7 +14,10 @@ SAMPLED = 1024  # pictures of a folder whose bytes its fingerprint covers; of th
 
 
 def digests(files: list[Path]) -> dict[str, str]:
-    """Hashes each file: name below the common folder -> a hash of the file's size and its first and last 64 KB."""
+    """Hashes each file: name below the common folder -> a hash of the file's size and its first and last 64 KB.
+
+    Raises `Refusal` for a pointer of Git LFS, which a clone has instead of a file that was not fetched.
+    """
     if len({file.is_absolute() for file in files}) > 1:
         named = {file: Path(os.path.abspath(file)) for file in files}
     else:
@@ -24,7 +28,9 @@ def digests(files: list[Path]) -> dict[str, str]:
         size = file.stat().st_size
         digest = hashlib.blake2b(f"{size}\0".encode(), digest_size=8)
         with file.open("rb") as stream:
-            digest.update(stream.read(ENDS))
+            begin = stream.read(ENDS)
+            check_pointer(file, begin)
+            digest.update(begin)
             if size > ENDS:
                 stream.seek(max(ENDS, size - ENDS))
                 digest.update(stream.read())

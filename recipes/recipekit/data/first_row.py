@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..hub import POINTER_BYTES, check_pointer
 from ..refusal import Refusal, refuse
 from ..tasks.facts import TASKS
 from . import csv_rows
@@ -23,6 +24,8 @@ from .rows import SKIP, check_value, is_empty, named_twice, not_utf8, row_of, un
 
 FIRST_BYTES = 1 << 20  # of a file that are looked at before a run: a longer row is judged by its beginning
 
+POINTERS = 256  # files of which the plan looks whether they are pointers of Git LFS; `digests` looks at all
+
 
 def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     """Raises `Refusal` for local files whose first row the task cannot read.
@@ -34,6 +37,9 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     check_kind(kind, files, dataset, request)
     if not files:
         return
+    for file in files[:POINTERS]:
+        if file.stat().st_size < POINTER_BYTES:
+            check_pointer(file, file.read_bytes())
     size = sum(file.stat().st_size for file in files) if kind in ("text", "lines") else 0
     if kind in ("text", "lines") and size <= FIRST_BYTES and _all_empty(files, kind, request):
         rule = "holds no document: each row is empty (null, no text or blank)"

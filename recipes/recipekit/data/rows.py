@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from ..refusal import Refusal, refuse
+from .compression import SIGN_BYTES, compressed_as
 
 SKIP = "leave it out (--bad_rows skip)"
 
@@ -17,8 +18,8 @@ def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
     """Says what is wrong with text of another encoding: rule and fix of a refusal."""
     if error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "is UTF-16, not UTF-8", f"convert the file (iconv -f utf-16 -t utf-8), or {SKIP}"
-    if error.object[:2] == b"\x1f\x8b":
-        return "is compressed (gzip), and its address does not say so", "let the name end in .gz"
+    if name := compressed_as(error.object[:SIGN_BYTES]):
+        return f"is compressed ({name}) where text must be", "let an address end in .gz or another such ending; decompress a file that is compressed twice"
     rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
     return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}"
 
