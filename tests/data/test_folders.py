@@ -199,7 +199,7 @@ def test_a_damaged_state_is_named(tmp_path: Path, content: str) -> None:
     assert refusal(tmp_path / "D") == "--dataset D: dataset_dict.json is damaged: it must hold a list of splits; copy the whole folder again"
 
 
-@pytest.mark.parametrize("split", ["[]", "3", "{}", '""'])
+@pytest.mark.parametrize("split", ['["a"]', "3", '{"a": 1}', '""'])
 def test_an_odd_split_of_a_state_is_none(tmp_path: Path, split: str) -> None:
     datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "D")
     state = (tmp_path / "D" / "state.json").read_text()
