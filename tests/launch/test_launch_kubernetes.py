@@ -201,6 +201,12 @@ def test_a_pod_that_waits_for_the_first_one_ends_when_it_is_told(tmp_path: Path)
         pod.close()
 
 
+def in_a_pod(job: dict[str, Any], run: Path) -> list[str]:
+    """The command of the manifest as it runs in `workingDir`, with another run folder: these pods have their logs in a folder of their own."""
+    recipe = NANO.relative_to(container(job)["workingDir"]).as_posix()
+    return [{recipe: str(NANO), "runs/mounted": str(run)}.get(word, word) for word in map(expanded, container(job)["command"])]
+
+
 @pytest.mark.slow
 def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> None:
     """With the numbers of one machine.
@@ -210,7 +216,7 @@ def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> 
     with two_hosts_or_skip() as pods:
         flags = [str(NANO), "--tiny", "--steps", "3", "--no-wandb", "--no-export", "--out"]
         _, job = render("--gpus", "1", *flags, "runs/mounted")
-        command = [expanded(word).replace("runs/mounted", str(tmp_path / "run")) for word in container(job)["command"]]
+        command = in_a_pod(job, tmp_path / "run")
         variables = stated(job)
         variables |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         variables["PYTHONPATH"] = os.pathsep.join([container(job)["workingDir"], str(ROOT / "recipes")])
@@ -246,7 +252,7 @@ def test_a_lost_pod_comes_back_and_the_run_continues(ops: Callable[[str], None],
         _, job = render("--gpus", "1", "--max_restarts", str(restarts), str(NANO), *flags, "--out", "runs/mounted")
         variables = stated(job) | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         variables["PYTHONPATH"] = os.pathsep.join([container(job)["workingDir"], str(ROOT / "recipes")])
-        command = [expanded(word).replace("runs/mounted", str(tmp_path / "run")) for word in container(job)["command"]]
+        command = in_a_pod(job, tmp_path / "run")
         for space in pods.spaces:
             with (pods.file_of(space) / "hosts").open("a") as table:
                 table.write(f"{pods.addresses[0]} {variables['MASTER_ADDR']}\n")
@@ -258,7 +264,8 @@ def test_a_lost_pod_comes_back_and_the_run_continues(ops: Callable[[str], None],
         assert refused == [1, 1] and decided(job, 1) == "FailJob"
 
         first, second = start(0, command), start(1, command)
-        first.wait_for(lambda: steps_done(tmp_path / "run") > 4, 240)
+        first.wait_for(lambda: steps_done(tmp_path / "run") > 4 or first.process.poll() is not None, 240)
+        assert first.process.poll() is None, first.output[-4000:]
         for process in pods.processes(0):
             process.kill()
         first.wait_gone(60)
