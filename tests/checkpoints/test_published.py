@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recipekit.architectures import safetensors_files
-from recipekit.checkpoints import convert
+from recipekit.checkpoints import convert, manifest
 from recipekit.checkpoints.published import extra_keys, published_as
 from recipekit.checkpoints.step_folder import open_step, target_layout
 from recipekit.mesh import Mesh
@@ -181,7 +181,10 @@ def test_an_adapter_leaves_the_base_models_small_files_out(tmp_path: Path, monke
     (folder / "params.json").write_text("{}")
     step = open_step(kept(folder, tmp_path / "step"))
     adapter = replace(step.blueprint, adapter={"x.lora_A.weight": "wte"}, files={}, published={})
+    listed = manifest.read(step.folder)  # a file that it does not list would be ignored
     (step.folder / "hf_files" / "adapter_config.json").write_text("{}")
+    listed["files"]["hf_files/adapter_config.json"] = manifest.facts(step.folder / "hf_files" / "adapter_config.json")
+    manifest.write(step.folder, listed["step"], listed["files"], listed["tensors"])
     monkeypatch.setattr(convert, "open_step", lambda _: replace(step, blueprint=adapter))
     convert.to_hf(step.folder, tmp_path / "back")
     files = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "preprocessor_config.json", "additional_chat_templates/rag.jinja"}

@@ -1,5 +1,6 @@
 """The failure of one rank: told at once with its traceback and its name, and the end of every rank within seconds, whatever its peers wait in."""
 
+import json
 import os
 import platform
 import re
@@ -223,8 +224,11 @@ def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[s
 
 def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
     assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command begins anew"
-    (tmp_path / "checkpoints").mkdir()
+    step = tmp_path / "checkpoints" / "step_00000012"
+    step.mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest").write_text("step_00000012")
+    assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command begins anew"
+    (step / "manifest.json").write_text(json.dumps({"step": 12}))
     assert way_on("auto", tmp_path) == "the same command goes on from step 12"
     assert way_on("never", tmp_path) == "the same command with --resume auto goes on from step 12"
 
