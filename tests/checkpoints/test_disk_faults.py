@@ -7,7 +7,7 @@ import pytest
 from disk_faults import FAULTS
 from pool import ROOT, environment
 
-TIMES = 3  # of each fault; by hand: python tests/support/disk_faults.py --faults 200
+TIMES = 1  # of each fault; more by hand: python tests/support/disk_faults.py --faults 200
 
 
 @pytest.mark.slow
