@@ -80,7 +80,7 @@ def wandb_core(run_dir: Path, process: psutil.Process | None = None, start: int 
 @contextlib.contextmanager
 def start_script(body: str, *arguments: object, **more: Any) -> Iterator[subprocess.Popen[str]]:
     """Run `body` in another process, with this file's helpers at hand. A test that fails within the `with` ends the process."""
-    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\nfrom test_tracking import *\n" + body
+    code = f"import sys; sys.path[:] = {sys.path!r}\nfrom test_tracking import *\n" + body
     with subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, **more) as job:
         try:
             yield job
