@@ -72,7 +72,7 @@ def _into_queue(job: str, code: int, without_step: int, say: Callable[[str], Non
         told: Allocation = allocation(job)
         if not told.batch:
             return code  # of salloc or srun: its terminal is the user's
-        if told.state != "RUNNING":  # Slurm 22.05 requeues a job that is being cancelled, too
+        if told.state != "RUNNING":  # Slurm 22.05 also requeues a job that is being cancelled
             say(f"job {job} is {told.state}, so it is not put back into the queue")
             return code
         if without_step >= WITHOUT_STEP:
