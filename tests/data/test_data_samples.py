@@ -470,9 +470,11 @@ def test_a_folder_that_stays_as_it_is_is_listed_and_hashed_once(tmp_path, monkey
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *more, real=real, name=name, **named: counted(real, name, *more, **named))
     digests, files, first = opening()
-    assert first["scandir", False] == 3 and first["stat", True] >= 100 and first["open", True] == 101  # one more: the first picture is tried
+    assert (
+        first["scandir", False] == 3 and first["stat", True] >= 100 and first["open", True] == 102
+    )  # two more: is the first picture a pointer of Git LFS, and can it be decoded?
     same, same_files, second = opening()
-    assert (same, same_files) == (digests, files) and not second["scandir", False] and second["open", True] == 1 and second["stat", True] < 5
+    assert (same, same_files) == (digests, files) and not second["scandir", False] and second["open", True] == 2 and second["stat", True] < 5
     (tmp_path / "new").write_bytes(png(np.full((2, 2), 99, np.uint8)))
     (tmp_path / "new").replace(tmp_path / "cat" / "7.png")
     other, same_files, _ = opening()
@@ -506,12 +508,12 @@ def test_a_folder_without_classes_is_refused(tmp_path, names, says):
 
 
 def test_a_hidden_folder_is_no_class(tmp_path):
-    """Other programs keep previews and the like in one; the folder that is named may be hidden itself."""
-    for name in ("cat/a.png", "dog/b.png", ".thumbnails/a.png", "cat/.previews/a.png", "_old/c.png"):
+    """Other programs keep previews and the like in one; the folder that is named may be hidden itself. `_old` is none: `datasets` reads it."""
+    for name in ("cat/a.png", "_old/b.png", ".thumbnails/a.png", "cat/.previews/a.png", "__MACOSX/c.png"):
         (tmp_path / ".data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ".data" / name).write_bytes(png(np.zeros((2, 2), np.uint8)))
-    assert local_files(str(tmp_path / ".data"), pictures=True) == [tmp_path / ".data" / name for name in ("cat/a.png", "dog/b.png")]
-    assert folder_classes(str(tmp_path / ".data")) == ["cat", "dog"]
+    assert local_files(str(tmp_path / ".data"), pictures=True) == [tmp_path / ".data" / name for name in ("_old/b.png", "cat/a.png")]
+    assert folder_classes(str(tmp_path / ".data")) == ["_old", "cat"]
     looked_at(tmp_path / ".data")
 
 
