@@ -65,7 +65,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def wandb_core(run_dir: Path, process: psutil.Process | None = None, start: int = 1) -> psutil.Process:
     """The wandb-core that a process (this one) started, once it records the run for the `start`-th time."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60  # only a wait: on two cores with four busy processes a start took more than 20 s
     while time.monotonic() < deadline:
         recording = len(wandb_files(run_dir)) == start
         with contextlib.suppress(psutil.NoSuchProcess):  # that of an earlier test, which is ending: the newest is this run's
