@@ -118,7 +118,7 @@ def test_a_killed_remote_rank_ends_both_hosts(start: Callable[..., Job], hosts: 
     seconds, busy = time.monotonic() - began, contention()
     print(f"gone after {seconds:.1f} s, contention {busy:.1f}")
     assert seconds < GONE * busy
-    assert job.process.returncode == 1
+    assert job.process.returncode == 75  # a lost rank: start me again
     assert "rank 3 on worker-2 was ended by SIGKILL" in job.output, job.output[-4000:]
     assert numbers(metrics(run)[:3]) == numbers(metrics(one_machine))
 
