@@ -508,7 +508,7 @@ def test_a_folder_without_classes_is_refused(tmp_path, names, says):
 
 
 def test_a_hidden_folder_is_no_class(tmp_path):
-    """Other programs keep previews and the like in one; the folder that is named may be hidden itself. `_old` is none: `datasets` reads it."""
+    """Other programs keep previews and the like in one; the folder that is named may be hidden itself. `_old` is not hidden: `datasets` reads it."""
     for name in ("cat/a.png", "_old/b.png", ".thumbnails/a.png", "cat/.previews/a.png", "__MACOSX/c.png"):
         (tmp_path / ".data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ".data" / name).write_bytes(png(np.zeros((2, 2), np.uint8)))

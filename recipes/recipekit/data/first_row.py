@@ -24,7 +24,7 @@ from .rows import SKIP, check_value, is_empty, named_twice, not_utf8, row_of, un
 
 FIRST_BYTES = 1 << 20  # of a file that are looked at before a run: a longer row is judged by its beginning
 
-POINTERS = 256  # files of which the plan looks whether they are pointers of Git LFS, of pictures the first; `digests` looks at all
+POINTERS = 256  # the plan checks as many files for pointers of Git LFS, and one picture; `digests` checks all
 
 
 def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
