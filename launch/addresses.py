@@ -13,6 +13,13 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def is_free(port: int) -> bool:
+    """Return True if rank 0 could listen on `port` of this host."""
+    with contextlib.suppress(OSError, OverflowError), socket.create_server(("", port)):
+        return True
+    return False
+
+
 def own_address(towards: str) -> str:
     """Finds the address of this host that the host `towards` (name or address) sees; "" if that cannot be found out."""
     try:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cores, spawn
-from .addresses import free_port, interface_to, is_loopback, own_address
+from .addresses import free_port, interface_to, is_free, is_loopback, own_address
 from .hosts import devices, visible_devices
 from .rank import STOPS
 
@@ -90,6 +90,8 @@ class Agent:
             Path(spec["logs"]).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problems.append(f"{spec['logs']} cannot be made: {error.strerror}; choose another run folder with --out")
+        if spec["node"] == 0 and (port := spec["master_port"]) and not is_free(port):
+            problems.append(f"master port {port}: is in use; choose another: --master_port {free_port()}")
         found, slots = devices(dict(os.environ)), spec["slots"][spec["node"]]
         if 0 < found < slots:
             problems.append(f"{slots} ranks, but {found} GPUs are visible; use --gpus {found}, or correct slots= in the hostfile")

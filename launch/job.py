@@ -89,6 +89,7 @@ class Job:
             "python": self.python,
             "folder": self.folder,
             "environment": self.environment,
+            "master_port": self.master_port,
             "logs": str(logs),
         }
 

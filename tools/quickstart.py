@@ -9,6 +9,7 @@ exported Hugging Face files with plain transformers, compares the loss on held-o
 import argparse
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
+from recipekit.hosts.ports import launcher_port
 from recipekit.packages import require_packages
 from recipekit.paths import path_of
 
@@ -50,10 +52,13 @@ def main() -> int:
         print("the deepspeed command is not installed beside this Python; run make setup", file=sys.stderr)
         return 1
     gpus = torch.cuda.device_count()
-    command = [deepspeed, *training(arguments.ranks or gpus or 2, arguments.out, arguments.steps)]
+    port, note = launcher_port(os.environ)
+    command = [deepspeed, "--master_port", str(port), *training(arguments.ranks or gpus or 2, arguments.out, arguments.steps)]
     if not gpus and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         command += ["--deepspeed_config", str(strategy_in_fp32(arguments.out))]
         print("  in fp32: this CPU has no instructions for bf16, which would take ten times as long", flush=True)
+    if note:
+        print(f"  {note}")
     print("  " + " ".join(command), flush=True)
     code = subprocess.run(command, check=False).returncode
     if code:

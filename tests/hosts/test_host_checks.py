@@ -12,7 +12,7 @@ from job import NANO
 from pool import ROOT, environment
 from recipekit.hosts import checks, gpus
 from recipekit.hosts.gpus import check_gpus_seen, check_ordinal
-from recipekit.hosts.ports import check_master_port, free_port
+from recipekit.hosts.ports import check_master_port, free_port, launcher_port
 from recipekit.hosts.subject import Slot, read_subject
 from recipekit.refusal import Problem
 from test_torch_builds import CLOSED, OPEN
@@ -192,16 +192,15 @@ def test_memory_that_a_container_may_take(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `deepspeed` sets it for every run; a free one is named, only rank 0 opens it, and torchrun itself holds its own."""
+    """As `deepspeed` sets it for every run; only rank 0 opens it, and torchrun itself holds its own."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CROSS_SIZE": "1"}
         command = [sys.executable, str(NANO), "--tiny", "--out", "run"]
         done = subprocess.run(command, cwd=tmp_path, env=environment() | place, capture_output=True, text=True, timeout=60, check=False)
         (told,) = re.findall(r"^  1\. (.*)$", done.stderr, re.M)
-        found = re.fullmatch(rf"master port {port}: is in use on \S+; choose another, (\d+) say: --master_port of the launcher, .*", told)
-        assert done.returncode == 1 and found and "Traceback" not in done.stderr and not (tmp_path / "run").exists(), done.stderr
-        socket.create_server(("", int(found[1]))).close()
+        assert re.fullmatch(rf"master port {port}: is in use on \S+; choose another: deepspeed --master_port \d+ .*", told)
+        assert done.returncode == 1 and "Traceback" not in done.stderr and not (tmp_path / "run").exists(), done.stderr
         monkeypatch.setenv("MASTER_PORT", str(port))
         assert check_master_port(1) == [] and len(check_master_port(0)) == 1
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -209,6 +208,44 @@ def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypat
     monkeypatch.setenv("MASTER_PORT", "x")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     assert [str(problem).split(":")[0] for problem in check_master_port(0)] == ["MASTER_PORT = x"]
+
+
+STARTED_BY = {
+    "deepspeed --master_port": {"CROSS_SIZE": "1", "GROUP_WORLD_SIZE": ""},
+    "torchrun --master_port": {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"},
+    "python -m launch --master_port": {"CROSS_SIZE": "2", "LAUNCH_LOGS": "runs/x/logs"},
+    "MASTER_PORT": {"SLURM_PROCID": "0"},
+}
+
+
+@pytest.mark.parametrize("flag", STARTED_BY)
+def test_another_port_is_named_as_the_launcher_takes_it(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """deepspeed and torchrun overwrite MASTER_PORT, and srun has no flag. The named port is free."""
+    for name in ("CROSS_SIZE", "GROUP_WORLD_SIZE", "LAUNCH_LOGS", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in STARTED_BY[flag].items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        (problem,) = check_master_port(0)
+    found = re.fullmatch(rf"choose another: {flag}[ =](\d+) \(`ss .*\)", problem.fix)
+    assert found, problem.fix
+    socket.create_server(("", int(found[1]))).close()
+
+
+def test_the_quickstart_takes_a_free_port() -> None:
+    """MASTER_PORT if that is free. Whatever it holds, the port can be listened on, and a line says why it is another."""
+    with socket.create_server(("", 0)) as taken:
+        used, free = taken.getsockname()[1], free_port()
+        assert launcher_port({"MASTER_PORT": str(free)}) == (free, f"master port {free}, from MASTER_PORT")
+        for wanted in (str(used), "0", "99999", "x", "29577.5", "-1"):
+            port, note = launcher_port({"MASTER_PORT": wanted})
+            assert note == f"master port {port}, because MASTER_PORT = {wanted} is in use or is no port"
+            socket.create_server(("", port)).close()
+        for variables in ({}, {"MASTER_PORT": " "}):
+            port, note = launcher_port(variables)
+            assert note == "" and port != used
+            socket.create_server(("", port)).close()
 
 
 JOINED = """

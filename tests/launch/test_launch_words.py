@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import socket
 import string
@@ -457,6 +458,19 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path, words: list[str], var
         (tmp_path / "runs").write_text("a file")
     code, said = launch(tmp_path, *words, **variables)
     assert code == 1 and "refused: 1 problem" in said and told in said, said
+
+
+@pytest.mark.parametrize("spawner", ["deepspeed", "torchrun"])
+def test_a_taken_port_is_refused_before_a_rank_starts(tmp_path: Path, spawner: str) -> None:
+    """torchrun would end in a traceback of its own after a minute. MASTER_PORT changes nothing."""
+    (tmp_path / "x.py").write_text("raise SystemExit(3)")
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ("--spawn", spawner, "--master_port", str(port), "x.py")
+        code, said = launch(tmp_path, *words, MASTER_PORT=str(port + 1))
+    assert code == 1 and "refused: 1 problem" in said, said
+    found = re.search(rf"localhost: master port {port}: is in use; choose another: --master_port (\d+)$", said, re.M)
+    assert found and found[1] != str(port), said
 
 
 def test_one_rank_that_nobody_asked_for_is_told(tmp_path: Path) -> None:

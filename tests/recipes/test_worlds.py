@@ -1,6 +1,7 @@
 """Any number of ranks: a tiny recipe fits it, a full one names the numbers that it fits, the tools choose a batch for it."""
 
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -176,8 +177,12 @@ def test_the_quickstart_in_fp32_differs_in_nothing_else(tmp_path):
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_the_quickstart_runs_on(ranks, tmp_path, ops):
     command = [sys.executable, ROOT / "tools" / "quickstart.py", "--ranks", ranks, "--steps", "2", "--out", tmp_path / "run"]
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        variables = environment() | {"MASTER_PORT": port}
+        done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert f"because MASTER_PORT = {port} is in use" in done.stdout
     assert f"llama_nano_zero2 on {ranks} rank{'s' if ranks > 1 else ''} (dp{ranks})" in done.stdout and "done in " in done.stdout
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..refusal import Problem
@@ -37,14 +38,34 @@ def check_master_port(rank: int) -> list[Problem]:
         return []
     if not (port := os.environ["MASTER_PORT"]).isdigit():
         return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
-    fix = f"choose another, {_free_port(int(port))} say: --master_port of the launcher, or MASTER_PORT (`ss -ltnp 'sport = :{port}'` shows who has it)"
+    flag = _flag_of_launcher(os.environ).format(_free_port(int(port)))
+    fix = f"choose another: {flag} (`ss -ltnp 'sport = :{port}'` shows who has it)"
     return [replace(found, fix=fix) for found in check_port(int(port)) if isinstance(found, Problem)]
+
+
+def _flag_of_launcher(variables: Mapping[str, str]) -> str:
+    """Return how the program that started this rank is given another port; deepspeed and torchrun overwrite MASTER_PORT."""
+    if "LAUNCH_LOGS" in variables:
+        return "python -m launch --master_port {}"
+    if "CROSS_SIZE" in variables:
+        return "deepspeed --master_port {}"
+    return "torchrun --master_port {}" if "GROUP_WORLD_SIZE" in variables else "MASTER_PORT={}"
+
+
+def launcher_port(variables: Mapping[str, str]) -> tuple[int, str]:
+    """Return a free port for a launcher, and a line about it. MASTER_PORT comes first, if it is a free port."""
+    if not (wanted := variables.get("MASTER_PORT", "").strip()):
+        return free_port(), ""
+    if wanted.isdecimal() and int(wanted) and _is_free(int(wanted)):
+        return int(wanted), f"master port {wanted}, from MASTER_PORT"
+    port = free_port()
+    return port, f"master port {port}, because MASTER_PORT = {wanted} is in use or is no port"
 
 
 def free_port() -> int:
     """Finds a port of this machine that no program listens on."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind(("", 0))
         return free.getsockname()[1]
 
 
@@ -57,6 +78,12 @@ def has_joined() -> bool:
 def _free_port(above: int) -> int:
     """Returns the first free port after `above`."""
     for port in range(above + 1, min(above + 1000, 1 << 16)):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
+        if _is_free(port):
             return port
     return above
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.suppress(OSError, OverflowError), socket.create_server(("", port)):
+        return True
+    return False
