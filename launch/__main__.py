@@ -31,6 +31,7 @@ from .cores import usable_cores
 from .hosts import Host
 from .job import Job, Start, new_logs
 from .refused import Refused
+from .screen import SCREEN
 
 DOCTOR = REPOSITORY / "tools" / "doctor.py"
 
@@ -270,7 +271,7 @@ def once(job: Job) -> int:
 
 
 def say(text: Any) -> None:
-    print(f"launch: {text}", flush=True)
+    SCREEN.write(f"launch: {text}\n")
 
 
 if __name__ == "__main__":

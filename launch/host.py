@@ -5,7 +5,7 @@
 Commands come as lines of JSON on stdin, reports leave as lines of JSON on stdout:
 
     in    the specification; {"start": {"master_addr", "master_port"}}; {"stop": "SIGTERM"}; {"kill": true}; the end of stdin is a stop
-    out   {"hello": ...}; {"out": text of rank 0}; {"told": signal}; {"run_folder": path}; {"ended": ...} for each rank; {"launcher": exit code}; {"done": processes killed}
+    out   {"hello": ...}; {"out": text of rank 0}; {"line": its progress line}; {"told": signal}; {"run_folder": path}; {"ended": ...} for each rank; {"launcher": exit code}; {"done": processes killed}
 
 Linux only: exit states are read from the process table, because the ranks are children of their launcher, not of this process.
 """
@@ -111,6 +111,8 @@ class Agent:
             "LAUNCH_PIPE": f"{folder}/pipe",
             "LAUNCH_LOCAL_WORLD_SIZE": str(slots),
         }
+        if self.spec["columns"]:
+            variables["LAUNCH_TERMINAL"] = str(self.spec["columns"])  # rank 0 sends its progress line through the pipe
         if locale.getencoding().lower() != "utf-8":
             variables["PYTHONUTF8"] = "1"  # torch 2.13 cannot be imported where text is ASCII, and launchers import it
         variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
@@ -176,16 +178,16 @@ class Agent:
         return Path(self.spec["logs"]) / f"rank_{rank}.log"
 
     def meet_ranks(self) -> None:
-        """Watch ranks that have just started, and pass on the run folder that one of them reports.
+        """Watch ranks that have just started, and pass on the run folder and the progress line that they report.
 
-        Programs that a rank starts inherit the name of the pipe: a run folder counts only if a rank itself reports it.
+        Programs that a rank starts inherit the name of the pipe: a report counts only if it comes from a rank itself.
         """
         with contextlib.suppress(BlockingIOError):
             *lines, self.reports = (self.reports + os.read(self.pipe, 1 << 16)).split(b"\n")
             for report in map(json.loads, lines):
-                if "run_folder" in report:
+                if passed_on := report.keys() & {"run_folder", "line"}:
                     if report["pid"] in self.running:
-                        self.tell(run_folder=report["run_folder"])
+                        self.tell(**{name: report[name] for name in passed_on})
                     continue
                 with contextlib.suppress(ProcessLookupError):
                     watched = os.pidfd_open(report["pid"])

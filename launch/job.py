@@ -6,7 +6,6 @@ import queue
 import secrets
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from .connection import REPOSITORY, Connection
 from .hosts import Host
 from .rank import STOPS
 from .refused import START_AGAIN, Refused
+from .screen import SCREEN
 
 HELLO = 120.0  # seconds in which every host must have answered
 SETTLE = 2.0  # seconds that ranks may still print why they fail, after one has failed
@@ -91,6 +91,7 @@ class Job:
             "environment": self.environment,
             "master_port": self.master_port,
             "logs": str(logs),
+            "columns": SCREEN.columns(),
         }
 
 
@@ -169,6 +170,7 @@ class Start:
                 self.follow()
                 return self.outcome()
             finally:
+                SCREEN.draw("")
                 for connection in self.connections.values():
                     connection.close()
 
@@ -263,8 +265,9 @@ class Start:
     def heard(self, node: int, message: dict[str, Any]) -> None:
         host = self.job.hosts[node].name
         if "out" in message:
-            sys.stdout.write(message["out"])
-            sys.stdout.flush()
+            SCREEN.write(message["out"])
+        elif "line" in message:
+            SCREEN.draw(message["line"])
         elif "told" in message and not self.told:
             self.say(f"{host}: {message['told']}: asking all ranks for a checkpoint")
             self.told = message["told"]

@@ -215,7 +215,8 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
         code = loop(ready)
         if code == 0 and exports:
             ready.stopper.boundary(next_within=3600)
-            loaded.export(ready.tracker.say)
+            with ready.tracker.doing("exporting"):
+                loaded.export(ready.tracker.say)
         ready.tracker.finish(code)
         ready.engine.destroy()
     return code
@@ -264,7 +265,8 @@ def loop(ready: Ready) -> int:
         metrics = metrics_of(ready, step, result, data_state, seconds, data_wait, lr)
         if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
-            metrics |= evaluate(engine, ready.task, ready.held_out, mesh, ready.sums)
+            with tracker.doing("evaluating"):
+                metrics |= evaluate(engine, ready.task, ready.held_out, mesh, ready.sums)
         loss = metrics.get("eval_loss", math.nan)
         state["eval_loss"] = loss if math.isfinite(loss) else None
         tracker.log(metrics)
@@ -288,10 +290,11 @@ def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool
     everyone: list[Any] = [None] * ready.plan.mesh.world
     dist.all_gather_object(everyone, data_state)
     state: State = {**ready.state, "data": merge_states(everyone)}
-    if at_end:
-        ready.saver.save_last(state)
-    else:
-        ready.saver.save(state, regular)
+    with ready.tracker.doing("saving"):
+        if at_end:
+            ready.saver.save_last(state)
+        else:
+            ready.saver.save(state, regular)
     ready.stopper.boundary()
 
 

@@ -5,7 +5,6 @@ import http.server
 import json
 import math
 import os
-import pty
 import shlex
 import shutil
 import signal
@@ -521,64 +520,6 @@ def test_no_secret_and_no_code_is_recorded(tmp_path: Path, monkeypatch: pytest.M
         content = path.read_bytes()
         assert not [name for name, value in secrets.items() if value.encode() in content], path
     assert not [path for path in files if path.suffix in {".py", ".patch"}]
-
-
-def test_plain_lines_where_stderr_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tracker = open_tracker(tmp_path, recipe=Recipe(wandb=False, steps=40))
-    for step in range(1, 5):
-        tracker.log(step_metrics(step) | {"step_s": 2.0, "tokens_per_s": 12345.6})
-    tracker.say("[bold]said as it is[/bold]")
-    tracker.finish(0)
-    assert capsys.readouterr().err.splitlines() == [
-        "step 1/40  loss 6.0000  12,346 tokens/s  ETA 0:01:18",
-        "[bold]said as it is[/bold]",
-        "step 4/40  loss 2.1429  12,346 tokens/s  ETA 0:01:12",
-    ]
-
-
-def test_a_live_line_on_a_terminal(tmp_path: Path) -> None:
-    body = """
-tracker = open_tracker(Path(sys.argv[1]), recipe=Recipe(wandb=False, steps=2))
-tracker.log(step_metrics(1))
-time.sleep(0.6)
-tracker.say("[a] word")
-tracker.log(step_metrics(2))
-tracker.finish(0)
-"""
-    ours, theirs = pty.openpty()
-    with start_script(body, tmp_path, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "120"}) as job:
-        os.close(theirs)
-        shown = b""
-        try:
-            while chunk := os.read(ours, 4096):
-                shown += chunk
-        except OSError:
-            pass  # the other end of a terminal closes with an error
-        job.wait(30)
-    os.close(ours)
-    assert job.returncode == 0
-    for part in ("step 1/2  loss 6.0000", "[a] word", "step 2/2  loss 3.7500"):
-        assert part in shown.decode()
-
-
-def test_a_lost_terminal_does_not_fail_the_run(tmp_path: Path) -> None:
-    body = """
-tracker = open_tracker(Path(sys.argv[1]), recipe=Recipe(wandb=False, steps=2))
-sys.stdin.read()  # until the reader of stderr has gone
-tracker.log(step_metrics(1))
-tracker.say("to nobody")
-tracker.log(step_metrics(2))
-tracker.finish(0)
-print("done")
-"""
-    for terminal in (False, True):
-        ours, theirs = pty.openpty() if terminal else os.pipe()
-        with start_script(body, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=theirs) as job:
-            os.close(theirs)
-            time.sleep(1.5 if terminal else 0)
-            os.close(ours)
-            said = job.communicate(timeout=30)[0]
-        assert (said, [line["step"] for line in read_metrics(tmp_path)]) == ("done\n", [1, 2])
 
 
 def fail_in_the_second_step(out: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Records a run while it trains: in `metrics.jsonl`, in Weights & Biases, and as a line on the terminal."""
 
 import contextlib
-import datetime
 import importlib.util
 import json
 import math
@@ -10,8 +9,6 @@ import queue
 import re
 import secrets
 import shlex
-import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -20,16 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-
 from ..recipe import Recipe
 from ..refusal import Say
 from ..run_folder import METRICS
 from ..whole_file import write_whole
 from .metrics_file import MetricsFile, cut_metrics
+from .progress import ProgressLine
 
-PLAIN_EVERY = 10.0  # seconds between two lines where stderr is no terminal
 WANDB_INIT = 30.0  # seconds for W&B's server to answer; then the run is recorded offline
 WANDB_FINISH = 15.0  # seconds for the last uploads; the rest stays in the folder, for `wandb sync`
 WANDB_REPEAT = 10.0  # seconds: a restarted wandb-core gets the metrics of this last while again
@@ -73,6 +67,9 @@ class NoTracker:
 
     def say(self, text: str) -> None: ...
 
+    def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def flush(self) -> None: ...
 
     def finish(self, exit_code: int) -> None: ...
@@ -107,6 +104,10 @@ class Tracker:
     def say(self, text: str) -> None:
         """Prints a line above the progress line."""
         self._line.say(text)
+
+    def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Name in the progress line what runs between two steps."""
+        return self._line.doing(what)
 
     def flush(self) -> None:
         """Bring metrics.jsonl to the disk: a checkpoint should not be newer than the record. Raises OSError."""
@@ -233,55 +234,6 @@ class WandbCopy:
         elif run.url:
             self._say(f"W&B: {run.url}")
         return run
-
-
-class ProgressLine:
-    """Shows where the run is: by a live line on a terminal, elsewhere by plain lines, namely the first, one every PLAIN_EVERY seconds and the last."""
-
-    def __init__(self, last_step: int):
-        self._last_step = last_step
-        self._recent: deque[float] = deque(maxlen=50)  # seconds of the latest steps
-        self._printed = -math.inf
-        self._pending = ""
-        self._live = None
-        if sys.stderr.isatty():
-            self._live = Progress(TextColumn("{task.description}", markup=False), BarColumn(), console=Console(stderr=True), refresh_per_second=4)
-            self._task = self._live.add_task("", total=last_step)
-            self._live.start()
-
-    def show(self, metrics: dict[str, Any]) -> None:
-        self._recent.append(metrics["step_s"])
-        left = (self._last_step - metrics["step"]) * statistics.median(self._recent)
-        text = f"step {metrics['step']}/{self._last_step}  loss {metrics['loss']:.4f}"
-        text += "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if name.startswith("eval_"))
-        unit = "samples" if "samples" in metrics else "tokens"
-        text += f"  {metrics[f'{unit}_per_s']:,.0f} {unit}/s  ETA {datetime.timedelta(seconds=round(left))}"
-        if self._live:
-            self._live.update(self._task, description=text, completed=metrics["step"])
-        else:
-            self._pending = text
-            if time.monotonic() - self._printed >= PLAIN_EVERY or "eval_loss" in metrics:
-                self._print_pending()
-
-    def say(self, text: str) -> None:
-        # The reader of stderr may have gone (a closed terminal, `| tee` after Ctrl-C), which must not end the run.
-        with contextlib.suppress(OSError):
-            if self._live:
-                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)  # no wrapping: a command in the text can be copied as a whole
-            else:
-                print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._pending:
-            self._print_pending()
-        if self._live:
-            with contextlib.suppress(OSError):
-                self._live.stop()
-
-    def _print_pending(self) -> None:
-        self.say(self._pending)
-        self._pending = ""
-        self._printed = time.monotonic()
 
 
 def _quiet_wandb(run_dir: Path) -> None:
