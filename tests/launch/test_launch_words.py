@@ -230,7 +230,16 @@ def environment_of_a_host(
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     agent = Agent()
-    agent.spec = {"environment": own, "mark": "m", "logs": ".", "python": sys.executable, "spawn": "deepspeed", "bind_cores": bind_cores, "others": others, "columns": 0}
+    agent.spec = {
+        "environment": own,
+        "mark": "m",
+        "logs": ".",
+        "python": sys.executable,
+        "spawn": "deepspeed",
+        "bind_cores": bind_cores,
+        "others": others,
+        "columns": 0,
+    }
     return agent.environment(spawn.Meeting(slots, 0, first, 29500), "folder", [str(number) for number in range(slots[0])])
 
 
