@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .other_names import advice, nearest
 from .paths import run_folder
 from .recipe import Recipe, check_recipe, kinds_of_field
 from .refusal import Problem, Refusal, refuse
+from .shadows import shadows
 from .tasks.facts import own_fields
 
 
@@ -51,17 +53,38 @@ def recipe_of(path: Path) -> Recipe:
     if not path.is_file():
         rule = "is a folder" if path.is_dir() else "no such file on this host"
         raise refuse(f"--recipe {path}", rule, _nearest_file(path) or "give a file of recipes/")
+    if hidden := shadows(str(path.resolve().parent)):
+        raise Refusal([Problem(*problem) for problem in hidden])
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     try:
         # not by an importer: its cache takes two files for the same if their sizes are equal and both were written in one second
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except Refusal:
+        raise
     except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError, LookupError, OSError) as error:
         raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
-    recipe = getattr(module, "RECIPE", None)
-    if not isinstance(recipe, Recipe):
-        raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", "give a file of recipes/")
-    return recipe
+    if hasattr(module, "RECIPE"):
+        return one_recipe(module.RECIPE, path)
+    other = next((name for name, value in vars(module).items() if isinstance(value, Recipe)), "")
+    fix = f"rename {other} to RECIPE" if other else "give a file of recipes/"
+    raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", fix)
+
+
+def one_recipe(value: Any, path: Path) -> Recipe:
+    """Return the RECIPE of a recipe's file. Raise `Refusal` if it is no Recipe."""
+    if isinstance(value, Recipe):
+        return value
+    kind, fix = type(value).__name__, "write RECIPE = Recipe(...)"
+    if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], Recipe):
+        fix = "remove the comma behind Recipe(...)"
+    elif isinstance(value, tuple | list) and any(isinstance(one, Recipe) for one in value):
+        fix = "keep one Recipe(...) in a file"
+    elif value is Recipe:
+        kind, fix = "the class Recipe", "write RECIPE = Recipe(...), with the fields in parentheses"
+    elif isinstance(value, dict):
+        fix = "write RECIPE = Recipe(**RECIPE), or Recipe(NAME=VALUE, ...)"
+    raise refuse(f"{path.name}: RECIPE", f"must be a Recipe, not {kind}", fix)
 
 
 def _nearest_file(missing: Path) -> str:
@@ -79,6 +102,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     LOCAL_RANK, which every launcher sets; without them the job is one rank. The ranks of this host are LOCAL_WORLD_SIZE
     (torchrun, `python -m launch`) or LOCAL_SIZE (deepspeed).
     """
+    recipe = one_recipe(recipe, path)
     parser = _Parser(path.name)
     trial = parser.group("try it")
     trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; built-in text; no network")
@@ -129,25 +153,6 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         local_rank=int(os.environ.get("LOCAL_RANK") or given.get("local_rank", 0)),
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0),
     )
-
-
-# Flags that people know from other programs -> what to do here.
-ELSEWHERE = {
-    "dp": "leave it out: data parallelism takes the ranks that are left by --tp, --pp, --sp and --ep",
-    "batch_size": "use --global_batch (rows of a step) or --micro_batch (rows of a forward pass)",
-    **dict.fromkeys(("bs", "per_device_train_batch_size"), "use --micro_batch"),
-    "gradient_accumulation_steps": "use --global_batch: a step has global_batch / (micro_batch x data-parallel ranks) micro-batches",
-    "learning_rate": "use --lr",
-    "max_steps": "use --steps",
-    **dict.fromkeys(("epochs", "num_train_epochs"), "use --steps: a run is as long as its optimizer steps"),
-    "output_dir": "use --out",
-    **dict.fromkeys(("max_length", "max_seq_length"), "use --seq_len"),
-    **dict.fromkeys(("bf16", "fp16"), "the JSON sets the precision: --deepspeed_config FILE.json"),
-    **dict.fromkeys(("stage", "zero", "zero_stage"), "the JSON sets the ZeRO stage: --deepspeed_config zero3.json"),
-    **dict.fromkeys(
-        ("gpus", "nodes", "num_gpus", "num_nodes", "nproc_per_node", "hostfile", "master_port"), "is the launcher's: write it before the recipe's file"
-    ),
-}
 
 
 class _Help(argparse.HelpFormatter):
@@ -213,9 +218,9 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(words)
         for flag, *values in _with_values(unknown):
             if flag.startswith("-"):
-                self.wrong(" ".join([flag, *values]), "is no flag of a recipe", self._meant(flag))
+                self.wrong(" ".join([flag, *values]), "there is no such flag here", self._meant(flag))
             else:
-                self.wrong(flag, "is no flag", "flags begin with --, and a value follows its flag")
+                self.wrong(flag, "is not a flag", "flags begin with --, and a value follows its flag")
         for name in [name for name, value in vars(found).items() if value is self]:
             self.wrong(f"--{name}", "needs a value", f"write --{name} VALUE")
         return {name: value for name, value in vars(found).items() if value is not None and value is not self}
@@ -239,10 +244,11 @@ class _Parser(argparse.ArgumentParser):
 
     def _meant(self, flag: str) -> str:
         name = flag.partition("=")[0].lstrip("-").replace("-", "_")
-        if name in ELSEWHERE:
-            return ELSEWHERE[name]
-        near = _nearest(f"--{name}", list(self._option_string_actions))
-        return f"did you mean {near}?" if near else f"python {self.prog} --help lists the flags"
+        if known := advice(name):
+            return known
+        spelled = {option.lstrip("-").replace("-", "_"): option for option in self._option_string_actions}
+        near = nearest(name, spelled)
+        return f"did you mean {spelled[near]}?" if near else f"python {self.prog} --help lists the flags"
 
 
 def shown(text: str) -> str:
@@ -259,13 +265,3 @@ def _with_values(words: list[str]) -> list[list[str]]:
         else:
             found.append([word])
     return found
-
-
-def _nearest(typed: str, flags: list[str]) -> str | None:
-    """Returns the flag that was probably meant, None if none is near. Of two that are about as near it takes the one that begins alike."""
-
-    def likeness(flag: str) -> float:
-        matcher = difflib.SequenceMatcher(None, flag, typed)
-        return matcher.ratio() + matcher.get_matching_blocks()[0].size / 20
-
-    return max(difflib.get_close_matches(typed, flags, 5), key=likeness, default=None)

@@ -4,13 +4,16 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
+from .other_names import COMMAND_ONLY, advice, as_fields, nearest
 from .phases import Ramp, check_ramp, check_rates, cut, ramp_of, shorter
-from .refusal import Problem
+from .refusal import Problem, Refusal
 from .tasks.facts import PACKED, TASKS, Facts, Plans
 
 
@@ -37,6 +40,12 @@ MOST_RANKS = 1 << 16  # of a degree: the search for numbers of ranks that fit ta
 @dataclass(frozen=True)
 class Recipe:
     """One training run. Every plain field (number, string, switch) is a command-line flag of the same name."""
+
+    def __new__(cls, *values: Any, **fields: Any) -> "Recipe":
+        """Raise `Refusal` for values without a name, and for names that are no fields."""
+        if problems := _wrong_names(values, fields):
+            raise Refusal(problems)
+        return super().__new__(cls)
 
     model: str = _say("hub id or local folder of a model that the task trains", "", group="model")
     model_revision: str = _say("branch, tag or commit of the model and its tokenizer on the hub; empty: main", "")
@@ -211,6 +220,32 @@ class Recipe:
     def facts(self) -> Facts:
         """The facts of its task; where it names none, which `check_recipe` refuses, those of the default."""
         return TASKS[self.task if self.task in tuple(TASKS) else Recipe.task]
+
+
+def _wrong_names(values: tuple[Any, ...], fields: dict[str, Any]) -> list[Problem]:
+    """Return a problem for each argument of `Recipe(...)` that is no field, with the line of the file that has it."""
+    names = Recipe.__dataclass_fields__
+    if not values and fields.keys() <= names.keys():
+        return []
+
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals["__name__"] == dataclasses.__name__:  # of dataclasses.replace
+        frame = frame.f_back
+    place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}: Recipe"
+
+    problems = [Problem(f"{place}({_short(value)})", "every value needs the name of its field", "write NAME=VALUE") for value in values]
+    for name in [name for name in fields if name not in names]:
+        fix = as_fields(advice(name)) or "recipes/recipekit/recipe.py lists the fields"
+        if name in COMMAND_ONLY:
+            fix = f"leave it out, and write --{name} on the command line"
+        elif not advice(name) and (near := nearest(name, names)):
+            fix = f"did you mean {near}?"
+        problems.append(Problem(f"{place}({name}={_short(fields[name])})", "there is no such field", fix))
+    return problems
+
+
+def _short(value: Any) -> str:
+    return text if len(text := repr(value)) <= 40 else "..."
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from .starters import LOCAL_RANKS
@@ -65,6 +66,18 @@ def exit_refused(refusal: Refusal, patience: float = 60) -> NoReturn:
     lines += [f"  {number}. {problem}" for number, problem in enumerate(refusal.problems, 1)]
     print("\n".join(lines), file=sys.stderr, flush=True)
     raise SystemExit(refusal.exit_code)
+
+
+def report_refusals() -> None:
+    """Make a `Refusal` that nobody catches end the program as `exit_refused` does, without a traceback."""
+    otherwise = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Refusal):
+            exit_refused(error)
+        otherwise(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _local_rank_0_alive() -> bool:

@@ -71,6 +71,8 @@ WORDS = {
     "phases",
     "recipe",
     "command",
+    "other_names",
+    "shadows",
     "hub",
     "run_folder",
     "step_names",

@@ -1,0 +1,127 @@
+"""Mistakes in a recipe's file, and files beside it: one line each, exit code 1, no traceback."""
+
+import copy
+import dataclasses
+import importlib.metadata
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pool import ROOT, environment
+from recipekit.command import one_recipe, parse, recipe_of
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.shadows import HIDEABLE, LIBRARIES, UNUSED, shadows
+
+START = "from recipekit import Recipe, run\n"
+END = '\nif __name__ == "__main__":\n    run(RECIPE)\n'
+# What stands between the first and the last lines of a recipe's file -> what is refused
+WRONG = {
+    "RECIPE = Recipe(learning_rate=1e-4)": "mine.py, line 2: Recipe(learning_rate=0.0001): there is no such field; use lr",
+    "RECIPE = Recipe(\n    model='x',\n    num_train_epochs=3)": "mine.py, line 2: Recipe(num_train_epochs=3): there is no such field; use ",
+    "RECIPE = Recipe(lora_r=8)": "mine.py, line 2: Recipe(lora_r=8): there is no such field; set it in LoraConfig in the recipe's file",
+    "RECIPE = Recipe(warmup_stepz=8)": "mine.py, line 2: Recipe(warmup_stepz=8): there is no such field; did you mean warmup_steps?",
+    "RECIPE = Recipe(deepspeed_config='zero3.json')": "mine.py, line 2: Recipe(deepspeed_config='zero3.json'): there is no such field; use ds_config",
+    "RECIPE = Recipe(tiny=True)": "mine.py, line 2: Recipe(tiny=True): there is no such field; leave it out, and write --tiny on the command line",
+    "RECIPE = Recipe(frobnicate=[0] * 99)": "mine.py, line 2: Recipe(frobnicate=...): there is no such field; recipes/recipekit/recipe.py lists the fields",
+    "RECIPE = Recipe('Qwen/Qwen3-0.6B')": "mine.py, line 2: Recipe('Qwen/Qwen3-0.6B'): every value needs the name of its field; write NAME=VALUE",
+    "import dataclasses\nRECIPE = dataclasses.replace(Recipe(), epocs=2, report_to='none')": "mine.py, line 3: Recipe(epocs=2): there is no such field; ",
+    "RECIPE = Recipe(model='x'),": "mine.py: RECIPE: must be a Recipe, not tuple; remove the comma behind Recipe(...)",
+    "RECIPE = [Recipe(model='x'), Recipe(model='y')]": "mine.py: RECIPE: must be a Recipe, not list; keep one Recipe(...) in a file",
+    "RECIPE = dict(model='x', lr=1e-4)": "mine.py: RECIPE: must be a Recipe, not dict; write RECIPE = Recipe(**RECIPE), or Recipe(NAME=VALUE, ...)",
+    "RECIPE = Recipe": "mine.py: RECIPE: must be a Recipe, not the class Recipe; write RECIPE = Recipe(...), with the fields in parentheses",
+    "RECIPE = None": "mine.py: RECIPE: must be a Recipe, not NoneType; write RECIPE = Recipe(...)",
+}
+
+
+@pytest.mark.parametrize("lines", WRONG)
+def test_a_mistake_in_the_file_is_one_line_where_a_tool_reads_it(lines: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(START + lines + END)
+    with pytest.raises(Refusal) as refusal:
+        recipe_of(path)
+    assert refusal.value.exit_code == 1
+    assert str(refusal.value.problems[0]).startswith(WRONG[lines])
+    assert len(refusal.value.problems) == 1 + lines.count("report_to")
+
+
+@pytest.mark.parametrize("index", [0, 9])
+def test_a_mistake_in_the_file_is_one_line_where_the_file_is_the_program(index: int, tmp_path: Path) -> None:
+    lines, told = list(WRONG.items())[index]
+    done = run_file(tmp_path, START + lines + END)
+    assert done.returncode == 1 and done.stdout == ""
+    first, line = done.stderr.splitlines()
+    assert first == "refused: 1 problem" and line.startswith(f"  1. {told}"), done.stderr
+
+
+def run_file(folder: Path, text: str, *flags: str, name: str = "mine.py") -> subprocess.CompletedProcess[str]:
+    (folder / name).write_text(text)
+    env = environment() | {"PYTHONPATH": ""}
+    return subprocess.run([sys.executable, name, *flags], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_file_that_names_its_recipe_otherwise_is_refused_with_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(START + "CONFIG = Recipe(model='x')\n")
+    with pytest.raises(Refusal, match=r"sets no RECIPE = Recipe\(\.\.\.\); rename CONFIG to RECIPE"):
+        recipe_of(path)
+
+
+def test_a_recipe_stays_a_plain_dataclass() -> None:
+    recipe = Recipe(model="x", lr=1e-4)
+    assert dataclasses.replace(recipe, steps=5).steps == 5 and dataclasses.replace(recipe).lr == 1e-4
+    for other in (copy.copy(recipe), copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe)), Recipe(**vars(recipe))):
+        assert other == recipe and type(other) is Recipe
+    assert one_recipe(recipe, Path("mine.py")) is recipe
+    with pytest.raises(Refusal):
+        parse((recipe,), Path("mine.py"), [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["torch.py", "datasets.py", "random.py", "json.py", "numpy/__init__.py", "yaml.pyc", "tqdm.cpython-311-x86_64-linux-gnu.so"])
+def test_a_file_that_hides_a_library_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    top = name.partition("/")[0]
+    (problem,) = shadows(str(tmp_path))
+    assert problem == (top, f"hides {top.partition('.')[0]}: Python searches this folder first", "rename it")
+    (tmp_path / "mine.py").write_text(START + "RECIPE = Recipe(model='x')" + END)
+    with pytest.raises(Refusal, match=f"{top}: hides "):
+        recipe_of(tmp_path / "mine.py")
+
+
+def test_files_with_names_of_their_own_hide_nothing(tmp_path: Path) -> None:
+    for name in ("test.py", "utils.py", "train.py", "trace.py", "os.py", "sys.py", "torch.txt", "datasets.old.py", "wandb/run", "datasets/a.txt", "data.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert shadows(str(tmp_path)) == [] and shadows(str(tmp_path / "gone")) == []
+    assert not UNUSED & LIBRARIES and {"random", "logging", "tokenizers"} <= HIDEABLE
+
+
+def test_every_package_that_a_start_can_import_is_a_library() -> None:
+    """The import names of requirements.txt and of all that these packages require."""
+    canonical = lambda name: re.sub(r"[-_.]+", "-", name).lower()  # noqa: E731
+    left, needed = re.findall(r"^([\w.-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE), set[str]()
+    while left:
+        name = canonical(left.pop())
+        try:
+            requires = importlib.metadata.requires(name) if name not in needed else []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform
+        needed.add(name)
+        left += [match[0] for line in requires or [] if "extra ==" not in line and (match := re.match(r"[\w.-]+", line))]
+    found = importlib.metadata.packages_distributions().items()
+    names = {name for name, distributions in found if {canonical(each) for each in distributions} & needed if name.isidentifier() and name[0] != "_"}
+    assert len(names) > 60 and names - LIBRARIES <= {"coreweave_evaluations", "isympy", "pylab", "tzdata"}  # which nobody imports
+
+
+@pytest.mark.parametrize(("hidden", "program"), [("torch.py", "torch.py"), ("random.py", "mine.py"), ("dataclasses.py", "mine.py")])
+def test_a_library_that_is_hidden_from_a_start_is_one_line(hidden: str, program: str, tmp_path: Path) -> None:
+    """Also one that recipekit needs for its own messages."""
+    (tmp_path / hidden).write_text("raise RuntimeError('the wrong module')\n")
+    done = run_file(tmp_path, START + "RECIPE = Recipe(model='x')" + END, "--tiny", "--dry_run", name=program)
+    told = f"  1. {hidden}: hides {hidden[:-3]}: Python searches this folder first; rename it"
+    assert (done.returncode, done.stdout, done.stderr.splitlines()) == (1, "", ["refused: 1 problem", told])
