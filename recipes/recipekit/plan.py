@@ -94,6 +94,7 @@ def make_plan(command: Command) -> Plan:
     if recipe.engine == "deepspeed" or "engine" in command.typed:
         with collecting(problems):
             config, path = json_file.load(recipe.ds_config, command.folder)
+            notes += json_file.differences(config, path)
     of_json = baseline.own_optimizer(config)
     notes += baseline.say_engine(recipe.engine, recipe.precision, recipe.ds_config, command.typed, of_json)
     problems += baseline.check_optimizer(recipe.engine, recipe.precision, of_json)

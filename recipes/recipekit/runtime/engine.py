@@ -37,7 +37,7 @@ from ..tasks.facts import TASKS
 from . import deepspeed_engine, torch_engine
 from .agree import shared_problems
 from .corpus import check_data
-from .facts import export_dtype, layout_of
+from .facts import export_dtype, layout_of, parameter_counts
 from .small_files import small_files_of
 
 
@@ -122,9 +122,9 @@ def load_model(
     engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
     set_time_limit(limit)
     compared = check_weights(engine, built, groups)
-    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
-    checked = f", {compared} of them compared with the files" if compared else ""
-    say(f"model {recipe.model}: {size / 1e6:.1f} M parameters on each rank's shard{checked}, built in {time.perf_counter() - begun:.1f} s")
+    counts = parameter_counts(engine, built.blueprint)
+    checked = f"; {compared} tensors compared with the files" if compared else ""
+    say(f"model {recipe.model}: {counts}{checked}; built in {time.perf_counter() - begun:.1f} s")
     layout = layout_of(plan, engine, built)
     if recipe.engine == "deepspeed":
         deepspeed_engine.give_borders(engine, built.blueprint, layout, groups)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ..engine import Engine
 from ..hosts.build_facts import build_facts, versions
@@ -20,7 +22,7 @@ from ..model.adapter import config_of
 from ..model.build import Built
 from ..model.empty import empty_model
 from ..optim.facts import by_matrix, facts_of, family_of, states_of
-from ..parallel.blueprint import Layout
+from ..parallel.blueprint import Blueprint, Layout
 from ..plan import Plan
 from ..planner.devices import DEVICES
 from ..planner.flops import CONVENTION, Flops, model_flops
@@ -60,6 +62,38 @@ def layout_of(plan: Plan, engine: Engine, built: Built) -> Layout:
         scalars=facts_of(plan.ds_config).scalars,
         **swap,
     )
+
+
+def parameter_counts(engine: Engine, blueprint: Blueprint) -> str:
+    """Return how many parameters are trained, and of how many; of a sharded model also for the fullest rank (a collective)."""
+    parameters = [tensor for tensor in blueprint.tensors if not tensor.buffer]
+    numel = sum(tensor.numel for tensor in parameters)
+    trained = sum(tensor.numel for tensor in parameters if tensor.group is not None)
+
+    own = [(_held_numel(parameter), parameter.requires_grad) for parameter in engine.module.parameters()]
+    held = [sum(count for count, _ in own), sum(count for count, is_trained in own if is_trained)]
+    most = torch.tensor(held, dtype=torch.int64, device=engine.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    text = f"trainable {short(trained)} of {short(numel)} parameters"
+    if int(most[0]) >= numel:
+        return text
+    return f"{text}, on each rank at most {short(int(most[1]))} of {short(int(most[0]))}"
+
+
+def _held_numel(parameter: Any) -> int:
+    """Return how many elements of a parameter this rank holds, under ZeRO-3 and FSDP2 the elements of its shard."""
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None:
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return shard.numel()
+
+
+def short(count: int) -> str:
+    """Write a count with two or three digits, as 1.24 B, 4.2 M or 85.1 k."""
+    for unit, name, digits in ((10**9, "B", 2), (10**6, "M", 1), (10**3, "k", 1)):
+        if count >= unit:
+            return f"{count / unit:.{digits}f} {name}"
+    return str(count)
 
 
 def step_flops(model_config: dict[str, Any], attention: str, name: str, task: Facts, adapt: Callable[[Any], Any] | None = None) -> Flops | None:

@@ -33,6 +33,31 @@ def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path
     raise refuse(f"deepspeed_config = {name}", f"no such file (looked for {looked})", fix)
 
 
+def differences(config: dict[str, Any], path: Path | None) -> list[str]:
+    """Return a line with each key that differs between a JSON and the shipped file of the same name; [] if none does."""
+    shipped = SHIPPED / path.name if path else None
+    if path is None or shipped is None or not shipped.is_file() or shipped.samefile(path):
+        return []
+    before, now = flat(_read(shipped)), flat(config)
+    listed = []
+    for key in dict.fromkeys([*before, *now]):
+        if key not in now:
+            listed.append(f"without {key} = {shown(before[key])}")
+        elif key not in before:
+            listed.append(f"with {key} = {shown(now[key])}")
+        elif shown(now[key]) != shown(before[key]):
+            listed.append(f"{key} = {shown(now[key])} instead of {shown(before[key])}")
+    return [f"{path} differs from the shipped {path.name}: {', '.join(listed)}"] if listed else []
+
+
+def flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of a JSON by dotted keys; an empty block is a value."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {f"{above}{key}": value}
+    return found
+
+
 def read_text(path: Path) -> str:
     """Return the text of a file in UTF-8, without the byte order mark that Windows' editors write at its start."""
     return path.read_text(encoding="utf-8-sig")
