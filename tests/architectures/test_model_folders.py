@@ -17,6 +17,7 @@ from recipekit.architectures.families import default_config, tiny_config
 from recipekit.architectures.lookup import CAUSAL, READS_AHEAD, fitting_task, folder_of, model_config, read_config, types_of
 from recipekit.architectures.safetensors_files import INDEX
 from recipekit.command import parse
+from recipekit.commands import convert as tool
 from recipekit.data.processors import byte_tokenizer
 from recipekit.model.build import build_model
 from recipekit.model.causal import check_causal
@@ -28,9 +29,6 @@ from recipekit.refusal import Refusal
 from safetensors.torch import load_file, save_file
 from test_resume import BASE, train
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-
-sys.path.insert(0, str(ROOT / "tools"))
-import convert_checkpoint as tool
 
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 264}

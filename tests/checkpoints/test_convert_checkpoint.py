@@ -13,11 +13,8 @@ import pytest
 from job import metrics
 from pool import ROOT, environment, free_port
 from recipekit.checkpoints import journal
+from recipekit.commands import convert as tool
 from test_resume import BASE, train
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import convert_checkpoint as tool
 
 TOOL = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
 

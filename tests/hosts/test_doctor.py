@@ -130,7 +130,7 @@ def test_two_healthy_hosts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_waits_for_the_others_as_long_as_rank_0_does(tmp_path: Path) -> None:
     """The third never comes, and the second's own time for an answer is shorter than --patience."""
-    code = f"import sys; sys.argv = sys.argv[2:]; sys.path.insert(0, {str(DOCTOR.parent)!r}); import doctor; doctor.LOOK = 4.0; doctor.main()"
+    code = "import sys; from recipekit.commands import doctor; doctor.LOOK = 4.0; sys.exit(doctor.main(sys.argv[3:]))"
     codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "20"), {1: [sys.executable, "-c", code]}, {2}, {}).wait()
     assert codes == [1, 1] and "stopped answering" not in text and "did not come within 20 s" in only_problem(text), text
 

@@ -1,7 +1,6 @@
 """`tools/lint.py FILE --fix`: NAME.fixed.json beside FILE, and no traceback whatever the file holds."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ import pytest
 from ds_json import Case
 from fuzzed_files import fuzzed_files
 from lint_cases import CASES
-from pool import ROOT, Pools
+from pool import Pools
+from recipekit.commands import lint
 from recipekit.refusal import FAILS, Problem, Refusal
 from recipekit.strategy import fixes
 from record_lint_verdicts import Recorder
 from test_lint import lint as command
-
-sys.path.insert(0, str(ROOT / "tools"))
-import lint
 
 Check = Callable[[Any], list[Problem]]
 BATCH = {"train_micro_batch_size_per_gpu": 2}

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,15 +10,12 @@ from typing import Any
 
 import pytest
 from job import metrics
-from pool import ROOT
+from recipekit.commands import lint
 from recipekit.mesh import Mesh
 from recipekit.recipe import Recipe
 from recipekit.refusal import Problem
 from recipekit.strategy import numbers as numbers_module
 from recipekit.strategy import resolve
-
-sys.path.insert(0, str(ROOT / "tools"))
-import lint
 
 RECIPE = Recipe(
     model="meta-llama/Llama-3.2-1B", global_batch=64, micro_batch=4, lr=1e-4, beta1=0.85, beta2=0.96, eps=3e-8, weight_decay=0.07, steps=800, warmup_steps=40

@@ -1,21 +1,17 @@
 """Lint against stock DeepSpeed: what was recorded by running (record_lint_verdicts.py) is what lint says, case by case and key by key."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ds_json import Case
 from lint_cases import CASES, NOT_SEEN, POSTED, is_seen
-from pool import ROOT
+from recipekit.commands import lint
 from recipekit.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem
 from recipekit.strategy.schema import at, schema
 from recipekit.strategy.values import converted
 from record_lint_verdicts import RECORDED, record
-
-sys.path.insert(0, str(ROOT / "tools"))
-import lint
 
 VERDICTS = json.loads(RECORDED.read_text())
 SAMPLE = ["the least", "misspelt clipping", "10 is not 3 * 3", "optimizer on a drive at stage 2", "pipeline with ZeRO-2"]

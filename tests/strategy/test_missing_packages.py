@@ -1,20 +1,16 @@
 """Blocks of a DeepSpeed JSON whose package is not installed: one line, from lint and from a start, before a model is built."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import ROOT
 from recipekit.command import parse
+from recipekit.commands import lint
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import FAILS, Refusal
 from recipekit.strategy import check, rules
-
-sys.path.insert(0, str(ROOT / "tools"))
-import lint
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 BLOCKS = {  # path -> (the block, package as pip names it, fix)

@@ -1,19 +1,15 @@
 """JSONs that DeepSpeed 0.19.8 trains with wrong numbers and without a warning: refused with the reason, and their fixes are clean."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import ROOT
+from recipekit.commands import lint
 from recipekit.mesh import make_mesh
 from recipekit.refusal import WRONG, Problem
 from recipekit.strategy import check
 from test_ds_config import FILES, put, shipped, without
-
-sys.path.insert(0, str(ROOT / "tools"))
-import lint
 
 ZERO = "zero_optimization"
 FP16 = {"bf16.enabled": False, "fp16": {"enabled": True}}

@@ -56,7 +56,7 @@ def slow_tests(text: str) -> str:
 def newest_change(folder: str) -> int:
     """When what the tests of a folder prove was last committed, in seconds of the epoch."""
     kit = [f"recipes/recipekit/{name}" for name in (folder, *SOURCES.get(folder, ()))]
-    more = {"launch": ["launch"], "bench": ["tools/bench", "tools/drill"], "hosts": ["tools/doctor.py"]}.get(folder, [])
+    more = {"launch": ["launch"], "bench": ["tools/bench", "tools/drill"], "hosts": ["recipes/recipekit/commands/doctor.py"]}.get(folder, [])
     return int(git("log", "-1", "--format=%ct", "--", f"tests/{folder}", *more, *kit).strip() or 0)
 
 

@@ -1,0 +1,243 @@
+"""Convert checkpoints between Hugging Face files and every layout, bit for bit, in bounded memory.
+
+    recipekit convert to-hf RUN_OR_STEP_DIR OUT_DIR [--dtype bf16] [--verify]
+    recipekit convert from-hf HF_DIR OUT_DIR --zero 1 --tp 2 --pp 2 --dp 1
+    recipekit convert reshape STEP_DIR OUT_DIR --tp 1 --pp 4 --dp 2 [--ep 1] [--zero 1]
+    recipekit convert verify STEP_DIR
+    recipekit convert inspect STEP_DIR
+
+The output appears complete or not at all; if a conversion is killed, the same command continues it.
+`python tools/convert_checkpoint.py` is the same command.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from ..checkpoints import convert, journal, manifest, published
+from ..checkpoints.copying import Effort
+from ..checkpoints.places import expected_bytes
+from ..checkpoints.step_folder import Step, open_step, target_layout
+from ..cores import usable_cores
+from ..mesh import Mesh
+from ..parallel.blueprint import Blueprint, Layout, default_optimizer
+from ..paths import path_of
+from ..refusal import Refusal, refuse
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
+DEGREES = {
+    "dp": "data parallel degree",
+    "tp": "tensor parallel degree",
+    "pp": "pipeline parallel degree",
+    "ep": "expert parallel degree, taken out of dp",
+    "zero": "ZeRO stage",
+}
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def main(argv: list[str] | None = None, prog: str = "recipekit convert") -> int:
+    """Run a command; return the exit code: 0 done, 1 the input is at fault, 2 usage."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    arguments = parser(prog).parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        return refusal.exit_code
+    except OSError as error:
+        where = Path(error.filename or arguments.out or arguments.source)
+        free = shutil.disk_usage(existing(where)).free
+        kept = arguments.out and journal.journal_file(arguments.out).exists()
+        again = "what was done is kept, start the same command again to go on" if kept else "start the same command again"
+        print(f"{where}: {error.strerror}; {free:,} bytes are free; {again}", file=sys.stderr)
+        return 1
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], about: str, *places: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        for place in places:
+            one.add_argument(place, type=path_of, metavar=f"{place}_dir".upper())
+        one.add_argument("--workers", type=int, default=usable_cores(), help="threads (here: %(default)s)")
+        one.add_argument("--mem-limit", "--mem_limit", type=size_of, default=size_of("512M"), metavar="BYTES", help="of buffers, for example 2G (here: 512M)")
+        one.set_defaults(run=run, out=None)
+        return one
+
+    def degrees(one: argparse.ArgumentParser, default: int | None) -> None:
+        for name, about in DEGREES.items():
+            one.add_argument(f"--{name}", type=int, default=default, help=about + ("" if default else "; as it was, if left out"))
+        one.add_argument("--dry-run", "--dry_run", action="store_true", help="show what would be written, and stop")
+
+    one = command("to-hf", to_hf, "Hugging Face files from a run's newest checkpoint, or from a step folder", "source", "out")
+    one.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; left out: what the model's own files have")
+    one.add_argument("--verify", action="store_true", help="read the output again and compare it with the checkpoint")
+    one.add_argument("--dry-run", "--dry_run", action="store_true", help="show what would be written, and stop")
+    one = command("from-hf", from_hf, "a step folder of step 0 from Hugging Face files, for --resume", "source", "out")
+    degrees(one, 1)
+    one.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="training dtype (here: bf16)")
+    one = command("reshape", reshape, "a step folder in another layout, with optimizer states", "source", "out")
+    degrees(one, None)
+    command("verify", verify, "compares every file and every tensor with what was saved", "source")
+    command("inspect", inspect, "shows layout and tensors", "source")
+    return made
+
+
+def size_of(text: str) -> int:
+    """Reads bytes from a text such as 2G, 512M or 1GiB."""
+    number = text.upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in "KMG" else ""
+    try:
+        size = int(float(number.removesuffix(unit)) * UNITS[unit])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 512M or 2G") from None
+    if size < 2**24:
+        raise argparse.ArgumentTypeError(f"{text!r} is too little to work in; give at least 16M")
+    return size
+
+
+class Bar:
+    """Shows a progress bar on stderr; a line at each tenth where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self.live = console.is_terminal
+        columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+        self.progress = Progress(*columns, console=console, transient=True, disable=not self.live)
+        self.task = self.progress.add_task("copying", total=None)
+        self.done, self.tenths, self.lock = 0, 0, threading.Lock()
+
+    def __call__(self, done: int, total: int) -> None:
+        with self.lock:
+            self.done += done
+            if self.live:
+                self.progress.update(self.task, advance=done, total=total)
+            elif total > 2**28 and self.done * 10 // total > self.tenths:
+                self.tenths = self.done * 10 // total
+                print(f"{self.tenths * 10} % of {total / 2**30:.1f} GiB", file=sys.stderr)
+
+
+def effort(arguments: argparse.Namespace, bar: Bar) -> Effort:
+    if arguments.workers < 1:
+        raise refuse(f"--workers {arguments.workers}", "there must be at least one", "use --workers 2")
+    return Effort(arguments.workers, arguments.mem_limit, bar)
+
+
+def existing(path: Path) -> Path:
+    """Returns the path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Raises `Refusal` if the disk has no room for the output, before anything is written."""
+    free = shutil.disk_usage(existing(out)).free
+    if needed > free:
+        raise refuse(str(out), f"needs {needed:,} bytes, {free:,} are free", "free space, or choose another folder")
+
+
+def opened(path: Path) -> Step:
+    """Open a step folder, and report the files in it that are not part of the checkpoint."""
+    step = open_step(path)
+    for line in manifest.say_unlisted(step.folder, step.unlisted):
+        print(line, file=sys.stderr)
+    return step
+
+
+def to_hf(arguments: argparse.Namespace) -> int:
+    step = opened(arguments.source)
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    blueprint, contents = published.published_as(step, dtype)
+    nbytes = published.published_bytes(blueprint, contents)
+    print(f"{step.folder}: step {step.state['step']}, {step.layout}")
+    print(
+        f"{len(contents)} file{'s' if len(contents) > 1 else ''}, {nbytes / 2**30:.3f} GiB, {', '.join(sorted({own for keys in contents.values() for own in keys.values()}))}"
+    )
+    if extra := published.extra_keys(step.blueprint):
+        count = f"{len(extra)} tensor{'s' if len(extra) > 1 else ''}"
+        print(f"not written: {count} of the model's files that the model does not have and no checkpoint holds: {', '.join(extra)}")
+    if arguments.dry_run:
+        return 0
+    check_space(arguments.out, nbytes)
+    bar = Bar()
+    with bar.progress:
+        convert.to_hf(step.folder, arguments.out, dtype, effort(arguments, bar), arguments.verify)
+    print(f"wrote {arguments.out}" + (", compared with the checkpoint: equal" if arguments.verify else ""))
+    return 0
+
+
+def degrees_of(arguments: argparse.Namespace) -> dict[str, int | None]:
+    return {name: getattr(arguments, name) for name in DEGREES}
+
+
+def from_hf(arguments: argparse.Namespace) -> int:
+    from ..model.describe import published_model  # imports transformers, which only this command needs
+
+    dtype = DTYPES[arguments.dtype]
+    model = published_model(arguments.source)
+    blueprint = model.blueprint
+    for note in model.notes:
+        print(note)
+    start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
+    layout = target_layout(blueprint, start, model.config, **degrees_of(arguments))
+    convert_to = lambda own: convert.from_hf(arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies)  # noqa: E731
+    return write(arguments, blueprint, layout, convert_to)
+
+
+def reshape(arguments: argparse.Namespace) -> int:
+    step = opened(arguments.source)
+    layout = target_layout(step.blueprint, step.layout, step.model_config, **degrees_of(arguments))
+    print(f"{step.folder}: step {step.state['step']}, {step.layout}")
+    return write(arguments, step.blueprint, layout, lambda own: convert.reshape(step.folder, arguments.out, layout, effort=own))
+
+
+def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, work: Callable[[Effort], None]) -> int:
+    nbytes = expected_bytes(blueprint, layout)
+    print(f"to {layout}: {layout.mesh.world} rank{'s' if layout.mesh.world > 1 else ''}, {nbytes / 2**30:.3f} GiB")
+    if arguments.dry_run:
+        return 0
+    check_space(arguments.out, nbytes)
+    bar = Bar()
+    with bar.progress:
+        work(effort(arguments, bar))
+    print(f"wrote {arguments.out}; start it with --resume {arguments.out}")
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    if not arguments.source.is_dir():
+        raise refuse(str(arguments.source), "is no folder", "give a step folder, such as runs/NAME/checkpoints/step_00000010")
+    bar = Bar()
+    with bar.progress:
+        faults = convert.verify(arguments.source, effort(arguments, bar))
+    for fault in faults:
+        print(f"{arguments.source}: {fault}", file=sys.stderr)
+    if not faults:
+        for line in manifest.say_unlisted(arguments.source, manifest.unlisted(arguments.source, manifest.read(arguments.source))):
+            print(line, file=sys.stderr)
+        print(f"{arguments.source}: every file and every tensor is what was saved")
+    return 1 if faults else 0
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    step = opened(arguments.source)
+    print(f"step     {step.state['step']}, {step.state['tokens']:,} tokens")
+    print(f"layout   {step.layout}")
+    groups = {None: "frozen or a buffer"} | {number: group.name for number, group in enumerate(step.blueprint.groups)}
+    for tensor in step.blueprint.tensors:
+        cut = f"dimension {tensor.cut[0]} is cut" + (f" in each of {tensor.cut[1]} blocks" if tensor.cut[1] > 1 else "") if tensor.cut else "whole"
+        cut += ", experts divided" if tensor.expert and step.layout.mesh.ep > 1 else ""
+        roles = [key.split("|")[1] for key in step.tensors if key.split("|")[0] == tensor.name]
+        place = f"layer {tensor.place}" if tensor.place.isdecimal() else f"{tensor.place} stage"
+        print(f"{tensor.name}  {list(tensor.shape)}  {groups[tensor.group]}  {place}  {cut}  {' '.join(roles)}")
+    for alias, (name, _) in step.blueprint.aliases.items():
+        print(f"{alias}  is {name}")
+    return 0

@@ -1,0 +1,312 @@
+"""Check a DeepSpeed JSON, alone or for one recipe on a number of ranks, without starting anything.
+
+    recipekit lint zero3.json --recipe mine.py --world 16
+    recipekit lint my_config.json --json-only --world 8       # any JSON, handed to DeepSpeed by a script of anyone
+    recipekit lint my_config.json --filled-by trainer         # the same, but Trainer (or accelerate) fills "auto" first
+    recipekit lint my_config.json --fix                       # writes my_config.fixed.json beside it, and lists the changes
+    recipekit lint --table                                    # writes the support table into ds_configs/README.md
+
+Print every problem with its fix and what DeepSpeed alone would do: fail, ignore the key, replace the value, or train with
+wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules are in strategy/rules.py, the keys in
+strategy/schema.json. `python tools/lint.py` is the same command.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import hjson
+
+from ..architectures.lookup import model_config
+from ..command import recipe_of
+from ..data.mixture import domains_of
+from ..mesh import Mesh, make_mesh
+from ..optim.facts import FACTORS, FACTS, GRADIENT
+from ..optim.facts import Facts as OptimizerFacts
+from ..paths import path_of
+from ..phases import Ramp
+from ..plan import check_mixture
+from ..recipe import Recipe, check_recipe
+from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
+from ..strategy import baseline, check, divisions, fixes, json_file, numbers, resolve
+from ..strategy import rules as ds_rules
+from ..strategy.schema import schema
+from ..tasks.facts import TASKS
+
+README = json_file.SHIPPED / "README.md"
+BEGIN, END = "<!-- {}: written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
+
+
+def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dict[str, Any], Path | None, list[Problem]]:
+    """Reads the JSON; returns it, its path, and what is wrong with its text. DeepSpeed itself reads Hjson: comments, no quotes,
+    spare commas. So for a file that a script hands to DeepSpeed these faults are only advice.
+    """
+    try:
+        return *json_file.load(name, folder), []
+    except Refusal as refusal:
+        found = [replace(problem, outcome=FAILS) for problem in refusal.problems] if json_only else refusal.problems
+        try:
+            config = hjson.loads(json_file.read_text(Path(str(name))), object_pairs_hook=once_each)
+        except (OSError, ValueError, RecursionError, IndexError):  # the last is of hjson 3.1.0, in text that ends within '''
+            raise Refusal(found) from None
+        if not isinstance(config, dict):
+            raise Refusal(found) from None
+        if json_only:
+            found = [replace(problem, rule=f"{problem.rule}; Trainer and accelerate cannot read it", outcome=APPLIES) for problem in found]
+        return config, Path(str(name)), found
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is written twice")
+    return dict(pairs)
+
+
+def lint(
+    name: str | dict[str, Any] | None,
+    path: Path | None = None,
+    world: int | None = None,
+    json_only: bool = False,
+    filled_by: str = "",
+    layout: dict[str, int] | None = None,
+) -> tuple[list[Problem], list[str]]:
+    """Checks a JSON; returns every problem, and one line for each decision or piece of advice."""
+    problems: list[Problem] = []
+    recipe = shape = config = file = None
+    if path:
+        try:
+            recipe = recipe_of(path)
+            problems += check_recipe(recipe)
+            shape = model_config(recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task)
+            if isinstance(recipe.dataset, str):
+                problems += check_mixture(recipe.facts, domains_of(recipe.dataset))
+        except Refusal as refusal:
+            problems += refusal.problems
+    try:
+        if name or recipe:
+            if recipe:
+                of_json = (replace(recipe, ds_config=name), frozenset({"ds_config"})) if name else (recipe, frozenset())
+                problems += baseline.check_engine(*of_json)
+            if recipe and recipe.engine != "deepspeed":
+                config, file = baseline.own_config(), Path(recipe.engine)
+            else:
+                config, file, found = read(name or getattr(recipe, "ds_config", ""), path.resolve().parent if path else Path.cwd(), json_only)
+                problems += found
+    except Refusal as refusal:
+        problems += refusal.problems
+    if config is None:
+        return problems, []
+
+    def check_on(ranks: int | None) -> list[Problem]:
+        return check.check(config, world=ranks, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout)
+
+    found = check_on(world)
+    if recipe and world:
+        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
+        found = divisions.name_worlds(found, world, math.prod(max(1, degree) for degree in degrees.values()), check_on)
+    problems += found
+    problems = list(dict.fromkeys(problems))  # a degree of the recipe and of the JSON
+    advice = [problem for problem in problems if json_only and problem.outcome == APPLIES]
+    problems = [problem for problem in problems if problem not in advice]
+    lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
+    lines += [f"note: {told(problem)}" for problem in advice]
+    if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
+        lines.append('note: Trainer and accelerate turn many an "auto" into a number before DeepSpeed sees it: --filled-by trainer, --filled-by accelerate')
+    if recipe and shape is None:
+        lines.append(f"{recipe.model} is not on this machine, so its heads and sizes were not checked")
+    if recipe and world and not problems:
+        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
+        mesh = make_mesh(world, **degrees)
+        resolved, notes = resolve.resolve(config, recipe, mesh, shape)
+        lines += [*notes, *batches(mesh, resolved, recipe.ramp)]
+    return problems, lines
+
+
+def fix(name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, Any]], list[Problem]]) -> tuple[Path | None, list[str]]:
+    """Write what can be fixed beside the JSON, as NAME.fixed.json; return its path, and one line for each change.
+
+    The path is None if nothing can be fixed. Raises `Refusal` if the file is there already or cannot be written.
+    """
+    try:
+        config, file, faults = read(name, folder, json_only)
+    except Refusal:  # not JSON at all, which the list of problems says
+        return None, []
+    assert file is not None
+    if not config:  # an empty file is no JSON that somebody wrote
+        return None, []
+    fixed, changes = fixes.fix(config, check_on)
+    if not changes and (json_only or not faults):
+        return None, []
+    lines = [*(f"{problem.where}: rewritten ({problem.rule.partition(';')[0]})" for problem in faults), *map(str, changes)]
+    target = file.with_name(f"{file.name.removesuffix('.json')}.fixed.json")
+    try:
+        with target.open("x", encoding="utf-8", errors="backslashreplace") as stream:  # half a surrogate pair as it was: \ud800
+            stream.write(json.dumps(fixed, indent=2, ensure_ascii=False) + "\n")
+    except FileExistsError:
+        raise refuse(f"--fix {target}", "is there already", "delete it or give it another name") from None
+    except OSError as error:
+        raise refuse(f"--fix {target}", f"cannot be written: {error.strerror}", "copy the JSON to a folder you may write to") from None
+    return target, [f"wrote {target}: {len(lines)} change{'s' if len(lines) > 1 else ''}", *(f"  {number}. {line}" for number, line in enumerate(lines, 1))]
+
+
+def batches(mesh: Mesh, resolved: dict[str, Any], ramp: Ramp) -> list[str]:
+    """Says what a step takes, and from which step on another number of rows."""
+    micro, steps = resolved["train_micro_batch_size_per_gpu"], resolved["gradient_accumulation_steps"]
+    each = f"rows of a step = {mesh.dp} data-parallel * {micro} micro_batch *"
+    changes = [f"from step {first} on: {rows} {each} {rows // (mesh.dp * micro)} accumulation" for first, rows in ramp.table[1:]]
+    return [f"{mesh}: {resolved['train_batch_size']} {each} {steps} accumulation", *changes]
+
+
+def told(problem: Problem) -> str:
+    """Writes a problem as it is printed, with what DeepSpeed alone would do."""
+    return f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})" if problem.outcome else str(problem)
+
+
+def verdict(problems: list[Problem]) -> str:
+    """Returns the outcome under DeepSpeed of a file with these problems: "fails" or trains wrongly, "ignores" a part, or "applies" all as written."""
+    outcomes = {problem.outcome for problem in problems}
+    return "fails" if outcomes & {FAILS, HANGS, WRONG} else "ignores" if outcomes & {IGNORES, REPLACES} else "applies"
+
+
+# The support table
+
+
+def support_table() -> str:
+    """Writes the rules of combinations, and the keys that are read in some places only, as a Markdown list: no table of them fits a screen."""
+    lines = [
+        f'What DeepSpeed {schema()["deepspeed"]} does with a combination, and where that is decided (files below `deepspeed/runtime`; "run": seen',
+        "by running). `lint` tells those that a JSON or a layout shows; the others depend on the script or the model.",
+        "",
+    ]
+    for rule in ds_rules.RULES:
+        if rule.together:
+            lines += entry(f"**{rule.together}**", rule)
+    lines += ["", "### Keys that have an effect in some places only", ""]
+    alone = [rule for rule in ds_rules.RULES + ds_rules.STOCK_RULES if not rule.together and rule.source]
+    same = lambda rule: (rule.key.rpartition(".")[0], *rule[2:6])  # noqa: E731
+    for (block, *_), group in groupby(sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same):
+        rules = list(group)
+        keys = ", ".join(f"`{rule.key.rpartition('.')[2]}`" for rule in rules)
+        lines += entry(f"`{block}`: {keys}" if block else keys, rules[0])
+    return "\n".join(lines) + "\n"
+
+
+def entry(of: str, rule: ds_rules.Rule) -> list[str]:
+    mark = {APPLIES: "works", FAILS: "fails", IGNORES: "ignored", REPLACES: "replaced", HANGS: "hangs", WRONG: "wrong numbers"}[rule.outcome]
+    fix = f" Fix: {rule.fix}." if rule.fix else ""
+    text = f"- {of} ({mark}): {rule.rule}.{fix} Source: {rule.source}"
+    return wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def order(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:
+    return next(index for index, rule in enumerate(rules) if (rule.key.rpartition(".")[0], *rule[2:6]) == like)
+
+
+def optimizer_table() -> str:
+    """Writes the optimizers that a recipe's JSON may name, what each keeps, and why the others are refused, as a Markdown list."""
+    lines = []
+    for name, facts in FACTS.items():
+        text = f"- `{name}`: refused: {facts.lacks}" if facts.lacks else f"- `{name}`: {_where(facts)}; keeps {_kept(facts)}"
+        lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def _where(facts: OptimizerFacts) -> str:
+    if facts.acts_on == GRADIENT:
+        return "ZeRO-0, and torch's DDP, computed by a class of recipekit/optim"
+    stages = "ZeRO-0, -1, -2 and -3"
+    return f"{stages}, and torch's DDP and FSDP2, computed by a class of recipekit/optim" if facts.ours else stages
+
+
+def _kept(facts: OptimizerFacts) -> str:
+    """Names the states, for a weight of which each takes 4 bytes."""
+    more = [f"with {option} also {' and '.join(map(_code, names))}" for option, names in facts.added.items()]
+    if facts.host is not None and facts.host.states != facts.states:
+        more.append(f"offloaded, where DeepSpeed computes it, {' and '.join(map(_code, facts.host.states))}")
+    if facts.matrices is not None:
+        more.append(f"but for a matrix {' and '.join(map(_code, facts.matrices))}")
+    if facts.states == FACTORS:
+        rows, columns, elements = map(_code, FACTORS)
+        return f"of a vector {elements}, of other weights {rows} and {columns}, a number for each row and column"
+    if facts.acts_on == GRADIENT:
+        more.append("and for each rank what it has still to send")
+    return ", ".join([" and ".join(map(_code, facts.states)) or "nothing", *more])
+
+
+def _code(name: str) -> str:
+    return f"`{name}`"
+
+
+def with_table(page: str) -> str:
+    """Returns the page with today's lists between their marks."""
+    for name, written in (("optimizers", optimizer_table()), ("combinations", support_table())):
+        before, mark, rest = page.partition(BEGIN.format(name))
+        _, _, after = rest.partition(END)
+        page = f"{before}{mark}{written}{END}{after}"
+    return page
+
+
+def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
+    """Check the JSON of a command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "config", nargs="?", type=lambda text: str(path_of(text)), help="the JSON: a path, or a name of ds_configs/; left out: the recipe's own"
+    )
+    parser.add_argument("--recipe", type=path_of, help="the recipe's file: batch, model and schedule are checked with it")
+    parser.add_argument("--world", type=int, help="number of ranks: layout and batch are checked for it")
+    parser.add_argument("--json-only", "--json_only", action="store_true", help="a script hands the JSON to DeepSpeed, and no recipe")
+    parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='who fills "auto" in such a script')
+    for axis in ("tp", "pp", "sp", "ep"):
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"the {axis} degree of such a script")
+    parser.add_argument("--fix", action="store_true", help="write NAME.fixed.json beside the JSON, with every problem fixed whose fix is plain")
+    parser.add_argument("--table", action="store_true", help="write the support table into ds_configs/README.md")
+    given = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(given)
+    if arguments.table:
+        if len(given) > 1:
+            parser.error("--table writes a page and takes no other argument")
+        README.write_text(with_table(README.read_text()))
+        print(f"wrote the support table into {README.relative_to(README.parents[1])}")
+        return 0
+    if arguments.config is None and arguments.recipe is None:
+        parser.error("give a JSON, a --recipe, or both")
+    layout = {axis: degree for axis in ("tp", "pp", "sp", "ep") if (degree := getattr(arguments, axis)) is not None}
+    json_only = bool(arguments.json_only or arguments.filled_by or layout)
+    if arguments.recipe and json_only:
+        parser.error("--recipe checks for a recipe; --json-only, --filled-by and degrees are for a script that is none")
+    if any(degree < 1 for degree in layout.values()):
+        parser.error("a degree is at least 1")
+    if arguments.world is not None and arguments.world < 1:
+        parser.error("--world is at least 1")
+    if arguments.fix and arguments.config is None:
+        parser.error("--fix needs the JSON to fix")
+
+    def linted(config: str | dict[str, Any] | None) -> tuple[list[Problem], list[str]]:
+        return lint(config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout)
+
+    name, (problems, lines) = arguments.config, linted(arguments.config)
+    if arguments.fix and name is not None and problems:
+        folder = arguments.recipe.resolve().parent if arguments.recipe else Path.cwd()
+        try:
+            written, changes = fix(name, folder, json_only, lambda config: linted(config)[0])
+        except Refusal as refusal:
+            exit_refused(refusal)
+        if written is not None:
+            print("\n".join(changes))
+            name, (problems, lines) = written, linted(str(written))
+    say(name or arguments.recipe, problems, lines)
+    return 1 if problems else 0
+
+
+def say(name: str | Path, problems: list[Problem], lines: list[str]) -> None:
+    if problems:
+        print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {name}")
+        print("\n".join(f"  {number}. {told(problem)}" for number, problem in enumerate(problems, 1)))
+    print("\n".join(lines), end="\n" if lines else "")
