@@ -4,7 +4,7 @@
     python -m launch --hostfile HOSTS recipes/NAME.py
     python -m launch --where slurm --nodes 2 --gpus 8 recipes/NAME.py       on a login node: sbatch launch/slurm.sbatch
     python -m launch --where k8s --nodes 2 --gpus 8 --image IMAGE --dry-run recipes/NAME.py | kubectl apply -f -
-    python -m launch --hostfile HOSTS --doctor [FLAGS OF tools/doctor.py]
+    python -m launch --hostfile HOSTS --doctor [FLAGS OF recipekit doctor]
     python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host: RANK is the host's first rank, LOCAL_WORLD_SIZE the
                                                                              ranks of the host, WORLD_SIZE those of all hosts; MASTER_ADDR, MASTER_PORT
 
@@ -33,7 +33,9 @@ from .job import Job, Start, new_logs
 from .refused import Refused
 from .screen import SCREEN
 
-DOCTOR = REPOSITORY / "tools" / "doctor.py"
+DOCTOR = REPOSITORY / "launch" / "doctor.py"
+# The shipped recipes: beside this package in a clone, inside recipekit in an installed wheel
+RECIPES = next((folder for folder in (REPOSITORY / "recipekit" / "recipes", REPOSITORY / "recipes") if folder.is_dir()), Path("recipes"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--master_addr", "--master-addr", default="", help="address of the first host, where the others cannot be told by it")
     parser.add_argument("--master_port", "--master-port", type=number, default=0, help="default: a free one of the first host")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would run, and start nothing; with --where k8s: the manifest")
-    parser.add_argument("--doctor", action="store_true", help="run tools/doctor.py on every host instead of a recipe; the rest of the line is its own")
+    parser.add_argument("--doctor", action="store_true", help="run recipekit doctor on every host instead of a recipe; the rest of the line is its own")
     parser.add_argument("--once", action="store_true", help="run a script once on every host instead of a recipe on every rank")
     kubernetes.add_flags(parser)
     parser.add_argument("words", nargs="*", metavar="recipes/NAME.py ...", help="the recipe and its flags")
@@ -105,10 +107,17 @@ def meant(parser: argparse.ArgumentParser, flag: str) -> str:
 
 def nearest(missing: Path) -> str:
     """Suggests the file that was meant by one that is not there."""
-    there = {path.name: path for folder in (Path("recipes"), missing.parent) for path in sorted(folder.glob("*.py"))}
+    shipped = {path.name: path.stem for path in sorted(RECIPES.glob("*.py"))}
+    there = shipped | {path.name: path for folder in (Path("recipes"), missing.parent) for path in sorted(folder.glob("*.py"))}
     if near := difflib.get_close_matches(f"{missing.stem}.py", there, 1):
         return f"did you mean {there[near[0]]}?"
     return "give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)"
+
+
+def script(word: str) -> str:
+    """Return the file that a word names: as typed, or the shipped recipe of that name if there is no such file."""
+    shipped = RECIPES / f"{word.removesuffix('.py')}.py"
+    return str(shipped) if os.sep not in word and not os.path.exists(word) and shipped.is_file() else word
 
 
 def number(text: str) -> int:
@@ -120,7 +129,7 @@ def number(text: str) -> int:
 def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     variables = dict(os.environ)
     hosts.check_alone(variables)
-    words = (str(DOCTOR), *arguments.words) if arguments.doctor else tuple(arguments.words)
+    words = (str(DOCTOR), *arguments.words) if arguments.doctor else (script(arguments.words[0]), *arguments.words[1:])
     where = arguments.where or hosts.detect(variables, arguments.hostfile)
     if not Path(words[0]).is_file():
         before = argv[: len(argv) - len(arguments.words)]

@@ -1,33 +1,100 @@
 """One command for the recipes, from any folder.
 
-recipekit lint zero3.json --recipe mine.py --world 16
-recipekit doctor --recipe mine.py
-recipekit convert to-hf RUN_OR_STEP_DIR OUT_DIR
+    recipekit                                       # the recipes, one line each: the same as recipekit ls
+    recipekit cp qwen3_0_6b_sft_zero2 mine.py       # a copy of a recipe, or of a JSON such as zero2.json
+    recipekit run mine.py --tiny                    # start it, as python -m launch does
+    recipekit COMMAND --help                        # the flags of a command
+
+Tab completion in this shell: eval "$(recipekit --completion bash)", or zsh.
 """
 
+import difflib
 import importlib
+import os
 import sys
+from dataclasses import dataclass
 
 from .packages import NEEDED, require_packages
+from .refusal import Problem, Refusal
 
-# Subcommand -> packages that it imports. Its module is recipekit/commands/NAME.py, imported when it is called.
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: recipekit/commands/NAME.py, imported only when it is called."""
+
+    about: str
+    packages: tuple[str, ...] = ()  # that its module imports
+
+
 COMMANDS = {
-    "lint": ("hjson",),
-    "doctor": (),
-    "convert": NEEDED,
+    "ls": Command("list the recipes: layout, memory, hardware and goal"),
+    "cp": Command("copy a recipe or a JSON to a file of your own"),
+    "run": Command("start a recipe, on this machine or on several"),
+    "lint": Command("check a DeepSpeed JSON, and fix it", ("hjson",)),
+    "doctor": Command("examine this machine, or the hosts of a run"),
+    "convert": Command("convert a checkpoint: another layout, Hugging Face files", NEEDED),
+    "sample": Command("generate text with the model of a run", NEEDED),
 }
+SHELLS = ("bash", "zsh")
 
 
 def call(name: str, *arguments: object) -> int:
     """Run a subcommand; return its exit code."""
-    if COMMANDS[name]:
-        require_packages(COMMANDS[name])
+    if COMMANDS[name].packages:
+        require_packages(COMMANDS[name].packages)
     return importlib.import_module(f".commands.{name}", __package__).main(*arguments)
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    return call(words[0], words[1:])
+    """Run the subcommand of a command line; return the exit code."""
+    name, *words = (sys.argv[1:] if argv is None else argv) or ["ls"]
+    try:
+        if name in ("-h", "--help"):
+            print(help_text())
+            return 0
+        if name == "--completion":
+            return complete(words)
+        if name not in COMMANDS:
+            return wrong(f"recipekit {name}", "is no subcommand", nearest(name))
+        code = call(name, words)
+        sys.stdout.flush()
+        return code
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        return refusal.exit_code
+    except BrokenPipeError:  # recipekit ls | head -3
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def help_text() -> str:
+    lines = [f"  {name:<9} {command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: recipekit [COMMAND ...]", "", (__doc__ or "").strip(), "", "commands:", *lines])
+
+
+def wrong(where: str, rule: str, fix: str) -> int:
+    print(Problem(where, rule, fix), file=sys.stderr)
+    return 2
+
+
+def nearest(name: str) -> str:
+    """Return the fix for a word that is no subcommand."""
+    if name.endswith(".py"):
+        return f"did you mean recipekit run {name}?"
+    near = difflib.get_close_matches(name, COMMANDS, 2)
+    return f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(COMMANDS)}"
+
+
+def complete(words: list[str]) -> int:
+    """Print the completion script of a shell."""
+    if len(words) != 1 or words[0] not in SHELLS:
+        return wrong(" ".join(["--completion", *words]), "needs the name of a shell", f"use one of {', '.join(SHELLS)}")
+    from .completion import script
+
+    print(script(words[0], tuple(COMMANDS)), end="")
+    return 0
 
 
 if __name__ == "__main__":

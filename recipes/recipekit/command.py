@@ -17,6 +17,7 @@ from .paths import run_folder
 from .recipe import Recipe, check_recipe, kinds_of_field
 from .refusal import Problem, Refusal, refuse
 from .shadows import shadows
+from .shipped import IS_WHEEL, recipes
 from .tasks.facts import own_fields
 
 
@@ -89,10 +90,13 @@ def one_recipe(value: Any, path: Path) -> Recipe:
 
 def _nearest_file(missing: Path) -> str:
     """Suggest the recipe's file that was probably meant by one that is not there; "" if none is near."""
-    folders = (missing.parent, Path(__file__).resolve().parents[1])
-    there = {file.stem: file for folder in reversed(folders) for file in sorted(folder.glob("*.py"))}
-    near = difflib.get_close_matches(missing.stem, there, 1)
-    return f"did you mean {os.path.relpath(there[near[0]])}?" if near else ""
+    beside = {file.stem: file for file in sorted(missing.parent.glob("*.py"))}
+    near = difflib.get_close_matches(missing.stem, recipes() | beside, 1)
+    if not near:
+        return ""
+    name = near[0]
+    meant = name if IS_WHEEL and name not in beside else os.path.relpath((recipes() | beside)[name])
+    return f"did you mean {meant}?"
 
 
 def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:

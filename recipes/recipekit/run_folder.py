@@ -201,7 +201,7 @@ def _check_not_finished(last: int, chosen: Path, before: dict[str, Any], now: di
     run = chosen if (chosen / CHECKPOINTS).is_dir() else chosen.parent.parent
     weights = f"--model {run / EXPORT}"
     if not (run / EXPORT).is_dir():
-        weights = f"--model NEW_FOLDER after python tools/convert_checkpoint.py to-hf {run} NEW_FOLDER"
+        weights = f"--model NEW_FOLDER after recipekit convert to-hf {run} NEW_FOLDER"
     raise refuse(f"resume = {chosen}", rule, f"use --steps {step + 1} or more, or start from its weights with {weights}")
 
 

@@ -286,9 +286,8 @@ def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pyt
             (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "top_level.txt").write_text(top)
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "__init__.py").touch()
-    (tmp_path / "requirements.txt").write_text("whole-one==1.0\nlost-one==1.0\nbare-one==1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = list(checks.check_versions(tmp_path / "requirements.txt"))
+    found = list(checks.check_versions(["whole-one==1.0", "lost-one==1.0", "bare-one==1.0"]))
     assert [str(problem) for problem in found if isinstance(problem, Problem)] == [
         "lost-one 1.0: is recorded as installed, but lost is gone; pip install --force-reinstall --no-deps lost-one==1.0",
         "bare-one 1.0: is recorded as installed, but bare_one is gone; pip install --force-reinstall --no-deps bare-one==1.0",

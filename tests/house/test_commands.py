@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, environment
+from recipekit.__main__ import COMMANDS
 from recipekit.command import parse
 from recipekit.recipe import Recipe
 from test_recipes import FILES, load
 from test_structure import project_files
 
-PROGRAM = re.compile(r"^(?:[A-Z_]+=\S* )*(?:deepspeed|torchrun|accelerate launch|python -m launch|python|bash|make|sbatch) ")
+PROGRAM = re.compile(r"^(?:[A-Z_]+=\S* )*(?:deepspeed|torchrun|accelerate launch|python -m launch|recipekit|python|bash|make|sbatch) ")
 CONTRACT = """
 python tools/lint.py ds_configs/zero3.json --recipe recipes/NAME.py --world 16
 python tools/convert_checkpoint.py to-hf RUN_OR_STEP_DIR OUT_DIR --dtype bf16 --verify
@@ -74,6 +75,17 @@ def check_recipe_flags(recipe: str, flags: list[str]) -> None:
     parse(load(Path(name).stem).RECIPE, ROOT / name, flags)
 
 
+def check_subcommand(name: str = "ls", *words: str) -> None:
+    """Of `recipekit`: a recipe's flags follow the file of `run`."""
+    assert name in COMMANDS or name == "COMMAND", f"{name} is no subcommand"
+    if name == "run":
+        at = next(number for number, word in enumerate(words) if word.endswith(".py"))
+        check_flags(list(words[:at]), shown("-m", "launch"))
+        check_recipe_flags(words[at], list(words[at + 1 :]))
+    elif name != "COMMAND":
+        check_flags(list(words), shown("-m", "recipekit", name, *(words[:1] if name == "convert" else ())))
+
+
 @pytest.mark.parametrize("command", commands())
 def test_a_command_of_the_docs_can_be_typed(command: str) -> None:
     words = shlex.split(command)
@@ -86,6 +98,8 @@ def test_a_command_of_the_docs_can_be_typed(command: str) -> None:
         check_flags(words[: words.index("--doctor")] if "--doctor" in words else words[:at], shown("-m", "launch"))
         if at < len(words) and "--doctor" not in words and words[at] != "SCRIPT":
             check_recipe_flags(words[at], words[at + 1 :])
+    elif program == "recipekit":
+        check_subcommand(*rest)
     elif program in ("deepspeed", "torchrun", "accelerate", "python", "sbatch"):
         script = next((word for word in rest if word.endswith((".py", ".sbatch"))), None)
         if script is None:  # python -c, python -m
@@ -119,5 +133,5 @@ def one_spelling(program: str) -> list[str]:
 def test_every_flag_may_be_written_with_either_sign() -> None:
     """As a recipe's may, which `command.py` reads; the other programs give argparse both spellings."""
     assert one_spelling('parser.add_argument("--a_b")\nparser.add_argument("--c-d", "--c_d")\nparser.add_argument("--e")') == ["--a_b"]
-    programs = [path for folder in ("tools", "launch", "tests/support") for path in sorted((ROOT / folder).rglob("*.py"))]
+    programs = [path for folder in ("tools", "launch", "recipes/recipekit/commands", "tests/support") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert not [f"{path.relative_to(ROOT)}: {name}" for path in programs for name in one_spelling(path.read_text())]

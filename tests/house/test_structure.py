@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -85,6 +86,8 @@ WORDS = {
     "paths",
     "whole_file",
     "cores",
+    "shipped",
+    "completion",
     "tasks.facts",
     "optim.facts",
 }  # vocabulary: imports only words
@@ -119,6 +122,7 @@ LIGHT = (  # import neither torch nor transformers nor datasets
         "checkpoints.convert",
         "checkpoints.step_folder",
     ),
+    *("__main__", "commands.ls", "commands.cp", "commands.run"),
     *("hosts.checks", "runtime.stopping", "runtime.failure", "kernels.deterministic", "kernels.blocks", "planner.devices", "planner.memory"),
     *(name for name in KIT_MODULES if name.startswith(("strategy.", "architectures.")) and name not in ("architectures.families",)),
 )
@@ -301,6 +305,13 @@ def test_no_line_of_a_page_is_wider_than_a_screen():
         if len(line) > WIDTH and len(line.strip(" -*>").split()) > 1
     ]
     assert not wide, f"at most {WIDTH} columns, in a file that a tool writes by a change of the tool:\n" + "\n".join(wide)
+
+
+def test_the_wheel_has_every_package():
+    """pyproject.toml names them one by one, because two folders become data inside recipekit."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    packages = {".".join(("recipekit", *path.parent.relative_to(KIT).parts)) for path in KIT.rglob("__init__.py")}
+    assert sorted(listed) == sorted({*packages, "launch", "recipekit.recipes", "recipekit.ds_configs"})
 
 
 def test_every_link_of_a_page_leads_somewhere():

@@ -186,7 +186,7 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
     now = getattr(RECIPE, name)
     assert found.startswith("resume = runs/first: the checkpoint is at step 60, and this command ends at step 2; ")
     assert f"the run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, this command {now}; " in found
-    convert = "--model NEW_FOLDER after python tools/convert_checkpoint.py to-hf runs/first NEW_FOLDER"
+    convert = "--model NEW_FOLDER after recipekit convert to-hf runs/first NEW_FOLDER"
     assert found.endswith(f"use --steps 61 or more, or start from its weights with {convert}")
     (run / "hf").mkdir()
     assert problems("--resume", run, "--out", "runs/second", "--steps", 2)[0].endswith("with --model runs/first/hf")

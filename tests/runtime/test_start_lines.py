@@ -14,6 +14,7 @@ from recipekit.command import parse
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.runtime.facts import short
+from recipekit.shipped import STRATEGIES
 from recipekit.strategy import json_file
 from test_adapters import wrapped
 from test_parity import accumulating, recipe_for, strategy, train_in_layout
@@ -76,7 +77,7 @@ def notes_of(folder: Path, name: str, config: dict[str, Any]) -> list[str]:
     ],
 )
 def test_a_json_says_how_it_differs_from_the_shipped_one(tmp_path: Path, name: str, change: dict[str, Any], expected: str) -> None:
-    config = json.loads((json_file.SHIPPED / (name if name != "mine.json" else "zero2.json")).read_text())
+    config = json.loads((STRATEGIES / (name if name != "mine.json" else "zero2.json")).read_text())
     for path, value in change.items():
         *blocks, key = path.split(".")
         block = config
@@ -91,5 +92,5 @@ def test_a_json_says_how_it_differs_from_the_shipped_one(tmp_path: Path, name: s
 
 
 def test_the_shipped_file_differs_from_itself_in_nothing() -> None:
-    for file in json_file.SHIPPED.glob("*.json"):
+    for file in STRATEGIES.glob("*.json"):
         assert json_file.differences(*json_file.load(file.name, Path("/nowhere"))) == []  # type: ignore[arg-type]

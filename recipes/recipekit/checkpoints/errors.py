@@ -59,7 +59,7 @@ def check(step: Path, layout: Layout, was: Blueprint, now: Blueprint) -> None:
         raise refuse(str(step), rule, "go on with the lr_scale, layer_decay and no_decay that the run began with")
     if ranks != layout.mesh.world:
         rule = f"holds what {ranks} ranks have still to send each other, which {layout.mesh.world} cannot take over"
-        fix = f"go on with {ranks} ranks; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
+        fix = f"go on with {ranks} ranks; or begin a new run from its weights: recipekit convert to-hf, then --model"
         raise refuse(str(step), rule, fix)
 
 

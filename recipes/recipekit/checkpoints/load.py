@@ -59,7 +59,7 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
     same = was == layout
     if state["step"] and (was.algorithm, was.states, was.of_matrices) != (layout.algorithm, layout.states, layout.of_matrices):
         kept, keeps = (f"{each.algorithm} ({each.kept})" for each in (was, layout))
-        fix = "use the JSON that it was made with; or begin a new run from its weights: tools/convert_checkpoint.py to-hf, then --model"
+        fix = "use the JSON that it was made with; or begin a new run from its weights: recipekit convert to-hf, then --model"
         raise refuse(f"resume from {step}", f"holds the states of {kept}, and this start's optimizer is {keeps}", fix)
     if saved is None:
         if same:

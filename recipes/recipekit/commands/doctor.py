@@ -34,11 +34,12 @@ from ..hosts.rendezvous import Chair, Line, Member, echo, meet, reach
 from ..hosts.report import Report
 from ..hosts.subject import Slot, Subject, examine_host, left_mark, local_gpus, read_subject, room
 from ..hosts.torch_builds import gpus_in_use
-from ..packages import ROOT, require_packages
+from ..packages import pins, require_packages
 from ..paths import path_of
 from ..ranks import take_rank
 from ..refusal import Refusal, exit_refused
 from ..runtime.stopping import start_launcher_watch
+from ..shipped import recipe_path
 from ..strategy import check
 from ..utf8 import use_utf8
 
@@ -55,7 +56,7 @@ SUSPECT = 1.5  # a rank slower than so many times the others' seconds is measure
 
 def read_arguments(words: list[str], prog: str) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--recipe", type=path_of, help="the recipe's file; flags that are not listed here are the recipe's own")
+    parser.add_argument("--recipe", type=recipe_path, help="the recipe's file; flags that are not listed here are the recipe's own")
     parser.add_argument("--out", type=path_of, help="run folder; default: the recipe's, or runs")
     parser.add_argument("--world", type=int, help="ranks that the run will have, for its layout and memory; default: those that are examined")
     parser.add_argument("--ranks", type=int, help="without a launcher: ranks to start on this machine; default: one for each GPU, or 2")
@@ -172,7 +173,7 @@ def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, liste
     }
     if slot.local_rank == 0:
         seen |= {
-            "findings": findings.to_json(examine_host(subject, slot, mark, master_port, ROOT / "requirements.txt")),
+            "findings": findings.to_json(examine_host(subject, slot, mark, master_port, pins())),
             "room": room(subject),
             "ranks": slot.local_world,
         }

@@ -35,12 +35,13 @@ from ..phases import Ramp
 from ..plan import check_mixture
 from ..recipe import Recipe, check_recipe
 from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
+from ..shipped import IS_WHEEL, STRATEGIES, recipe_path
 from ..strategy import baseline, check, divisions, fixes, json_file, numbers, resolve
 from ..strategy import rules as ds_rules
 from ..strategy.schema import schema
 from ..tasks.facts import TASKS
 
-README = json_file.SHIPPED / "README.md"
+README = STRATEGIES / "README.md"
 BEGIN, END = "<!-- {}: written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
 
 
@@ -259,7 +260,7 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
     parser.add_argument(
         "config", nargs="?", type=lambda text: str(path_of(text)), help="the JSON: a path, or a name of ds_configs/; left out: the recipe's own"
     )
-    parser.add_argument("--recipe", type=path_of, help="the recipe's file: batch, model and schedule are checked with it")
+    parser.add_argument("--recipe", type=recipe_path, help="the recipe's file: batch, model and schedule are checked with it")
     parser.add_argument("--world", type=int, help="number of ranks: layout and batch are checked for it")
     parser.add_argument("--json-only", "--json_only", action="store_true", help="a script hands the JSON to DeepSpeed, and no recipe")
     parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='who fills "auto" in such a script')
@@ -272,6 +273,8 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
     if arguments.table:
         if len(given) > 1:
             parser.error("--table writes a page and takes no other argument")
+        if IS_WHEEL:
+            parser.error("--table writes a page of the repository, which an installed package does not have; start it in a clone")
         README.write_text(with_table(README.read_text()))
         print(f"wrote the support table into {README.relative_to(README.parents[1])}")
         return 0

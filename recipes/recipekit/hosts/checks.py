@@ -21,23 +21,22 @@ from .ports import check_master_port
 from .torch_builds import gpus_in_use
 
 
-def check_versions(requirements: Path) -> Findings:
-    """Compares the installed packages with the pins of a requirements file."""
+def check_versions(pins: list[str]) -> Findings:
+    """Compare the installed packages with `pins`, lines NAME==VERSION of requirements.txt."""
     yield Row("python", platform.python_version())
-    pins = [line.split("==") for line in requirements.read_text().splitlines() if "==" in line]
     matching = 0
-    for name, pinned in pins:
+    for name, pinned in (pin.split("==") for pin in pins):
         try:
             found = version(name).split("+")[0]  # without torch's suffix: 2.13.0+cpu
         except PackageNotFoundError:
             found = "not installed"
         matching += found == pinned
         if found != pinned:
-            yield Problem(f"{name} {found}", f"{requirements.name} pins {pinned}", f"pip install {name}=={pinned}")
+            yield Problem(f"{name} {found}", f"requirements.txt pins {pinned}", f"pip install {name}=={pinned}")
         elif lost := [module for module in _modules(name) if importlib.util.find_spec(module) is None]:
             matching -= 1
             yield Problem(f"{name} {found}", f"is recorded as installed, but {lost[0]} is gone", f"pip install --force-reinstall --no-deps {name}=={pinned}")
-    yield Row("packages", f"{matching} of {len(pins)} as {requirements.name} pins them")
+    yield Row("packages", f"{matching} of {len(pins)} as requirements.txt pins them")
 
 
 def _modules(name: str) -> list[str]:

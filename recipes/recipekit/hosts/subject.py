@@ -75,10 +75,10 @@ def swap_folder(plan: Plan | None) -> Path | None:
     return Path(found[0]) if found else None
 
 
-def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: int, requirements: Path) -> Findings:
+def examine_host(subject: Subject, slot: Slot, mark: str | None, master_port: int, pins: list[str]) -> Findings:
     """Looks at everything that can be found out on this host alone. `mark` is a file that rank 0 left in the run folder."""
     recipe = subject.plan.recipe if subject.plan else subject.command.recipe if subject.command else None
-    yield from checks.check_versions(requirements)
+    yield from checks.check_versions(pins)
     yield from gpus.check_devices(slot.local_world)
     yield from checks.check_toolchain(subject.config)
     if local_gpus():

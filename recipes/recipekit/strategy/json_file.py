@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from ..refusal import Problem, Refusal, refuse
+from ..shipped import STRATEGIES, strategies
 from .values import shown
-
-SHIPPED = Path(__file__).resolve().parents[3] / "ds_configs"
 
 
 def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path | None]:
     """Returns the JSON called `name` and its path; a dict is returned as it is, with None for the path.
 
-    A name is looked up as typed, then in `folder` (where the recipe lies), then in the repository's ds_configs/. Raises
+    A name is looked up as typed, then in `folder` (where the recipe lies), then among the shipped ones (ds_configs/). Raises
     `Refusal` if no such file is there or its text is not strict JSON.
     """
     if isinstance(name, dict):
         return copy.deepcopy(name), None
-    places = [Path(name).expanduser(), folder / name, SHIPPED / name]
+    places = [Path(name).expanduser(), folder / name, STRATEGIES / name]
     for path in places:
         if path.is_file():
             return _read(path), path
-    known = sorted({path.name for place in (folder, SHIPPED) if place.is_dir() for path in place.glob("*.json")})
+    beside = {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
+    known = sorted(beside | strategies().keys())
     near = difflib.get_close_matches(Path(name).name, known, 1)
     fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}" if known else "give the path of a DeepSpeed JSON"
     looked = ", ".join(str(path) for path in dict.fromkeys(places))
@@ -35,7 +35,7 @@ def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path
 
 def differences(config: dict[str, Any], path: Path | None) -> list[str]:
     """Return a line with each key that differs between a JSON and the shipped file of the same name; [] if none does."""
-    shipped = SHIPPED / path.name if path else None
+    shipped = STRATEGIES / path.name if path else None
     if path is None or shipped is None or not shipped.is_file() or shipped.samefile(path):
         return []
     before, now = flat(_read(shipped)), flat(config)

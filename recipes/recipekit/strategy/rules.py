@@ -1,6 +1,6 @@
 """Lists what DeepSpeed 0.19.8 combines, cannot combine and ignores, as one table.
 
-`check` applies the table, and `tools/lint.py --table` prints it into ds_configs/README.md. `source` is the place in
+`check` applies the table, and `recipekit lint --table` prints it into ds_configs/README.md. `source` is the place in
 DeepSpeed that decides, or its documentation; "run" says that the outcome was seen by running.
 """
 

@@ -1,0 +1,71 @@
+"""List the recipes, one line each: name, layout, GiB of states on each rank, hardware and goal.
+
+    recipekit ls
+
+On a terminal a long goal is cut at the right edge. `recipekit cp NAME mine.py` copies a recipe.
+"""
+
+import argparse
+import ast
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..command import recipe_of
+from ..mesh import make_mesh
+from ..shipped import recipes
+
+RANKS = re.compile(r"^ {4}deepspeed (?:--hostfile \S+ --num_nodes (\d+) )?--num_gpus (\d+) ", re.MULTILINE)
+STATES = re.compile(r"([\d.]+) GiB of states")
+NEEDS = re.compile(r"^Needs: ([^(.]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A recipe in the list."""
+
+    name: str
+    layout: str  # strategy and degrees on the ranks of the docstring's command
+    states: str  # GiB of each rank; "-" for less than 0.1
+    hardware: str
+    goal: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.name, self.layout, self.states, self.hardware, self.goal
+
+
+def read_line(file: Path) -> Line:
+    """Read a recipe's file: values of its RECIPE, and the command, memory and hardware of its docstring."""
+    recipe = recipe_of(file)
+    text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
+    ranks, states, needs = RANKS.search(text), STATES.search(text), NEEDS.search(text)
+    world = int(ranks[1] or 1) * int(ranks[2]) if ranks else 1
+    mesh = make_mesh(world, tp=recipe.tp, pp=recipe.pp, sp=recipe.sp, ep=recipe.ep)
+    strategy = str(recipe.ds_config).removesuffix(".json") if recipe.engine == "deepspeed" else recipe.engine
+    return Line(
+        name=file.stem,
+        layout=f"{strategy} {mesh}",
+        states=f"{states[1]} GiB" if states else "-",
+        hardware=" ".join(needs[1].split()) if needs else "-",
+        goal=" ".join(text.partition("\n\n")[0].split()),
+    )
+
+
+def cut(line: str, room: int) -> str:
+    """Return a line of at most `room` characters; a room of 3 or less has no edge."""
+    return f"{line[: room - 3]}..." if 3 < room < len(line) else line
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the list; return the exit code."""
+    parser = argparse.ArgumentParser("recipekit ls", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.parse_args(argv)
+    lines = [read_line(file).columns for file in recipes().values()]
+    widths = [min(28, max(map(len, column))) for column in zip(*lines, strict=True)][:-1]
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for *cells, goal in lines:
+        print(cut("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), goal]), room))
+    return 0
