@@ -27,6 +27,7 @@ SOURCES = {  # folder of tests -> what else it proves, besides the wing of its n
     "runtime": ("train.py", "checkpoints"),
     "checkpoints": ("parallel",),
     "planner": ("model", "checkpoints"),
+    "commands": ("__main__.py", "shipped.py", "completion.py"),
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..paths import path_of
 from ..refusal import refuse
+from ..shadows import HIDEABLE
 from ..shipped import recipes, strategies
 
 
@@ -34,6 +35,8 @@ def copy(name: str, target: Path | None) -> Path:
     where = f"recipekit cp {name} {file}"
     if file.suffix != source.suffix:
         raise refuse(where, f"a copy of {source.name} must end in {source.suffix}", f"write {file.with_suffix(source.suffix)}")
+    if file.suffix == ".py" and file.stem in HIDEABLE | {"recipekit", "launch"}:
+        raise refuse(where, f"{file.name} would hide the library {file.stem} from Python", f"write my_{file.name}")
     try:
         with file.open("xb") as stream:
             stream.write(source.read_bytes())
