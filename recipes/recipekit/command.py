@@ -3,22 +3,24 @@
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import re
-import shutil
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from .help_page import first_page, of_other_tasks, whole_page
 from .other_names import advice, nearest
 from .paths import run_folder
-from .recipe import Recipe, check_recipe, kinds_of_field
+from .recipe import AXES, Recipe, check_recipe, kinds_of_field
 from .refusal import Problem, Refusal, refuse
 from .shadows import shadows
 from .shipped import IS_WHEEL, recipes
-from .tasks.facts import own_fields
+from .tasks.facts import TASKS
 
 
 @dataclass(frozen=True)
@@ -107,24 +109,12 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     (torchrun, `python -m launch`) or LOCAL_SIZE (deepspeed).
     """
     recipe = one_recipe(recipe, path)
-    parser = _Parser(path.name)
-    trial = parser.group("try it")
-    trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; built-in text; no network")
-    trial.add_argument("--dry_run", action="store_true", help="print layout, batch, JSON and memory, then exit")
-    parser.flag("try it", "world", int, "with --dry_run: number of ranks to plan for", 1)
-    parser.flag("try it", "device", str, "with --dry_run: does it fit this device? H200, A100-40GB, ...; default: the one here", "")
-    group, flags, readers = "", [], own_fields()
-    for item in dataclasses.fields(recipe):
-        group = item.metadata.get("group", group)
-        if item.name == "ds_config":
-            name = recipe.ds_config if isinstance(recipe.ds_config, str) else "written in the recipe"
-            parser.flag("layout", "deepspeed_config", str, "memory strategy: a JSON, looked up as typed, beside the recipe, in ds_configs/", name)
-        if "help" in item.metadata:
-            flags.append(item.name)
-            about = item.metadata["help"] + (f"; task {', '.join(readers[item.name])}" if item.name in readers else "")
-            parser.flag(group, item.name, kinds_of_field(item)[0], about, getattr(recipe, item.name), item.metadata.get("choices", ()))
-    parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    given = parser.read(sys.argv[1:] if argv is None else argv)
+    parser = _parser_of(vars(recipe), path)
+    words = sys.argv[1:] if argv is None else argv
+    if page := _help_asked(words):
+        _show_help(page, vars(recipe), path, parser)
+    flags = [item.name for item in dataclasses.fields(recipe) if "help" in item.metadata]
+    given = parser.read(words)
 
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if "device" in given and not given["device"].strip():
@@ -159,31 +149,68 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     )
 
 
-class _Help(argparse.HelpFormatter):
-    """Shows one spelling of each flag: `--[no-]wandb`."""
+def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
+    """Return the parser of a recipe's flags, in groups by subject; `values` are those of its fields."""
+    parser = _Parser(path.name)
+    trial = parser.group("try it")
+    trial.add_argument("--help", "-h", metavar="[all]", help="show the flags used most, or all flags by subject")
+    trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; built-in text; no network")
+    trial.add_argument("--dry_run", action="store_true", help="print layout, batch, JSON and memory, then exit")
+    parser.flag("try it", "world", int, "with --dry_run: number of ranks to plan for", 1)
+    parser.flag("try it", "device", str, "with --dry_run: does it fit this device? H200, A100-40GB, ...; default: the one here", "")
+    group = ""
+    for item in dataclasses.fields(Recipe):
+        group = item.metadata.get("group", group)
+        if item.name == "ds_config":
+            name = values["ds_config"] if isinstance(values["ds_config"], str) else "written in the recipe"
+            parser.flag("layout", "deepspeed_config", str, "memory strategy: a JSON, looked up as typed, beside the recipe, in ds_configs/", name)
+        if "help" in item.metadata:
+            parser.flag(group, item.name, kinds_of_field(item)[0], item.metadata["help"], values[item.name], item.metadata.get("choices", ()))
+    parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return parser
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26, width=min(120, shutil.get_terminal_size().columns))
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if isinstance(action, argparse.BooleanOptionalAction):
-            return f"--[no-]{action.dest}"
-        return " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
+def _help_asked(words: list[str]) -> str:
+    """Return which page of the help a command line asks for: "first" or "all"; "" if none. Raise `Refusal` for other pages."""
+    asked = [index for index, word in enumerate(words) if re.fullmatch(r"-h|--help(=.*)?", word)]
+    if not asked:
+        return ""
+    page = words[asked[0]].partition("=")[2] or next(iter(words[asked[0] + 1 :]), "first")
+    if page.startswith("-"):
+        page = "first"
+    if page not in ("first", "all"):
+        raise Refusal([Problem(f"--help {shown(page)}", "there is no such page", "use --help or --help all")], exit_code=2)
+    return page
+
+
+def _show_help(page: str, values: Mapping[str, Any], path: Path, parser: "_Parser") -> NoReturn:
+    """Print a page of the help, once for each host, and end."""
+    task = values["task"] if values["task"] in tuple(TASKS) else Recipe.task
+    adapted = values["adapt"] is not None
+    hidden = of_other_tasks(task, adapted)
+    groups = {title: [action for action in group._group_actions if action.dest not in hidden] for title, group in parser.titles.items()}
+    if page == "all":
+        text = whole_page(str(path), task, groups)
+    else:
+        degrees = [values[axis] for axis in AXES if type(values[axis]) is int]
+        text = first_page(str(path), task, values["engine"], adapted, math.prod(degrees), groups)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, end="")
+    raise SystemExit(0)
 
 
 class _Parser(argparse.ArgumentParser):
     """Collects every mistake of a command line in `problems`, where argparse would end at the first."""
 
     def __init__(self, prog: str) -> None:
-        about = "Every flag is a number of the recipe and may be written with - or _; in brackets is what the recipe's file says."
-        super().__init__(prog, f"python {prog} [--FLAG VALUE ...]", about, allow_abbrev=False, formatter_class=_Help)
+        super().__init__(prog, allow_abbrev=False, add_help=False)
         self.problems: list[Problem] = []
-        self._titles: dict[str, argparse._ArgumentGroup] = {}
+        self.titles: dict[str, argparse._ArgumentGroup] = {}
 
     def group(self, title: str) -> "argparse._ArgumentGroup":
-        if title not in self._titles:
-            self._titles[title] = self.add_argument_group(title)
-        return self._titles[title]
+        if title not in self.titles:
+            self.titles[title] = self.add_argument_group(title)
+        return self.titles[title]
 
     def flag(self, group: str, name: str, kind: type, about: str, default: Any, choices: tuple[str, ...] = ()) -> None:
         """Adds a flag to the help's `group` that sets `name`. `read` returns only the flags that were typed."""
@@ -241,10 +268,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         raise Refusal([*self.problems, Problem("command line", message, f"python {self.prog} --help lists the flags")], exit_code=2)
-
-    def print_help(self, file: Any = None) -> None:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            print(self.format_help(), end="", file=file or sys.stdout)
 
     def _meant(self, flag: str) -> str:
         name = flag.partition("=")[0].lstrip("-").replace("-", "_")

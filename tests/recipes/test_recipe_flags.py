@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,23 +179,6 @@ def test_a_wrong_flag_exits_2_without_traceback(tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines()[0] == "refused: 1 problem" and "did you mean --steps?" in done.stderr
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
-
-
-def test_help_names_each_flag_once_in_its_group_with_this_recipes_value(tmp_path):
-    argv = [sys.executable, "-X", "importtime", ROOT / "recipes" / "llama_nano_zero2.py", "--help"]
-    done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30, check=True)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "argparse" in imported and not imported & {"torch", "transformers", "numpy"}
-    groups = re.split(r"\n(?=[a-z ,]+:\n)", done.stdout)
-    assert [group.partition(":")[0] for group in groups[1:]] == [
-        *("options", "try it", "model", "data", "layout", "batch"),
-        *("schedule and optimizer", "evaluation, checkpoints, export", "run", "tracking"),
-    ]
-    assert groups[0].splitlines()[0] == "usage: python llama_nano_zero2.py [--FLAG VALUE ...]"
-    flags = re.findall(r"^  (?:-h, )?--(?:\[no-\])?(\S+)", done.stdout, re.MULTILINE)
-    assert sorted(flags) == sorted([*PLAIN, "deepspeed_config", "tiny", "dry_run", "world", "device", "help"])  # none twice
-    assert not [line for line in groups[1].splitlines() if "--" in line and "--help" not in line]
-    assert "(here: 0.002)" in " ".join(done.stdout.split()) and "[--FLAG" in done.stdout
 
 
 NUMBERS = {

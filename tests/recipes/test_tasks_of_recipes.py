@@ -153,14 +153,6 @@ def test_a_model_of_another_task_is_refused_with_the_flag_that_helps(recipe: Rec
     assert refused(recipe, "--task", "pretrain", "--tokenizer", "bytes", "--tiny") == [told]
 
 
-def test_help_says_which_tasks_read_a_flag(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(recipe, FILE, ["--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "tokens of a row; task pretrain, sft, preference, reward, masked_lm (here: 1024)" in told and "; task image_classification (here: crop)" in told
-    assert "image_classification: pictures, loss on their class (here: image_classification)" in told
-
-
 PAIRS = ("prompt_field", "chosen_field", "rejected_field")
 
 

@@ -35,6 +35,7 @@ class Facts:
     auto_class: str  # of transformers, which makes the model of a config.json
     inputs: tuple[str, ...]  # tensors of a micro-batch that the model takes, and that travel between the stages of a pipeline
     columns: tuple[str, ...]  # fields of `Recipe` that name the columns of the data set
+    example: str  # a data set of a user, for --help
     floats: tuple[str, ...] = ()  # which of the inputs are no integers: these go to the first stage only
     optional: str = ""  # the first of the columns, if the data set may lack it: its field is then ""
     rows: str = PACKED  # documents packed into rows of seq_len tokens, or SAMPLES: a row of the data set is a row of a micro-batch
@@ -44,6 +45,7 @@ class Facts:
     masked: bool = False  # tokens of a row are hidden (data/masks.py), and the model sees both what is before and what is behind them
     constants: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every forward pass
     reads: tuple[str, ...] = ()  # further fields of `Recipe` that not every task reads; typing one that the task does not read is refused
+    first: tuple[str, ...] = ()  # of `reads`: what the first page of --help shows
     lacks: Mapping[str, str] = field(default_factory=dict)  # an axis (tp, pp, sp, ep), "adapt" or "mixture" -> why this task does not have it
     tiny: Mapping[str, int] = field(default_factory=dict)  # keys of config.json -> the most that --tiny leaves; num_labels: exactly
     plans: Plans = field(default_factory=Plans)  # for models that publish none
@@ -76,6 +78,7 @@ TASKS = {
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
         columns=("text_field",),
+        example="my_text.jsonl",
         constants={"use_cache": False},
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
     ),
@@ -84,6 +87,7 @@ TASKS = {
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
         columns=("messages_field",),
+        example="chats.jsonl",
         chats=True,
         constants={"use_cache": False},
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
@@ -93,11 +97,13 @@ TASKS = {
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
         columns=("prompt_field", "chosen_field", "rejected_field"),
+        example="pairs.jsonl",
         optional="prompt_field",
         rows=SAMPLES,
         pairs=True,
         constants={"use_cache": False},
         reads=("seq_len", "tokenizer", "token_cache", "loss", "beta"),
+        first=("beta",),
         lacks={
             "sp": "the loss of a pair is a function of sums over its whole rows, of which a rank would hold a part",
             "ep": "it has not been compared with plain PyTorch in this layout",
@@ -108,6 +114,7 @@ TASKS = {
         auto_class="AutoModelForSequenceClassification",
         inputs=("input_ids", "position_ids"),
         columns=("prompt_field", "chosen_field", "rejected_field"),
+        example="pairs.jsonl",
         optional="prompt_field",
         rows=SAMPLES,
         pairs=True,
@@ -126,8 +133,10 @@ TASKS = {
         auto_class="AutoModelForMaskedLM",
         inputs=("input_ids", "position_ids"),
         columns=("text_field",),
+        example="my_text.jsonl",
         masked=True,
         reads=("seq_len", "tokenizer", "token_cache", "loss", "mask_rate", "whole_words"),
+        first=("mask_rate",),
         lacks={
             "sp": "attention both ways is not made for parts of rows",
             "ep": "none of the masked language models of transformers has experts",
@@ -160,8 +169,10 @@ TASKS = {
         inputs=("pixel_values",),
         floats=("pixel_values",),
         columns=("image_field", "label_field"),
+        example="pictures",
         rows=SAMPLES,
         reads=("num_labels", "augment", "threads"),
+        first=("num_labels", "augment", "threads"),
         lacks={
             "sp": "a picture is one short row, which is not cut over ranks",
             "ep": "none of the image classifiers of transformers has experts",

@@ -1,0 +1,76 @@
+"""The pages of `--help` and `--help all`: the flags of one task."""
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+
+from .tasks.facts import TASKS, own_fields
+
+# The flags of the first page. Between these groups come the columns of the task and what chooses the layout.
+DATA = ("tiny", "dry_run", "model", "dataset")
+BATCH = ("seq_len", "micro_batch", "global_batch", "steps", "epochs", "lr")
+OUTPUTS = ("eval_every", "save_every", "out", "wandb")
+LARGEST_HOST = 8  # ranks
+WIDTH = 120  # columns, at most
+
+
+def first_page(file: str, task: str, engine: str, adapted: bool, ranks: int, groups: Mapping[str, Sequence[argparse.Action]]) -> str:
+    """Return an example and the flags that the recipe's task uses most; `groups` are all its flags by subject."""
+    facts = TASKS[task]
+    layout = ("deepspeed_config",) if engine == "deepspeed" else ("engine", "precision")
+    adapter = ("merge",) if adapted else ()
+    names = (*DATA, *facts.columns, *facts.first, *BATCH, *layout, *OUTPUTS, *adapter)
+    actions = {action.dest: action for group in groups.values() for action in group}
+    shown = [actions[name] for name in names if name in actions]
+
+    starter = "torchrun --nproc_per_node" if engine != "deepspeed" else "deepspeed --num_gpus"
+    start = f"{starter} {max(2, ranks)}" if ranks <= LARGEST_HOST else "python -m launch --hostfile HOSTS"
+    examples = {
+        f"{start} {file} --dataset {facts.example}": "",
+        f"python {file} --dry_run --world {max(2, ranks)}": "# layout and memory only",
+        f"python {file} --tiny": "# a small model on built-in data",
+    }
+    lines = [
+        *(f"    {command}  {about}".rstrip() for command, about in examples.items()),
+        "",
+        f"{task}: {facts.about}. The flags used most, with - or _:",
+        "",
+        _flags(shown),
+        f"{len(actions) - len(shown)} more flags, by subject: python {file} --help all",
+        "The same command resumes a run that was stopped.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def whole_page(file: str, task: str, groups: Mapping[str, Sequence[argparse.Action]]) -> str:
+    """Return all flags of the recipe's task, by subject."""
+    lines = [f"{task}: {TASKS[task].about}. All flags, by subject, with - or _:", ""]
+    for title, actions in groups.items():
+        lines += [f"{title}:", _flags(actions)]
+    return "\n".join([*lines, f"The flags used most: python {file} --help"]) + "\n"
+
+
+def of_other_tasks(task: str, adapted: bool) -> set[str]:
+    """Return the flags that a recipe of this task cannot use."""
+    others = {name for name, tasks in own_fields().items() if task not in tasks}
+    return others | (TASKS[task].lacks.keys() & {"tp", "pp", "sp", "ep"}) | (set() if adapted else {"merge"})
+
+
+def _flags(actions: Sequence[argparse.Action]) -> str:
+    formatter = _Formatter("")
+    formatter.start_section(None)
+    formatter.add_arguments(actions)
+    formatter.end_section()
+    return formatter.format_help()
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Shows one spelling of each flag: `--[no-]wandb`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=min(WIDTH, shutil.get_terminal_size().columns))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.dest}"
+        return " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
