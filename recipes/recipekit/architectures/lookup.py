@@ -96,7 +96,7 @@ def with_labels(config: dict[str, Any], num_labels: int, names: list[str] | None
 def fitting_task(config: dict[str, Any]) -> str:
     """Names the task that trains the model of a config.json: that of its architectures, or else the first one that takes its type; "pretrain" if none does."""
     named = task_of(config.get("architectures"))
-    return next((task for task in (named, *TASKS) if _unfit(config, task) is None), named)
+    return next((task for task in (named, *TASKS) if unfit(config, task) is None), named)
 
 
 def _no_config(folder: Path, model: str) -> Refusal:
@@ -113,9 +113,9 @@ def _no_config(folder: Path, model: str) -> Refusal:
 def _untrainable(config: dict[str, Any], task: str, where: str) -> list[Problem]:
     """Lists why a task cannot train a model, as far as its config.json shows."""
     problems = []
-    if unfit := _unfit(config, task):
-        rule, fix = unfit
-        fitting = [name for name in TASKS if _unfit(config, name) is None]
+    if problem := unfit(config, task):
+        rule, fix = problem
+        fitting = [name for name in TASKS if unfit(config, name) is None]
         problems.append(Problem(where, rule, f"use --task {' or '.join(fitting)}" if fitting else fix))
     text = config.get("text_config")
     for block in (config, text if isinstance(text, dict) else {}):
@@ -126,11 +126,11 @@ def _untrainable(config: dict[str, Any], task: str, where: str) -> list[Problem]
     return problems
 
 
-def _unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
+def unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
     """Says why a model is of no kind that a task trains, and what to use instead (rule, fix); None if it is of one."""
     kind, auto_class = config["model_type"], TASKS[task].auto_class
     types, causal, noun = types_of(auto_class), auto_class == CAUSAL, _noun(auto_class)
-    if TASKS[task].pairs and not causal and kind in types and (kind not in types_of(CAUSAL) or _unfit(config, "pretrain")):
+    if TASKS[task].pairs and not causal and kind in types and (kind not in types_of(CAUSAL) or unfit(config, "pretrain")):
         return f"a {kind} is no decoder: what it says of a row would change with the padding behind it", OTHERS
     others = OTHERS if causal else f"use {'an' if noun[0] in 'aeiou' else 'a'} {noun} of transformers"
     auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}

@@ -42,7 +42,8 @@ def load_tokenizer(model: str, tokenizer: str = "", masked: bool = False, revisi
         options["local_files_only"] = True
     try:
         with without_marks(folder) if folder else contextlib.nullcontext(name) as source:
-            loaded = AutoTokenizer.from_pretrained(str(source), **options)
+            # None, the default, asks on a terminal whether to run code
+            loaded = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False, **options)
         loaded.name_or_path = name
         return loaded
     except (OSError, ImportError) as error:

@@ -1,0 +1,132 @@
+"""The Hugging Face files in a folder that a user names: of a run, of another program, or an adapter with its base model."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..architectures.lookup import CAUSAL, fitting_task, unfit
+from ..architectures.safetensors_files import open_folder
+from ..architectures.small_files import ADAPTER, CONFIG, read_json
+from ..hub import commit_of, hub_is_away, is_hub_id
+from ..refusal import refuse
+from ..run_folder import CHECKPOINTS, EXPORT, FACTS, facts_of_run
+from ..step_names import MANIFEST, is_step_folder, newest_complete
+from ..tasks.facts import TASKS
+
+
+@dataclass(frozen=True)
+class Export:
+    """A folder of Hugging Face files, and the task of the run that wrote it; "" if that is not known."""
+
+    folder: Path
+    task: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.folder / ADAPTER).is_file()
+
+
+def find_export(path: Path) -> Export:
+    """Return the Hugging Face files in a run folder, or in the folder itself. Raise `Refusal` if there are none."""
+    if not path.is_dir():
+        rule = "is a file, not a folder" if path.exists() else "there is no such folder"
+        fix = "give a run folder, such as runs/NAME, or a folder of Hugging Face files"
+        if not path.exists() and is_hub_id(str(path)) and "/" in str(path):
+            fix += f"; a model of the hub is downloaded with hf download {path} --local-dir FOLDER"
+        raise refuse(str(path), rule, fix)
+    if is_step_folder(path):
+        raise refuse(str(path), "is a checkpoint, which plain transformers does not read", _way(path))
+    if path.name == CHECKPOINTS and (path.parent / FACTS).exists():
+        path = path.parent
+    is_run = (path / FACTS).exists() or (path / CHECKPOINTS).is_dir()
+    if any((path / name).is_file() for name in (CONFIG, ADAPTER)):
+        return Export(path, _task_of_run(path.parent) if (path.parent / FACTS).exists() else "")
+    if not is_run:
+        raise refuse(str(path), f"holds no {CONFIG}, no {ADAPTER} and no {FACTS}", _inside(path))
+    _check_task(_task_of_run(path), str(path))
+    if any((path / EXPORT / name).is_file() for name in (CONFIG, ADAPTER)):
+        return Export(path / EXPORT, _task_of_run(path), tuple(_notes(path)))
+    state = "the run is still training" if is_running(path) else "the run has written none"
+    if (newest := newest_complete(path / CHECKPOINTS)) is None:
+        fix = "wait for its first checkpoint (--save_every N), or start its command again"
+        raise refuse(str(path), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
+    raise refuse(str(path), f"has no {EXPORT}/: {state}; its newest checkpoint is {newest.name}", _way(path))
+
+
+def is_running(run: Path) -> bool:
+    """Return True if a job trains in a run folder. The lock file is not changed."""
+    with contextlib.suppress(OSError), open(run.parent / f".{run.name}.lock") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _way(source: Path) -> str:
+    out = f"{os.path.normpath(source)}_hf"
+    return f"write the files with recipekit convert to-hf {source} {out}, then recipekit sample {out}"
+
+
+def _inside(path: Path) -> str:
+    """Return the fix for a folder without a model: the first folder inside that is one."""
+    folders = sorted(inside for inside in path.iterdir() if inside.is_dir())
+    near = [inside for inside in folders if any((inside / name).is_file() for name in (FACTS, CONFIG, ADAPTER))]
+    return f"give one of its folders, such as {near[0]}" if near else "give a run folder, such as runs/NAME"
+
+
+def _task_of_run(run: Path) -> str:
+    return str(facts_of_run(run).get("recipe", {}).get("task", ""))
+
+
+def _notes(run: Path) -> Iterator[str]:
+    """Yield a line if a run has a newer checkpoint than its export."""
+    newest = newest_complete(run / CHECKPOINTS)
+    if newest is None:
+        return
+    written = (run / EXPORT).stat().st_mtime
+    if (newest / MANIFEST).stat().st_mtime > written:
+        state = "the run is training, and " if is_running(run) else ""
+        yield f"{run / EXPORT}: {state}checkpoint {newest.name} is newer; recipekit convert to-hf {run} NEW writes it"
+
+
+def _check_task(task: str, where: str) -> None:
+    """Raise `Refusal` for a task whose models generate no text."""
+    if task in TASKS and TASKS[task].auto_class != CAUSAL:
+        tasks = " or ".join(name for name, facts in TASKS.items() if facts.auto_class == CAUSAL)
+        raise refuse(where, f"a model of the task {task} generates no text", f"give a run of the task {tasks}")
+
+
+# The model of a folder ----------------------------------------------------------------------------------------------
+
+
+def base_of(folder: Path) -> tuple[str, str]:
+    """Return (folder or hub id, revision) of an adapter's base model. Raise `Refusal` if it cannot be found."""
+    config = read_json(folder / ADAPTER)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision") or ""
+    where, fix = str(folder / ADAPTER), "write its folder or hub id there as base_model_name_or_path"
+    if not isinstance(base, str) or not base.strip():
+        raise refuse(where, "names no base model", fix)
+    if not Path(base).is_dir() and (Path(base).is_absolute() or not is_hub_id(base)):
+        raise refuse(where, f"the base model {base} is no folder here", f"put it there, or {fix}")
+    if not Path(base).is_dir() and hub_is_away() and commit_of(base, revision) is None:
+        at = f" --revision {revision}" if revision else ""
+        rule = f"the base model {base} is not in the cache, and the hub cannot be reached"
+        raise refuse(where, rule, f"hf download {base}{at} where there is a network, or {fix}")
+    return base, revision
+
+
+def check_files(folder: Path) -> None:
+    """Raise `Refusal` if a folder's config.json is of no model that generates text, or if its weights are not whole."""
+    config = read_json(folder / CONFIG)
+    if not isinstance(config.get("model_type"), str):
+        raise refuse(str(folder / CONFIG), "names no model_type", "give a folder of Hugging Face files")
+    _check_task(fitting_task(config), str(folder))
+    if problem := unfit(config, "pretrain"):
+        rule, fix = problem
+        raise refuse(str(folder), rule, fix)
+    open_folder(folder)
