@@ -7,12 +7,14 @@ exported Hugging Face files with plain transformers, compares the loss on held-o
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from recipekit.packages import require_packages
 from recipekit.paths import path_of
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
+PROMPT, CONTINUATION = 60, 120  # tokens of a sample
 TOLERANCE = 2e-3  # relative: the engine and transformers run the same weights, on other batch shapes
 
 
@@ -67,28 +70,33 @@ def main() -> int:
     ended(begun)
 
     begun = phase(2, "load the export with plain transformers and compare the loss on held-out text")
+    from recipekit.commands.exports import find_export
+    from recipekit.commands.sample import load, without_trailing_blanks, write
+    from recipekit.data.held_out import eval_rows
+    from recipekit.data.request import request_of
     from recipekit.recipe import Recipe
     from recipekit.run_folder import CHECKPOINTS, EXPORT, FACTS, METRICS, STRATEGY, read_metrics
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     facts = json.loads((arguments.out / FACTS).read_text())["recipe"]
     recipe = Recipe(**{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__})
     lines = read_metrics(arguments.out)
-    model: Any = AutoModelForCausalLM.from_pretrained(arguments.out / EXPORT)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.out / EXPORT)
-    engine_loss, plain_loss = lines[-1]["eval_loss"], held_out_loss(model, tokenizer, recipe)
+    generator = load(find_export(arguments.out))
+    tokenizer = generator.tokenizer
+    rows = eval_rows(request_of(recipe), tokenizer, dp=1, dp_rank=0)
+    engine_loss, plain_loss = lines[-1]["eval_loss"], held_out_loss(generator.model, rows)
     print(f"  engine {engine_loss:.6f}, transformers {plain_loss:.6f}")
     if abs(plain_loss - engine_loss) > TOLERANCE * engine_loss:
         print(f"they differ by more than {TOLERANCE:g} relative: the export is not the model that was trained", file=sys.stderr)
         return 1
     ended(begun)
 
-    begun = phase(3, "generate a sample")
-    prompt = tokenizer("def ", return_tensors="pt")
-    torch.manual_seed(0)
+    begun = phase(3, "continue held-out text, as recipekit sample does")
     torch.set_num_threads(1)  # one token at a time is too little work for several threads
-    written = model.generate(**prompt, max_new_tokens=120, do_sample=True, temperature=0.6, pad_token_id=tokenizer.pad_token_id)
-    print("  " + tokenizer.decode(written[0], skip_special_tokens=True).replace("\n", "\n  "))
+    prompt, truth = excerpt(rows, tokenizer)
+    sample = write(generator, prompt, len(truth))
+    print("  prompt, from held-out text:\n" + textwrap.indent(without_trailing_blanks(tokenizer.decode(prompt)), "    ") + "\n")
+    texts = ("the model writes", sample.text), ("the text continues", without_trailing_blanks(tokenizer.decode(truth)))
+    print(textwrap.indent(side_by_side(*texts), "    ") + f"\n\n  {sample.end}")
     ended(begun)
 
     begun = phase(4, f"draw {arguments.out}/loss.png")
@@ -125,20 +133,47 @@ def strategy_in_fp32(out: Path) -> Path:
     return path
 
 
-def held_out_loss(model, tokenizer, recipe) -> float:
-    """Computes the token-mean loss of a plain transformers model on the rows that the run held out."""
+def held_out_loss(model, rows) -> float:
+    """Compute the token-mean loss of a plain transformers model on the rows that the run held out."""
     import torch
-    from recipekit.data.held_out import eval_rows
-    from recipekit.data.request import request_of
 
     total, tokens = 0.0, 0
-    model.eval()
     with torch.no_grad():
-        for batch in eval_rows(request_of(recipe), tokenizer, dp=1, dp_rank=0):
+        for batch in rows:
+            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
             logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.float()
             total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum").item()
             tokens += int((batch["labels"] != -100).sum())
     return total / tokens
+
+
+def excerpt(rows: list[Any], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return (tokens of a prompt, the tokens that follow it) from one held-out document, if possible from a line's start."""
+    for batch in rows:
+        for ids, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+            bounds = [number for number, position in enumerate(positions) if number and position == 0]
+            for start, stop in itertools.pairwise([0, *bounds, len(ids)]):
+                document = [token for token in ids[start:stop] if token not in tokenizer.all_special_ids]
+                lines = (number for number, token in enumerate(document[:PROMPT], 1) if "\n" in tokenizer.decode([token]))
+                if len(document) >= 2 * PROMPT + CONTINUATION:
+                    first = next(lines, 0)
+                    middle = first + PROMPT
+                    return document[first:middle], document[middle : middle + CONTINUATION]
+    ids = rows[0]["input_ids"][0].tolist()
+    return ids[: len(ids) // 2], ids[len(ids) // 2 :]
+
+
+def side_by_side(left: tuple[str, str], right: tuple[str, str], width: int = 50) -> str:
+    """Return two texts, (title, text), in columns of `width` characters."""
+    columns = [[title, "-" * len(title), *cut(text, width)] for title, text in (left, right)]
+    rows = itertools.zip_longest(*columns, fillvalue="")
+    return "\n".join(f"{one:<{width}} | {other}".rstrip() for one, other in rows)
+
+
+def cut(text: str, width: int) -> list[str]:
+    """Cut a text into lines of at most `width` characters."""
+    lines = text.expandtabs(4).split("\n")
+    return [line[start : start + width] for line in lines for start in range(0, max(1, len(line)), width)]
 
 
 def draw(lines: list[dict], vocabulary: int, path: Path) -> None:
