@@ -70,8 +70,8 @@ def main() -> int:
     ended(begun)
 
     begun = phase(2, "load the export with plain transformers and compare the loss on held-out text")
-    from recipekit.commands.exports import find_export
-    from recipekit.commands.sample import load, without_trailing_blanks, write
+    from recipekit.architectures.export_folder import find_export
+    from recipekit.commands.sample import load
     from recipekit.data.held_out import eval_rows
     from recipekit.data.request import request_of
     from recipekit.recipe import Recipe
@@ -91,12 +91,7 @@ def main() -> int:
     ended(begun)
 
     begun = phase(3, "continue held-out text, as recipekit sample does")
-    torch.set_num_threads(1)  # one token at a time is too little work for several threads
-    prompt, truth = excerpt(rows, tokenizer)
-    sample = write(generator, prompt, len(truth))
-    print("  prompt, from held-out text:\n" + textwrap.indent(without_trailing_blanks(tokenizer.decode(prompt)), "    ") + "\n")
-    texts = ("the model writes", sample.text), ("the text continues", without_trailing_blanks(tokenizer.decode(truth)))
-    print(textwrap.indent(side_by_side(*texts), "    ") + f"\n\n  {sample.end}")
+    continue_excerpt(generator, rows)
     ended(begun)
 
     begun = phase(4, f"draw {arguments.out}/loss.png")
@@ -145,6 +140,20 @@ def held_out_loss(model, rows) -> float:
             total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum").item()
             tokens += int((batch["labels"] != -100).sum())
     return total / tokens
+
+
+def continue_excerpt(generator: Any, rows: list[Any]) -> None:
+    """Print a prompt from held-out text, what the model writes after it, and what the text continues with."""
+    import torch
+    from recipekit.commands.sample import without_trailing_blanks, write
+
+    torch.set_num_threads(1)  # one token at a time is too little work for several threads
+    tokenizer = generator.tokenizer
+    prompt, truth = excerpt(rows, tokenizer)
+    sample = write(generator, prompt, len(truth))
+    print("  prompt, from held-out text:\n" + textwrap.indent(without_trailing_blanks(tokenizer.decode(prompt)), "    ") + "\n")
+    texts = ("the model writes", sample.text), ("the text continues", without_trailing_blanks(tokenizer.decode(truth)))
+    print(textwrap.indent(side_by_side(*texts), "    ") + f"\n\n  {sample.end}")
 
 
 def excerpt(rows: list[Any], tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from recipekit.commands.exports import find_export
+from recipekit.architectures.export_folder import find_export
 from recipekit.commands.sample import load, main, write
 from recipekit.data.processors import byte_tokenizer
 from recipekit.run_folder import FACTS

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..architectures.export_folder import Export, base_of, check_files, find_export
 from ..hub import hub_is_away, hub_refusal
 from ..paths import path_of
 from ..refusal import Refusal, refuse
-from .exports import Export, base_of, check_files, find_export
 
 LENGTH = 100  # new tokens, unless stated
 OF_CHAT, OF_TEXT = "Hello! Who are you?", "The"  # prompts, unless stated

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..architectures.lookup import CAUSAL, fitting_task, unfit
-from ..architectures.safetensors_files import open_folder
-from ..architectures.small_files import ADAPTER, CONFIG, read_json
 from ..hub import commit_of, hub_is_away, is_hub_id
 from ..refusal import refuse
 from ..run_folder import CHECKPOINTS, EXPORT, FACTS, facts_of_run
 from ..step_names import MANIFEST, is_step_folder, newest_complete
 from ..tasks.facts import TASKS
+from .lookup import CAUSAL, fitting_task, unfit
+from .safetensors_files import open_folder
+from .small_files import ADAPTER, CONFIG, read_json
 
 
 @dataclass(frozen=True)
