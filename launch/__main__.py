@@ -101,8 +101,9 @@ def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], 
 
 
 def meant(parser: argparse.ArgumentParser, flag: str) -> str:
-    near = difflib.get_close_matches(flag.partition("=")[0], parser._option_string_actions, 1)
-    return f"{flag}: is no flag of launch; {f'did you mean {near[0]}?' if near else 'flags of the recipe come after its file'}"
+    options = {option.lstrip("-"): option for option in parser._option_string_actions}
+    near = difflib.get_close_matches(flag.partition("=")[0].lstrip("-"), options, 1, cutoff=0.75)
+    return f"{flag}: is no flag of launch; {f'did you mean {options[near[0]]}?' if near else 'flags of the recipe come after its file'}"
 
 
 def nearest(missing: Path) -> str:

@@ -27,6 +27,8 @@ def command(spawn: str, python: str, meeting: Meeting, visible: list[str], words
 
     `visible` are the devices of this host, one for each rank.
     """
+    # -P: a file torch.py in the current folder must not hide the library from the program that forks the ranks
+    module = [python, "-u", "-P", "-m"]
     port = meeting.master_port or "A_FREE_PORT"
     if spawn == "once":
         return [python, "-u", str(RANK), *words]
@@ -36,10 +38,10 @@ def command(spawn: str, python: str, meeting: Meeting, visible: list[str], words
         world[f"node{meeting.node}"] = [int(name) if name.isdigit() else name for name in visible]
         info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
         flags = [f"--world_info={info}", f"--node_rank={meeting.node}", f"--master_addr={meeting.master_addr}", f"--master_port={port}"]
-        return [python, "-u", "-m", "deepspeed.launcher.launch", *flags, "--no_local_rank", str(RANK), *words]
+        return [*module, "deepspeed.launcher.launch", *flags, "--no_local_rank", str(RANK), *words]
     flags = [f"--nnodes={len(meeting.slots)}", f"--node-rank={meeting.node}", f"--nproc-per-node={meeting.slots[meeting.node]}"]
     flags += [f"--master-addr={meeting.master_addr}", f"--master-port={port}", "--max-restarts=0"]
-    return [python, "-u", "-m", "torch.distributed.run", *flags, str(RANK), *map(for_torchrun, words)]
+    return [*module, "torch.distributed.run", *flags, str(RANK), *map(for_torchrun, words)]
 
 
 def for_torchrun(word: str) -> str:

@@ -403,6 +403,9 @@ USAGE = [
     (["--gpus", "none", "x.py"], 2, "is not a number"),
     (["--max_restarts", "-1", "x.py"], 2, "must be 0 or more"),
     (["--tinny", "x.py"], 2, "--tinny: is no flag of launch; flags of the recipe come after its file"),
+    (["--steps", "3", "x.py"], 2, "--steps: is no flag of launch; flags of the recipe come after its file"),
+    (["--lora_r=8", "x.py"], 2, "--lora_r=8: is no flag of launch; flags of the recipe come after its file"),
+    (["--model", "m", "x.py"], 2, "--model: is no flag of launch; flags of the recipe come after its file"),
     (["--hostfil", "hf", "x.py"], 2, "--hostfil: is no flag of launch; did you mean --hostfile?"),
     (["--dry-rnu", "--max-restart=3", "x.py"], 2, "did you mean --dry-run?; --max-restart=3: is no flag of launch; did you mean --max-restarts?"),
     (["missing.py"], 1, "missing.py: no such file; give the path of a recipe"),
@@ -490,6 +493,15 @@ def test_one_rank_that_nobody_asked_for_is_told(tmp_path: Path) -> None:
     for words, told in ((["x.py"], usable > 1), (["--gpus", "1", "x.py"], False), (["--once", "x.py"], False)):
         code, said = launch(tmp_path, "--dry-run", *words, CUDA_VISIBLE_DEVICES="")
         assert code == 0 and (hint in said) == told, said
+
+
+@pytest.mark.parametrize("name", ["random.py", "tempfile.py", "json/__init__.py"])
+def test_a_file_of_the_current_folder_hides_no_library_from_launch(tmp_path: Path, name: str) -> None:
+    """The recipe's folder is checked by the rank: it names the file."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("raise RuntimeError('the wrong module')\n")
+    code, said = launch(tmp_path, "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py"))
+    assert code == 0 and "Traceback" not in said and f"{sys.executable} -u -P -m deepspeed.launcher.launch " in said, said
 
 
 def test_a_slurm_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
