@@ -26,7 +26,7 @@ from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
 from .paths import check_cache, is_there, say_trial
 from .phases import scaled
-from .recipe import AXES, Recipe, check_recipe, check_values
+from .recipe import AXES, Recipe, check_kinds, check_recipe, check_values
 from .refusal import Problem, Refusal
 from .run_folder import check_out, find_resume, pins
 from .strategy import baseline, check, divisions, json_file, outputs, resolve, shapes, swap
@@ -138,7 +138,7 @@ def make_plan(command: Command) -> Plan:
 
 def _check_usable(command: Command) -> list[Problem]:
     """Refuse values that cannot be planned with: files without a name, searches of hours, a run folder named s3:."""
-    problems = check_values(vars(command.recipe)) + check_variables(os.environ)
+    problems = check_kinds(command.recipe) + check_values(vars(command.recipe)) + check_variables(os.environ)
     with collecting(problems):
         _ = command.out
     return problems

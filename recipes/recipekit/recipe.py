@@ -4,14 +4,12 @@ import dataclasses
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
-from .other_names import COMMAND_ONLY, advice, as_fields, nearest
+from .arguments import wrong_names, wrong_objects
 from .phases import Ramp, check_ramp, check_rates, cut, ramp_of, shorter
 from .refusal import Problem, Refusal
 from .tasks.facts import PACKED, TASKS, Facts, Plans
@@ -43,7 +41,7 @@ class Recipe:
 
     def __new__(cls, *values: Any, **fields: Any) -> "Recipe":
         """Raise `Refusal` for values without a name, and for names that are no fields."""
-        if problems := _wrong_names(values, fields):
+        if problems := wrong_names(values, fields, cls.__dataclass_fields__):
             raise Refusal(problems)
         return super().__new__(cls)
 
@@ -190,7 +188,7 @@ class Recipe:
 
     def shortened(self, typed: frozenset[str]) -> tuple["Recipe", list[str]]:
         """Fits warm-up, decay and ramp, where the user has not typed them, to the `--steps` of a trial; returns a line for each, too."""
-        if "steps" not in typed or self.steps < 1 or _wrong_kinds(self):
+        if "steps" not in typed or self.steps < 1 or check_kinds(self):
             return self, []
         fitted: dict[str, Any] = shorter(self.schedule, self.steps, self.warmup_steps, self.decay_steps, typed)
         lines = [f"{name}: {getattr(self, name)} of the recipe lowered to {number} for {self.steps} steps" for name, number in fitted.items()]
@@ -222,35 +220,9 @@ class Recipe:
         return TASKS[self.task if self.task in tuple(TASKS) else Recipe.task]
 
 
-def _wrong_names(values: tuple[Any, ...], fields: dict[str, Any]) -> list[Problem]:
-    """Return a problem for each argument of `Recipe(...)` that is no field, with the line of the file that has it."""
-    names = Recipe.__dataclass_fields__
-    if not values and fields.keys() <= names.keys():
-        return []
-
-    frame = sys._getframe(2)
-    while frame.f_back and frame.f_globals["__name__"] == dataclasses.__name__:  # of dataclasses.replace
-        frame = frame.f_back
-    place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}: Recipe"
-
-    problems = [Problem(f"{place}({_short(value)})", "every value needs the name of its field", "write NAME=VALUE") for value in values]
-    for name in [name for name in fields if name not in names]:
-        fix = as_fields(advice(name)) or "recipes/recipekit/recipe.py lists the fields"
-        if name in COMMAND_ONLY:
-            fix = f"leave it out, and write --{name} on the command line"
-        elif not advice(name) and (near := nearest(name, names)):
-            fix = f"did you mean {near}?"
-        problems.append(Problem(f"{place}({name}={_short(fields[name])})", "there is no such field", fix))
-    return problems
-
-
-def _short(value: Any) -> str:
-    return text if len(text := repr(value)) <= 40 else "..."
-
-
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Refuses every value of the recipe that no layout could make right."""
-    problems = _wrong_kinds(recipe) + check_values(vars(recipe))
+    problems = check_kinds(recipe) + check_values(vars(recipe))
     told = {problem.where.partition(" = ")[0] for problem in problems} & Recipe.__dataclass_fields__.keys()
     recipe = dataclasses.replace(recipe, **{name: Recipe.__dataclass_fields__[name].default for name in told})  # what follows compares numbers
     if recipe.seq_len == 1 and "seq_len" in recipe.facts.reads and not recipe.facts.masked:
@@ -346,9 +318,9 @@ def check_lacks(facts: Facts, degrees: Mapping[str, int], adapted: bool = False)
     return found + ([Problem("adapt", facts.lacks["adapt"], "leave adapt out of the recipe")] if adapted and "adapt" in facts.lacks else [])
 
 
-def _wrong_kinds(recipe: Recipe) -> list[Problem]:
+def check_kinds(recipe: Recipe) -> list[Problem]:
     """Refuses fields of another type than declared, numbers that are not finite, words that are not among the choices."""
-    problems = []
+    problems = wrong_objects(vars(recipe))
     for item in dataclasses.fields(recipe):
         if "help" not in item.metadata:
             continue

@@ -72,6 +72,7 @@ WORDS = {
     "phases",
     "recipe",
     "command",
+    "arguments",
     "help_page",
     "other_names",
     "shadows",

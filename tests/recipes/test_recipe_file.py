@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from pool import ROOT, environment
 from recipekit.command import one_recipe, parse, recipe_of
+from recipekit.commands.lint import lint
+from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.shadows import HIDEABLE, LIBRARIES, UNUSED, shadows
@@ -61,6 +63,31 @@ def run_file(folder: Path, text: str, *flags: str, name: str = "mine.py") -> sub
     (folder / name).write_text(text)
     env = environment() | {"PYTHONPATH": ""}
     return subprocess.run([sys.executable, name, *flags], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "rule"),
+    [
+        ("adapt='lora'", "must be a function from model to model, not str"),
+        ("adapt=dict(r=8)", "must be a function from model to model, not dict"),
+        ("adapt=Recipe", "must be a function from model to model, not type"),
+        ("ds_config=None", "must be a file name or a dict, not NoneType"),
+        ("lr_scale=[('*', 0.5)]", "must be a dict, not list"),
+        ("tp_plan='colwise'", "must be a dict, not str"),
+        ("no_decay='*.bias'", "must be a tuple, not str"),
+        ("model=None", "must be of type str, not NoneType"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_one_line_in_a_plan_and_in_lint(field: str, rule: str, tmp_path: Path) -> None:
+    """A text for `no_decay` was taken for its letters, and an adapter that is no function failed after the model was loaded."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"{START}RECIPE = Recipe(**{{'model': 'Qwen/Qwen3-0.6B'}} | dict({field})){END}")
+    with pytest.raises(Refusal) as refusal:
+        make_plan(parse(recipe_of(path), path, ["--dry_run", "--tiny"]))
+    planned, (linted, lines) = refusal.value.problems, lint(None, path)
+    assert planned == linted and lines == []
+    (problem,) = planned
+    assert problem.where.startswith(f"{field.partition('=')[0]} = ") and problem.rule == rule
 
 
 def test_a_file_that_names_its_recipe_otherwise_is_refused_with_the_name(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from ..optim.facts import Facts as OptimizerFacts
 from ..paths import path_of
 from ..phases import Ramp
 from ..plan import check_mixture
-from ..recipe import Recipe, check_recipe
+from ..recipe import Recipe, check_kinds, check_recipe
 from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
 from ..shipped import IS_WHEEL, STRATEGIES, recipe_path
 from ..strategy import baseline, check, divisions, fixes, json_file, numbers, resolve
@@ -84,6 +84,8 @@ def lint(
     if path:
         try:
             recipe = recipe_of(path)
+            if wrong := check_kinds(recipe):
+                return wrong, []
             problems += check_recipe(recipe)
             shape = model_config(recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task)
             if isinstance(recipe.dataset, str):
