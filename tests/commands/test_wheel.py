@@ -105,8 +105,8 @@ def test_every_command_works_in_an_empty_folder(installed: Installed) -> None:
     works("recipekit", "run", "llama_nano_zero2", "--tiny", "--steps", "2", "--eval_every", "0")
     assert (here / "runs" / "llama_nano_zero2_tiny" / "hf" / "config.json").is_file()
     assert "compared with the checkpoint: equal" in works("recipekit", "convert", "to-hf", "b", "b_hf", "--verify")
-    assert "ok: no problem found" in works("recipekit", "doctor", "--quick", "--recipe", "mine.py", "--out", "b")
-    assert "ok: no problem found" in works("recipekit", "run", "--doctor", "--quick", "--out", "b")
+    assert "ok: no problem found" in works("recipekit", "doctor", "--quick", "--recipe", "mine.py", "--out", "c")
+    assert "ok: no problem found" in works("recipekit", "run", "--doctor", "--quick", "--out", "c")
     if (ROOT / "recipes" / "recipekit" / "commands" / "sample.py").is_file():
         assert works("recipekit", "sample", "runs/mine_tiny").strip()
     opened = installed.opened.read_text().splitlines()
@@ -117,7 +117,7 @@ def test_every_command_works_in_an_empty_folder(installed: Installed) -> None:
     ("words", "told"),
     [
         (["python", "llama_nano_zero9.py", "--dry_run"], "can't open file"),
-        (["recipekit", "lint", "zero9.json"], "did you mean zero0.json?"),
+        (["recipekit", "lint", "zero9.json"], "did you mean zero3.json?"),
         (["recipekit", "lint", "--recipe", "llama_nano"], "did you mean llama_nano_zero2?"),
         (["recipekit", "run", "llama_nan_zero2.py"], "did you mean llama_nano_zero2?"),
         (["recipekit", "lint", "--table"], "start it in a clone"),
