@@ -66,7 +66,7 @@ def recipe_of(path: Path) -> Recipe:
     except Refusal:
         raise
     except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError, LookupError, OSError) as error:
-        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "mend the file") from None
+        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "correct the file") from None
     if hasattr(module, "RECIPE"):
         return one_recipe(module.RECIPE, path)
     other = next((name for name, value in vars(module).items() if isinstance(value, Recipe)), "")

@@ -45,10 +45,10 @@ class Recipe:
             raise Refusal(problems)
         return super().__new__(cls)
 
-    model: str = _say("hub id or local folder of a model that the task trains", "", group="model")
+    model: str = _say("hub id or local folder of the model", "", group="model")
     model_revision: str = _say("branch, tag or commit of the model and its tokenizer on the hub; empty: main", "")
     dataset: str = _say(
-        "hub id, local files (a path, a glob, or several by comma), addresses of JSONL or Parquet files, builtin, or a mixture: NAME=DATASET@WEIGHT; ...",
+        "hub id, local files (a path, a glob or several by comma), addresses of JSONL or Parquet files, builtin, or a mixture NAME=DATASET@WEIGHT; ...",
         "builtin",
         group="data",
     )
@@ -56,51 +56,49 @@ class Recipe:
     split: str = _say("split of the dataset; a file is the split train", "train")
     dataset_revision: str = _say("branch, tag or commit of the data set on the hub; empty: main", "")
     text_field: str = _say("column that holds a document", "text")
-    bad_rows: str = _say("a row or file that cannot be read: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
-    retry_s: float = _say("seconds for which a server that does not answer well is asked again for data", 600.0)
-    token_cache: str = _say("folder that keeps tokens; auto: beside the cache of datasets, of local data only; off: none", "auto")
+    bad_rows: str = _say("unreadable row or file: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
+    retry_s: float = _say("seconds to retry a data server that fails", 600.0)
+    token_cache: str = _say("folder for the tokens of local data; auto: beside the cache of datasets; off: no cache", "auto")
     messages_field: str = _say("column that holds a chat", "messages")
     prompt_field: str = _say("column that holds the prompt of a pair, text or a chat; empty: both answers begin with it", "prompt")
     chosen_field: str = _say("column that holds the better answer of a pair, text or a list of messages", "chosen")
     rejected_field: str = _say("column that holds the other answer", "rejected")
-    image_field: str = _say("column that holds a picture: an encoded file (PNG, JPEG, ...) or rows of pixels", "image")
+    image_field: str = _say("column that holds an image: an encoded file (PNG, JPEG, ...) or rows of pixels", "image")
     label_field: str = _say("column that holds the number of a row's class", "label")
-    mask_rate: float = _say("share of the tokens that are hidden, drawn anew each epoch", 0.15)
-    whole_words: bool = _say("hide words as a whole: all tokens of one, or none", False)
-    augment: str = _say("what is drawn for each picture: a crop of another size and place, mirrored every second time; none", "crop", choices=("crop", "none"))
-    threads: int = _say("threads that decode and augment the pictures of a micro-batch; the rows are the same for any number", 2)
+    mask_rate: float = _say("share of the tokens that are masked, sampled again in each epoch", 0.15)
+    whole_words: bool = _say("mask all tokens of a word, or none of them", False)
+    augment: str = _say("random crop and mirroring of each training image; none: the middle of the image", "crop", choices=("crop", "none"))
+    threads: int = _say("threads that decode and augment images; any number gives the same rows", 2)
     task: str = _say("; ".join(f"{name}: {facts.about}" for name, facts in TASKS.items()), "pretrain", choices=tuple(TASKS))
     tokenizer: str = _say("hub id or folder of the tokenizer; bytes: the byte-level one made in code; empty: the model's own", "", group="model")
-    init: str = _say("pretrained: the model's published weights; random: drawn from (seed, parameter name)", "pretrained", choices=("pretrained", "random"))
-    num_labels: int = _say("classes of the data; 0: as many as the model has labels; a head of another size, or that the files lack, is drawn anew", 0)
+    init: str = _say("pretrained: the model's published weights; random: sampled from (seed, parameter name)", "pretrained", choices=("pretrained", "random"))
+    num_labels: int = _say("classes of the data; 0: those of the model; a head of another size, or one that the files lack, is randomly initialised", 0)
     attention: str = _say(
-        "varlen: packed documents without a mask; auto: varlen where it is right, else sdpa, and the run says why; the others are transformers' own",
+        "varlen: packed documents without a mask; auto: varlen where it is exact, else sdpa, and the log says why; the others are implementations of transformers",
         "auto",
         choices=("auto", "varlen", "sdpa", "eager", "flash_attention_2"),
     )
     loss: str = _say(
-        "cross-entropy in chunks, never all logits at a time, or of whole logits; auto: in chunks where that is exact",
+        "cross-entropy; chunked: never all logits in memory; whole: from all logits; auto: chunked where it is exact",
         "auto",
         choices=("auto", "chunked", "whole"),
     )
     compile: str = _say(
-        "layers, or their norms and rotary embeddings, and the loss in few kernels, by torch.compile; auto: on GPUs that have what it takes",
+        "torch.compile for the loss and for layers, or for their norms and rotary embeddings; auto: on GPUs that support it",
         "auto",
         choices=("auto", "on", "off"),
     )
-    beta: float = _say("of DPO: how much a change of a log-probability against the start counts", 0.1)
+    beta: float = _say("DPO beta: how strongly the model is held to the reference", 0.1)
     activation_checkpointing: bool = _say("recompute activations in the backward pass instead of keeping them", False)
     checkpoint_every: int = _say("with activation_checkpointing: recompute every N-th layer", 1)
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
-    engine: str = _say("what trains: DeepSpeed, or torch's own DDP or FSDP2, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
-    precision: str = _say(
-        "of ddp and fsdp2, whose weights are kept in fp32: what they compute in; fp16 is for GPUs without bf16", "bf16", choices=("bf16", "fp32", "fp16")
-    )
+    engine: str = _say("DeepSpeed, or DDP or FSDP2 of torch, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
+    precision: str = _say("what ddp and fsdp2 compute in, with weights in fp32; fp16 is for GPUs without bf16", "bf16", choices=("bf16", "fp32", "fp16"))
     tp: int = _say("tensor parallel degree", 1)
     pp: int = _say("pipeline parallel degree", 1)
-    sp: int = _say("sequence parallel degree: each rank holds 1 / sp of every row, and of the attention heads; for long rows", 1)
-    ep: int = _say("expert parallel degree: each data-parallel rank holds 1 / ep of the experts of a layer, and the tokens travel", 1)
+    sp: int = _say("sequence parallel degree, for long rows: each rank holds 1 / sp of each row and of the attention heads", 1)
+    ep: int = _say("expert parallel degree: each data-parallel rank holds 1 / ep of the experts of a layer", 1)
     pipeline_schedule: str = _say("order of the micro-batches when pp > 1", "1f1b", choices=("1f1b", "dualpipev"))
     # for a model that publishes no plans, or others: see tasks.facts.Plans
     pp_plan: dict | None = None  # module name -> "first", "split" or "last"
@@ -111,9 +109,9 @@ class Recipe:
     matrices: tuple = ()  # names of weights that Muon takes for its matrices, in place of all in the layers
 
     seq_len: int = _say("tokens of a row", 1024, group="batch")
-    micro_batch: int = _say("rows of one forward pass on one data-parallel rank", 1)
-    global_batch: int = _say("rows of one optimizer step, all ranks together", 8)
-    batch_ramp: str = _say("other global batches, from stated steps on: 501:512, 2001:1024 is 512 rows from step 501, and 1024 from step 2001", "")
+    micro_batch: int = _say("rows of one forward pass on each data-parallel rank", 1)
+    global_batch: int = _say("rows of one optimizer step, over all ranks", 8)
+    batch_ramp: str = _say("other global batches from given steps on: 501:512, 2001:1024 is 512 rows from step 501 and 1024 from step 2001", "")
 
     steps: int = _say("optimizer steps of the whole schedule", 1000, group="schedule and optimizer")
     lr: float = _say("peak learning rate", 3e-4)
@@ -124,8 +122,8 @@ class Recipe:
         "cosine",
         choices=("cosine", "linear", "constant", "wsd"),
     )
-    decay_steps: int = _say("of wsd: the last steps, in which the learning rate falls; a tenth of all is usual", 0)
-    layer_decay: float = _say("what the learning rate of a layer is multiplied with, once for each layer behind it and once for the head; 1: no", 1.0)
+    decay_steps: int = _say("wsd: the last steps, in which the learning rate falls; a tenth of all is usual", 0)
+    layer_decay: float = _say("layer-wise learning-rate decay: lr of a layer = lr * layer_decay^(1 + layers above it); 1 disables it", 1.0)
     weight_decay: float = _say("AdamW weight decay of matrices; vectors (norms, biases) are not decayed", 0.1)
     beta1: float = _say("AdamW beta1", 0.9)
     beta2: float = _say("AdamW beta2", 0.95)
@@ -139,13 +137,13 @@ class Recipe:
     keep_every: int = _say("also save and keep each step that is a multiple of this number; 0: none", 0)
     keep_best: bool = _say("also keep the checkpoint with the lowest eval_loss, of those with an evaluation at their step", False)
     deterministic: bool = _say("the same bits each time on the same GPUs, for some speed; see recipes/CHECKPOINTS.md", False)
-    save_in_background: bool = _say("go on training while a checkpoint is written; takes a copy of the states in host memory", False)
+    save_in_background: bool = _say("continue training while a checkpoint is written; needs host memory for a copy of the states", False)
     stop_at: int = _say("save and end at this step, the schedule unchanged; 0: run to the end", 0)
     export: bool = _say("write Hugging Face safetensors to OUT/hf when the run is complete", True)
     merge: bool = _say("LoRA only: export merged weights instead of the adapter", False)
     seed: int = _say("seed of the initial weights, the data order and dropout", 0, group="run")
-    out: str = _say("run folder, may hold $VAR, {job_id} and {wandb_run_id}; default runs/<recipe>, with --tiny runs/<recipe>_tiny", "")
-    resume: str = _say("auto: go on with the run in OUT; never: start anew; or a run or step folder", "auto")
+    out: str = _say("run folder, may contain $VAR, {job_id} and {wandb_run_id}; default runs/<recipe>, with --tiny runs/<recipe>_tiny", "")
+    resume: str = _say("auto: resume the run in OUT; never: start from scratch; or a run or step folder", "auto")
     wandb: bool = _say("record the run in Weights & Biases (offline when not logged in)", True, group="tracking")
     project: str = _say("Weights & Biases project", "deepspeed-recipes")
     grace: str | float = _say(

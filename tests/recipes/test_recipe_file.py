@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pool import ROOT, environment
+from pool import ROOT, environment, free_port
 from recipekit.command import one_recipe, parse, recipe_of
 from recipekit.commands.lint import lint
 from recipekit.plan import make_plan
@@ -152,3 +152,30 @@ def test_a_library_that_is_hidden_from_a_start_is_one_line(hidden: str, program:
     done = run_file(tmp_path, START + "RECIPE = Recipe(model='x')" + END, "--tiny", "--dry_run", name=program)
     told = f"  1. {hidden}: hides {hidden[:-3]}: Python searches this folder first; rename it"
     assert (done.returncode, done.stdout, done.stderr.splitlines()) == (1, "", ["refused: 1 problem", told])
+
+
+STARTERS = {
+    "deepspeed": "deepspeed --num_gpus 2 --master_port {port}",
+    "torchrun": "torchrun --nproc_per_node 2 --master_port {port}",
+    "launch": "{python} -m launch --gpus 2",
+    "launch torchrun": "{python} -m launch --spawn torchrun --gpus 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("lines", ["RECIPE = Recipe(learning_rate=1e-4)", "RECIPE = Recipe(model='x'),", "hidden"])
+def test_a_mistake_in_the_file_is_one_line_under_each_starter(starter: str, lines: str, tmp_path: Path) -> None:
+    """Started from another folder: the program `deepspeed` itself imports from the current one."""
+    told = WRONG.get(lines, "mine/datasets.py: hides datasets: Python searches this folder first; rename it")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.py").write_text(START + (lines if lines in WRONG else "RECIPE = Recipe(model='x')") + END)
+    if lines not in WRONG:
+        (tmp_path / "mine" / "datasets.py").write_text("raise RuntimeError('the wrong module')\n")
+    words = [*STARTERS[starter].format(port=free_port(), python=sys.executable).split(), "mine/mine.py", "--tiny"]
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False)
+    assert done.returncode == 1 and f"  1. {told}\n" in done.stdout, done.stdout
+    assert 'mine.py", line' not in done.stdout and "recipekit/" not in done.stdout  # torchrun itself prints a traceback of its own
+    if starter in ("deepspeed", "torchrun"):  # launch repeats the last lines of a rank that failed
+        assert done.stdout.count("refused: 1 problem") == 1

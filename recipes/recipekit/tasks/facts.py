@@ -110,7 +110,7 @@ TASKS = {
         },
     ),
     "reward": Facts(
-        about="pairs of answers, a number for each that is larger for the chosen one (Bradley-Terry)",
+        about="pairs of answers, a score that is higher for the chosen one (Bradley-Terry)",
         auto_class="AutoModelForSequenceClassification",
         inputs=("input_ids", "position_ids"),
         columns=("prompt_field", "chosen_field", "rejected_field"),
@@ -129,7 +129,7 @@ TASKS = {
         plans=Plans(pp={"score": "last"}),
     ),
     "masked_lm": Facts(
-        about="loss on hidden tokens, told by what is before and behind them",
+        about="loss on masked tokens, with attention both ways",
         auto_class="AutoModelForMaskedLM",
         inputs=("input_ids", "position_ids"),
         columns=("text_field",),
@@ -164,7 +164,7 @@ TASKS = {
         ),
     ),
     "image_classification": Facts(
-        about="pictures, loss on their class",
+        about="images, loss on their class",
         auto_class="AutoModelForImageClassification",
         inputs=("pixel_values",),
         floats=("pixel_values",),
