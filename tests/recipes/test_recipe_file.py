@@ -163,8 +163,17 @@ STARTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("starter", STARTERS)
-@pytest.mark.parametrize("lines", ["RECIPE = Recipe(learning_rate=1e-4)", "RECIPE = Recipe(model='x'),", "hidden"])
+@pytest.mark.parametrize(
+    ("starter", "lines"),
+    [
+        ("deepspeed", "RECIPE = Recipe(learning_rate=1e-4)"),
+        ("deepspeed", "hidden"),
+        ("torchrun", "RECIPE = Recipe(model='x'),"),
+        ("torchrun", "hidden"),
+        ("launch", "hidden"),
+        ("launch torchrun", "RECIPE = Recipe(learning_rate=1e-4)"),
+    ],
+)
 def test_a_mistake_in_the_file_is_one_line_under_each_starter(starter: str, lines: str, tmp_path: Path) -> None:
     """Started from another folder: the program `deepspeed` itself imports from the current one."""
     told = WRONG.get(lines, "mine/datasets.py: hides datasets: Python searches this folder first; rename it")
