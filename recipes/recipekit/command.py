@@ -34,6 +34,7 @@ class Command:
     unused: dict[str, str] = field(default_factory=dict)  # split, subset and revisions of the recipe's file, if another data set or model was typed
     tiny: bool = False
     dry_run: bool = False
+    show: str = ""  # "json": a dry run prints the resolved JSON
     device: str = ""  # a dry run says whether the states fit it
     world: int = 1
     rank: int = 0
@@ -101,6 +102,13 @@ def _nearest_file(missing: Path) -> str:
     return f"did you mean {meant}?"
 
 
+OF_DRY_RUNS = {  # flag -> why a real run has none
+    "device": "a real run has the devices that it sees",
+    "show": "a real run writes the resolved JSON into its run folder",
+    "world": "a real run has the ranks its launcher starts",
+}
+
+
 def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     """Reads the command line into a `Command`; has no side effect. Raises `Refusal` (exit code 2) with every mistake.
 
@@ -119,11 +127,9 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if "device" in given and not given["device"].strip():
         parser.wrong("--device ''", "must not be empty or blank", "for example --device H200; check the variables of your shell")
-    if "device" in given and not given["dry_run"]:
-        parser.wrong("--device", "goes with --dry_run only", "a real run has the devices that it sees")
+    for name in given.keys() & OF_DRY_RUNS if not given["dry_run"] else ():
+        parser.wrong(f"--{name}", "goes with --dry_run only", OF_DRY_RUNS[name])
     if "world" in given:
-        if not given["dry_run"]:
-            parser.wrong("--world", "goes with --dry_run only", "a real run has the ranks its launcher starts")
         world = given["world"]
         if world < 1:
             parser.wrong(f"--world {world}", "a job has at least 1 rank", "write --world 1 or more")
@@ -141,6 +147,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         unused=unused,
         tiny=given["tiny"],
         dry_run=given["dry_run"],
+        show=given.get("show", ""),
         device=given.get("device", ""),
         world=world,
         rank=int(os.environ.get("RANK") or 0),
@@ -155,7 +162,8 @@ def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
     trial = parser.group("try it")
     trial.add_argument("--help", "-h", metavar="[all]", help="show the flags used most, or all flags by subject")
     trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; built-in text; no network")
-    trial.add_argument("--dry_run", action="store_true", help="print layout, batch, JSON and memory, then exit")
+    trial.add_argument("--dry_run", action="store_true", help="check every input, print layout, batch and memory, then exit")
+    parser.flag("try it", "show", str, "with --dry_run: print the resolved JSON", "", ("json",))
     parser.flag("try it", "world", int, "with --dry_run: number of ranks to plan for", 1)
     parser.flag("try it", "device", str, "with --dry_run: does it fit this device? H200, A100-40GB, ...; default: the one here", "")
     group = ""

@@ -6,13 +6,18 @@ import logging
 import os
 import re
 import socket
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from .paths import local_path
 from .refusal import Problem, Refusal, refuse
+
+T = TypeVar("T")
 
 HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # attempts to connect, a second apart, and seconds for each, before the hub counts as away
 
@@ -26,8 +31,11 @@ def check_pointer(file: Path, begin: bytes) -> None:
 
 
 @functools.cache
-def hub_is_away() -> bool:
-    """Tries to connect to the hub; True if that fails. The hub's own client needs a minute of retries for each file to find out (huggingface_hub 2.4)."""
+def hub_is_away(attempts: int = 0, patience: float = 0) -> bool:
+    """Try to connect to the hub; return True if that fails. The defaults are `HUB_ATTEMPTS` and `HUB_PATIENCE` seconds.
+
+    The hub's own client needs a minute of retries for each file to find out (huggingface_hub 2.4).
+    """
     from urllib.request import getproxies  # heavy, and a plan needs neither
 
     from huggingface_hub import constants
@@ -35,10 +43,10 @@ def hub_is_away() -> bool:
     hub = urlsplit(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():  # offline there is no hub; with a proxy only the proxy can say
         return constants.HF_HUB_OFFLINE
-    for attempt in range(HUB_ATTEMPTS):
+    for attempt in range(attempts or HUB_ATTEMPTS):
         time.sleep(min(attempt, 1))
         with contextlib.suppress(OSError):
-            socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_PATIENCE).close()
+            socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), patience or HUB_PATIENCE).close()
             return False
     return True
 
@@ -82,6 +90,55 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
         fix = f"go online (and leave HF_HUB_OFFLINE unset), or give a local folder; if {page} asks for it, `hf auth login`"
         return refuse(where, "is not in the local cache, and the hub cannot be reached", fix)
     return refuse(where, text, f"see {page}")
+
+
+def ask_for_model(name: str, revision: str, fetch: Callable[[bool], T], is_away: Callable[[], bool] = hub_is_away) -> T:
+    """Return `fetch(local_files_only)`, which reads files of a model from the hub or its cache.
+
+    Raises `Refusal` if the hub does not give them. A start and a dry run refuse with these words.
+    """
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    where, page = f"model = {name}", f"https://huggingface.co/{name}"
+    away = is_away()
+    try:
+        return fetch(away)
+    except GatedRepoError:
+        raise refuse(where, f"is gated: its licence has to be accepted at {page}", "then log in with: hf auth login") from None
+    except RevisionNotFoundError:
+        raise refuse(f"--model_revision {revision}", f"{page} has no such branch, tag or commit", f"see {page}/commits/main") from None
+    except RepositoryNotFoundError:
+        rule = f"there is no such folder, and {page} does not exist or is private"
+        raise refuse(where, rule, "check the path or the name, or log in with: hf auth login") from None
+    except HFValidationError:
+        raise refuse(where, "there is no such folder, and it is not a hub id (ORG/NAME)", "check the path") from None
+    except (LocalEntryNotFoundError, OSError) as error:
+        why = "the hub cannot be reached" if away else f"the hub did not send it ({type(error).__name__})"
+        at = f" at {revision}" if revision else ""
+        rule = f"there is no such folder, it is not in the cache {cache_folder()}{at}, and {why}"
+        raise refuse(where, rule, f"check the path, or {not_cached(name, revision)}") from None
+
+
+def published_config(name: str, revision: str) -> bytes | None:
+    """Download the config.json of a model, and nothing else; None if it has none. The cache does not change.
+
+    Raises `Refusal` as `ask_for_model` does.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    def fetch(away: bool) -> bytes | None:
+        if away:
+            raise LocalEntryNotFoundError("config.json")
+        with tempfile.TemporaryDirectory(prefix="config_") as folder:
+            try:
+                return Path(hf_hub_download(name, "config.json", revision=revision or None, local_dir=folder)).read_bytes()
+            except LocalEntryNotFoundError:
+                raise
+            except EntryNotFoundError:
+                return None
+
+    return ask_for_model(name, revision, fetch, partial(hub_is_away, 1, 2.0))
 
 
 def is_hub_id(name: str) -> bool:

@@ -4,16 +4,19 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .accelerate import check_accelerate, check_launcher
 from .architectures import lookup
+from .architectures.headers import check_headers
 from .architectures.positions import beyond_positions
 from .architectures.safetensors_files import open_folder
 from .architectures.shrink import BYTE_VOCAB, ROBERTAS, shrink
+from .architectures.small_files import check_generation_file
 from .command import Command
 from .data.files import folder_classes, local_files, say_files
 from .data.first_row import check_first_row
@@ -21,14 +24,14 @@ from .data.folders import targets
 from .data.mixture import Domain, domains_of
 from .data.request import request_of
 from .data.revisions import check_offline, check_revisions, say_unused
-from .hub import check_variables
+from .hub import check_variables, is_offline
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
 from .paths import check_cache, is_there, say_trial
 from .phases import scaled
 from .recipe import AXES, Recipe, check_kinds, check_recipe, check_values
 from .refusal import Problem, Refusal
-from .run_folder import check_out, find_resume, pins
+from .run_folder import check_out, check_writable, find_resume, pins
 from .strategy import baseline, check, divisions, json_file, outputs, resolve, shapes, swap
 from .strategy.numbers import degrees, enabled, literals
 from .tasks.facts import TASKS, Facts, own_fields
@@ -84,12 +87,12 @@ def make_plan(command: Command) -> Plan:
     recipe, notes = command.recipe.shortened(command.typed)
     notes += say_unused(command.recipe.dataset, command.unused) + say_trial(command.out)
     asked = {"model": recipe.model, "dataset": recipe.dataset, **command.revisions}
-    recipe = dataclasses.replace(recipe, **pins(recipe.resume, command.out, asked))
+    before = "never" if command.dry_run and recipe.resume == "auto" else recipe.resume  # a question is not answered by an older run
+    recipe = dataclasses.replace(recipe, **pins(before, command.out, asked))
     problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
     recipe = recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)  # that it is none has been told
-    problems += _check_read(recipe, command.typed)
     problems += check_environment(os.environ) if recipe.deterministic else []
-    problems += baseline.check_engine(recipe, command.typed)
+    problems += _check_read(recipe, command.typed) + baseline.check_engine(recipe, command.typed)
     config, path = dict[str, Any](), None
     if recipe.engine == "deepspeed" or "engine" in command.typed:
         with collecting(problems):
@@ -102,7 +105,8 @@ def make_plan(command: Command) -> Plan:
         config, path = baseline.own_config(of_json), None
     recipe, written = _merge_json(recipe, config, command.typed, notes)
     bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
-    model_config = _config_of_model((recipe.model, recipe.model_revision), recipe.task, command.tiny, bytes_only, notes, problems)
+    trial = command.tiny, command.dry_run and not is_offline(os.environ)
+    model_config = _config_of_model((recipe.model, recipe.model_revision), recipe.task, trial, bytes_only, notes, problems)
     if model_config is not None and (not command.tiny or recipe.facts.labels or "num_labels" in command.typed):
         model_config = lookup.with_labels(model_config, recipe.labels, folder_classes(recipe.dataset, recipe.split, recipe.subset))
     limits = shapes.limiting(model_config, recipe.facts.rows)
@@ -113,16 +117,17 @@ def make_plan(command: Command) -> Plan:
     if model_config and "seq_len" in recipe.facts.reads:
         problems += _check_positions(recipe.seq_len, model_config, recipe.facts.masked)
         notes += beyond_positions(model_config, recipe.seq_len)
-    problems += _check_inputs(recipe, model_config is not None, notes)
-    if not command.dry_run:
-        problems += check_offline(recipe.model, recipe.model_revision, recipe.init, model_config is not None or command.tiny)
+    problems += _check_inputs(recipe, model_config, command.tiny, notes)
+    needs_weights = recipe.init == "pretrained" and not command.dry_run
+    problems += check_offline(recipe.model, recipe.model_revision, needs_weights or not (model_config or command.tiny))
     problems += check_revisions(recipe.model, recipe.model_revision, recipe.dataset, recipe.dataset_revision, recipe.split, recipe.subset)
-    resume_from = None
     with collecting(problems):
-        read = _read_paths(recipe.dataset, model=recipe.model, tokenizer=recipe.tokenizer)
-        problems += check_out(command.out, "out" in command.typed and not recipe.out.strip(), read)
-    with collecting(problems):
+        problems += _check_run_folder(command, recipe.dataset, model=recipe.model, tokenizer=recipe.tokenizer)
+    resume_from, older = None, list[Problem]()
+    with collecting(older if before != recipe.resume else problems):
         resume_from = find_resume(dataclasses.replace(recipe, **command.revisions), command.out, model_config, command.tiny, command.typed, command.unused)
+    if older:
+        notes.append(f"a start will be refused while {command.out} holds this run: {older[0]}")
     if config or not problems:
         problems += outputs.check_outputs(config) + swap.check_swap(config, command.out)
         problems += _check_strategy(config, command, limits, lay_out)
@@ -179,12 +184,20 @@ def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], n
 SHIP = "put the file in recipes/recipekit/architectures/ORG--NAME.json"
 
 
-def _config_of_model(named: tuple[str, str], task: str, tiny: bool, bytes_only: bool, notes: list[str], problems: list[Problem]) -> dict[str, Any] | None:
-    """Return the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is not on this machine."""
+def _config_of_model(
+    named: tuple[str, str], task: str, trial: tuple[bool, bool], bytes_only: bool, notes: list[str], problems: list[Problem]
+) -> dict[str, Any] | None:
+    """Return the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is not on this machine.
+
+    `trial`: (the run is tiny, a dry run may ask the hub for a config.json that is not on this machine).
+    """
     model, revision = named
+    tiny, asks = trial
     model_config, facts = None, TASKS[task]
     try:
         model_config = lookup.model_config(model, task, revision)
+        if model_config is None and asks and not tiny:
+            model_config = lookup.config_on_hub(model, task, revision)
     except Refusal as refusal:
         problems += refusal.problems
         return None
@@ -231,7 +244,7 @@ def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -
     return [Problem(f"seq_len = {seq_len}", f"a {kind} has positions for {limit} tokens ({key} in its config.json)", f"use --seq_len {limit} or less")]
 
 
-def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[Problem]:
+def _check_inputs(recipe: Recipe, model_config: dict[str, Any] | None, tiny: bool, notes: list[str]) -> list[Problem]:
     """Looks at local data, the model's files and the tokenizer: at the first row, at headers and names. The hub is not asked.
 
     Adds to `notes` which files are read and which are left out.
@@ -251,15 +264,27 @@ def _check_inputs(recipe: Recipe, model_known: bool, notes: list[str]) -> list[P
                 check_first_row(files, domain.dataset, request)
                 notes += say_files(domain.dataset, *which)
     with collecting(problems):
-        if model_known and recipe.init == "pretrained" and Path(recipe.model).is_dir():
-            open_folder(Path(recipe.model))
+        if model_config is not None and recipe.init == "pretrained" and Path(recipe.model).is_dir():
+            entries = open_folder(Path(recipe.model))
+            if not tiny:
+                check_headers(model_config, entries, recipe.model)
+    with collecting(problems):
+        if model_config is not None and Path(recipe.model).is_dir():
+            check_generation_file(Path(recipe.model))
     with collecting(problems):
         if "token_cache" in recipe.facts.reads and recipe.token_cache not in ("auto", "off"):
             check_cache(f"--token_cache {recipe.token_cache}", recipe.token_cache)
     with collecting(problems):
-        if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_known):  # else the model is told of already, or is not here
+        if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_config is not None):  # else the model is told of already, or is not here
             lookup.local_tokenizer(recipe.model, recipe.tokenizer)
     return problems
+
+
+def _check_run_folder(command: Command, dataset: Any, **folders: str) -> list[Problem]:
+    """Refuse a run folder that would mix with what is read or that, in a dry run, a start could not make."""
+    is_blank = "out" in command.typed and not command.recipe.out.strip()
+    problems = check_out(command.out, is_blank, _read_paths(dataset, **folders))
+    return problems or (check_writable(command.out) if command.dry_run else [])
 
 
 def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
@@ -345,53 +370,3 @@ def _tiny(recipe: Recipe, fixed: frozenset[str]) -> Recipe:
     }
     unread = {name for name, tasks in own_fields().items() if recipe.task not in tasks}
     return dataclasses.replace(recipe, **{name: value for name, value in small.items() if name not in fixed | unread})
-
-
-# Variable that `accelerate launch` sets (1.15, utils/launch.py) -> (its flag, the values that change nothing, what to do instead)
-ACCELERATE = {
-    "ACCELERATE_MIXED_PRECISION": (
-        "mixed_precision",
-        ("no", "bf16"),
-        "the JSON sets the precision (bf16 in ds_configs/): give another with --deepspeed_config",
-    ),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", ("1", "auto"), "it follows from --global_batch and --micro_batch"),
-    "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto",), "write --gradient_clipping after the recipe's file"),
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", (), "the JSON sets the stage: --deepspeed_config zero2.json or zero3.json"),
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed_config_file", (), "write --deepspeed_config FILE after the recipe's file"),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer_device", ("none",), "write --deepspeed_config zero2_cpu.json or zero3_nvme.json"),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", ("none",), "write --deepspeed_config zero3_cpu.json or zero3_nvme.json"),
-    "ACCELERATE_USE_FSDP": (
-        "use_fsdp",
-        ("false",),
-        "write --engine fsdp2 after the recipe's file, or --deepspeed_config zero3.json, which divides a model alike",
-    ),
-    "ACCELERATE_USE_MEGATRON_LM": ("use_megatron_lm", ("false",), "write --tp and --pp after the recipe's file"),
-    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "a recipe compiles nothing"),
-}
-
-
-def check_accelerate(variables: Mapping[str, str]) -> list[Problem]:
-    """Refuses flags of `accelerate launch` that only a script with an Accelerator reads. --use_deepspeed alone changes nothing."""
-    rule = "is read by a script with an Accelerator, and not by a recipe, which starts DeepSpeed itself"
-    return [
-        Problem(f"accelerate launch --{flag}{f' {value}' if value != 'true' else ''}", rule, f"leave it out; {fix}")
-        for name, (flag, idle, fix) in ACCELERATE.items()
-        if (value := variables.get(name, "")) and value.lower() not in idle
-    ]
-
-
-def check_launcher(variables: Mapping[str, str]) -> list[Problem]:
-    """Refuses the one process, without RANK, that `accelerate launch --num_processes 2` starts where it sees fewer than two GPUs.
-
-    accelerate 1.15 (simple_launcher) sets MASTER_PORT for that process, and does not have it itself.
-    """
-    if "RANK" in variables or not {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= variables.keys():
-        return []
-    try:
-        above = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
-    if any(entry.startswith(b"MASTER_PORT=") for entry in above):
-        return []
-    fix = "write accelerate launch --multi_gpu --num_processes N (on a CPU, too), or deepspeed --num_gpus N"
-    return [Problem("accelerate launch", "has started 1 of several processes, as it does where it sees fewer than two GPUs", fix)]

@@ -19,7 +19,7 @@ from .planner.devices import device_called
 from .ranks import take_rank
 from .recipe import Recipe
 from .refusal import START_AGAIN, Problem, Refusal, exit_refused, refuse
-from .run_folder import CHECKPOINTS
+from .run_folder import CHECKPOINTS, unwritable
 from .runtime import environment
 from .utf8 import use_utf8
 from .whole_file import FAILING
@@ -45,8 +45,11 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
         plan = _plan(command)
         if command.dry_run:
             from .planner.show import show
+            from .runtime.inputs import check_inputs
 
-            show(plan)
+            lines = list[str]()
+            check_inputs(plan, lines.append)
+            show(replace(plan, notes=(*plan.notes, *lines)))
             return
         _report(plan.out)
         held = _lock(plan.out) if command.rank == 0 else None
@@ -122,9 +125,8 @@ def _lock(out: Path) -> IO[str]:
         if out.exists():
             tempfile.TemporaryFile(dir=out).close()  # fails where the run would: no folder, no permission, a read-only disk
     except OSError as error:
-        problem = Problem(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out")
         again = error.errno in FAILING and (out / CHECKPOINTS).is_dir()
-        raise Refusal([problem], START_AGAIN if again else 1) from None
+        raise Refusal([unwritable(out, error)], START_AGAIN if again else 1) from None
     try:
         lock(file, f"out = {out}", "choose a folder on another disk with --out")
     except BlockingIOError:

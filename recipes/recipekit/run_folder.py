@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shlex
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,21 @@ def check_out(out: Path, is_blank: bool, read: list[tuple[str, Path]]) -> list[P
         if relation := "is" if out == path else "contains" if out in path.parents else "is inside" if inside else "":
             problems.append(Problem(where, f"{relation} {what}", fix))
     return problems
+
+
+def check_writable(out: Path) -> list[Problem]:
+    """Refuse a run folder that the start could not write; leaves no file behind."""
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if os.path.exists(folder))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return [unwritable(out, error)]
+    return []
+
+
+def unwritable(out: Path, error: OSError) -> Problem:
+    """Return the problem of a run folder that cannot be written."""
+    return Problem(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out")
 
 
 def find_resume(

@@ -189,7 +189,7 @@ def test_a_plan_says_what_is_not_in_the_cache(cache: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_cache(cache, "models/org/tiny", config(vocab_size=300), ONE, "v1")
     recipe = Recipe(model="org/tiny", out=str(tmp_path / "run"))
-    with pytest.raises(Refusal, match=f"model = org/tiny: is not in the cache {cache}, and HF_HUB_OFFLINE forbids"):
+    with pytest.raises(Refusal, match=f"model = org/tiny: there is no such folder, it is not in the cache {cache}, and HF_HUB_OFFLINE forbids"):
         make_plan(Command(recipe, "own", tmp_path, frozenset()))
     with pytest.raises(Refusal, match=f"is not in the cache {cache} at v2, .*hf download org/tiny --revision v2"):
         make_plan(Command(dataclasses.replace(recipe, model_revision="v2"), "own", tmp_path, frozenset()))

@@ -83,6 +83,7 @@ WORDS = {
     "engine",
     "packages",
     "starters",
+    "accelerate",
     "ranks",
     "utf8",
     "paths",

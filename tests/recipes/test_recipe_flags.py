@@ -455,7 +455,7 @@ STAGE = "accelerate launch --zero_stage 3: is read by a script with an Accelerat
 def test_flags_of_accelerate_that_no_recipe_reads_are_refused(tmp_path: Path, flags: list[str], said: list[str]) -> None:
     """They were ignored without a word: accelerate writes them into the environment for an Accelerator."""
     (tmp_path / "mine.py").write_text(
-        "from recipekit.plan import check_accelerate\nimport os\nfor problem in check_accelerate(os.environ):\n    print(problem)\n"
+        "from recipekit.accelerate import check_accelerate\nimport os\nfor problem in check_accelerate(os.environ):\n    print(problem)\n"
     )
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", str(free_port()), *flags, "mine.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment() | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=300, check=False)
@@ -475,7 +475,7 @@ def test_flags_of_accelerate_that_no_recipe_reads_are_refused(tmp_path: Path, fl
 def test_accelerate_starts_as_many_ranks_as_it_was_asked_for(tmp_path: Path, flags: list[str], ranks: int) -> None:
     """Without several GPUs it silently started one of several."""
     (tmp_path / "mine.py").write_text(
-        "from recipekit.plan import check_launcher\nimport os, sys\nfor problem in check_launcher(os.environ):\n    sys.exit(str(problem))\n"
+        "from recipekit.accelerate import check_launcher\nimport os, sys\nfor problem in check_launcher(os.environ):\n    sys.exit(str(problem))\n"
         "open(f\"rank{os.environ.get('RANK', '0')}\", 'w').close()\n"
     )
     place = environment() | {"HF_HOME": str(tmp_path)} | ({"MASTER_PORT": str(free_port())} if ranks == 1 else {})

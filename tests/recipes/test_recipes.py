@@ -176,7 +176,7 @@ def test_a_recipe_is_accepted_on_the_ranks_of_its_command(name):
 @every_recipe
 def test_dry_run(name, capsys):
     """At full size; tiny ones are in test_worlds.py."""
-    planned = plan(name, *full_size(name))
+    planned = plan(name, *full_size(name), "--show", "json")
     show(planned)
     printed = capsys.readouterr().out
     assert f"ranks: {planned.mesh}" in printed and "iB always" in printed and '"auto"' not in printed

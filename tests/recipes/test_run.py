@@ -186,7 +186,8 @@ def test_torchrun_stops_on_sigterm_with_a_checkpoint(launch: Callable[..., Job],
 
 
 def test_dry_run_prints_layout_batch_json_and_memory(launch: Callable[..., Job], tmp_path: Path) -> None:
-    job = launch(sys.executable, NANO, "--dry_run", "--world", 8, "--tp", 2, "--global_batch", 64, "--deepspeed_config", "zero3.json")
+    words = ("--dry_run", "--world", 8, "--tp", 2, "--global_batch", 64, "--deepspeed_config", "zero3.json", "--show", "json")
+    job = launch(sys.executable, NANO, *words)
     assert job.wait(60) == 0, job.output
     assert "layout   8 ranks: dp4_tp2" in job.output
     assert "64 rows x 256 tokens = 16,384 tokens a step = 4 data-parallel x 4 micro_batch x 4 accumulation" in job.output

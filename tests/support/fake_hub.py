@@ -99,7 +99,10 @@ def serve() -> Iterator[Hub]:
                 self._json({"id": name, "sha": commit, "siblings": files, "private": False, "gated": False, "tags": [], "downloads": 0})
 
         def _give(self, repository: str, revision: str, name: str) -> None:
-            commit = hub.find(repository, revision) if repository in hub.refs else None
+            if repository not in hub.refs:
+                self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})
+                return
+            commit = hub.find(repository, revision)
             if commit is None or name not in hub.commits[commit]:
                 self._answer(404, b"", {"X-Error-Code": "EntryNotFound", **({"X-Repo-Commit": commit} if commit else {})})
                 return

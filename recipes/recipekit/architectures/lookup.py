@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..hub import is_hub_id, snapshot_of
+from ..hub import is_hub_id, published_config, snapshot_of
 from ..refusal import Problem, Refusal, refuse
 from ..tasks.facts import TASKS, task_of
 from .small_files import check_tokenizer_files
@@ -58,6 +58,7 @@ READS_AHEAD = {
     "xlnet": "",
 }
 CAUSAL = TASKS["pretrain"].auto_class
+NO_CONFIG = "the folder holds no config.json", "give the folder that save_pretrained wrote"
 OTHERS = "use a causal language model of recipes/SUPPORT.md"
 
 
@@ -67,17 +68,31 @@ def read_config(path: Path, model: str, task: str = "pretrain") -> dict[str, Any
     Raises `Refusal` if the file cannot be read, or if the task cannot train the model.
     """
     try:
-        config = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError:
         raise _no_config(path.parent, model) from None
     except OSError as error:
         raise refuse(str(path), f"cannot be read: {error.strerror}", "make it readable for this user") from None
+    return parse_config(content, str(path), model, task)
+
+
+def config_on_hub(model: str, task: str, revision: str) -> dict[str, Any]:
+    """Download a config.json that is not on this machine. Raises `Refusal` as `read_config` does, or if the hub does not have it."""
+    if (content := published_config(model, revision)) is None:
+        raise refuse(f"model = {model}", *NO_CONFIG)
+    return parse_config(content, f"{model}/config.json", model, task)
+
+
+def parse_config(content: bytes, path: str, model: str, task: str) -> dict[str, Any]:
+    """Return the content of a config.json; `path` is its name in messages. Raises `Refusal` as `read_config` does."""
+    try:
+        config = json.loads(content)
     except ValueError as error:  # of JSON, or of UTF-8
-        raise refuse(str(path), f"is not JSON: {error}", "download the model again") from None
+        raise refuse(path, f"is not JSON: {error}", "download the model again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise refuse(str(path), "names no model_type", "give the config.json of a transformers model")
+        raise refuse(path, "names no model_type", "give the config.json of a transformers model")
     if not isinstance(config.get("architectures") or [], list):
-        raise refuse(str(path), "its architectures must be a list of class names", 'write it as in "architectures": ["LlamaForCausalLM"], or delete the line')
+        raise refuse(path, "its architectures must be a list of class names", 'write it as in "architectures": ["LlamaForCausalLM"], or delete the line')
     if problems := _untrainable(config, task or fitting_task(config), f"model = {model}"):
         raise Refusal(problems)
     return config
@@ -107,7 +122,7 @@ def _no_config(folder: Path, model: str) -> Refusal:
         return refuse(f"model = {model}", rule, "use the safetensors files of the model that it was made from")
     if (folder / "adapter_config.json").exists():
         return refuse(f"model = {model}", "the folder holds an adapter, and no config.json", "give the base model, or merge the adapter into it and save that")
-    return refuse(f"model = {model}", "the folder holds no config.json", "give the folder that save_pretrained wrote")
+    return refuse(f"model = {model}", *NO_CONFIG)
 
 
 def _untrainable(config: dict[str, Any], task: str, where: str) -> list[Problem]:

@@ -77,6 +77,12 @@ def read_json(path: Path) -> dict[str, Any]:
         raise refuse(str(path), f"cannot be read: {error.strerror}", "make it readable for this user") from None
 
 
+def check_generation_file(folder: Path) -> None:
+    """Raise `Refusal` for a generation config that an export could not read."""
+    if (folder / GENERATION).is_file():
+        read_json(folder / GENERATION)
+
+
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object in a file's content. Raises `Refusal`, with `where` as the file's name."""
     if not content.strip():

@@ -55,6 +55,11 @@ def load_tokenizer(model: str, tokenizer: str = "", masked: bool = False, revisi
         raise refuse(f"{flag} {name}", f"its tokenizer's files cannot be read: {type(error).__name__}: {text}", "download them again") from error
 
 
+def has_local_tokenizer(model: str, tokenizer: str) -> bool:
+    """Return True if a tokenizer needs no file of the hub. Raises `Refusal` for a folder without tokenizer files."""
+    return tokenizer == "bytes" or local_tokenizer(model, tokenizer) is not None
+
+
 def fitting_tokenizer(request: Request, model_config: dict[str, Any]) -> Any:
     """Load the tokenizer of a run. It may have more tokens than the model has embeddings, if the data do not use them.
 

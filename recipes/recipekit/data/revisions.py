@@ -48,11 +48,11 @@ def say_unused(dataset: str, unused: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def check_offline(model: str, revision: str, init: str, config_known: bool) -> list[Problem]:
-    """Refuse a model that must be downloaded although the user forbids it."""
-    needed = init == "pretrained" or not config_known
-    if not is_offline(os.environ) or not needed or not model or is_local(model, revision):
+def check_offline(model: str, revision: str, needed: bool) -> list[Problem]:
+    """Refuse a model whose files are `needed`, if they are not here and the user forbids to download them."""
+    no_name = not is_hub_id(model) or Path(model).exists()  # refused where its config.json is read
+    if not is_offline(os.environ) or not needed or not model or no_name or is_local(model, revision):
         return []
     at = f" at {revision}" if revision else ""
-    rule = f"is not in the cache {cache_folder()}{at}, and HF_HUB_OFFLINE forbids to download it"
-    return [Problem(f"model = {model}", rule, not_cached(model, revision))]
+    rule = f"there is no such folder, it is not in the cache {cache_folder()}{at}, and HF_HUB_OFFLINE forbids to download it"
+    return [Problem(f"model = {model}", rule, f"check the path, or {not_cached(model, revision)}")]

@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from ..architectures.headers import NEXT_TOKEN_LAYERS, more_layers
 from ..parallel.blueprint import Stored
 from ..refusal import Refusal, refuse
 
 # Buffers that older versions of transformers saved, and that every model now computes.
 COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn)\.masked_bias)$")
 CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")  # of shape (1, 1, positions, positions)
-NEXT_TOKEN_LAYERS = re.compile(r"num_nextn_predict_layers|(num_)?mtp_(num_)?(hidden_)?layers")  # keys of config.json
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "module")
 DEEPEST = 6  # the most parts of a prefix that is looked for
 
@@ -128,11 +128,7 @@ def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
     place, held = next(iter(beyond.items()))
     count = lengths[place]
     keys = [key for key, value in stated if value == count and "layer" in key]
-    known = f'write "{keys[0]}": {held} into its config.json' if keys else "give the config.json of these files"
-    numbers = f"{count} to {held - 1}" if held - count > 1 else f"{count}"
-    rule = f"its files hold {held} layers in {place}, and its config.json makes {count}"
-    fix = f"{known}; to train the shorter model, delete {place}.{numbers} from the files"
-    raise refuse(f"model = {model.config._name_or_path}", rule, fix)
+    raise more_layers(model.config._name_or_path, place, held, count, keys[0] if keys else "")
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..architectures import safetensors_files
+from ..architectures.headers import other_shape
 from ..architectures.lookup import read_config, with_labels
 from ..architectures.small_files import SUFFIXES
-from ..hub import cache_folder, hub_is_away, not_cached
+from ..hub import ask_for_model
 from ..parallel import tensor
 from ..parallel.blueprint import Stored
 from ..parallel.tensor import Cut
@@ -173,8 +174,8 @@ def open_weights(name: str, model: PreTrainedModel, new_head: bool = False, revi
         rule = f"its files lack {len(missing)} of {len(wanted)} parameters, first {missing[0]}"
         raise refuse(f"model = {name}", rule, f"give the files that match this config.json and transformers version{labels}")
     if wrong := [key for key in wrong if key not in weights.drawn]:
-        rule = f"{wrong[0]} is {weights.shape_of(found[wrong[0]])} in its files and {list(persistent[wrong[0]].shape)} by its config.json"
-        raise refuse(f"model = {name}", rule, f"give files and config of one model{labels}")
+        held, due = weights.shape_of(found[wrong[0]]), list(persistent[wrong[0]].shape)
+        raise other_shape(name, wrong[0], held, due, labels)
     if unused := unused_keys(model, keys, found, weights.drawn, lambda key: weights.shape_of(Stored(((key,),)))):
         listed = ", ".join(unused[:NAMED]) + (", ..." if len(unused) > NAMED else "")
         count = f"{len(unused)} tensors of its files are" if len(unused) > 1 else "1 tensor of its files is"
@@ -195,23 +196,9 @@ def weights_folder(name: str, revision: str = "") -> Path:
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    page = f"https://huggingface.co/{name}"
-    try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=DOWNLOADED, local_files_only=hub_is_away()))
-    except GatedRepoError:
-        raise refuse(f"model = {name}", f"is gated: its licence has to be accepted at {page}", "then log in with: hf auth login") from None
-    except RevisionNotFoundError:
-        raise refuse(f"--model_revision {revision}", f"{page} has no such branch, tag or commit", f"see {page}/commits/main") from None
-    except RepositoryNotFoundError:
-        raise refuse(f"model = {name}", f"{page} does not exist or is private", "check the name, or log in with: hf auth login") from None
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise refuse(
-            f"model = {name}",
-            f"cannot be downloaded ({type(error).__name__}) and is not in the cache {cache_folder()}",
-            not_cached(name, revision),
-        ) from None
+    fetch = lambda away: snapshot_download(name, revision=revision or None, allow_patterns=DOWNLOADED, local_files_only=away)  # noqa: E731
+    return Path(ask_for_model(name, revision, fetch))
 
 
 def fetch_config(name: str, task: str = "pretrain", num_labels: int = 0, classes: list[str] | None = None, revision: str = "") -> dict[str, Any]:

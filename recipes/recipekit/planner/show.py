@@ -39,27 +39,29 @@ WHEN = {LOSS: "while the loss is computed", BACKWARD: "while gradients arrive", 
 def show(plan: Plan) -> None:
     """Prints the plan; needs no accelerator, no process group and no weights."""
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
-    unknown, other, of_files, drawn, terms = "", "", list[str](), None, []
-    if plan.model_config is not None:  # first, so that a refusal stands alone
-        made = empty_of(plan)
-        of_files = notes_on_files(plan, made[0])
-        other = attention_of(plan)[1]
-        unknown = task_called(recipe.task).check(plan.model_config, recipe.attention, recipe.model)
-        drawn = drawn_up(plan, made)
-        terms = fullest(plan, *drawn)
+    shows_json = plan.command.show == "json"
+    assert plan.model_config is not None, "the plan of a dry run refuses a model without config.json"
+
+    # All checks come before the first line, so that a refusal is printed alone.
+    made = empty_of(plan)
+    of_files = notes_on_files(plan, made[0])
+    other = attention_of(plan)[1]
+    unknown = task_called(recipe.task).check(plan.model_config, recipe.attention, recipe.model)
+    drawn = drawn_up(plan, made)
+    terms = fullest(plan, *drawn)
     for note in (*plan.notes, *filter(None, [*of_files, other, unknown])):
         print(note)
     print(f"layout   {mesh.world} rank{'s' if mesh.world > 1 else ''}: {mesh}")
     for line in steps_of(plan):
         print(line)
     if recipe.engine != "deepspeed":
-        print(f"engine   {recipe.engine}, {recipe.precision}; it reads no JSON, and this is the same in DeepSpeed's words, without the precision:")
+        print(f"engine   {recipe.engine}, {recipe.precision}; it reads no JSON")
     else:
-        print(f"JSON     {plan.ds_path or 'from the recipe'}, resolved:")
-    print(json.dumps(plan.ds_config, indent=2))
-    if drawn is None:
-        print(f"memory   not known: {recipe.model} is neither shipped in recipes/recipekit/architectures/ nor on this machine")
-        return
+        print(f"JSON     {plan.ds_path or 'from the recipe'}{'' if shows_json else '; --show json prints it as resolved'}")
+    if shows_json:
+        if recipe.engine != "deepspeed":
+            print("JSON     the same settings in DeepSpeed's words, without the precision:")
+        print(json.dumps(plan.ds_config, indent=2))
     blueprint, layout, _ = drawn
     if mesh.pp > 1:
         print(f"stages   {describe(blueprint, layout.bounds)}")

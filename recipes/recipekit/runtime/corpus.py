@@ -45,18 +45,30 @@ def first_day(resume_from: Path | None) -> str:
 
 def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
     """Opens the data once, before anything large is made (a collective). Raises `Refusal`, on all ranks, with what any of them cannot open."""
-    refusal, tokenizer = None, getattr(processor, "tokenizer", processor)
-    if task.facts.of_tokens and (fewer := num_embeddings(tokenizer)) < len(tokenizer):
-        say(f"tokenizer: it has {len(tokenizer)} tokens, the model has embeddings for {fewer}; data with one of the others are refused")
+    refusal = None
+    if task.facts.of_tokens:
+        check_tokens(processor, say)
     try:
-        if task.samples:
-            open_rows(request_of(recipe), task.samples, processor, say)
-        else:
-            open_corpus(request_of(recipe), processor, say)
+        open_all(request_of(recipe), task, processor, say)
     except Refusal as error:
         refusal = error
     if problems := shared_problems(refusal):
         raise Refusal(problems)
+
+
+def check_tokens(processor: Any, say: Say) -> None:
+    """Report a tokenizer with more tokens than the model has embeddings."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if (fewer := num_embeddings(tokenizer)) < len(tokenizer):
+        say(f"tokenizer: it has {len(tokenizer)} tokens, the model has embeddings for {fewer}; data with one of the others are refused")
+
+
+def open_all(request: Request, task: Task, processor: Any, say: Say) -> None:
+    """Open each corpus once. Raises `Refusal` if one cannot be opened or does not fit the tokenizer."""
+    if task.samples:
+        open_rows(request, task.samples, processor, say)
+    else:
+        open_corpus(request, processor, say)
 
 
 def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]) -> dict[str, Any]:

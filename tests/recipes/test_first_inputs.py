@@ -1,0 +1,103 @@
+"""A dry run and a start agree on sixty inputs: the same verdict, and the same message."""
+
+import contextlib
+import io
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from first_inputs import FOX, INPUTS, NUMBERS, TEXTS, lines
+from recipekit.command import parse
+from recipekit.plan import make_plan
+from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+
+RECIPE = Recipe(model="./base", dataset="docs.jsonl", ds_config="zero1.json")
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<e>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small Llama with a tokenizer of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("first") / "base"
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=1024, max_position_embeddings=512, eos_token_id=0, **sizes)).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<e>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(FOX, trainer)
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+    whole.chat_template = CHAT_TEMPLATE
+    whole.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def words(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
+    """The words of an input, whose files are in the current folder."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base, "base")
+    lines("docs.jsonl", TEXTS)()
+    given = INPUTS[request.param]
+    given.make()
+    return [*NUMBERS.split(), *given.words.split()]
+
+
+def asked(words: list[str]) -> str:
+    """Return the refusal of a dry run, or ""."""
+    from recipekit.planner.show import show
+    from recipekit.runtime.inputs import check_inputs
+
+    try:
+        plan = make_plan(parse(RECIPE, Path("mine.py"), ["--dry_run", *words]))
+        with contextlib.redirect_stdout(io.StringIO()):
+            check_inputs(plan, print)
+            show(plan)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+def started(folder: str, words: list[str], cache: str) -> str:
+    """Return the refusal of a start in a process of a pool, or "" after its last step."""
+    from recipekit.run import _lock
+    from recipekit.train import main
+
+    os.environ["HF_HUB_CACHE"] = cache
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            plan = make_plan(parse(RECIPE, Path("mine.py"), words))
+            with _lock(plan.out):
+                code = main(plan)
+        except Refusal as refusal:
+            return str(refusal)
+    return "" if code == 0 else f"exit code {code}"
+
+
+def test_there_are_sixty_inputs() -> None:
+    assert len(INPUTS) >= 60 and sum(not given.says for given in INPUTS.values()) >= 15
+
+
+@pytest.mark.parametrize("words", INPUTS, indirect=True)
+def test_a_dry_run_judges_first_inputs(words: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    says = INPUTS[request.node.callspec.id].says
+    before = sorted(tmp_path.rglob("*"))
+    found = asked(words)
+    assert sorted(tmp_path.rglob("*")) == before, "a question writes nothing"
+    assert found.startswith(says) and bool(found) == bool(says) and len(found.splitlines()) <= 1, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", INPUTS, indirect=True)
+def test_a_start_judges_as_the_dry_run_does(words: list[str], tmp_path: Path, pools: Any) -> None:
+    (found,) = pools.run(1, started, folder=str(tmp_path), words=words, cache=str(tmp_path / "cache"))
+    assert found == asked([*words, "--out", "other"] if not found else words)
