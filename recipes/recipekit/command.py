@@ -35,16 +35,36 @@ class Command:
     tiny: bool = False
     dry_run: bool = False
     show: str = ""  # "json": a dry run prints the resolved JSON
+    show_row: bool = False
     device: str = ""  # a dry run says whether the states fit it
     world: int = 1
     rank: int = 0
     local_rank: int = 0
     local_ranks: int = 0  # of this host; 0: the launcher does not tell
+    counted: int = 0  # steps of the recipe's epochs; 0: not known before the data are counted
 
     @property
     def revisions(self) -> dict[str, str]:
         """The revisions that the user asked for; a resume reads the commits of its first start instead."""
         return {"model_revision": self.recipe.model_revision, "dataset_revision": self.recipe.dataset_revision}
+
+    def fitted(self) -> tuple[Recipe, list[str]]:
+        """Return the recipe with its warm-up, decay and ramp fitted to its steps, and a line for each change.
+
+        A recipe with epochs has `counted` steps. Steps that the user typed replace the epochs of the recipe's file.
+        """
+        recipe, typed, lines = self.recipe, self.typed, list[str]()
+        if type(recipe.epochs) not in (int, float) or recipe.epochs <= 0:
+            return recipe.shortened(typed)
+        other_data = self.tiny and "dataset" not in typed
+        if "epochs" not in typed and ("steps" in typed or other_data):
+            why = "its built-in text is other data" if other_data else f"--steps {recipe.steps} is typed"
+            lines = [f"epochs: {recipe.epochs:g} of the recipe left out, since {why}; the run has {recipe.steps} steps"]
+            recipe = dataclasses.replace(recipe, epochs=0.0)
+        else:
+            recipe, typed = dataclasses.replace(recipe, steps=self.counted), typed | {"steps"}
+        recipe, more = recipe.shortened(typed)
+        return recipe, lines + more
 
     @property
     def out(self) -> Path:
@@ -124,15 +144,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     flags = [item.name for item in dataclasses.fields(recipe) if "help" in item.metadata]
     given = parser.read(words)
 
-    world = int(os.environ.get("WORLD_SIZE") or 1)
-    if "device" in given and not given["device"].strip():
-        parser.wrong("--device ''", "must not be empty or blank", "for example --device H200; check the variables of your shell")
-    for name in given.keys() & OF_DRY_RUNS if not given["dry_run"] else ():
-        parser.wrong(f"--{name}", "goes with --dry_run only", OF_DRY_RUNS[name])
-    if "world" in given:
-        world = given["world"]
-        if world < 1:
-            parser.wrong(f"--world {world}", "a job has at least 1 rank", "write --world 1 or more")
+    world = _checked_world(parser, given)
     changes = {name: given[name] for name in flags if name in given}
     if "deepspeed_config" in given:
         changes["ds_config"] = given["deepspeed_config"]
@@ -148,6 +160,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
         tiny=given["tiny"],
         dry_run=given["dry_run"],
         show=given.get("show", ""),
+        show_row=given["show_row"],
         device=given.get("device", ""),
         world=world,
         rank=int(os.environ.get("RANK") or 0),
@@ -163,6 +176,7 @@ def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
     trial.add_argument("--help", "-h", metavar="[all]", help="show the flags used most, or all flags by subject")
     trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; built-in text; no network")
     trial.add_argument("--dry_run", action="store_true", help="check every input, print layout, batch and memory, then exit")
+    trial.add_argument("--show_row", action="store_true", help="print the first row with the part that is learned, then exit")
     parser.flag("try it", "show", str, "with --dry_run: print the resolved JSON", "", ("json",))
     parser.flag("try it", "world", int, "with --dry_run: number of ranks to plan for", 1)
     parser.flag("try it", "device", str, "with --dry_run: does it fit this device? H200, A100-40GB, ...; default: the one here", "")
@@ -176,6 +190,25 @@ def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
             parser.flag(group, item.name, kinds_of_field(item)[0], item.metadata["help"], values[item.name], item.metadata.get("choices", ()))
     parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
+
+
+def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
+    """Return the number of ranks, and note each flag that must not be combined with another."""
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if "device" in given and not given["device"].strip():
+        parser.wrong("--device ''", "must not be empty or blank", "for example --device H200; check the variables of your shell")
+    for name in given.keys() & OF_DRY_RUNS if not given["dry_run"] else ():
+        parser.wrong(f"--{name}", "goes with --dry_run only", OF_DRY_RUNS[name])
+    if "world" in given:
+        world = given["world"]
+        if world < 1:
+            parser.wrong(f"--world {world}", "a job has at least 1 rank", "write --world 1 or more")
+    if {"steps", "epochs"} <= given.keys():
+        where = f"--epochs {given['epochs']:g} with --steps {given['steps']}"
+        parser.wrong(where, "cannot be combined: a run has a number of steps or of epochs", "leave one of them out")
+    if given["dry_run"] and given["show_row"]:
+        parser.wrong("--show_row with --dry_run", "cannot be combined: each prints its own and ends", "leave one of them out")
+    return world
 
 
 def _help_asked(words: list[str]) -> str:

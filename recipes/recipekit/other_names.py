@@ -95,7 +95,7 @@ ADVICE = {
     # Schedule and optimizer
     **dict.fromkeys(("learning_rate", "peak_lr", "base_lr"), "use --lr"),
     **dict.fromkeys(("max_steps", "train_steps", "num_steps", "total_steps", "max_train_steps", "train_iters", "max_iters"), "use --steps"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), "use --steps: a run is as long as its optimizer steps"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "max_epochs"), "use --epochs"),
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_schedule", "lr_decay_style"), "use --schedule"),
     **dict.fromkeys(("lr_scheduler_kwargs", "cosine_min_lr_ratio"), "use --schedule, --min_lr and --decay_steps"),
     **dict.fromkeys(("warmup_ratio", "warmup", "num_warmup_steps", "lr_warmup_steps", "warmup_iters", "lr_warmup_iters"), "use --warmup_steps"),
@@ -173,7 +173,7 @@ WITHOUT = frozenset(
         *("monteclora_config", "layer_replication", "runtime_config", "use_bdlora", "arrow_config", "kasa_config"),
     }
 )
-COMMAND_ONLY = ("tiny", "dry_run", "world", "device")  # flags that are no fields of a recipe
+COMMAND_ONLY = ("tiny", "dry_run", "show_row", "world", "device")  # flags that are no fields of a recipe
 NOTHING_LIKE_IT = "leave it out: there is nothing like it here"
 
 

@@ -32,6 +32,15 @@ class Ramp:
         ends = [first for first, _ in self.table[1:]] + [steps + 1]
         return sum(rows * max(0, min(end, steps + 1) - first) for (first, rows), end in zip(self.table, ends, strict=True))
 
+    def step_of(self, rows: int) -> int:
+        """Return the first step with which the run has had `rows` rows (at least 1)."""
+        before = 0
+        for (first, size), (stop, _) in pairwise((*self.table, (1 << 62, 0))):
+            if before + size * (stop - first) >= rows:
+                return first - 1 + -(-(rows - before) // size)
+            before += size * (stop - first)
+        raise AssertionError("the last entry of a table has no end")
+
     def changes(self, step: int) -> list[list[int]]:
         """Lists [first step, rows] of each change that has come by step `step`, as JSON keeps them."""
         return [[first, rows] for first, rows in self.table[1:] if first <= step]
@@ -104,6 +113,18 @@ def check_rates(schedule: str, steps: int, warmup: int, decay: int, lr: float, m
         rule = f"{f'with warmup_steps = {warmup} it ' if warmup else ''}takes {warmup + decay} of the {steps} steps"
         problems.append(Problem(f"decay_steps = {decay}", rule, f"use --decay_steps {steps - warmup} or less, or a larger --steps"))
     return problems
+
+
+def check_epochs(epochs: float, num_corpora: int, streamed: list[str]) -> list[Problem]:
+    """Refuse epochs of data whose rows cannot be counted before step 1: of `streamed` data sets and of mixtures."""
+    if not epochs:
+        return []
+    where, fix = f"epochs = {epochs:g}", "use --steps"
+    if num_corpora > 1:
+        rule = f"a mixture of {num_corpora} corpora has no epochs: its weights say how often each corpus is read"
+        return [Problem(where, rule, fix)]
+    rule = "only local data can be counted before step 1, and --dataset {} is streamed"
+    return [Problem(where, rule.format(dataset), f"{fix}, or download the data and give the files") for dataset in streamed]
 
 
 def rates(schedule: str, steps: int, lr: float, min_lr: float, warmup: int, decay: int) -> str:

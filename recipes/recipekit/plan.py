@@ -28,7 +28,7 @@ from .hub import check_variables, is_offline
 from .kernels.deterministic import check_environment
 from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
 from .paths import check_cache, is_there, say_trial
-from .phases import scaled
+from .phases import check_epochs, scaled
 from .recipe import AXES, Recipe, check_kinds, check_recipe, check_values
 from .refusal import Problem, Refusal
 from .run_folder import check_out, check_writable, find_resume, pins
@@ -84,7 +84,7 @@ def make_plan(command: Command) -> Plan:
     problems: list[Problem] = []
     if unusable := _check_usable(command):
         raise Refusal(unusable)
-    recipe, notes = command.recipe.shortened(command.typed)
+    recipe, notes = command.fitted()
     notes += say_unused(command.recipe.dataset, command.unused) + say_trial(command.out)
     asked = {"model": recipe.model, "dataset": recipe.dataset, **command.revisions}
     before = "never" if command.dry_run and recipe.resume == "auto" else recipe.resume  # a question is not answered by an older run
@@ -250,7 +250,7 @@ def _check_inputs(recipe: Recipe, model_config: dict[str, Any] | None, tiny: boo
     Adds to `notes` which files are read and which are left out.
     """
     problems: list[Problem] = []
-    domains: list[Domain] = []
+    domains, streamed = list[Domain](), list[str]()
     with collecting(problems):
         domains = domains_of(recipe.dataset, recipe.subset) if isinstance(recipe.dataset, str) else []  # `check_recipe` has told of another type
     problems += check_mixture(recipe.facts, domains)
@@ -263,6 +263,9 @@ def _check_inputs(recipe: Recipe, model_config: dict[str, Any] | None, tiny: boo
             if (files := local_files(domain.dataset, *which)) is not None:
                 check_first_row(files, domain.dataset, request)
                 notes += say_files(domain.dataset, *which)
+            else:
+                streamed.append(domain.dataset)
+    problems += check_epochs(recipe.epochs, len(domains), streamed)
     with collecting(problems):
         if model_config is not None and recipe.init == "pretrained" and Path(recipe.model).is_dir():
             entries = open_folder(Path(recipe.model))

@@ -26,7 +26,7 @@ OWN = {"dataset": ("split", "subset", "dataset_revision"), "model": ("model_revi
 EMPTY_HAS_A_MEANING = ("subset", "model_revision", "dataset_revision", "prompt_field", "tokenizer", "batch_ramp", "out")
 MAY_BE_ZERO = (
     *("warmup_steps", "decay_steps", "eval_every", "save_every", "keep", "keep_every", "stop_at", "weight_decay"),
-    *("gradient_clipping", "min_lr", "seed", "num_labels"),
+    *("gradient_clipping", "min_lr", "seed", "num_labels", "epochs"),
 )  # numbers that must not be negative
 FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has another name
 PATHS = ("dataset", "ds_config", "model", "out", "resume", "token_cache", "tokenizer")
@@ -114,6 +114,7 @@ class Recipe:
     batch_ramp: str = _say("other global batches from given steps on: 501:512, 2001:1024 is 512 rows from step 501 and 1024 from step 2001", "")
 
     steps: int = _say("optimizer steps of the whole schedule", 1000, group="schedule and optimizer")
+    epochs: float = _say("passes over local data, instead of --steps; 0: the run has --steps", 0.0)
     lr: float = _say("peak learning rate", 3e-4)
     min_lr: float = _say("learning rate at the end of a cosine, linear or wsd schedule", 0.0)
     warmup_steps: int = _say("steps of linear warm-up", 0)
@@ -172,6 +173,8 @@ class Recipe:
     @property
     def most_checkpoints(self) -> int:
         """How many checkpoints a run has at a time, at most: a new one is complete before an old one is removed."""
+        if not (self.stop_at or self.steps):  # the start counts them
+            return self.keep or 1
         before = (self.stop_at or self.steps) - 1  # steps that may be saved in addition to the last
         numbers = [number for number in (self.save_every, self.keep_every) if number]
         saves = 1 + sum(before // number for number in numbers)
@@ -227,7 +230,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         rule = "a row of one token holds no target: a token is learned from the tokens before it in its row"
         problems.append(Problem("seq_len = 1", rule, "use --seq_len 2 or more"))
     for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every", "threads"):
-        if (value := getattr(recipe, name)) < 1:
+        if (value := getattr(recipe, name)) < 1 and not (name == "steps" and recipe.epochs):
             problems.append(Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1 or more"))
     for name in MAY_BE_ZERO:
         if (value := getattr(recipe, name)) < 0:

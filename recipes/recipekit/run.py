@@ -44,12 +44,12 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
         check_packages()
         plan = _plan(command)
         if command.dry_run:
-            from .planner.show import show
-            from .runtime.inputs import check_inputs
+            _dry_run(plan)
+            return
+        if command.show_row:
+            from .runtime.first_row import show_row
 
-            lines = list[str]()
-            check_inputs(plan, lines.append)
-            show(replace(plan, notes=(*plan.notes, *lines)))
+            show_row(plan)
             return
         _report(plan.out)
         held = _lock(plan.out) if command.rank == 0 else None
@@ -101,6 +101,18 @@ def _plan(command: Command) -> "Plan":
     if problems:
         raise Refusal(problems)
     return plan
+
+
+def _dry_run(plan: "Plan") -> None:
+    """Check the inputs of a plan, count its data if they are few, and print it."""
+    from .planner.show import show
+    from .runtime.epochs import counted
+    from .runtime.inputs import check_inputs
+
+    lines = list[str]()
+    check_inputs(plan, lines.append)
+    plan = counted(plan)
+    show(replace(plan, notes=(*plan.notes, *lines)))
 
 
 def _report(out: Path) -> None:

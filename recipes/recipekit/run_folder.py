@@ -47,11 +47,12 @@ IDENTITY = (
         "augment",
     ),
     *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch", "batch_ramp"),
-    *("steps", "lr", "min_lr", "lr_scale", "layer_decay", "warmup_steps", "decay_steps", "schedule"),
+    *("steps", "epochs", "lr", "min_lr", "lr_scale", "layer_decay", "warmup_steps", "decay_steps", "schedule"),
     *("weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
 ADAPTER = "adapter"  # in a run's identity: the config of its adapter; None without one
 NO_VALUES: Mapping[str, str] = {}
+_NOT_TYPED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("steps", "epochs"), (0, None))  # values of a run that has the other one
 LOWERED = ("warmup_steps", "decay_steps", "batch_ramp")  # where fewer steps are typed (`Recipe.shortened`)
 OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
 
@@ -115,7 +116,7 @@ def find_resume(
     now |= _statistics(recipe.micro_batch, before)
     others = [name for name in now if before.get(name) not in (now[name], unused.get(name, now[name]))]
     others.sort(key=lambda name: name not in typed)  # the flags that the user typed come first
-    if "steps" in others:  # what was lowered with steps will be again
+    if "steps" in others or (recipe.epochs and not recipe.steps):  # what was lowered with steps will be again
         others = [name for name in others if name in typed or name not in LOWERED]
     if not others:
         return out
@@ -126,7 +127,9 @@ def find_resume(
         raise refuse(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
     own = {*IDENTITY, *OF_TASKS, STATISTICS} - {"lr_scale"}  # fields that are flags
-    flags = shlex.join(word for name in others if name in own and before.get(name) not in (None, "") for word in (f"--{name}", str(before[name])))
+    flags = shlex.join(
+        word for name in others if name in own and before.get(name) not in _NOT_TYPED.get(name, (None, "")) for word in (f"--{name}", str(before[name]))
+    )
     taken = {STATISTICS: OF_NORMS}
     problems = [
         Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}{taken.get(name, '')}", "see the ways on above")
@@ -209,8 +212,8 @@ def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[
 def _check_not_finished(last: int, chosen: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise `Refusal` if the checkpoint of another run leaves no step to train: its steps are not the steps of this command."""
     step = _newest_step(chosen)
-    others = [name for name in now if name not in ("steps", *LOWERED) and before.get(name) != now[name]]
-    if step < last or not others:
+    others = [name for name in now if name not in ("steps", "epochs", *LOWERED) and before.get(name) != now[name]]
+    if not last or step < last or not others:
         return
     name = others[0]
     rule = f"the checkpoint is at step {step}, and this command ends at step {last}; the run has {name} = {before.get(name)}, this command {now[name]}"
@@ -287,6 +290,8 @@ def identity(recipe: Recipe, model_config: dict[str, Any] | None, has_norms: boo
     """
     of_task = (name for name in OF_TASKS if recipe.task in own_fields()[name])
     found = {name: getattr(recipe, name) for name in (*IDENTITY, *of_task, *([STATISTICS] if has_norms else []))}
+    if recipe.epochs:
+        found["steps"] = 0  # they follow from the epochs and the data
     found["batch_ramp"] = written(recipe.ramp.table[1:])  # however its words are spaced
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()[:16]

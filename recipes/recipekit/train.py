@@ -200,6 +200,7 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     source = find_checkpoint(plan, say)
     at_start = partial(references.fill, source=source, evaluate=evaluate, say=say) if task.score else None
     loaded = load_model(plan, task, source, device, pipeline_loss, say, at_start)
+    plan, recipe = loaded.plan, loaded.plan.recipe  # with the steps of its epochs
     exports = recipe.export and plan.last_step == recipe.steps
     if (step := loaded.state["step"]) >= plan.last_step:
         at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""

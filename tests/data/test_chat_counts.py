@@ -299,6 +299,7 @@ def test_metrics_hold_the_chats_that_all_domains_lost(task):
     ready: Any = SimpleNamespace(
         plan=SimpleNamespace(recipe=recipe, mesh=Mesh(), last_step=9, command=SimpleNamespace(rank=0)), engine=engine, state={"tokens": 7}
     )
+    ready.epochs, ready.tracker = SimpleNamespace(complete=lambda state: {}, report=lambda state, say: None), SimpleNamespace(say=print)
     ready.task, ready.sums, ready.flops, ready.peak = SimpleNamespace(facts=TASKS[task]), SimpleNamespace(by_domain=None), None, None
     result = {"loss": 1.0, "grad_norm": 2.0, "tokens": 6, "stop": 0, "means": {}, "more": [5]}
     state: Any = {"domains": {"a": {"lost": [10, 2, 1, 100, 25]}, "b": {}, "c": {"lost": [10, 1, 3, 150, 25]}}}

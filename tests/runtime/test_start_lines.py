@@ -1,19 +1,25 @@
-"""What the start says: how many parameters are trained, and how the JSON differs from the shipped one."""
+"""What the start says: parameters that are trained, keys of the JSON, epochs of the data, the first row."""
 
 import contextlib
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from recipekit.command import parse
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
+from recipekit.refusal import Refusal
+from recipekit.run_folder import read_metrics
+from recipekit.runtime.epochs import Epochs, counted
 from recipekit.runtime.facts import short
+from recipekit.runtime.first_row import show_row
 from recipekit.shipped import STRATEGIES
 from recipekit.strategy import json_file
 from test_adapters import wrapped
@@ -94,3 +100,203 @@ def test_a_json_says_how_it_differs_from_the_shipped_one(tmp_path: Path, name: s
 def test_the_shipped_file_differs_from_itself_in_nothing() -> None:
     for file in STRATEGIES.glob("*.json"):
         assert json_file.differences(*json_file.load(file.name, Path("/nowhere"))) == []  # type: ignore[arg-type]
+
+
+# Epochs -----------------------------------------------------------------------------------------------------------
+
+
+def started(recipe: Recipe, flags: list[str], out: str) -> list[str]:
+    """Run on every rank of a pool: a trial with these flags; return the lines that the rank prints."""
+    from recipekit.train import main
+
+    sys.argv = ["mine.py"]
+    given = ["--tiny", "--micro_batch", "1", "--global_batch", "4", "--seq_len", "64", "--no-wandb", "--no-export", *flags, "--out", out]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(make_plan(parse(recipe, Path("mine.py"), given))) == 0
+    return said.getvalue().splitlines()
+
+
+def documents(file: Path, count: int) -> Path:
+    """Write rows, each third of them null."""
+    rows = ({"text": None if number % 3 == 0 else f"fox {number} " * 12} for number in range(count))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_run_of_two_epochs_says_and_logs_them(pools: Any, tmp_path: Path) -> None:
+    """Stopped after a step and resumed by the same command; more epochs are refused as more steps are."""
+    data, out = str(documents(tmp_path / "rows.jsonl", 30)), str(tmp_path / "run")
+    recipe = Recipe(model="Qwen/Qwen3-0.6B", ds_config=strategy("zero2"), warmup_steps=100, eval_every=0, token_cache=str(tmp_path / "tokens"))
+    flags = ["--dataset", data, "--epochs", "2"]
+    said = pools.run(2, started, recipe=recipe, flags=[*flags, "--stop_at", "2"], out=out)[0]
+    (data_line,) = [line for line in said if line.startswith("data: ")]
+    (epochs_line,) = [line for line in said if line.startswith("epochs: ")]
+    (steps,) = re.findall(r"epochs: 2 = (\d+) steps", epochs_line)
+    assert re.fullmatch(r"data: \d+ documents, [\d,]+ tokens, \d+ rows of 64, 10 rows skipped \(10 empty\); one epoch is [\d.]+ steps", data_line), data_line
+    assert f"warmup_steps: 100 of the recipe lowered to {int(steps) // 10} for {steps} steps" in said
+    assert len(list((tmp_path / "tokens").rglob("*.arrow"))) == 1, "the tokens are made once"
+
+    said = pools.run(2, started, recipe=recipe, flags=flags, out=out)[0]
+    assert f"resumed from {out}/checkpoints/step_00000002" in said
+    lines = read_metrics(Path(out))
+    assert [line["step"] for line in lines] == list(range(1, int(steps) + 1))
+    epochs = [line["epoch"] for line in lines]
+    assert epochs == sorted(epochs) and epochs[-1] >= 2 > epochs[-2]
+    facts = json.loads((Path(out) / "run.json").read_text())
+    assert (facts["recipe"]["epochs"], facts["recipe"]["steps"], facts["identity"]["epochs"], facts["identity"]["steps"]) == (2, int(steps), 2, 0)
+
+    given = ["--tiny", "--micro_batch", "1", "--global_batch", "4", "--seq_len", "64", "--dataset", data, "--out", out]
+    for more, rule in (
+        (["--epochs", "3"], "epochs = 3.0: the run in .* has 2.0; go on with --epochs 2.0"),
+        (["--steps", "9"], r"steps = 9: the run in .* has 0; go on with --epochs 2.0"),
+        (["--epochs", "2", "--warmup_steps", "7"], "warmup_steps = 7: the run in .* has"),
+    ):
+        with pytest.raises(Refusal, match=rule):
+            make_plan(parse(recipe, Path("mine.py"), [*given, *more]))
+    assert make_plan(parse(recipe, Path("mine.py"), [*given, "--epochs", "2"])).resume_from == Path(out)
+    assert make_plan(parse(recipe, Path("mine.py"), [*given, "--epochs", "3", "--resume", out])).resume_from == Path(out)
+
+
+def refused(flags: list[str], **fields: Any) -> str:
+    with pytest.raises(Refusal) as problem:
+        make_plan(parse(Recipe(model="Qwen/Qwen3-0.6B", **fields), Path("mine.py"), ["--tiny", "--dry_run", *flags]))
+    return str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--epochs", "2", "--steps", "3"], "--epochs 2 with --steps 3: cannot be combined: a run has a number of steps or of epochs; leave one of them out"),
+        (["--epochs", "2", "--dataset", "org/data"], "epochs = 2: only local data can be counted before step 1, and --dataset org/data is streamed"),
+        (["--epochs", "1", "--dataset", "https://x.org/a.jsonl"], "epochs = 1: only local data can be counted before step 1"),
+        (["--epochs", "0.5", "--dataset", "a={data}@1; b={data}@2"], "epochs = 0.5: a mixture of 2 corpora has no epochs: its weights say"),
+        (["--epochs", "-1", "--dataset", "{data}"], "epochs = -1.0: must not be negative"),
+        (["--epochs", "nan", "--dataset", "{data}"], "epochs = nan: is not a finite number"),
+        (["--num_train_epochs", "3"], "use --epochs"),
+    ],
+)
+def test_epochs_that_cannot_be_counted_are_refused(tmp_path: Path, flags: list[str], expected: str) -> None:
+    data = documents(tmp_path / "rows.jsonl", 9)
+    assert expected in refused([flag.replace("{data}", str(data)) for flag in flags])
+
+
+def planned(flags: list[str], **fields: Any) -> Any:
+    return counted(make_plan(parse(Recipe(model="Qwen/Qwen3-0.6B", **fields), Path("mine.py"), ["--tiny", "--dry_run", *flags])))
+
+
+def test_a_dry_run_counts_small_local_data_and_keeps_nothing(tmp_path: Path) -> None:
+    data, tokens = str(documents(tmp_path / "rows.jsonl", 30)), tmp_path / "tokens"
+    flags = ["--dataset", data, "--seq_len", "64", "--global_batch", "4", "--token_cache", str(tokens)]
+    plan = planned([*flags, "--epochs", "3"], warmup_steps=100)
+    assert plan.recipe.steps == 20 and plan.recipe.warmup_steps == 2
+    line = "data: 20 documents, 1,628 tokens, 26 rows of 64, 10 rows skipped (10 empty); one epoch is 6.5 steps"
+    assert plan.notes[-2:] == (line, "epochs: 3 = 20 steps; the last step takes 2 of its rows from the next epoch")
+    assert planned([*flags, "--epochs", "2"]).notes[-1] == "epochs: 2 = 13 steps"
+    assert planned([*flags, "--steps", "20"]).notes[-1] == f"{line}, this run is 3.1 epochs"
+    assert not tokens.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "steps", "line"),
+    [
+        (["--steps", "3"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, since its built-in text is other data; the run has 3 steps"),
+        ([], {"epochs": 2.0, "steps": 7}, 7, "epochs: 2 of the recipe left out, since its built-in text is other data; the run has 7 steps"),
+        (["--steps", "3", "--dataset", "{data}"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, since --steps 3 is typed; the run has 3 steps"),
+        (["--dataset", "{data}", "--seq_len", "64", "--global_batch", "4"], {"epochs": 1.5}, 10, "epochs: 1.5 = 10 steps"),
+        (["--dataset", "{data}", "--seq_len", "64", "--global_batch", "4", "--epochs", "0"], {"epochs": 1.5, "steps": 5}, 5, "this run is 0.77 epochs"),
+    ],
+)
+def test_steps_and_epochs_of_the_file_and_of_the_command(tmp_path: Path, flags: list[str], fields: dict[str, Any], steps: int, line: str) -> None:
+    data = documents(tmp_path / "rows.jsonl", 30)
+    plan = planned([flag.replace("{data}", str(data)) for flag in flags], **fields)
+    assert plan.recipe.steps == steps and any(line in note for note in plan.notes), plan.notes
+
+
+def test_numbers_of_the_schedule_are_checked_once_the_steps_are_known(tmp_path: Path) -> None:
+    data = str(documents(tmp_path / "rows.jsonl", 30))
+    flags = ["--dataset", data, "--seq_len", "64", "--global_batch", "4", "--epochs", "2"]
+    for typed, rule in (
+        (["--warmup_steps", "13"], "warmup_steps = 13: the warm-up must be shorter than the schedule of 13 steps"),
+        (["--stop_at", "14"], "stop_at = 14: lies after the last step, 13"),
+        (["--batch_ramp", "40:8"], "step 40 lies after the last step, 13"),
+    ):
+        with pytest.raises(Refusal, match=rule):
+            planned([*flags, *typed])
+
+
+def test_a_row_that_cannot_be_read_is_named_before_step_1(tmp_path: Path) -> None:
+    data = documents(tmp_path / "rows.jsonl", 30)
+    data.write_text(data.read_text() + "no JSON\n")
+    line = f"data: not counted, since the run stops where it comes to this: {data}, row 31: is not JSON"
+    assert any(note.startswith(line) for note in planned(["--dataset", str(data)]).notes)
+    assert any("11 rows skipped (10 empty, 1 unreadable)" in note for note in planned(["--dataset", str(data), "--bad_rows", "skip"]).notes)
+    with pytest.raises(Refusal, match="row 31: is not JSON"):
+        planned(["--dataset", str(data), "--epochs", "1"])
+
+
+ROWS = {
+    "sft": ({"messages": [{"role": "user", "content": "how?"}, {"role": "assistant", "content": "so, ä"}]}, ">>>so, ä<|im_end|>\n<<<"),
+    "pretrain": ({"text": "some text"}, "s>>>ome text<|endoftext|><<<"),
+    "masked_lm": ({"text": "some text to hide, and some more of it"}, "<<<"),
+}
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_show_row_prints_a_document_with_its_learned_part(tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
+    row, expected = ROWS[task]
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    model = "answerdotai/ModernBERT-large" if task == "masked_lm" else "Qwen/Qwen3-0.6B"
+    flags = ["--tiny", "--show_row", "--task", task, "--dataset", str(tmp_path / "rows.jsonl"), "--seq_len", "128"]
+    command = parse(Recipe(model=model), Path("mine.py"), flags)
+    assert command.show_row
+    show_row(make_plan(command))
+    printed = capsys.readouterr().out
+    assert expected in printed and printed.count(">>>") == printed.count("<<<") >= 2, "the heading names both"
+
+
+@pytest.mark.parametrize("task", ["image_classification", "preference", "reward"])
+def test_show_row_of_a_task_without_packed_text_is_refused(task: str) -> None:
+    model = "microsoft/resnet-50" if task == "image_classification" else "Qwen/Qwen3-0.6B"
+    with pytest.raises(Refusal, match=f"--show_row: a row of task {task} is not a text; leave it out"):
+        show_row(make_plan(parse(Recipe(model=model), Path("mine.py"), ["--tiny", "--show_row", "--task", task])))
+
+
+def state_of(**domains: tuple[int, int, float]) -> Any:
+    """Return a stream's state: corpus -> (tokens given, epoch of the block in use, weight)."""
+    return {
+        "domains": {
+            name.strip("_"): {"given": {"tokens": tokens}, "tokens": 5, "place": {"epoch": epoch}, "weight": weight}
+            for name, (tokens, epoch, weight) in domains.items()
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "state", "expected"),
+    [
+        ({"": 100}, state_of(_=(250, 2, 1.0)), {"epoch": 2.5}),
+        ({"": 100}, state_of(_=(200, 1, 1.0)), {"epoch": 2.0}),
+        ({}, state_of(_=(250, 2, 1.0)), {}),
+        ({"": 100}, state_of(_=(50, 2, 1.0)), {}),  # of a version that did not count
+        ({"a": 100, "b": 10}, state_of(a=(50, 0, 70.0), b=(25, 2, 30.0)), {"epoch": 0.5, "epoch/a": 0.5, "epoch/b": 2.5}),
+        ({"b": 10}, state_of(a=(50, 0, 70.0), b=(25, 2, 30.0)), {"epoch/b": 2.5}),
+        ({"b": 10}, state_of(a=(0, 0, 0.0), b=(25, 2, 30.0)), {"epoch": 2.5, "epoch/b": 2.5}),
+    ],
+)
+def test_the_metric_epoch_is_absent_while_it_is_not_known(tokens: dict[str, int], state: Any, expected: dict[str, float]) -> None:
+    assert Epochs(SimpleNamespace(), tokens).complete(state) == expected  # type: ignore[arg-type]
+
+
+def test_a_stream_is_described_once_its_first_epoch_is_complete() -> None:
+    plan = make_plan(parse(Recipe(model="Qwen/Qwen3-0.6B", dataset="org/data"), Path("mine.py"), ["--tiny", "--dataset", "org/data", "--steps", "30"]))
+    epochs, said = Epochs(plan, {}), list[str]()
+    state = state_of(_=(900, 1, 1.0))
+    epochs.report(state, said.append)
+    assert said == []
+    state["domains"][""]["epoch"] = {"documents": 12, "tokens": 850, "rows": 10, "empty": 2, "bad": 0}
+    epochs.report(state, said.append)
+    epochs.report(state, said.append)
+    line = "data: 12 documents, 850 tokens, 10 rows of 128, 2 rows skipped (2 empty); one epoch is 2.5 steps, this run is about 12 epochs"
+    assert said == [f"{line}, by its first epoch"]
+    assert epochs.complete(state)["epoch"] == 900 / 850

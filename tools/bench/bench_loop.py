@@ -535,6 +535,7 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
     """Runs the loop of every recipe, unchanged; it pauses after it has recorded a step."""
     from recipekit.runtime.deepspeed_engine import repaired
+    from recipekit.runtime.epochs import Epochs
     from recipekit.runtime.prepare import Ready
     from recipekit.runtime.stopping import Grace, Stopper
     from recipekit.train import loop
@@ -559,6 +560,7 @@ def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> St
                 never_saves,
                 pausing,
                 Stopper(Grace()),
+                Epochs(plan, {}),
             )
         )
 

@@ -34,6 +34,11 @@ class Place:
         """The key of the order in which a block that starts here is packed and shuffled."""
         return self.epoch, self.part, self.group, self.row, self.document, self.bad
 
+    @property
+    def epoch_before(self) -> int:
+        """The epoch of the documents that end here: a block within an epoch ends behind a document of a chunk."""
+        return self.epoch if any(self.key[1:5]) else self.epoch - 1
+
 
 Held = list[tuple[Any, int, int]]  # chunks, and from which to before which of their documents
 

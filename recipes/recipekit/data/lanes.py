@@ -13,7 +13,7 @@ from .blocks import Place
 from .mixture import Domain, furthest_behind
 from .packing import fill_positions, fill_rows, fill_whole_rows
 from .request import Request
-from .sameness import DomainState, StreamState, at_step
+from .sameness import DomainState, Given, StreamState, at_step
 
 
 class Domains:
@@ -32,6 +32,8 @@ class Domains:
         self.bad = [state["domains"][domain.name]["bad"] for domain in domains]  # rows left out up to its end
         self.lost: list[Sequence[int]] = [tuple(state["domains"][domain.name].get("lost", ())) for domain in domains]  # of chats, up to there
         self.empty = [state["domains"][domain.name].get("empty", 0) for domain in domains]  # empty rows left out, up to there
+        self.given = [_given(state["domains"][domain.name]) for domain in domains]
+        self.epoch = [state["domains"][domain.name].get("epoch") for domain in domains]  # what the first one has given, once it is complete
         self.streams = [open_blocks(number, place) for number, place in enumerate(self.before)]
         self.after: list[Place | None] = [None] * len(domains)
         self.block: list[Any] = [None] * len(domains)
@@ -48,19 +50,36 @@ class Domains:
                 found[domain.name]["lost"] = list(lost)
             if empty:
                 found[domain.name]["empty"] = empty
+        for domain, given, epoch in zip(self.domains, self.given, self.epoch, strict=True):
+            if given:
+                found[domain.name]["given"] = given.copy()
+            if epoch:
+                found[domain.name]["epoch"] = epoch
         return found
 
     def ready(self, number: int) -> Any:
         """Finds the block whose next row is the domain's next."""
         block = self.block[number]
         while block is None or self.used[number] >= len(block.fill):
+            is_new = block is not None or not self.used[number]  # else the block in use, which a resume makes again
             if block is not None:
                 after = self.after[number]
                 assert after is not None
                 self.before[number], self.used[number] = after, 0
             self.after[number], self.block[number] = after, block = next(self.streams[number])
+            if is_new:
+                self._count_block(number, after.epoch_before, block.documents)
             self.bad[number], self.lost[number], self.empty[number] = after.bad, after.lost, after.empty
         return block
+
+    def _count_block(self, number: int, epoch: int, documents: int) -> None:
+        """Count the documents of a block that is about to be dealt, which is of `epoch`."""
+        given = self.given[number]
+        if given is None:
+            return
+        if epoch == 1 and self.epoch[number] is None:
+            self.epoch[number] = Given(**given, empty=self.empty[number], bad=self.bad[number])
+        given["documents"] += documents
 
     def deal(self, count: int) -> list["Run"]:
         """Deals the rows of the next global batch."""
@@ -76,10 +95,21 @@ class Domains:
             row = self.used[number]
             size = 1 if len(self.domains) > 1 else min(count - dealt, len(block.fill) - row)
             runs.append(Run(number, block, row, dealt, size))
-            self.tokens[number] += int(block.fill[row : row + size].sum())
+            tokens = int(block.fill[row : row + size].sum())
+            self.tokens[number] += tokens
             self.used[number] += size
+            if given := self.given[number]:
+                given["tokens"] += tokens
+                given["rows"] += size
             dealt += size
         return runs
+
+
+def _given(state: DomainState) -> Given | None:
+    """Return what a stream has given of a corpus; None if it was begun by a version that did not count."""
+    is_fresh = not state["used"] and not state["place"]
+    found = state.get("given", Given(documents=0, tokens=0, rows=0) if is_fresh else None)
+    return found.copy() if found else None
 
 
 class Run(NamedTuple):

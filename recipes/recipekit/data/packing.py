@@ -149,6 +149,7 @@ class Block(NamedTuple):
     ids: np.ndarray | None  # (tokens + seq_len,) int32, all parts and the padding; None where every row is one piece
     labels: np.ndarray | None  # like ids, the target of each token or IGNORE; None: every next token of a piece is one
     packing: Packing
+    documents: int = 0
 
     @property
     def fill(self) -> np.ndarray:
@@ -160,10 +161,10 @@ def make_block(ids: list[np.ndarray], labels: list[np.ndarray], begin: np.ndarra
     bases = np.cumsum([0, *map(len, ids)])
     packing = pack(begin, lengths, int(bases[-1]), seq_len, *key)
     if not labels and (packing.lengths == seq_len).all() and (packing.fill == seq_len).all():
-        return Block(ids, bases, None, None, packing)
+        return Block(ids, bases, None, None, packing, len(lengths))
     all_ids = np.concatenate([*ids, np.full(seq_len, pad, np.int32)])
     all_labels = np.concatenate([*labels, np.full(seq_len, IGNORE, np.int32)]) if labels else None
-    return Block([], bases, all_ids, all_labels, packing)
+    return Block([], bases, all_ids, all_labels, packing, len(lengths))
 
 
 def fill_whole_rows(rows: np.ndarray, block: Block, row: int) -> None:

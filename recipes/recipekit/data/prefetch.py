@@ -72,6 +72,10 @@ class Stream:
                     self._ahead = RuntimeError("the thread that reads the data has died without saying why")
         return self._ahead if isinstance(self._ahead, BaseException) else None
 
+    def first_ahead(self) -> list[MicroBatch]:
+        """Return the micro-batches that the next `next` will return; [] if it will raise an error."""
+        return [] if self.error_ahead() else self._ahead[0]
+
     def __next__(self) -> tuple[list[MicroBatch], StreamState]:
         if error := self.error_ahead():
             raise error

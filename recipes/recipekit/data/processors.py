@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ..architectures.lookup import local_tokenizer
 from ..architectures.shrink import BYTE_VOCAB
 from ..architectures.small_files import without_marks
-from ..hub import hub_is_away, hub_refusal
+from ..hub import hub_is_away, hub_refusal, snapshot_of
 from ..refusal import refuse
 from ..tasks.facts import TASKS
 from .request import Request
@@ -84,6 +84,14 @@ def check_token(tokenizer: Any, token: int, where: str) -> None:
     known = f"the tokenizer has {len(tokenizer)} tokens, and the model has embeddings for 0 to {count - 1}"
     fix = f"call resize_token_embeddings({len(tokenizer)}) of the model, save it, and use that folder; or use another --tokenizer"
     raise refuse(where, f"holds token {token} ({tokenizer.convert_ids_to_tokens(token)!r}): {known}", fix)
+
+
+def tokenizer_here(model: str, tokenizer: str, revision: str) -> str | None:
+    """Return the value of `--tokenizer` that loads a run's tokenizer without asking the hub; None if it is not on this machine."""
+    if tokenizer == "bytes" or local_tokenizer(model, tokenizer) is not None:
+        return tokenizer
+    snapshot = snapshot_of(tokenizer) if tokenizer else snapshot_of(model, revision)
+    return str(snapshot) if snapshot and (snapshot / "tokenizer_config.json").is_file() else None
 
 
 def byte_tokenizer(masked: bool = False) -> PreTrainedTokenizerFast:

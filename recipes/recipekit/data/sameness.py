@@ -19,6 +19,16 @@ OTHER_TOKENIZER = Problem(
 )
 
 
+class Given(TypedDict):
+    """How much a stream has given of a corpus: `rows` and their `tokens` (or samples), and `documents` up to the end of the block in use."""
+
+    documents: int
+    tokens: int
+    rows: int
+    empty: NotRequired[int]  # of an epoch: rows of the data without text, and broken ones, which are left out
+    bad: NotRequired[int]
+
+
 class DomainState(TypedDict):
     """How far a corpus of a stream has been used."""
 
@@ -28,6 +38,8 @@ class DomainState(TypedDict):
     tokens: int  # given since the weights last changed
     bad: int  # broken rows left out
     empty: NotRequired[int]  # empty rows left out
+    given: NotRequired[Given]  # since the first step; absent from the states of older versions
+    epoch: NotRequired[Given]  # once the first epoch is complete: what it has given
     lost: NotRequired[list[int]]  # chats: rows read, cut, and without target; characters of answers, and dropped ones
 
 

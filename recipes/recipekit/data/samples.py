@@ -44,6 +44,10 @@ class SampleBlock(NamedTuple):
     keys: list[int]
     fill: np.ndarray  # (samples,) int64, all 1
 
+    @property
+    def documents(self) -> int:
+        return len(self.samples)
+
 
 @dataclass(frozen=True)
 class Collator:

@@ -81,6 +81,8 @@ def steps_of(plan: Plan) -> list[str]:
         step = arithmetic(recipe.facts, rows, recipe.seq_len)[0]
         begins = "batch    " if first == 1 else f"ramp     from step {first} on "
         lines.append(f"{begins}{step} a step = {ranks} x {rows // (mesh.dp * recipe.micro_batch)} accumulation")
+    if not recipe.steps:
+        return [*lines, f"schedule {recipe.epochs:g} epochs; the start counts the data, and says how many steps these are"]
     lines.append(f"schedule {recipe.steps} steps = {whole}")
     if "scheduler" not in plan.ds_config:
         numbers = recipe.lr, recipe.min_lr, recipe.warmup_steps, recipe.decay_steps

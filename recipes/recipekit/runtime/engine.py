@@ -37,6 +37,7 @@ from ..tasks.facts import TASKS
 from . import deepspeed_engine, torch_engine
 from .agree import shared_problems
 from .corpus import check_data
+from .epochs import Epochs, measured
 from .facts import export_dtype, layout_of, parameter_counts
 from .small_files import small_files_of
 
@@ -56,6 +57,7 @@ class Loaded:
     layout: Layout
     state: State
     sums: Sums
+    epochs: Epochs
 
     @property
     def blueprint(self) -> Blueprint:
@@ -105,6 +107,8 @@ def load_model(
     model_config = task.configured(model_config, processor)
     if source is None:
         check_data(recipe, task, processor, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
+    plan, epochs = measured(plan, task, processor, source, say)
+    recipe = plan.recipe
     if unknown := task.check(model_config, recipe.attention, recipe.model):
         say(unknown)
     divide = torch_engine.divider(groups, recipe.precision, device.type) if recipe.engine == "fsdp2" else None
@@ -131,7 +135,7 @@ def load_model(
     dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     state: State = {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
     small = small_files_of(plan, built, model_config, processor, say)
-    loaded = Loaded(plan, task, groups, model_config, processor, small, built, engine, layout, state, sums)
+    loaded = Loaded(plan, task, groups, model_config, processor, small, built, engine, layout, state, sums, epochs)
     if at_start is not None:
         at_start(loaded)
     if source is not None:

@@ -37,6 +37,7 @@ def metrics_of(
 ) -> dict[str, Any]:
     """The metrics of one step, of which `result` is what `train_step` returned, and `lr` what it was given; a collective after the last step."""
     recipe, mesh = ready.plan.recipe, ready.plan.mesh
+    ready.epochs.report(data_state, ready.tracker.say)
     last = step == ready.plan.last_step or bool(result["stop"])
     metrics = {
         "step": step,
@@ -47,6 +48,7 @@ def metrics_of(
         "step_s": seconds,
         "tokens_per_s": result["tokens"] / seconds,
         "data_wait_s": data_wait,
+        **ready.epochs.complete(data_state),
         "peak_mem_bytes": largest_peak(ready.engine.device, result["more"][: mesh.world], exact=last),
     }
     if recipe.batch_ramp:

@@ -30,8 +30,10 @@ from ..task import MicroBatch, Sums, Task
 from .agree import check_same_data, check_same_out, shared_problems
 from .corpus import commits_of, open_data, open_held_out
 from .engine import Loaded
+from .epochs import Epochs
 from .facts import run_facts, step_flops, write_facts
 from .failure import Peers
+from .first_row import say_first_row
 from .start import start
 from .stopping import Stopper, grace_of
 from .tracking import NoTracker, Tracker, open_tracker
@@ -50,6 +52,7 @@ class Ready:
     saver: save.Saver
     tracker: Tracker | NoTracker
     stopper: Stopper
+    epochs: Epochs
     sums: Sums = field(default_factory=Sums)
     flops: Flops | None = None
     peak: float | None = None
@@ -100,6 +103,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         check_same_data(stream)
         if problems := shared_problems(stream.error_ahead()):
             raise Refusal(problems)
+        say_first_row(stream, loaded.processor, loaded.task.facts, say)
         held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say, documents)
         commits = commits_of(recipe.model, recipe.model_revision, recipe.tokenizer, stream.state["identity"]["corpus"])
         facts: dict[str, Any] = {**run_facts(plan, loaded.model_config, loaded.built, commits), "date": plan.day}
@@ -133,7 +137,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
             peers.last_words = partial(tracker.finish, 1)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
-    return Ready(plan, loaded.task, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.sums, flops, peak)
+    return Ready(plan, loaded.task, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.epochs, loaded.sums, flops, peak)
 
 
 def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:

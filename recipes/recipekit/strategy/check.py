@@ -55,7 +55,7 @@ def check(
         for path, value in meant_by_auto(config).items():
             if at(config, path) == "auto":  # the rules judge the value that "auto" will become
                 clean.setdefault(path.partition(".")[0], {})["enabled"] = value
-        found = _schedule(found, config, clean, *(recipe.steps, recipe.min_lr) if recipe is not None else (None, 0.0))
+        found = _schedule(found, config, clean, *(recipe.steps or None, recipe.min_lr) if recipe is not None else (None, 0.0))
     degrees = {axis: getattr(recipe, axis, 1) for axis in DEGREES} | degrees_in(clean)
     if json_only:
         degrees |= {"pp": 1} | (layout or {})  # DeepSpeed ignores pipeline.stages

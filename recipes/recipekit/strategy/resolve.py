@@ -48,7 +48,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
 
     if params.get("freeze_step") == "auto":
         params["freeze_step"] = max(1, recipe.steps * FREEZE_PERCENT // 100)
-    if params.get("freeze_step", 0) >= recipe.steps:
+    if params.get("freeze_step", 0) >= recipe.steps > 0:
         lines.append(f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so that no signs are sent")
 
     kept = facts_of(resolved)
