@@ -60,6 +60,7 @@ class Plan:
     resume_from: Path | None  # run or step folder; None: a new run
     notes: tuple[str, ...]  # what was decided for the user, one line each
     day: str = ""  # ISO date of the run's first start, for chat templates; known when the ranks have met
+    again: str = ""  # the command that continues the run; "" if it cannot be found
 
     @property
     def accumulation(self) -> int:

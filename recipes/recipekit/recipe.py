@@ -147,6 +147,7 @@ class Recipe:
     resume: str = _say("auto: resume the run in OUT; never: start from scratch; or a run or step folder", "auto")
     wandb: bool = _say("record the run in Weights & Biases (offline when not logged in)", True, group="tracking")
     project: str = _say("Weights & Biases project", "deepspeed-recipes")
+    wandb_artifact: bool = _say("upload OUT/hf to Weights & Biases as an artifact when the run is complete", False)
     grace: str | float = _say(
         "seconds in which a rank must reach a step boundary after a request to stop; "
         "auto: three times the slowest step, at least 25, at most what the scheduler grants",
@@ -268,6 +269,10 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             Problem(f"checkpoint_every = {recipe.checkpoint_every}", "nothing is recomputed without activation_checkpointing", "add --activation_checkpointing")
         )
     problems += _check_rates(recipe.lr_scale or {}, recipe.layer_decay, recipe.adapt is not None)
+    for needed in ("wandb", "export") if recipe.wandb_artifact else ():
+        if not getattr(recipe, needed):
+            where = f"wandb_artifact = True with {needed} = False"
+            problems.append(Problem(where, "the artifact is the export, uploaded to W&B", f"use --{needed}, or --no-wandb_artifact"))
     if recipe.merge and recipe.adapt is None:
         problems.append(Problem("merge = True", "this recipe trains no adapter, there is nothing to merge", "leave --merge out"))
     return problems

@@ -40,6 +40,7 @@ class Refusal(ValueError):
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
         self.exit_code = exit_code
+        self.afterwards: Callable[[], None] = lambda: None  # called once the refusal is printed
 
 
 def refuse(where: str, rule: str, fix: str) -> Refusal:
@@ -65,6 +66,7 @@ def exit_refused(refusal: Refusal, patience: float = 60) -> NoReturn:
     lines = [f"{what}{f' by local rank {rank}' if rank else ''}: {count} problem{'s' if count > 1 else ''}"]
     lines += [f"  {number}. {problem}" for number, problem in enumerate(refusal.problems, 1)]
     print("\n".join(lines), file=sys.stderr, flush=True)
+    refusal.afterwards()
     raise SystemExit(refusal.exit_code)
 
 

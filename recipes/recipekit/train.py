@@ -20,16 +20,19 @@ from .optim.schedules import lr_at
 from .parallel import pipeline, plans, timeline
 from .parallel.sequence import own_part
 from .plan import Plan
-from .refusal import Say
-from .run_folder import EXPORT, way_on
-from .runtime import references, used
+from .refusal import Refusal, Say
+from .run_folder import EXPORT
+from .runtime import ending, references, used
 from .runtime.agree import check_peers, shared_problems
+from .runtime.continuation import continue_command
 from .runtime.corpus import first_day
+from .runtime.ending import Ending
 from .runtime.engine import load_model
 from .runtime.failure import Peers
 from .runtime.metrics import metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
 from .runtime.stopping import REASONS
+from .runtime.tracking import WANDB_ARTIFACT, NoTracker
 from .task import MicroBatch, Sums, Task
 from .tasks.find import task_called, with_numbers
 
@@ -195,7 +198,8 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe = plan.recipe
     say: Say = print if plan.command.rank == 0 else lambda _: None
     device = join(plan, peers, say)
-    plan = replace(plan, day=first_day(plan.resume_from))
+    again = continue_command(recipe, plan.command.typed, plan.out)  # now: a launcher may end before its ranks
+    plan = replace(plan, day=first_day(plan.resume_from), again=again)
     task = with_numbers(task_called(recipe.task), recipe)
     source = find_checkpoint(plan, say)
     at_start = partial(references.fill, source=source, evaluate=evaluate, say=say) if task.score else None
@@ -208,23 +212,34 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
         say(f"nothing to do: the run in {run} has finished {step} of {recipe.steps} steps{at}")
         if exports and not (plan.out / EXPORT).exists():  # it was ended before it could write them
             loaded.export(say)
+            ending.close(plan, NoTracker(), ending.finished(plan, step))
+            if recipe.wandb_artifact:
+                say(f"W&B: this start has no step, so it uploads no artifact. Upload it with: wandb artifact put --type model {plan.out / EXPORT}")
         return 0
     ready = prepare(loaded, peers, say)
     # `peers` is the first to see an exception: closing the stream or the tracker may wait for a server, and a save for other ranks
     closed = contextlib.closing
     with ready.stopper, closed(ready.stream), closed(ready.saver), closed(ready.tracker), peers or contextlib.nullcontext():
-        code = loop(ready)
-        if code == 0 and exports:
-            ready.stopper.boundary(next_within=3600)
-            with ready.tracker.doing("exporting"):
-                loaded.export(ready.tracker.say)
-        ready.tracker.finish(code)
+        try:
+            early = loop(ready)
+            if early is None and exports:
+                ready.stopper.boundary(next_within=3600)
+                with ready.tracker.doing("exporting"):
+                    loaded.export(ready.tracker.say)
+        except Refusal as refusal:
+            if plan.command.rank == 0:
+                refusal.afterwards = partial(ending.close_refused, plan, ready.tracker, refusal, ready.state["step"])
+            raise
+        ended = early or ending.finished(plan, ready.state["step"])
+        if recipe.wandb_artifact:
+            ready.stopper.boundary(next_within=WANDB_ARTIFACT)
+        ending.close(plan, ready.tracker, ended)
         ready.engine.destroy()
-    return code
+    return ended.code
 
 
-def loop(ready: Ready) -> int:
-    """Steps from `ready.state["step"]` to the last one, saving and evaluating on the way; returns the exit code."""
+def loop(ready: Ready) -> Ending | None:
+    """Step from `ready.state["step"]` to the last step, saving and evaluating on the way; return how the run ended if it ended before."""
     plan, engine, stream, state, tracker, stopper = ready.plan, ready.engine, ready.stream, ready.state, ready.tracker, ready.stopper
     recipe, mesh, last = plan.recipe, plan.mesh, plan.last_step
     sp_rank = mesh.coords(plan.command.rank)["sp"]
@@ -256,9 +271,7 @@ def loop(ready: Ready) -> int:
         # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be finite
         if not (math.isfinite(result["loss"]) and (math.isfinite(result["grad_norm"]) or plan.precision == "fp16")):
             ready.saver.wait()
-            kept = f"the last good checkpoint is step {saved}" if (saved := ready.saver.attempts.saved) else "no checkpoint was written before it"
-            tracker.say(f"stopped: step {step} has loss {result['loss']} and grad_norm {result['grad_norm']}; nothing of it is saved, {kept}")
-            return 1
+            return ending.diverged(plan, step, result["loss"], result["grad_norm"], ready.saver.attempts.saved)
 
         state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
         if ready.task.samples:
@@ -266,8 +279,10 @@ def loop(ready: Ready) -> int:
         metrics = metrics_of(ready, step, result, data_state, seconds, data_wait, lr)
         if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
             stopper.boundary(next_within=3600)
+            begun = time.perf_counter()
             with tracker.doing("evaluating"):
                 metrics |= evaluate(engine, ready.task, ready.held_out, mesh, ready.sums)
+            metrics["eval_s"] = time.perf_counter() - begun
         loss = metrics.get("eval_loss", math.nan)
         state["eval_loss"] = loss if math.isfinite(loss) else None
         tracker.log(metrics)
@@ -282,12 +297,13 @@ def loop(ready: Ready) -> int:
             save_step(ready, data_state, regular, at_end=bool(result["stop"]) or step == last)
         if result["stop"] and step < last:  # at the last step nothing is left to stop but the export, which a kill leaves to the next start
             return stop_early(ready, result["stop"], broken)
-    return 0
+    return None
 
 
 def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool) -> None:
     """Save the step that was just taken (a collective); wait until it is complete if the run ends with it."""
     ready.stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
+    begun = time.perf_counter()
     everyone: list[Any] = [None] * ready.plan.mesh.world
     dist.all_gather_object(everyone, data_state)
     state: State = {**ready.state, "data": merge_states(everyone)}
@@ -296,23 +312,19 @@ def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool
             ready.saver.save_last(state)
         else:
             ready.saver.save(state, regular)
+    ready.tracker.amend({"save_stall_s": time.perf_counter() - begun})
     ready.stopper.boundary()
 
 
-def stop_early(ready: Ready, reason: str, broken: BaseException | None) -> int:
-    """Ends a run before its last step, for a reason that all ranks know (a collective); returns the exit code.
+def stop_early(ready: Ready, reason: str, broken: BaseException | None) -> Ending:
+    """End a run before its last step, for a reason that all ranks know (a collective).
 
     `broken` is why this rank's data ends, if it does.
     """
-    plan, stopper, tracker, step = ready.plan, ready.stopper, ready.tracker, ready.state["step"]
-    stopper.request(reason)  # on the ranks that were not told themselves
-    stopper.boundary(next_within=60)
-    tracker.finish(REASONS[reason])  # what W&B has to say of its end stands above the last line
-    goes_on = "" if reason == "bad data" else f"; {way_on(plan.recipe.resume, plan.out)}"
-    tracker.say(f"stopped by {reason} after step {step}; the checkpoint of it is complete{goes_on}")
-    for problem in shared_problems(broken) if reason == "bad data" else []:  # not `requested`: a rank keeps its own first reason
-        tracker.say(f"step {step + 1} cannot be made: {problem}")
-    return REASONS[reason]
+    ready.stopper.request(reason)  # on the ranks that were not told themselves
+    ready.stopper.boundary(next_within=60)
+    problems = shared_problems(broken) if reason == "bad data" else []  # not `requested`: a rank keeps its own first reason
+    return ending.stopped(ready.plan, reason, ready.state["step"], problems)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -122,7 +122,7 @@ def nothing() -> None:
 
 def stopped_at(printed: str) -> int:
     (line,) = [line for line in printed.splitlines() if line.startswith("stopped by bad data after step ")]
-    return int(line.removeprefix("stopped by bad data after step ").partition(";")[0])
+    return int(line.removeprefix("stopped by bad data after step ").partition(" of ")[0])
 
 
 @pytest.mark.parametrize("fault", [pytest.param("row", marks=pytest.mark.slow), pytest.param("disk", marks=pytest.mark.slow), "signal"])

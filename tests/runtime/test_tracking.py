@@ -24,7 +24,7 @@ from recipekit.recipe import Recipe
 from recipekit.runtime import tracking
 from recipekit.runtime.metrics_file import MetricsFile, cut_metrics
 from test_parity import recipe_for, strategy, train_in_layout
-from wandb_file import read_config, read_exit_codes, read_history, wandb_files
+from wandb_file import read_artifacts, read_config, read_exit_codes, read_history, read_lowest, read_pictures, wandb_files
 
 RECIPE = Recipe(model="some/model", steps=100)
 CONFIG = {"recipe": {"lr": 3e-4, "model": "some/model"}, "ds_config": {"zero_optimization": {"stage": 2}}, "mesh": {"dp": 2}}
@@ -506,6 +506,26 @@ def test_the_command_that_uploads_can_be_pasted(tmp_path: Path, capfd: pytest.Ca
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "wandb sync" in line]
     command, folder = shlex.split(line.partition("upload with: ")[2])[:2], Path(shlex.split(line)[-1])
     assert command == ["wandb", "sync"] and folder.parent == tmp_path / "it's é folder" / "wandb" and folder.is_dir()
+
+
+def test_the_end_of_a_run_in_wandb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The lowest eval_loss in the summary, the picture, the export as an artifact, and numbers that are known after their step."""
+    from PIL import Image
+
+    (tmp_path / "hf" / "more").mkdir(parents=True)
+    for name in ("config.json", "more/model.safetensors"):
+        (tmp_path / "hf" / name).write_text(name)
+    Image.new("RGB", (3, 2)).save(tmp_path / "loss.png")
+    tracker = tracking.open_tracker(run_dir=tmp_path, is_main=True, start_step=0, artifact=True, **(of_run() | {"name": "a recipe_dp2"}))
+    for step in (1, 2):
+        tracker.log(step_metrics(step))
+        tracker.amend({"save_stall_s": step / 7})
+    tracker.finish(0, tmp_path / "loss.png", tmp_path / "hf")
+    assert read_history(tmp_path) == read_metrics(tmp_path) == [step_metrics(step) | {"save_stall_s": step / 7} for step in (1, 2)]
+    assert read_lowest(tmp_path) == {"eval_loss"} and read_pictures(tmp_path) == {"loss.png"}
+    name = f"a-recipe_dp2-{(tmp_path / 'wandb_id').read_text().split()[0]}"
+    assert read_artifacts(tmp_path) == [("model", name, ["config.json", "more/model.safetensors"])]
+    assert "wandb: " not in capfd.readouterr().err
 
 
 def test_no_secret_and_no_code_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

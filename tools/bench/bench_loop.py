@@ -542,7 +542,7 @@ def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> St
 
     engine = repaired(initialize(plan, model))
 
-    def train(pause: Callable[[], None]) -> int:
+    def train(pause: Callable[[], None]) -> object:
         def log(metrics: dict[str, Any]) -> None:
             tracker.log(metrics)
             pause()

@@ -26,6 +26,8 @@ from ..parallel.blueprint import Blueprint, Layout
 from ..plan import Plan
 from ..planner.devices import DEVICES
 from ..planner.flops import CONVENTION, Flops, model_flops
+from ..planner.show import activations_of, drawn_up, fullest
+from ..planner.terms import ACCELERATOR, total
 from ..run_folder import ADAPTER, COMMITS, DATA_FILES, FACTS, STRATEGY, identity
 from ..strategy.numbers import enabled
 from ..tasks.facts import PACKED, Facts
@@ -137,6 +139,15 @@ def run_facts(plan: Plan, model_config: dict[str, Any], built: Built, commits: d
         "mfu": {"convention": CONVENTION, "peak": DEVICES[device_name()].flops} if device_name() in DEVICES else None,
         "argv": sys.argv,
     }
+
+
+def planned_memory(plan: Plan) -> dict[str, int] | None:
+    """Return the bytes that the planner expects on the device of the fullest rank; None for a model whose config.json was not known before the start."""
+    if plan.model_config is None:
+        return None
+    terms, activations = fullest(plan, *drawn_up(plan)), activations_of(plan)
+    found = {"states": total(terms, ACCELERATOR)}
+    return found | ({"with_activations": total([*terms, *activations], ACCELERATOR, bounds=True)} if activations else {})
 
 
 def git_commit(folder: Path) -> str | None:

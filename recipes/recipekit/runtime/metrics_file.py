@@ -45,6 +45,18 @@ class MetricsFile:
                 self._say(f"{self._path} cannot be written ({error.strerror}): its lines are kept in memory and written later")
             self._failing = True
 
+    def amend(self, more: str) -> None:
+        """Add `more`, JSON members such as '"save_stall_s": 1.5', to the last line. The line stays as it is if the disk fails."""
+        ending = f", {more}}}\n".encode()
+        if self._unwritten:
+            self._unwritten = self._unwritten.removesuffix(b"}\n") + ending
+            return
+        with contextlib.suppress(OSError), self._path.open("rb+") as file:
+            file.seek(-2, os.SEEK_END)
+            if file.read() == b"}\n":
+                file.seek(-2, os.SEEK_END)
+                file.write(ending)
+
     def flush(self) -> None:
         """Bring every line to the disk. Raises OSError."""
         self._write()

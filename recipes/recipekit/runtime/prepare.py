@@ -29,13 +29,15 @@ from ..step_names import step_folders
 from ..task import MicroBatch, Sums, Task
 from .agree import check_same_data, check_same_out, shared_problems
 from .corpus import commits_of, open_data, open_held_out
+from .ending import begin
 from .engine import Loaded
 from .epochs import Epochs
-from .facts import run_facts, step_flops, write_facts
+from .facts import planned_memory, run_facts, step_flops, write_facts
 from .failure import Peers
 from .first_row import say_first_row
 from .start import start
 from .stopping import Stopper, grace_of
+from .summary import PLANNED
 from .tracking import NoTracker, Tracker, open_tracker
 
 
@@ -114,6 +116,7 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         try:
             if rank0:
                 save.put_aside_later(saver.folder, state["step"], say)
+                facts[PLANNED] = planned_memory(plan)
                 write_facts(plan, facts, stream.files)
             tracker = open_tracker(
                 name=f"{plan.command.name}_{plan.mesh}",
@@ -124,8 +127,11 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
                 last_step=plan.last_step,
                 wandb=recipe.wandb,
                 project=recipe.project,
+                artifact=recipe.wandb_artifact,
                 stopping=lambda: stopper.requested is not None,
             )
+            if rank0:
+                begin(plan.out, state["step"], recipe.steps)
         except OSError as error:  # for the other ranks, which would wait for this one
             unwritable = refuse(f"out = {plan.out}", f"cannot be written: {error.strerror}", "free space or choose another --out")
         refused.callback(tracker.close)

@@ -26,6 +26,7 @@ from .progress import ProgressLine
 
 WANDB_INIT = 30.0  # seconds for W&B's server to answer; then the run is recorded offline
 WANDB_FINISH = 15.0  # seconds for the last uploads; the rest stays in the folder, for `wandb sync`
+WANDB_ARTIFACT = 3600.0  # the same with --wandb_artifact, which uploads the model
 WANDB_REPEAT = 10.0  # seconds: a restarted wandb-core gets the metrics of this last while again
 WANDB_STARTS = 3
 
@@ -40,13 +41,14 @@ def open_tracker(
     last_step: int,
     wandb: bool,
     project: str = Recipe.project,
+    artifact: bool = False,
     stopping: Callable[[], bool] = lambda: False,
 ) -> "Tracker | NoTracker":
     """Opens the tracker of this rank: one that writes if `is_main`, else one that does nothing.
 
     `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. With `wandb` there is a W&B run in
-    `project`; its id is kept in `run_dir/wandb_id`, and `config` is attached to it. `stopping()` is true once the run was
-    asked to stop.
+    `project`; its id is kept in `run_dir/wandb_id`, and `config` is attached to it. `artifact`: the end of the run may
+    upload its export. `stopping()` is true once the run was asked to stop.
     """
     if not is_main:
         return NoTracker()
@@ -56,7 +58,7 @@ def open_tracker(
     if lost:
         tracker.say(lost)
     if wandb:
-        tracker.copy_to_wandb(project, name, config, stopping)
+        tracker.copy_to_wandb({"project": project, "name": name, "config": config}, artifact, stopping)
     return tracker
 
 
@@ -65,6 +67,8 @@ class NoTracker:
 
     def log(self, metrics: dict[str, Any]) -> None: ...
 
+    def amend(self, more: dict[str, float]) -> None: ...
+
     def say(self, text: str) -> None: ...
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -72,7 +76,7 @@ class NoTracker:
 
     def flush(self) -> None: ...
 
-    def finish(self, exit_code: int) -> None: ...
+    def finish(self, exit_code: int, picture: Path | None = None, export: Path | None = None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -85,12 +89,13 @@ class Tracker:
         self._line = ProgressLine(last_step)
         self._file = MetricsFile(run_dir / METRICS, self.say)
         self._finished = False
+        self._step = 0
         self._wandb: WandbCopy | None = None
 
-    def copy_to_wandb(self, project: str, name: str, config: dict[str, Any], stopping: Callable[[], bool]) -> None:
+    def copy_to_wandb(self, run: dict[str, Any], artifact: bool, stopping: Callable[[], bool]) -> None:
         """Records the metrics in a W&B run, too, if the package is installed."""
         if importlib.util.find_spec("wandb") is not None:
-            self._wandb = WandbCopy(project, name, self._run_dir, config, self.say, stopping)
+            self._wandb = WandbCopy(run, self._run_dir, artifact, self.say, stopping)
         else:
             self.say("the package wandb is not installed, so there is no W&B run; metrics.jsonl holds the same (--no-wandb says that this is meant)")
 
@@ -100,6 +105,13 @@ class Tracker:
         if self._wandb:
             self._wandb.log(metrics)
         self._line.show(metrics)
+        self._step = metrics["step"]
+
+    def amend(self, more: dict[str, float]) -> None:
+        """Add numbers to the record of the newest step, which are known only after it was recorded."""
+        self._file.amend(json.dumps(more)[1:-1])
+        if self._wandb:
+            self._wandb.log({"step": self._step} | more)
 
     def say(self, text: str) -> None:
         """Prints a line above the progress line."""
@@ -113,14 +125,17 @@ class Tracker:
         """Bring metrics.jsonl to the disk: a checkpoint should not be newer than the record. Raises OSError."""
         self._file.flush()
 
-    def finish(self, exit_code: int) -> None:
-        """Ends the record, once; `exit_code` is the run's state in W&B. Takes at most about WANDB_FINISH seconds."""
+    def finish(self, exit_code: int, picture: Path | None = None, export: Path | None = None) -> None:
+        """End the record, once; `exit_code` is the run's state in W&B, which also gets `picture` and the folder `export`.
+
+        Takes at most about WANDB_FINISH seconds, with an export WANDB_ARTIFACT.
+        """
         if self._finished:
             return
         self._finished = True
         self._line.close()
         if self._wandb:
-            self._wandb.finish(exit_code)
+            self._wandb.finish(exit_code, picture, export)
         self._file.close()
 
     def close(self) -> None:
@@ -136,7 +151,7 @@ class WandbCopy:
     have reached the disk.
     """
 
-    def __init__(self, project: str, name: str, run_dir: Path, config: dict[str, Any], say: Say, stopping: Callable[[], bool]):
+    def __init__(self, run: dict[str, Any], run_dir: Path, artifact: bool, say: Say, stopping: Callable[[], bool]):
         _quiet_wandb(run_dir)
         import wandb  # imported here, not in the thread: one thread imports at a time
 
@@ -146,14 +161,16 @@ class WandbCopy:
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the run has ended
         self._recent: deque[tuple[float, dict[str, Any]]] = deque()  # (time, metrics) of the last WANDB_REPEAT seconds
         self._ended = self._left = False  # no further metrics come; nobody waits any longer
-        self._exit_code = 0
-        chosen = project != Recipe.project
+        self._exit_code = self._step = 0
+        self._picture: Path | None = None
+        self._export: Path | None = None
+        self._finish_timeout = WANDB_ARTIFACT if artifact else WANDB_FINISH
         self._run = {
             "id": _wandb_id(run_dir / "wandb_id", say),
             "dir": str(run_dir.resolve()),
-            "project": project if chosen else os.environ.get("WANDB_PROJECT", project),
-            "name": os.environ.get("WANDB_NAME", name),
-            "config": config,
+            "project": run["project"] if run["project"] != Recipe.project else os.environ.get("WANDB_PROJECT", run["project"]),
+            "name": os.environ.get("WANDB_NAME", run["name"]),
+            "config": run["config"],
             "resume": "allow",
         }
         self._thread = threading.Thread(target=self._copy, name="wandb copy", daemon=True)
@@ -162,11 +179,12 @@ class WandbCopy:
     def log(self, metrics: dict[str, Any]) -> None:
         if self._thread.is_alive():
             self._queue.put(dict(metrics))
+        self._step = metrics["step"]
 
-    def finish(self, exit_code: int) -> None:
-        self._exit_code = exit_code
+    def finish(self, exit_code: int, picture: Path | None, export: Path | None) -> None:
+        self._exit_code, self._picture, self._export = exit_code, picture, export
         self._queue.put(None)
-        self._thread.join(WANDB_FINISH + 3)
+        self._thread.join((WANDB_ARTIFACT if export else WANDB_FINISH) + 3)
         if self._thread.is_alive():
             self._left = True
             self._say("W&B does not answer, its record may lack the last steps; metrics.jsonl is complete")
@@ -193,6 +211,7 @@ class WandbCopy:
     def _record(self) -> None:
         run = self._init()
         run.define_metric("*", step_metric="step")  # without it W&B drops the steps that a resumed run repeats
+        run.define_metric("eval_loss", step_metric="step", summary="min")  # the best one, not the last
         for _, metrics in self._recent:
             run.log(metrics)
         while not self._ended:
@@ -204,7 +223,19 @@ class WandbCopy:
             run.log(metrics)  # no error, so wandb-core lives: metrics older than WANDB_REPEAT are on disk
             while self._recent[0][0] < self._recent[-1][0] - WANDB_REPEAT:
                 self._recent.popleft()
+        if self._picture:
+            run.log({"step": self._step, "loss.png": self._wandb.Image(str(self._picture))})
+        if self._export:
+            self._upload(run, self._export)
         run.finish(exit_code=self._exit_code)
+
+    def _upload(self, run: Any, export: Path) -> None:
+        """Record the exported model as an artifact of the run."""
+        name = re.sub(r"[^\w.-]", "-", f"{self._run['name']}-{self._run['id']}")
+        artifact = self._wandb.Artifact(name, type="model", metadata={"step": self._step})
+        for file in sorted(path for path in export.rglob("*") if path.is_file()):  # add_dir prints to the terminal
+            artifact.add_file(str(file), file.relative_to(export).as_posix(), policy="immutable")  # no second copy on the disk
+        run.log_artifact(artifact)
 
     def _init(self) -> Any:
         from wandb.sdk.lib import wbauth
@@ -216,7 +247,7 @@ class WandbCopy:
             disable_code=True,
             disable_git=True,  # otherwise wandb uploads the diff of the working tree
             init_timeout=WANDB_INIT,
-            finish_timeout=WANDB_FINISH,
+            finish_timeout=self._finish_timeout,
             x_transaction_log_flush_interval=1.0,  # seconds; well below WANDB_REPEAT
         )
         host = ""
