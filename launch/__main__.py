@@ -230,6 +230,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
         node=node,
         bind_cores=arguments.bind_cores,
         overlap=where == "slurm" and hosts.in_step(variables),
+        typed=tuple(sys.orig_argv) if where in ("local", "hostfile") and sys.orig_argv[-len(words) :] == [*words] else (),
     )
 
 

@@ -111,6 +111,8 @@ class Agent:
             "LAUNCH_PIPE": f"{folder}/pipe",
             "LAUNCH_LOCAL_WORLD_SIZE": str(slots),
         }
+        if self.spec["typed"]:
+            variables["LAUNCH_COMMAND"] = json.dumps(self.spec["typed"])  # rank 0 says how to continue the run
         if self.spec["columns"]:
             variables["LAUNCH_TERMINAL"] = str(self.spec["columns"])  # rank 0 sends its progress line through the pipe
         if locale.getencoding().lower() != "utf-8":

@@ -52,6 +52,7 @@ class Job:
     node: int | None = None  # this host only; on Kubernetes every host starts its own part
     bind_cores: bool = False  # each rank keeps to cores beside its GPU
     overlap: bool = False  # launch is itself a task of srun: its own steps must share the cores and GPUs of that step, or wait for ever
+    typed: tuple[str, ...] = ()  # the command line of launch, if typing it again continues the run
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # marks this job's processes
 
     def connection(self, host: Host) -> list[str]:
@@ -92,6 +93,7 @@ class Job:
             "master_port": self.master_port,
             "logs": str(logs),
             "columns": SCREEN.columns(),
+            "typed": self.typed,
         }
 
 

@@ -239,6 +239,7 @@ def environment_of_a_host(
         "bind_cores": bind_cores,
         "others": others,
         "columns": 0,
+        "typed": [],
     }
     return agent.environment(spawn.Meeting(slots, 0, first, 29500), "folder", [str(number) for number in range(slots[0])])
 
