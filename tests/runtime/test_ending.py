@@ -179,6 +179,10 @@ def test_the_command_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert continue_command(Recipe(stop_at=2, resume="never"), typed, out) == "python a.py --out 'b c' --resume auto"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert continue_command(Recipe(), frozenset(), out) == ""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "x")
+    assert continue_command(Recipe(), frozenset(), out) == "", "its agent decides the folder"
+    monkeypatch.delenv("WANDB_SWEEP_ID")
     monkeypatch.setenv(continuation.TYPED, json.dumps(["python", "-m", "launch", "a.py", "--out", "x$y"]))
     assert continue_command(Recipe(), frozenset(), out) == "python -m launch a.py --out 'x$y'"
 

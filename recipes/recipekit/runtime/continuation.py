@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..paths import SWEEP_ID
 from ..recipe import Recipe
 from .stopping import command_line, parent
 
@@ -17,7 +18,13 @@ LEVELS = 4  # of parents: the `deepspeed` command is the parent of the parent of
 
 
 def continue_command(recipe: Recipe, typed: frozenset[str], out: Path) -> str:
-    """Return the command that continues the run in `out`; "" if the command line of its launcher is not known, as under srun."""
+    """Return the command that continues the run in `out`.
+
+    Return "" if the command line of its launcher is not known, as under srun, and for a trial of a sweep, whose folder
+    its agent decides.
+    """
+    if os.environ.get(SWEEP_ID):
+        return ""
     changes: dict[str, str | None] = {}
     if recipe.stop_at:
         changes["stop_at"] = None if "stop_at" in typed else "0"

@@ -57,6 +57,7 @@ def rows_of(lines: Lines, facts: Mapping[str, Any], out: Path) -> list[tuple[str
     seconds, (rate, unit) = spent(lines), pace(lines)
     all_seconds = sum(seconds.values())
     epochs = f", {last['epoch']:.2f} epochs" if "epoch" in last else ""
+    on_cpu = "" if facts.get("host", {}).get("devices") else ", Python and its libraries included"
     share = ", ".join(f"{what} {duration(part)} ({part / (all_seconds or math.inf):.1%})" for what, part in seconds.items())
     rows = [
         ("run", f"{recipe['name']} on {facts['mesh']['world']} rank{'s' if facts['mesh']['world'] > 1 else ''} ({facts['mesh']['name']})"),
@@ -65,7 +66,7 @@ def rows_of(lines: Lines, facts: Mapping[str, Any], out: Path) -> list[tuple[str
         ("eval_loss", first_last_best(lines, "eval_loss")),
         ("time", f"{duration(all_seconds)}: {share}"),
         ("speed", f"{rate:,.0f} {unit}/s"),
-        ("memory", f"peak {gib(max(line['peak_mem_bytes'] for line in lines))} of a rank{planned(facts)}"),
+        ("memory", f"peak {gib(max(line['peak_mem_bytes'] for line in lines))} of a rank{on_cpu}{planned(facts)}"),
     ]
     newest = newest_complete(out / CHECKPOINTS)
     rows += [("checkpoint", str(newest) if newest else "none is complete"), ("model", model_in(out))]
@@ -98,7 +99,7 @@ def loading(facts: Mapping[str, Any], out: Path) -> list[str]:
     if facts["identity"].get(ADAPTER) is None or recipe.get("merge"):
         return [
             f"from transformers import {task.auto_class}, {reader}",
-            f"model, processor = ({task.auto_class}.from_pretrained({folder}), {reader}.from_pretrained({folder}))",
+            f"model, {'tokenizer' if task.of_tokens else 'processor'} = {task.auto_class}.from_pretrained({folder}), {reader}.from_pretrained({folder})",
         ]
     if (heads := task.heads.removeprefix("For")) in LOADS_ADAPTERS:
         return [f"from peft import AutoPeftModelFor{heads}", f"model = AutoPeftModelFor{heads}.from_pretrained({folder})"]
