@@ -111,10 +111,7 @@ class Agent:
             "LAUNCH_PIPE": f"{folder}/pipe",
             "LAUNCH_LOCAL_WORLD_SIZE": str(slots),
         }
-        if self.spec["typed"]:
-            variables["LAUNCH_COMMAND"] = json.dumps(self.spec["typed"])  # rank 0 says how to continue the run
-        if self.spec["columns"]:
-            variables["LAUNCH_TERMINAL"] = str(self.spec["columns"])  # rank 0 sends its progress line through the pipe
+        variables |= self.spec["for_rank_0"]  # what its progress line and its last line need
         if locale.getencoding().lower() != "utf-8":
             variables["PYTHONUTF8"] = "1"  # torch 2.13 cannot be imported where text is ASCII, and launchers import it
         variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops

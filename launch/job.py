@@ -1,6 +1,7 @@
 """Runs one start of a job: connects to each host, follows all ranks from beginning to end, and finds out why they ended."""
 
 import contextlib
+import json
 import os
 import queue
 import secrets
@@ -77,6 +78,11 @@ class Job:
             return ["srun", *flags, *(["--overlap"] if self.overlap else [])]
         return []
 
+    def _for_rank_0(self) -> dict[str, str]:
+        """Return variables for rank 0: the width of this terminal, which draws its progress line, and the command that continues the run."""
+        columns = {"LAUNCH_TERMINAL": str(width)} if (width := SCREEN.columns()) else {}
+        return columns | ({"LAUNCH_COMMAND": json.dumps(self.typed)} if self.typed else {})
+
     def specification(self, node: int, logs: Path) -> dict[str, Any]:
         """Returns the specification that an agent gets on its stdin."""
         return {
@@ -92,8 +98,7 @@ class Job:
             "environment": self.environment,
             "master_port": self.master_port,
             "logs": str(logs),
-            "columns": SCREEN.columns(),
-            "typed": self.typed,
+            "for_rank_0": self._for_rank_0(),
         }
 
 

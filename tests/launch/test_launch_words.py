@@ -238,8 +238,7 @@ def environment_of_a_host(
         "spawn": "deepspeed",
         "bind_cores": bind_cores,
         "others": others,
-        "columns": 0,
-        "typed": [],
+        "for_rank_0": {},
     }
     return agent.environment(spawn.Meeting(slots, 0, first, 29500), "folder", [str(number) for number in range(slots[0])])
 
