@@ -198,7 +198,8 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     recipe = plan.recipe
     say: Say = print if plan.command.rank == 0 else lambda _: None
     device = join(plan, peers, say)
-    again = continue_command(recipe, plan.command.typed, plan.out)  # now: a launcher may end before its ranks
+    # now: a launcher may end before its ranks
+    again = continue_command(recipe.stop_at, recipe.resume, recipe.out, plan.command.typed, plan.out)
     plan = replace(plan, day=first_day(plan.resume_from), again=again)
     task = with_numbers(task_called(recipe.task), recipe)
     source = find_checkpoint(plan, say)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from disks import fill, small_disk
 from job import NANO, Job, checkpoints, deepspeed, steps_done
-from recipekit.recipe import Recipe
 from recipekit.runtime import continuation, ending
 from recipekit.runtime.continuation import continue_command, launched, retyped
 from recipekit.runtime.loss_picture import draw_losses, envelope
@@ -175,16 +174,16 @@ def test_the_command_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", *sys.argv])
     monkeypatch.setenv("WORLD_SIZE", "1")
     typed, out = frozenset({"out", "stop_at"}), Path("b c")
-    assert continue_command(Recipe(stop_at=2, out="b c"), typed, out) == "python a.py --out 'b c'"
-    assert continue_command(Recipe(stop_at=2, resume="never"), typed, out) == "python a.py --out 'b c' --resume auto"
+    assert continue_command(2, "auto", "b c", typed, out) == "python a.py --out 'b c'"
+    assert continue_command(2, "never", "b c", typed, out) == "python a.py --out 'b c' --resume auto"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert continue_command(Recipe(), frozenset(), out) == ""
+    assert continue_command(0, "auto", "", frozenset(), out) == ""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("WANDB_SWEEP_ID", "x")
-    assert continue_command(Recipe(), frozenset(), out) == "", "its agent decides the folder"
+    assert continue_command(0, "auto", "", frozenset(), out) == "", "its agent decides the folder"
     monkeypatch.delenv("WANDB_SWEEP_ID")
     monkeypatch.setenv(continuation.TYPED, json.dumps(["python", "-m", "launch", "a.py", "--out", "x$y"]))
-    assert continue_command(Recipe(), frozenset(), out) == "python -m launch a.py --out 'x$y'"
+    assert continue_command(0, "auto", "", frozenset(), out) == "python -m launch a.py --out 'x$y'"
 
 
 def test_numbers_that_are_known_later_join_the_line_of_their_step(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..paths import SWEEP_ID
-from ..recipe import Recipe
 from .stopping import command_line, parent
 
 TYPED = "LAUNCH_COMMAND"  # the words of `python -m launch ...`, as JSON
@@ -17,8 +16,8 @@ MODULES = ("deepspeed.launcher.runner", "torch.distributed.run", "torch.distribu
 LEVELS = 4  # of parents: the `deepspeed` command is the parent of the parent of a rank
 
 
-def continue_command(recipe: Recipe, typed: frozenset[str], out: Path) -> str:
-    """Return the command that continues the run in `out`.
+def continue_command(stop_at: int, resume: str, said_out: str, typed: frozenset[str], out: Path) -> str:
+    """Return the command that continues the run in `out`, which `said_out`, the value of --out, became.
 
     Return "" if the command line of its launcher is not known, as under srun, and for a trial of a sweep, whose folder
     its agent decides.
@@ -26,11 +25,11 @@ def continue_command(recipe: Recipe, typed: frozenset[str], out: Path) -> str:
     if os.environ.get(SWEEP_ID):
         return ""
     changes: dict[str, str | None] = {}
-    if recipe.stop_at:
+    if stop_at:
         changes["stop_at"] = None if "stop_at" in typed else "0"
-    if recipe.resume != "auto":
+    if resume != "auto":
         changes["resume"] = None if "resume" in typed else "auto"
-    if "{" in str(recipe.out):  # the next job has another id
+    if "{" in said_out:  # the next job has another id
         changes["out"] = str(out)
     words = typed_words()
     return shlex.join(retyped(words, changes)) if words else ""
