@@ -86,9 +86,10 @@ def check_headers(model_config: dict[str, Any], entries: Mapping[str, Entry], na
     stated = _dimensions(model_config)
     for key, short in own.items():
         products = family.shapes.get(layer.sub(f"{family.layers}.", short, count=1), ())
-        due = [_product(words, stated) for words in products]
+        sizes = [_product(words, stated) for words in products]
+        due = [size for size in sizes if size is not None]
         shape = entries[key].shape
-        if due and None not in due and list(shape) != due:
+        if due and len(due) == len(sizes) and list(shape) != due:
             raise other_shape(name, key, list(shape), due)
 
 

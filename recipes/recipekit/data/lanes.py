@@ -78,7 +78,7 @@ class Domains:
         if given is None:
             return
         if epoch == 1 and self.epoch[number] is None:
-            self.epoch[number] = Given(**given, empty=self.empty[number], bad=self.bad[number])
+            self.epoch[number] = {**given, "empty": self.empty[number], "bad": self.bad[number]}
         given["documents"] += documents
 
     def deal(self, count: int) -> list["Run"]:
