@@ -11,7 +11,7 @@ from _imp import is_frozen
 LIBRARIES = frozenset(
     {
         *("PIL", "accelerate", "aiohttp", "annotated_doc", "annotated_types", "anyio", "certifi", "charset_normalizer", "click", "cloudpickle"),
-        *("contourpy", "cpuinfo", "cycler", "datasets", "dateutil", "deepspeed", "dill", "distro", "einops", "filelock"),
+        *("contourpy", "cpuinfo", "cuda", "cycler", "datasets", "dateutil", "deepspeed", "dill", "distro", "einops", "filelock"),
         *(
             "flash_attn",
             "fontTools",
@@ -29,7 +29,7 @@ LIBRARIES = frozenset(
             "huggingface_hub",
         ),
         *("idna", "jinja2", "kiwisolver", "markdown_it", "markupsafe", "matplotlib", "mdurl", "mpi4py", "mpl_toolkits", "mpmath"),
-        *("msgpack", "multiprocess", "networkx", "ninja", "numpy", "opentelemetry", "packaging", "pandas", "peft"),
+        *("msgpack", "multiprocess", "networkx", "ninja", "numpy", "nvidia", "opentelemetry", "packaging", "pandas", "peft"),
         *("platformdirs", "psutil", "pyarrow", "pydantic", "pydantic_core", "pygments", "pyparsing", "regex", "requests", "rich"),
         *("safetensors", "scipy", "sentencepiece", "sentry_sdk", "setuptools", "shellingham", "six", "sklearn", "sniffio", "sympy", "tiktoken", "tokenizers"),
         *("torch", "torchgen", "torchvision", "tqdm", "transformers", "triton", "truststore", "typer", "typing_extensions"),
@@ -50,10 +50,15 @@ HIDEABLE = (sys.stdlib_module_names | LIBRARIES) - UNUSED - {*sys.builtin_module
 
 
 def shadows(folder: str) -> list[tuple[str, str, str]]:
-    """Return where, rule and fix of a problem for each file or package of a folder that hides a library."""
+    """Return where, rule and fix of a problem for each file or package of a folder that hides a library.
+
+    A folder into which pip installs, which some clusters put into PYTHONPATH, holds the libraries themselves.
+    """
     try:
         names = sorted(os.listdir(folder or "."))
     except OSError:  # an entry of sys.path that is no folder
+        return []
+    if any(name.endswith(".dist-info") for name in names):
         return []
     where = os.path.relpath(folder or ".")
     return [

@@ -23,5 +23,5 @@ def strategies() -> dict[str, Path]:
 def recipe_path(text: str) -> Path:
     """Return the path of a recipe for argparse: as typed, or the shipped recipe if `text` is its name and no file."""
     path = path_of(text)
-    is_name = path.parent == Path() and not path.exists()
+    is_name = text == path.name and not path.exists()
     return recipes().get(path.name.removesuffix(".py"), path) if is_name else path

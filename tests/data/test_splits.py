@@ -361,7 +361,8 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     assert planned(tmp_path / "a.jsonl", "--out", str(out)).resume_from == out
     (out / "run.json").write_text(json.dumps({"identity": before | {"split": "other"}, "recipe": {}}))
     with pytest.raises(Refusal, match=r"split = train: the run in .* has other"):
-        planned(tmp_path / "a.jsonl", "--out", str(out))
+        flags = ["--dataset", str(tmp_path / "a.jsonl"), "--out", str(out)]  # of a start: a dry run refuses no older run
+        make_plan(parse(OWN, ROOT / "recipes" / "llama_nano_zero2.py", flags))
 
 
 def test_an_unreadable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,11 @@ def commands() -> list[str]:
             found += re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)
     commands = (re.split(r"\s#\s|\s#$| && | > | \|| {3,}| FLAGS", command.replace("[", "").replace("]", ""))[0].strip() for command in found)
     return sorted(
-        {command for command in commands if PROGRAM.match(f"{command} ") and "..." not in command and " -c " not in command and not command.endswith("--help")}
+        {
+            command
+            for command in commands
+            if PROGRAM.match(f"{command} ") and "..." not in command and " -c " not in command and not command.endswith(("--help", "--help all"))
+        }
     )
 
 

@@ -1,5 +1,6 @@
 """The data of a run: looked at before anything large is made, and opened where the checkpoint left it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -16,7 +17,7 @@ from ..data.processors import num_embeddings
 from ..data.request import Request, request_of
 from ..data.sameness import OtherData, StreamState
 from ..data.samples import open_rows, open_samples
-from ..data.stream import open_corpus, open_stream
+from ..data.stream import Corpus, open_corpus, open_stream
 from ..hub import commit_of
 from ..parallel.sequence import own_part
 from ..plan import Plan
@@ -49,7 +50,7 @@ def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
     if task.facts.of_tokens:
         check_tokens(processor, say)
     try:
-        open_all(request_of(recipe), task, processor, say)
+        opener(request_of(recipe), task, processor)(say)
     except Refusal as error:
         refusal = error
     if problems := shared_problems(refusal):
@@ -63,12 +64,11 @@ def check_tokens(processor: Any, say: Say) -> None:
         say(f"tokenizer: it has {len(tokenizer)} tokens, the model has embeddings for {fewer}; data with one of the others are refused")
 
 
-def open_all(request: Request, task: Task, processor: Any, say: Say) -> None:
-    """Open each corpus once. Raises `Refusal` if one cannot be opened or does not fit the tokenizer."""
+def opener(request: Request, task: Task, processor: Any) -> Callable[[Say], Corpus]:
+    """Return a function that opens each corpus once. It raises `Refusal` if one cannot be opened or does not fit the tokenizer."""
     if task.samples:
-        open_rows(request, task.samples, processor, say)
-    else:
-        open_corpus(request, processor, say)
+        return partial(open_rows, request, task.samples, processor)
+    return partial(open_corpus, request, processor)
 
 
 def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]) -> dict[str, Any]:

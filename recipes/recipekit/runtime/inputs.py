@@ -11,7 +11,7 @@ from ..mesh import Mesh
 from ..plan import Plan
 from ..refusal import Refusal, Say
 from ..tasks.find import task_called, with_numbers
-from .corpus import check_tokens, open_all, open_data, open_held_out
+from .corpus import check_tokens, open_data, open_held_out, opener
 
 READ = 2 << 20  # bytes of local data up to which a dry run makes the first step and the evaluation
 
@@ -40,7 +40,7 @@ def check_inputs(plan: Plan, say: Say) -> None:
         check_tokenizer(processor, request.task)  # data of the hub are not opened
     if (size := local_bytes(request)) is None:
         return
-    open_all(request, task, processor, say)
+    opener(request, task, processor)(say)
     if size > READ:
         return
     stream = open_data(plan, task, processor, 0, None, say)

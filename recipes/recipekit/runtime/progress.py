@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import errno
 import json
 import math
 import os
@@ -174,16 +175,16 @@ class OwnTerminal:
         return columns_of(sys.__stderr__)
 
     def draw(self, line: str, key: object) -> None:
-        with contextlib.suppress(OSError):
+        with reader_may_go():
             self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
 
     def say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # soft_wrap: a command in the text can be copied in one piece
+        with reader_may_go():  # soft_wrap: a command in the text can be copied in one piece
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self, line: str, key: object) -> None:
         self.draw(line, key)
-        with contextlib.suppress(OSError):
+        with reader_may_go():
             self._live.stop()
 
 
@@ -241,9 +242,26 @@ class Plain:
 
 
 def print_plain(text: str) -> None:
-    """Print a line to stderr, whose reader may have gone: a closed terminal, or `| tee` after Ctrl-C."""
-    with contextlib.suppress(OSError):
+    """Print a line to stderr, whose reader may go."""
+    with reader_may_go():
         print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def reader_may_go() -> Iterator[None]:
+    """Go on where stderr cannot be written. If its reader has gone, what is written from then on is dropped.
+
+    The reader goes with a closed terminal, or with `| tee` after Ctrl-C. Python flushes stderr once more at its end, and
+    would end with code 120 if that failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 def find_screen() -> Screen:
