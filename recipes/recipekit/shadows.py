@@ -50,15 +50,10 @@ HIDEABLE = (sys.stdlib_module_names | LIBRARIES) - UNUSED - {*sys.builtin_module
 
 
 def shadows(folder: str) -> list[tuple[str, str, str]]:
-    """Return where, rule and fix of a problem for each file or package of a folder that hides a library.
-
-    A folder into which pip installs, which some clusters put into PYTHONPATH, holds the libraries themselves.
-    """
+    """Return where, rule and fix of a problem for each file or package of a folder that hides a library."""
     try:
         names = sorted(os.listdir(folder or "."))
     except OSError:  # an entry of sys.path that is no folder
-        return []
-    if any(name.endswith(".dist-info") for name in names):
         return []
     where = os.path.relpath(folder or ".")
     return [
@@ -69,10 +64,16 @@ def shadows(folder: str) -> list[tuple[str, str, str]]:
 
 
 def refuse_shadows() -> None:
-    """End the program with a refusal if a folder that Python searches before the standard library hides a library."""
+    """End the program with a refusal if a folder that Python searches before the standard library hides a library.
+
+    Folders that PYTHONPATH names are left out: who names the folder of a library there, wants it. So do clusters, and
+    developers with a clone of transformers.
+    """
     standard = os.path.dirname(os.__file__)
     first = sys.path[: sys.path.index(standard)] if standard in sys.path else []
-    found = [problem for folder in dict.fromkeys(first) for problem in shadows(folder)]
+    wanted = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
+    looked_at = [folder for number, folder in enumerate(first) if (number == 0 and not sys.flags.safe_path) or os.path.abspath(folder) not in wanted]
+    found = [problem for folder in dict.fromkeys(looked_at) for problem in shadows(folder)]
     if not found:
         return
 
