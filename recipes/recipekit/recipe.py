@@ -141,7 +141,7 @@ class Recipe:
     save_in_background: bool = _say("continue training while a checkpoint is written; needs host memory for a copy of the states", False)
     stop_at: int = _say("save and end at this step, the schedule unchanged; 0: run to the end", 0)
     export: bool = _say("write Hugging Face safetensors to OUT/hf when the run is complete", True)
-    merge: bool = _say("LoRA only: export merged weights instead of the adapter", False)
+    merge: bool = _say("LoRA only: export merged weights instead of the adapter; of a finished run into OUT/hf_merged", False)
     seed: int = _say("seed of the initial weights, the data order and dropout", 0, group="run")
     out: str = _say("run folder, may contain $VAR, {job_id} and {wandb_run_id}; default runs/<recipe>, with --tiny runs/<recipe>_tiny", "")
     resume: str = _say("auto: resume the run in OUT; never: start from scratch; or a run or step folder", "auto")

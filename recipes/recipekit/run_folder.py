@@ -27,6 +27,7 @@ DATA_FILES = "data_files.json"  # digests of what was read, so that a resume can
 CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
 LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
 EXPORT = "hf"  # the trained model as Hugging Face files
+MERGED = "hf_merged"  # the same with its adapter merged, written by --merge after the run
 
 OF_NORMS = ", which its BatchNorm took its statistics of"
 STATISTICS = "micro_batch"  # is part of a run whose model has BatchNorm: its rows are normalised together

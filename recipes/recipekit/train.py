@@ -208,6 +208,8 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
     plan, recipe = loaded.plan, loaded.plan.recipe  # with the steps of its epochs
     exports = recipe.export and plan.last_step == recipe.steps
     if (step := loaded.state["step"]) >= plan.last_step:
+        if loaded.merge_finished(say):
+            return 0
         at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""
         run = plan.out if recipe.resume == "auto" else recipe.resume
         say(f"nothing to do: the run in {run} has finished {step} of {recipe.steps} steps{at}")

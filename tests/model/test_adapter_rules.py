@@ -158,8 +158,12 @@ def test_the_base_model_is_named_as_others_find_it(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    for model, name in (("real", str(tmp_path / "real")), ("link", str(tmp_path / "real")), ("org/name", "org/name"), ("none", "none")):
-        assert made_by(partial(wrapped, fields=LORA), model=model).peft_config["default"].base_model_name_or_path == name
+    real = str(tmp_path / "real")
+    cases = [("real", real, None), ("./real", real, None), ("link", real, None), ("org/name", "org/name", "abc"), ("none", "none", "abc")]
+    for model, name, revision in cases:
+        config = made_by(partial(wrapped, fields=LORA), model=model, revision="abc").peft_config["default"]
+        assert (config.base_model_name_or_path, config.revision) == (name, revision)
+    assert made_by(partial(wrapped, fields=LORA), model="org/name").peft_config["default"].revision is None
 
 
 def test_peft_knows_of_zero3_while_it_makes_layers_only() -> None:

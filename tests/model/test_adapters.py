@@ -1,7 +1,10 @@
 """Adapters of peft: stock peft reads, computes and merges what a run exports, and what a run cannot export is refused."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +21,7 @@ from recipekit.architectures import safetensors_files
 from recipekit.checkpoints.convert import to_hf
 from recipekit.checkpoints.published import published_as
 from recipekit.command import parse
+from recipekit.commands.convert import main as convert
 from recipekit.data.processors import byte_tokenizer
 from recipekit.model.adapter import AdapterRequest, adapted, config_of
 from recipekit.model.build import build_model
@@ -29,6 +33,7 @@ from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.run_folder import ADAPTER, FACTS, check_adapter
+from recipekit.runtime.merge import adapted_model
 from safetensors.torch import load_file
 from test_export import NUMBERS
 from test_model import ds_config, tiny_config
@@ -240,6 +245,61 @@ def test_ranks_of_zero2_and_zero3_train_and_export_one_adapter(pools: Any, tmp_p
     assert {key: value.shape for key, value in divided.items()} == {key: value.shape for key, value in end.items()}
     assert max((divided[key] - value).abs().max().item() for key, value in end.items()) <= 5e-5
     assert json.loads((tmp_path / "zero2_step" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "base")
+
+    assert convert(["to-hf", str(tmp_path / "zero3"), str(tmp_path / "zero3_merged"), "--merge"]) == 0
+    check_same_files(tmp_path / "zero3_merged", tmp_path / "zero3" / "hf")
+
+
+def check_same_files(one: Path, other: Path) -> None:
+    names = [{path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (one, other)]
+    assert names[0] == names[1] and Path("config.json") in names[0] and Path("adapter_config.json") not in names[0]
+    assert [name for name in sorted(names[0]) if (one / name).read_bytes() != (other / name).read_bytes()] == []
+
+
+def run_again(recipe: Recipe, fields: dict[str, Any]) -> tuple[int, str]:
+    """Run on the rank of a pool: train, or come back to a finished run; return the exit code and what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = run_adapter(recipe, fields)
+    return code, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"target_modules": "all-linear"}, pytest.param({"target_modules": ["embed_tokens"], "use_rslora": True}, marks=pytest.mark.slow)]
+)
+def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """As the converter and as peft merge it. hf/ keeps the adapter, whose config names the base model by its absolute path."""
+    save_tiny(tmp_path / "base")
+    out = tmp_path / "run"
+    recipe = Recipe(model=os.path.relpath(tmp_path / "base"), ds_config=strategy("zero2"), out=str(out), **NUMBERS | {"steps": 2, "lr": 1e-2})
+    again = partial(pools.run, 1, run_again, fields=fields)
+
+    ((code, said),) = again(recipe=dataclasses.replace(recipe, stop_at=1, merge=True))
+    assert code == 0 and not (out / "hf").exists()
+    ((code, said),) = again(recipe=dataclasses.replace(recipe, stop_at=1, merge=True))
+    way = f"step 1 of 2 is not the last one; merge a checkpoint with recipekit convert to-hf --merge {out} NEW_FOLDER\n"
+    assert code == 0 and f"--merge: nothing is exported, because {way}" in said and "nothing to do: " in said, said
+
+    assert again(recipe=recipe)[0][0] == 0
+    adapter = (out / "hf" / "adapter_model.safetensors").read_bytes()
+    assert json.loads((out / "hf" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "base")
+    ((code, said),) = again(recipe=dataclasses.replace(recipe, merge=True))
+    assert code == 0 and f"merged: the run in {out} has finished 2 of 2 steps" in said and "nothing to do" not in said, said
+    assert (out / "hf" / "adapter_model.safetensors").read_bytes() == adapter
+    assert convert(["to-hf", str(out), str(tmp_path / "converted"), "--merge"]) == 0
+    check_same_files(tmp_path / "converted", out / "hf_merged")
+
+    with warnings.catch_warnings(action="ignore"):
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(plain, out / "hf").merge_and_unload().state_dict()
+    ours = load_file(out / "hf_merged" / "model.safetensors")
+    assert max((theirs[name] - value.float()).abs().max().item() for name, value in ours.items()) <= 5e-5
+
+
+def test_a_checkpoint_without_an_adapter_is_not_merged(tmp_path: Path) -> None:
+    for files, said in (({}, "no adapter_config.json: it is no checkpoint of an adapter"), ({"adapter_config.json": tmp_path / "x"}, "no config.json")):
+        step: Any = SimpleNamespace(folder=tmp_path, small_files=files, model_config=None)
+        with pytest.raises(Refusal, match=f"holds {said}.*; leave --merge out"):
+            adapted_model(step)
 
 
 # Refusals ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Convert checkpoints between Hugging Face files and every layout, bit for bit, in bounded memory.
 
-    recipekit convert to-hf RUN_OR_STEP_DIR OUT_DIR [--dtype bf16] [--verify]
+    recipekit convert to-hf RUN_OR_STEP_DIR OUT_DIR [--dtype bf16] [--verify | --merge]
     recipekit convert from-hf HF_DIR OUT_DIR --zero 1 --tp 2 --pp 2 --dp 1
     recipekit convert reshape STEP_DIR OUT_DIR --tp 1 --pp 4 --dp 2 [--ep 1] [--zero 1]
     recipekit convert verify STEP_DIR
@@ -81,6 +81,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one = command("to-hf", to_hf, "Hugging Face files from a run's newest checkpoint, or from a step folder", "source", "out")
     one.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; left out: what the model's own files have")
     one.add_argument("--verify", action="store_true", help="read the output again and compare it with the checkpoint")
+    one.add_argument("--merge", action="store_true", help="of an adapter: the whole model, with the adapter merged into its weights")
     one.add_argument("--dry-run", "--dry_run", action="store_true", help="show what would be written, and stop")
     one = command("from-hf", from_hf, "a step folder of step 0 from Hugging Face files, for --resume", "source", "out")
     degrees(one, 1)
@@ -155,6 +156,8 @@ def opened(path: Path) -> Step:
 def to_hf(arguments: argparse.Namespace) -> int:
     step = opened(arguments.source)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    if arguments.merge:
+        return merge(arguments, step, dtype or step.state["export_dtype"])
     blueprint, contents = published.published_as(step, dtype)
     nbytes = published.published_bytes(blueprint, contents)
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
@@ -171,6 +174,27 @@ def to_hf(arguments: argparse.Namespace) -> int:
     with bar.progress:
         convert.to_hf(step.folder, arguments.out, dtype, effort(arguments, bar), arguments.verify)
     print(f"wrote {arguments.out}" + (", compared with the checkpoint: equal" if arguments.verify else ""))
+    return 0
+
+
+def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
+    """Write the merged model of a checkpoint with an adapter."""
+    from ..runtime.merge import adapted_model, to_merged  # imports transformers and peft
+
+    if arguments.verify:
+        raise refuse("--verify with --merge", "merged weights are computed, not copied", "use one of the two; --merge verifies what it reads")
+    adapted_model(step)
+    frozen = sum(tensor.numel for tensor in step.blueprint.tensors if tensor.group is None)
+    nbytes = frozen * (4 if dtype == "float32" else 2)
+    print(f"{step.folder}: step {step.state['step']}, {step.layout}")
+    print(f"the whole model, its adapter merged: about {nbytes / 2**30:.3f} GiB, {dtype}")
+    if arguments.dry_run:
+        return 0
+    check_space(arguments.out, nbytes)
+    bar = Bar()
+    with bar.progress:
+        to_merged(step, arguments.out, dtype, effort(arguments, bar))
+    print(f"wrote {arguments.out}")
     return 0
 
 

@@ -45,6 +45,7 @@ class AdapterRequest:
     merge: bool = False
     tp: int = 1
     ep: int = 1
+    revision: str = ""  # commit of the model on the hub, if it is not a folder
 
 
 def adapted(model: Any, request: AdapterRequest, ds_config: dict[str, Any]) -> Any:
@@ -71,8 +72,10 @@ def adapted(model: Any, request: AdapterRequest, ds_config: dict[str, Any]) -> A
     if problems:
         raise Refusal(problems)
 
-    config.base_model_name_or_path = str(Path(request.model).resolve()) if Path(request.model).is_dir() else request.model
-    if problems := _check_trained(made) + (_check_merge(made) if request.merge else []):
+    is_folder = Path(request.model).is_dir()
+    config.base_model_name_or_path = str(Path(request.model).resolve()) if is_folder else request.model
+    config.revision = None if is_folder else request.revision or None
+    if problems := _check_trained(made) + (check_merge(made) if request.merge else []):
         raise Refusal(problems)
     return made
 
@@ -293,7 +296,7 @@ def _check_trained(made: Any) -> list[Problem]:
     return []
 
 
-def _check_merge(made: Any) -> list[Problem]:
+def check_merge(made: Any) -> list[Problem]:
     """Refuse to merge LoRA into a tied embedding or head, because the merge would change both."""
     from peft.tuners.lora import LoraLayer
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..engine import Engine
+from ..hub import commit_of
 from ..kernels.attention import VARLEN
 from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, sequence
@@ -115,7 +116,7 @@ def build_model(
         fill(model, recipe.seed, groups, ds_config, device, dtype, cuts, weights, divide, uncut)
         filled |= dict(model.named_parameters())
     if recipe.adapt is not None:
-        models = [_with_adapter(whole, AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep), recipe.seed, ds_config)]
+        models = [_with_adapter(whole, _request_of(recipe), recipe.seed, ds_config)]
     if split is None:  # an adapter may have put another module in the head's place
         why_logits = give(whole, [whole])
     make_trainable(models)
@@ -158,6 +159,12 @@ def _with_adapter(whole: PreTrainedModel, request: AdapterRequest, seed: int, ds
         rule = f"sets the attention to {whole.config._attn_implementation}, and varlen computes the documents of the rows as they are"
         raise refuse("adapt with attention = varlen", rule, "use --attention sdpa")
     return made
+
+
+def _request_of(recipe: Recipe) -> AdapterRequest:
+    assert recipe.adapt is not None
+    commit = commit_of(recipe.model, recipe.model_revision) or recipe.model_revision
+    return AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep, commit)
 
 
 def _described(model: PreTrainedModel, plans: Plans) -> Blueprint:

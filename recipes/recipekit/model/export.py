@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..architectures import safetensors_files
+from ..architectures.small_files import ADAPTER, with_dtype
 from ..engine import Engine
 from ..parallel import expert, tensor
 from ..parallel.groups import Groups, waiting_group
@@ -76,7 +77,7 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
     staging = folder.with_name(f".{folder.name}.tmp")
     rank0, disk = dist.get_rank() == 0, Disk(staging)
     if rank0:
-        disk.do(_make_empty, staging)
+        disk.do(make_empty, staging)
     dist.barrier()
     shard: dict[str, torch.Tensor] = {}
     files: list[tuple[str, list[str]]] = []  # (file, its tensors)
@@ -103,11 +104,11 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
     dist.all_gather_object(everyone, (files, total))
 
     def complete() -> None:
-        _name_files([file for written, _ in everyone for file in written], sum(size for _, size in everyone), staging)
+        name_files([file for written, _ in everyone for file in written], sum(size for _, size in everyone), staging)
         small.write(staging)
         if adapter:
-            _name_as_merged(model, staging)
-        _publish(staging, folder)
+            name_as_merged(model, staging)
+        publish(staging, folder)
 
     if rank0:
         disk.do(complete)
@@ -146,12 +147,12 @@ class Disk:
         raise Refusal([Problem(f"export to {folder}", failures[0], fix)], START_AGAIN)
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def _name_files(files: list[tuple[str, list[str]]], size: int, folder: Path) -> None:
+def name_files(files: list[tuple[str, list[str]]], size: int, folder: Path) -> None:
     """Give the files of all ranks, (name, keys of its tensors), their published names; several files get an index."""
     names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))] if len(files) > 1 else ["model.safetensors"]
     for (part, _), name in zip(files, names, strict=True):
@@ -174,7 +175,7 @@ def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
     write_with_umask(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
-def _publish(staging: Path, folder: Path) -> None:
+def publish(staging: Path, folder: Path) -> None:
     """Replace the folder by the staged one, whose files are on the disk first."""
     for path in [*staging.rglob("*"), staging]:
         fsync(path)
@@ -193,12 +194,12 @@ def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFile
     staging = folder.with_name(f".{folder.name}.tmp")
 
     def write() -> None:
-        _make_empty(staging)
+        make_empty(staging)
         tensors = {key: (values[id(named[name])] if name in named else buffers[name].cpu()).clone() for key, name in keys.items()}
         write_file(tensors, staging / "adapter_model.safetensors")
         next(iter(adapted.peft_config.values())).save_pretrained(staging)
         small.write(staging, of_adapter=True)
-        _publish(staging, folder)
+        publish(staging, folder)
 
     disk = Disk(staging)
     if rank0:
@@ -206,9 +207,31 @@ def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFile
     disk.check()
 
 
-def _name_as_merged(model: Any, folder: Path) -> None:
-    """Make the small files of an adapted model describe the merged one."""
-    (folder / "adapter_config.json").unlink(missing_ok=True)
-    if unties(model):
-        config = folder / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}, indent=2) + "\n")
+def holds_adapter(export: Path) -> bool:
+    """Return True if exported files are an adapter, which needs its base model."""
+    return (export / ADAPTER).is_file()
+
+
+def shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect tensors for files of at most SHARD_BYTES."""
+    shard: dict[str, torch.Tensor] = {}
+    for name, value in tensors:
+        size = sum(own.nbytes for own in shard.values())
+        if size and size + value.nbytes > safetensors_files.SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = value.contiguous()
+    yield shard
+
+
+def name_as_merged(model: Any, folder: Path, dtype: str = "") -> None:
+    """Make the small files of an adapted model describe the merged one, with weights of `dtype` if that is stated."""
+    (folder / ADAPTER).unlink(missing_ok=True)
+    config = folder / "config.json"
+    own = json.loads(config.read_text())
+    changed = own | ({"tie_word_embeddings": False} if unties(model) else {})
+    if dtype:
+        changed = with_dtype(changed, dtype)
+        changed |= {} if "torch_dtype" in changed else {"dtype": dtype}
+    if changed != own:
+        config.write_text(json.dumps(changed, indent=2) + "\n")

@@ -22,7 +22,7 @@ from ..model.adapter import AdapterRequest, adapted, config_of
 from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
 from ..model.empty import empty_model
-from ..model.export import export, save_small_files
+from ..model.export import export, holds_adapter, save_small_files
 from ..model.own_head import config_of_files
 from ..model.small_files import SmallFiles
 from ..model.weights import fetch_config, published_names, weights_folder
@@ -30,7 +30,7 @@ from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
 from ..refusal import Refusal, Say, refuse
-from ..run_folder import CHECKPOINTS, EXPORT, check_adapter, commits_of_run
+from ..run_folder import CHECKPOINTS, EXPORT, MERGED, check_adapter, commits_of_run
 from ..strategy.compiling import layers_whole
 from ..task import Sums, Task
 from ..tasks.facts import TASKS
@@ -77,11 +77,29 @@ class Loaded:
         """Write config, tokenizer and the like into `folder`."""
         save_small_files(self.built, self._small_files, folder)
 
-    def export(self, say: Say) -> None:
-        """Writes the model as Hugging Face files into OUT/hf (a collective)."""
-        folder = self.plan.out / EXPORT
+    def export(self, say: Say, name: str = EXPORT) -> None:
+        """Write the model as Hugging Face files into a folder `name` of OUT (a collective)."""
+        folder = self.plan.out / name
         say(f"writing Hugging Face files to {folder}")
         export(self.engine, self.built, self.groups, self._small_files, folder, self.dtype, self.plan.recipe.merge)
+
+    def merge_finished(self, say: Say) -> bool:
+        """Merge the adapter of a finished run into OUT/hf_merged, if `--merge` asks for it; return True if that was done.
+
+        OUT/hf keeps the adapter. A collective.
+        """
+        recipe, out, step = self.plan.recipe, self.plan.out, self.state["step"]
+        if not recipe.merge:
+            return False
+        if step < recipe.steps or not recipe.export:
+            why = f"step {step} of {recipe.steps} is not the last one" if step < recipe.steps else "--no-export is set"
+            say(f"--merge: nothing is exported, because {why}; merge a checkpoint with recipekit convert to-hf --merge {out} NEW_FOLDER")
+            return False
+        if not holds_adapter(out / EXPORT):  # merged already, or not yet written
+            return False
+        self.export(say, MERGED)
+        say(f"merged: the run in {out} has finished {step} of {recipe.steps} steps; {EXPORT}/ keeps the adapter, {MERGED}/ has the merged model")
+        return True
 
 
 def load_model(
