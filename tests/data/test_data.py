@@ -422,12 +422,9 @@ def test_ten_thousand_row_groups_start_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(chunks.Reader, "chunks", counted)
     request = request_for(str(tmp_path), text_field="ids")
-    begun = time.perf_counter()
     with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own:
         assert own.error_ahead() is None
-        seconds = time.perf_counter() - begun
-        print(f"first batch after {seconds:.2f} s")
-    assert seconds < 20 and len(set(opened)) <= 2
+    assert len(set(opened)) <= 2
 
 
 def test_tokens_are_kept_where_there_is_room(corpora, monkeypatch, tmp_path, caplog):
@@ -1005,9 +1002,8 @@ def test_close_leaves_no_thread(corpora):
     own = open_stream(request_for(corpora["parquet"]), BYTES, dp=1, dp_rank=0)
     next(own)
     time.sleep(0.1)  # the queue is full, the thread waits
-    begun = time.perf_counter()
     own.close()
-    assert time.perf_counter() - begun < 1 and set(threading.enumerate()) == before
+    assert set(threading.enumerate()) == before
     with pytest.raises(RuntimeError, match="closed"):
         next(own)
     own.close()

@@ -150,10 +150,6 @@ def test_the_hash_of_peers_sees_another_picture_and_another_order():
     other["pixel_values"][5] = 0
     assert len({roll(0, [case]) for case in (batch, swapped, other, {**batch, "labels": batch["labels"] + 1})}) == 4
     assert roll(0, [batch]) == roll(0, [{name: tensor.clone() for name, tensor in batch.items()}])
-    large = {"pixel_values": torch.zeros(64, 3, 224, 224)}
-    begun = time.perf_counter()
-    roll(0, [large])
-    assert time.perf_counter() - begun < 0.2
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -217,7 +213,7 @@ def test_threads_that_are_gone_raise_where_the_batches_are_taken(fashion):
         with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
             for _ in range(10):
                 next(own)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 60
 
 
 # What a stream takes, and leaves behind -------------------------------------------------------------------------------
@@ -244,20 +240,28 @@ def test_close_leaves_no_thread(fashion):
     own.close()
     del own, pictures
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not set(threading.enumerate()) - before
 
 
-def test_ten_thousand_rows_in_as_many_row_groups_start_at_once(tmp_path):
+def test_the_first_batch_of_ten_thousand_row_groups_reads_the_groups_of_one_block(tmp_path, monkeypatch):
+    """Each once. The thread that reads ahead may begin the next block, never all of it before the batch is taken."""
     stream = io.BytesIO()
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(stream, "PNG")
     table = pa.table({"image": [stream.getvalue() + bytes([n % 256, n // 256]) for n in range(10_000)], "label": [n % 10 for n in range(10_000)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1)
-    begun = time.perf_counter()
+    read: list[int] = []
+    original = pq.ParquetFile.iter_batches
+
+    def counted(self, rows, groups, *more, **named):
+        read.extend(groups)
+        return original(self, rows, groups, *more, **named)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
     take(request_for(tmp_path / "a.parquet", sizes=Sizes()), 1)
-    assert time.perf_counter() - begun < 4  # 2 on a machine that does nothing else
+    assert Sizes().block_samples <= len(read) == len(set(read)) < 2 * Sizes().block_samples
 
 
 # In a run -------------------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ for call in (lambda: load_tokenizer("org/name"), lambda: weights_folder("org/nam
         call()
     except Refusal as refusal:
         print(refusal)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
 """
     more = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | more, capture_output=True, text=True, timeout=120, check=True)

@@ -226,7 +226,7 @@ def test_a_host_that_never_comes(tmp_path: Path) -> None:
     codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "15"), {}, {2}, {}).wait()  # what the hosts that come need to start, with room
     told = only_problem(text)
     assert codes == [1, 1] and told.startswith("rank 2 (host 2 of the job, counted from 0): did not come within 15 s"), told
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 180
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_hosts_that_do_not_reach_each_other(tmp_path: Path, star: list[list[str]
     name = socket.gethostname()
     assert codes == [1, 1, 1] and "4 of 6 work" in text
     assert told.startswith(f"rank 2 on {name} (rank 2) from rank 1 on {name} (rank 1): cannot be reached: timed out"), told
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 180
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(job: Job, number: int, code: int) -> None:
     rank = job.start_rank("train()")
     rank.send_signal(number)
-    assert rank.communicate(timeout=5)[1] == ""
+    assert rank.communicate(timeout=LIMIT)[1] == ""
     assert rank.returncode == code
     assert job.saved() == [signal.Signals(number).name]
 
@@ -167,7 +167,7 @@ def test_what_a_program_does_at_a_signal_of_its_own_stays(job: Job, number: int,
     time.sleep(1)
     assert rank.poll() is None
     rank.send_signal(signal.SIGTERM)
-    assert rank.wait(5) == 143
+    assert rank.wait(LIMIT) == 143
 
 
 def test_the_signals_of_launchers_do_not_interrupt_the_checkpoint(job: Job) -> None:
@@ -175,7 +175,7 @@ def test_the_signals_of_launchers_do_not_interrupt_the_checkpoint(job: Job) -> N
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
         rank.send_signal(number)
         time.sleep(0.1)
-    rank.wait(5)
+    rank.wait(LIMIT)
     assert rank.returncode == 130
     assert job.saved() == ["SIGINT"]
 
@@ -186,7 +186,7 @@ def test_the_third_ctrl_c_ends_the_rank_at_once(job: Job) -> None:
         assert rank.poll() is None
         rank.send_signal(signal.SIGINT)
         time.sleep(1.2)
-    assert rank.communicate(timeout=2)[1] == "rank 0: third Ctrl-C: ended at once, without a checkpoint\n"
+    assert rank.communicate(timeout=LIMIT)[1] == "rank 0: third Ctrl-C: ended at once, without a checkpoint\n"
     assert rank.returncode == 130
     assert job.saved() == []
 
@@ -196,7 +196,7 @@ def test_a_rank_blocked_in_a_collective_ends_after_the_grace_with_its_stacks(job
     began = time.monotonic()
     rank.send_signal(signal.SIGTERM)
     said = rank.communicate(timeout=LIMIT)[1]
-    assert 1.5 < time.monotonic() - began < 4
+    assert 1.5 < time.monotonic() - began < LIMIT
     assert rank.returncode == 143
     assert said.startswith("rank 0: stuck: no step boundary came in the 1.5 s after SIGTERM; the stacks of its threads:\n")
     assert "in block_in_c" in said
@@ -259,13 +259,13 @@ def test_a_stuck_rank_ends_before_the_scheduler_kills_it(job: Job) -> None:
     began = time.monotonic()
     rank.send_signal(signal.SIGTERM)
     assert "stuck: no step boundary came in the 1.5 s after SIGTERM" in rank.communicate(timeout=LIMIT)[1]
-    assert 1.5 < time.monotonic() - began < 4
+    assert 1.5 < time.monotonic() - began < LIMIT
 
 
 def test_boundaries_do_not_rescue_a_hung_checkpoint(job: Job) -> None:
     rank = job.start_rank("train(save_seconds=30)", grace=1)
     rank.send_signal(signal.SIGTERM)
-    assert "stuck" in rank.communicate(timeout=5)[1]
+    assert "stuck" in rank.communicate(timeout=LIMIT)[1]
     assert rank.returncode == 143
 
 
@@ -286,14 +286,14 @@ def test_what_another_rank_was_told_is_passed_on(job: Job) -> None:
 def test_outside_the_stopper_signals_act_as_before(job: Job) -> None:
     rank = job.start_rank("with Stopper(grace):\n    pass\nreport('pid', os.getpid())\ntime.sleep(30)")
     rank.send_signal(signal.SIGTERM)
-    assert rank.wait(5) == -signal.SIGTERM
+    assert rank.wait(LIMIT) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("wait", ["block_in_c()", "time.sleep(30)", "[i for i in iter(int, 1)]"])
 def test_ctrl_c_during_start_up_is_one_line(job: Job, wait: str) -> None:
     rank = job.start_rank(f"report('pid', os.getpid())\n{wait}")
     rank.send_signal(signal.SIGINT)
-    assert rank.communicate(timeout=5)[1] == "rank 0: interrupted before training began\n"
+    assert rank.communicate(timeout=LIMIT)[1] == "rank 0: interrupted before training began\n"
     assert rank.returncode == 130
 
 

@@ -20,7 +20,7 @@ from test_model import ds_config
 from test_parity import accumulating, recipe_for, strategy, train_in_layout
 
 MLP, LAYER = "layers.1.mlp", "layers.1"
-WITHIN = 30.0  # seconds from the start of the run, so that the model and its engine are made in them, too
+WITHIN = 60.0  # seconds from the start of the run, so that the model and its engine are made in them, too
 
 
 def make_absent(module: Any) -> None:

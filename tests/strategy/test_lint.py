@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def lint(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "lint.py"), *words], cwd=cwd, capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "lint.py"), *words], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout + done.stderr
 
