@@ -144,7 +144,7 @@ def make_plan(command: Command) -> Plan:
 
 def _check_usable(command: Command) -> list[Problem]:
     """Refuse values that cannot be planned with: files without a name, searches of hours, a run folder named s3:."""
-    problems = check_kinds(command.recipe) + check_values(vars(command.recipe)) + check_variables(os.environ)
+    problems = check_kinds(vars(command.recipe)) + check_values(vars(command.recipe)) + check_variables(os.environ)
     with collecting(problems):
         _ = command.out
     return problems

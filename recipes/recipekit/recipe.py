@@ -190,7 +190,7 @@ class Recipe:
 
     def shortened(self, typed: frozenset[str]) -> tuple["Recipe", list[str]]:
         """Fits warm-up, decay and ramp, where the user has not typed them, to the `--steps` of a trial; returns a line for each, too."""
-        if "steps" not in typed or self.steps < 1 or check_kinds(self):
+        if "steps" not in typed or self.steps < 1 or check_kinds(vars(self)):
             return self, []
         fitted: dict[str, Any] = shorter(self.schedule, self.steps, self.warmup_steps, self.decay_steps, typed)
         lines = [f"{name}: {getattr(self, name)} of the recipe lowered to {number} for {self.steps} steps" for name, number in fitted.items()]
@@ -224,7 +224,7 @@ class Recipe:
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Refuses every value of the recipe that no layout could make right."""
-    problems = check_kinds(recipe) + check_values(vars(recipe))
+    problems = check_kinds(vars(recipe)) + check_values(vars(recipe))
     told = {problem.where.partition(" = ")[0] for problem in problems} & Recipe.__dataclass_fields__.keys()
     recipe = dataclasses.replace(recipe, **{name: Recipe.__dataclass_fields__[name].default for name in told})  # what follows compares numbers
     if recipe.seq_len == 1 and "seq_len" in recipe.facts.reads and not recipe.facts.masked:
@@ -324,13 +324,13 @@ def check_lacks(facts: Facts, degrees: Mapping[str, int], adapted: bool = False)
     return found + ([Problem("adapt", facts.lacks["adapt"], "leave adapt out of the recipe")] if adapted and "adapt" in facts.lacks else [])
 
 
-def check_kinds(recipe: Recipe) -> list[Problem]:
-    """Refuses fields of another type than declared, numbers that are not finite, words that are not among the choices."""
-    problems = wrong_objects(vars(recipe))
-    for item in dataclasses.fields(recipe):
+def check_kinds(values: dict[str, Any]) -> list[Problem]:
+    """Refuses fields of another type than declared, numbers that are not finite, words that are not among the choices; `values`: vars(recipe)."""
+    problems = wrong_objects(values)
+    for item in dataclasses.fields(Recipe):
         if "help" not in item.metadata:
             continue
-        value, kinds, choices = getattr(recipe, item.name), kinds_of_field(item), item.metadata.get("choices")
+        value, kinds, choices = values[item.name], kinds_of_field(item), item.metadata.get("choices")
         where = f"{item.name} = {value!r}"
         if type(value) not in kinds and not (float in kinds and type(value) is int):
             names = " or ".join(kind.__name__ for kind in kinds)

@@ -84,7 +84,7 @@ def lint(
     if path:
         try:
             recipe = recipe_of(path)
-            if wrong := check_kinds(recipe):
+            if wrong := check_kinds(vars(recipe)):
                 return wrong, []
             problems += check_recipe(recipe)
             shape = model_config(recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task)
