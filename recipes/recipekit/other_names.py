@@ -173,7 +173,7 @@ WITHOUT = frozenset(
         *("monteclora_config", "layer_replication", "runtime_config", "use_bdlora", "arrow_config", "kasa_config"),
     }
 )
-COMMAND_ONLY = ("tiny", "dry_run", "show_row", "world", "device")  # flags that are no fields of a recipe
+COMMAND_ONLY = ("tiny", "dry_run", "show", "show_row", "world", "device")  # flags that are no fields of a recipe
 NOTHING_LIKE_IT = "leave it out: there is nothing like it here"
 
 

@@ -38,7 +38,7 @@ def small(kind: str, auto_class: Any = AutoModelForCausalLM, **more: Any) -> Any
     torch.manual_seed(3)
     model = auto_class.from_config(AutoConfig.for_model(kind, **(SIZES | more)))
     for parameter in model.parameters():
-        parameter.data.mul_(8 if parameter.dim() > 1 else 1)  # else a model repeats its first token
+        parameter.data.mul_(12 if parameter.dim() > 1 else 1)  # else a model repeats its first token
     return model
 
 
@@ -87,7 +87,7 @@ def test_the_text_is_that_of_plain_transformers(tmp_path: Path, capsys: pytest.C
     wanted = generated(AutoModelForCausalLM.from_pretrained(folder), "def f", 20).rstrip()
     printed = [said(capsys, folder, "--prompt", "def f", "--max_new_tokens", 20) for _ in range(2)]
     assert printed[0] == printed[1]
-    assert len(set(wanted)) > 2 and printed[0].split("\n\n", 1)[1].startswith(wanted), printed[0]
+    assert len(set(wanted)) > 3 and printed[0].split("\n\n", 1)[1].startswith(wanted), printed[0]
 
 
 def adapter(folder: Path, base: Path, named: str, **more: Any) -> Path:
