@@ -84,7 +84,9 @@ def test_one_summary_is_true_after_stop_at_and_resume(pools: Any, tmp_path: Path
 
     assert [code for code, _ in pools.run(2, train, recipe=recipe, argv=argv)] == [0, 0]
     rows = check_summary(run)
-    assert numbers_in(rows["steps"])[:2] == [6, 6] and last_line((run / "summary.md").read_text()) == f"finished all 6 steps; the model is in {run}/hf"
+    assert numbers_in(rows["steps"])[:2] == [6, 6]
+    said = f"finished all 6 steps; the model is in {run}/hf; sample it with: recipekit sample {run}"
+    assert last_line((run / "summary.md").read_text()) == said
     assert [line["step"] for line in read(run)[0] if "save_stall_s" in line] == [2, 3, 4, 6]
     assert [line["step"] for line in read(run)[0] if "eval_s" in line] == [2, 4, 6]
 

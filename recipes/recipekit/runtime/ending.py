@@ -1,6 +1,7 @@
 """How a start of a run ends: its exit code, the closing block with the numbers of the run, its picture."""
 
 import contextlib
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from ..plan import Plan
 from ..refusal import START_AGAIN, Refusal, Say
 from ..run_folder import EXPORT, facts_of_run, read_metrics, way_on
+from ..tasks.facts import TASKS
 from ..whole_file import write_whole
 from .loss_picture import PICTURE, draw_losses
 from .stopping import REASONS
@@ -35,8 +37,12 @@ def finished(plan: Plan, step: int) -> Ending:
     """Return the ending after the last step of this start: of the run, or the step of --stop_at."""
     if step < plan.recipe.steps:
         return Ending(0, f"stopped at step {step} of {plan.recipe.steps}; {onward(plan)}")
-    where = f"; the model is in {plan.out / EXPORT}" if (plan.out / EXPORT).is_dir() else ""
-    return Ending(0, f"finished all {step} steps{where}")
+    text = f"finished all {step} steps"
+    if (plan.out / EXPORT).is_dir():
+        text += f"; the model is in {plan.out / EXPORT}"
+        if TASKS[plan.recipe.task].auto_class == TASKS["pretrain"].auto_class:  # generates text
+            text += f"; sample it with: recipekit sample {shlex.quote(str(plan.out))}"
+    return Ending(0, text)
 
 
 def stopped(plan: Plan, reason: str, step: int, problems: Sequence[object] = ()) -> Ending:
