@@ -258,7 +258,7 @@ def check_same_files(one: Path, other: Path) -> None:
 
 def run_again(recipe: Recipe, fields: dict[str, Any]) -> tuple[int, str]:
     """Run on the rank of a pool: train, or come back to a finished run; return the exit code and what was printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         code = run_adapter(recipe, fields)
     return code, printed.getvalue()
 
@@ -293,6 +293,9 @@ def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path:
         theirs = PeftModel.from_pretrained(plain, out / "hf").merge_and_unload().state_dict()
     ours = load_file(out / "hf_merged" / "model.safetensors")
     assert max((theirs[name] - value.float()).abs().max().item() for name, value in ours.items()) <= 5e-5
+
+    ((code, said),) = again(recipe=dataclasses.replace(recipe, steps=3, resume=str(out)))
+    assert code == 0 and f"{out}/hf_merged: holds the model of an earlier end of this run. Repeat this command with --merge" in said, said
 
 
 def test_a_checkpoint_without_an_adapter_is_not_merged(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ class Loaded:
         folder = self.plan.out / name
         say(f"writing Hugging Face files to {folder}")
         export(self.engine, self.built, self.groups, self._small_files, folder, self.dtype, self.plan.recipe.merge)
+        merged = self.plan.out / MERGED
+        if name == EXPORT and merged.is_dir():
+            say(f"{merged}: holds the model of an earlier end of this run. Repeat this command with --merge to merge the new adapter.")
 
     def merge_finished(self, say: Say) -> bool:
         """Merge the adapter of a finished run into OUT/hf_merged, if `--merge` asks for it; return True if that was done.
