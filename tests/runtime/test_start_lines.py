@@ -54,7 +54,7 @@ def test_the_start_says_what_is_trained_and_what_a_rank_holds(
     own = {"precision": "fp32"} if file == "fsdp2" else {}
     recipe = replace(recipe_for("untied", **accumulating(world), **own, **changes), steps=1, warmup_steps=0, eval_every=0, export=False)
     said = pools.run(world, lines_of_start, recipe=recipe, config={} if file == "fsdp2" else strategy(file), out=str(tmp_path / "run"))
-    (line,) = [line for line in said[0] if line.startswith("model ")]
+    (line,) = [line for line in said[0] if line.startswith("model ") and "built in" in line]  # the closing block has a line "model", too
     assert re.fullmatch(rf"model \S+: {expected}; built in [\d.]+ s", line), line
     assert not [line for line in said[1] if line.startswith("model ")]
 
