@@ -1,4 +1,4 @@
-"""Check a DeepSpeed JSON: the same as `recipekit lint`."""
+"""Check a DeepSpeed JSON: the same as `recipekit lint`. A script may import `lint` and `verdict` from here."""
 
 import sys
 from pathlib import Path
@@ -9,3 +9,6 @@ from recipekit.__main__ import call
 
 if __name__ == "__main__":
     sys.exit(call("lint", sys.argv[1:], "lint.py"))
+else:
+    from recipekit.commands.lint import lint as lint
+    from recipekit.commands.lint import verdict as verdict
