@@ -38,6 +38,7 @@ from recipekit.run_folder import numbers, read_metrics  # noqa: E402
 STEPS, EVERY, KEEP = 9, 2, 2
 PACE = 0.1  # seconds that each step takes longer, so that a fault meets it
 LIMIT = 120.0  # seconds for a start
+NOTICED = 20.0  # seconds after which a launcher ends ranks of which another has died, and then kills them
 MOST_STARTS = 5  # after a fault
 AGAIN = {75, 143, 137}  # exit codes after which the same command is given again
 RECIPE = Recipe(
@@ -105,8 +106,17 @@ class Start:
     def wait(self) -> int:
         """Return the exit code of the first rank that has one other than 0; 128 + the number for a signal."""
         deadline = time.monotonic() + LIMIT
-        for rank in self.ranks:
-            rank.join(max(0.1, deadline - time.monotonic()))
+        died = 0.0
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+            if not died and any(rank.exitcode for rank in self.ranks):
+                died = time.monotonic()
+            # Ranks that have not met yet cannot miss each other. Every launcher ends the others when one of them has died.
+            if died and time.monotonic() > died + NOTICED and not re.search(r"^step \d", self.output, re.MULTILINE):
+                self.signal(signal.SIGTERM)
+                for rank in self.ranks:
+                    rank.join(NOTICED)
+                self.signal(signal.SIGKILL)
         if self.alive:
             self.signal(signal.SIGABRT)
             time.sleep(1)
