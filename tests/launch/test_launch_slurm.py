@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,11 @@ from launch.slurm import asks_for_gpus
 
 FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--no-wandb", "--steps", "100000")
 SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
+
+PROGRESS = re.compile(  # a line without a terminal, which has every field once the first steps are over
+    r"step (?P<step>\d+)/\d+  \d+%(  epoch \d+\.\d\d)?  loss \d+\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ tokens/s  \d+\.\d GiB(?P<left>  ETA \d.*  at .*\d\d)?$",
+    re.MULTILINE,
+)
 
 REACHED = {  # of another company's network
     "no_proxy": "localhost,10.0.0.0/8",
@@ -74,6 +80,8 @@ def test_a_job_trains_stops_and_goes_on_as_one_run(slurm: Slurm, ops: Callable[[
     wait_for(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING", "PENDING"), 120, tell)
     assert slurm.job(job)["ExitCode"] == "130:0" and slurm.job(job)["Restarts"] == "1", tell()
     lines = metrics(run)
+    steps = [int(line["step"]) for line in PROGRESS.finditer(output.read_text())]
+    assert {1, first, first + 1, len(lines)} <= set(steps) and steps == sorted(steps), tell()
     assert (run / "checkpoints" / "latest").read_text() == f"step_{len(lines):08d}"
     assert f"resumed from {run}/checkpoints/step_{first:08d}" in output.read_text(), tell()
     assert json.loads((run / "run.json").read_text())["mesh"]["world"] == 4
@@ -211,6 +219,9 @@ def test_srun_of_a_recipe_trains_one_run_and_saves_at_a_signal(slurm: Slurm, ops
     done = steps_done(run)
     assert (run / "checkpoints" / "latest").read_text() == f"step_{done:08d}", tell()
     assert slurm.job(job)["ExitCode"] == "138:0" and "on 2 ranks (dp2)" in output.read_text(), tell()
+    printed = list(PROGRESS.finditer(output.read_text()))
+    assert (int(printed[0]["step"]), int(printed[-1]["step"])) == (1, done), tell()
+    assert not printed[0]["left"] and printed[-1]["left"], tell()
     job = start(f"--stop_at {done + 2}")
     wait_for(lambda: slurm.job(job)["JobState"] == "COMPLETED", 240, tell)
     assert f"resumed from {run}/checkpoints/step_{done:08d}" in output.read_text() and steps_done(run) == done + 2, tell()
