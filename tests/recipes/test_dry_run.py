@@ -192,6 +192,18 @@ def test_the_json_is_printed_if_asked_for(capsys: pytest.CaptureFixture[str]) ->
     assert '"train_batch_size": 4' in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("words", "epochs"), [("--steps 2", "this run is 0.80 epochs"), ("--epochs 2", "epochs: 2 = 5 steps")])
+def test_a_dry_run_counts_local_data(folder: Path, capsys: pytest.CaptureFixture[str], words: str, epochs: str) -> None:
+    """Five documents, each of two rows: one epoch is 2.5 steps of four rows."""
+    from recipekit.run import _dry_run
+
+    text = "a" * 127  # and the token that ends a document: two rows of 64
+    (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(5)))
+    _dry_run(planned("--dry_run", *words.split()))
+    printed = capsys.readouterr().out
+    assert "5 documents, 640 tokens, 10 rows of 64, 0 rows skipped; one epoch is 2.5 steps" in printed and epochs in printed
+
+
 @pytest.mark.parametrize(
     ("words", "says"), [("--show json", "goes with --dry_run only"), ("--dry_run --show yaml", "use --show json"), ("--dry_run --show", "needs a value")]
 )
