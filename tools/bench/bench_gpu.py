@@ -440,7 +440,7 @@ def whole_1b(name: str, runs: str, *more: str) -> Row:
 def whole_3b(name: str, seq_len: int, rows: int, every: int = 1) -> Row:
     more = ["--activation_checkpointing", *(["--checkpoint_every", str(every)] if every > 1 else [])]
     measure = partial(speed, recipe=QWEN, model="3b", shape=(seq_len, 2, rows), more=more, enough=5)
-    runs = f"3B, all weights, rows of {seq_len}, {'every' if every == 1 else 'every second'} layer recomputed"
+    runs = f"3B, all weights, rows of {seq_len}, {'all' if every == 1 else 'half the'} layers recomputed"
     return Row("C", name, 150, runs, FAST.format(MFU["3b"]), measure)
 
 
@@ -471,7 +471,7 @@ ROWS = [
     whole_1b("1b", "ZeRO-2, the recipe's JSON as it is"),
     whole_1b("1b_zero1", "ZeRO-1", "--deepspeed_config", "zero1.json"),
     whole_1b("1b_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
-    Row("B", "1b_trainer", 200, "our loop and `transformers.Trainer` in alternation, 16 rows a step", "the same losses to 1 %", beside_trainer),
+    Row("B", "1b_trainer", 200, "our loop and `transformers.Trainer` alternate, 16 rows a step", "the same losses to 1 %", beside_trainer),
     Row("C", "8b_lora", 220, "8B, LoRA, rows of 4096", f"{LORA_TOKENS:,} tokens/s; peak beside the plan", lora_8b),
     whole_3b("3b_4096", 4096, rows=16),
     whole_3b("3b_half", 4096, rows=16, every=2),
