@@ -38,7 +38,7 @@ def test_the_page_says_what_was_measured():
     text = bench_checkpoint.page(found)
     assert tables(text) == [list(bench_checkpoint.TITLES.values())]
     assert "| **ours**, in the background | 1.00 (0.50 to 1.50) | 2.00 | 4.00 | +1.00 | 0.25 | 14.10 |" in text
-    assert "25% of that of the save at once, **not** a small fraction" in text and "50% of DeepSpeed's plain save" in text
+    assert "25% as long as a blocking save, **not** a small fraction" in text and "50% as long as DeepSpeed's plain save" in text
     assert "A trial" in text
 
 

@@ -158,8 +158,8 @@ def test_the_longer_of_bytes_and_flops_is_an_operations_time():
     assert roofline.summed(traced, DEVICE)[roofline.LINEAR] == (100, 5000.0, 5.0)
     assert roofline.holding_back(traced, DEVICE)[0] == (f"aten.mul of {roofline.ELEMENTS}", 3.0)
     text = roofline.table({"before": traced}, DEVICE)
-    assert "at most 2 tokens/s, MFU 25.0%**; 40.0% if bytes took no time" in text
-    assert f"What holds it back: {roofline.ELEMENTS}, 38% of the time" in " ".join(text.split())
+    assert "at most 2 tokens/s, MFU 25.0%**. If bytes took no time: 40.0%." in text
+    assert f"Main limit: {roofline.ELEMENTS}, 38% of the time" in " ".join(text.split())
 
 
 def test_every_device_has_a_bandwidth_of_its_kind():

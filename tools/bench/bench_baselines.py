@@ -157,47 +157,48 @@ Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}
 Load average before the start {before:.1f}, at the end {after:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
 
-The nano recipe in bf16 on {report["ranks"]} ranks, {report["rounds"]} starts of {report["steps"]} steps of each way, in random order within
-a round; medians.{few}
+The nano recipe runs in bf16 on {report["ranks"]} ranks. Each round starts every engine once, in random order, for {report["steps"]} steps.
+The figures are medians of {report["rounds"]} rounds.{few}
 
-| way | last loss | tokens/s | times {BESIDE}'s (95 %) | peak MiB a rank | MiB sent a step | start-up s |
+| engine | last loss | tokens/s | x {BESIDE} (95 %) | peak MiB a rank | MiB sent a step | start-up s |
 |---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
 {WORDS}"""
 
 
-WORDS = """On a GPU: not measured.
+WORDS = """This was not measured on GPUs.
 
-- Loss: the same rows in every way. ZeRO and FSDP2 compute in bf16 from fp32 masters; DDP runs under autocast, which
-  keeps norms in fp32.
-- Tokens/s: of the median step after the warm-up; the interval is that of the ratios, round by round.
-- Peak: the resident size of the fullest rank, with about 500 MiB of imports, which all ways have.
-- Sent: what the loopback device of this host received between the warm-up and the last step, from all ranks together,
-  so nothing else may use it meanwhile.
-- Start-up: from the command to the beginning of its first step.
+- **Loss:** every engine trains on the same rows. ZeRO and FSDP2 compute in bf16 from fp32 master weights. DDP runs
+  under autocast, which keeps norms in fp32.
+- **Tokens/s:** from the median step after the warm-up. The interval is over the ratios of the rounds.
+- **Peak:** the resident size of the fullest rank. About 500 MiB of it are imports, which every engine has.
+- **Sent:** the bytes that the loopback device received between the warm-up and the last step, from all ranks together.
+  Nothing else may use the device meanwhile.
+- **Start-up:** the time from the command to the beginning of its first step.
 
 ## Which do I take?
 
-A rank of N holds, in bytes for each parameter of the model, activations left aside (`--dry_run` prints it):
+1. **The whole model fits on one GPU (16 to 18 bytes a parameter, and the activations):** DDP. There is nothing to tune.
+2. **Only weights and activations fit:** ZeRO-2. It sends no weights in the forward pass.
+3. **The weights do not fit:** FSDP2 or ZeRO-3. Both shard the same tensors. FSDP2 needs no JSON and only torch. ZeRO-3
+   also offloads states to the host or to NVMe, trains adapters, and works with tp and sp.
+4. **A layer does not fit, rows are too long, or the network is too slow:** tp, pp, sp or ep. Only DeepSpeed's engine
+   supports them here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
 
-| way | weights | gradients | optimizer states | sent and received a step, of fp32 (4) or bf16 (2) |
+You can change the engine of a run with `--engine` or `--deepspeed_config`. Each of the five resumes from the
+checkpoints of the others. The same training follows, and the export is equal bit for bit
+(`tests/loop/test_engines.py`).
+
+The table shows the bytes that one of N ranks holds for each parameter, without activations (`--dry_run` prints them):
+
+| engine | weights | gradients | optimizer states | sent and received a step, in fp32 (4) or bf16 (2) |
 |---|---|---|---|---|
 | DDP | 4, and 2 while it computes | 4 | 8 | gradients once: 2 x 4 |
-| ZeRO-0 | 2, and 4 of masters | 2 | 8 | gradients once: 2 x 2 |
-| ZeRO-2 | 2, and 4/N of masters | 4/N | 8/N | gradients each micro-batch, weights once |
-| ZeRO-3 | 2/N, and 4/N of masters | 4/N | 8/N | weights twice and gradients once, each micro-batch |
+| ZeRO-0 | 2, and 4 for master weights | 2 | 8 | gradients once: 2 x 2 |
+| ZeRO-2 | 2, and 4/N for master weights | 4/N | 8/N | gradients each micro-batch, weights once |
+| ZeRO-3 | 2/N, and 4/N for master weights | 4/N | 8/N | weights twice and gradients once, each micro-batch |
 | FSDP2 | 4/N, and a layer | 4/N | 8/N | weights twice and gradients once, each micro-batch |
-
-1. **All of it fits on one GPU (16 to 18 bytes a parameter, and the activations)**: DDP. There is nothing to tune.
-2. **It does not, but weights and activations do**: ZeRO-2. It sends no weights in the forward pass.
-3. **The weights do not fit**: FSDP2 or ZeRO-3, which divide the same things. FSDP2 needs no JSON and is torch alone;
-   ZeRO-3 also leaves states to the host or to NVMe, trains adapters, and goes with tp and sp.
-4. **A layer does not fit, or rows are too long, or the network is too slow**: only DeepSpeed's engine has tp, pp, sp
-   and ep here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
-
-A run may change its mind: all five write checkpoints that the others go on from (`--engine`, `--deepspeed_config`),
-the same training follows, and the export is the same bit for bit (`tests/loop/test_engines.py`).
 """
 
 

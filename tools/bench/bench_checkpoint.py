@@ -43,7 +43,7 @@ from recipekit.step_names import step_name
 TITLES = {
     "none": "no save",
     "plain": "`engine.save_checkpoint` (no fsync, no digest)",
-    "at_once": "**ours**, at once",
+    "at_once": "**ours**, blocking",
     "background": "**ours**, in the background",
 }
 RECIPE = Recipe(
@@ -147,31 +147,33 @@ def page(found: dict[str, Any]) -> str:
         small = "a small fraction" if background <= SMALL * at_once else f"**not** a small fraction (at most {SMALL:.0%})"
         tables.append(f"""## {title}: {report["model"]}, {report["parameters"] / 1e6:.1f} M parameters
 
-| save | stall, s | first save, s | {found["steps_after"]} steps after it, s | slow-down, s | still to wait, s | bytes |
+| save | stall, s | first save, s | {found["steps_after"]} steps after it, s | slow-down, s | remaining wait, s | bytes |
 |---|---|---|---|---|---|---|
 {chr(10).join(lines)}
 
-In the background the stall is {background / at_once:.0%} of that of the save at once, {small},
-and {background / plain:.0%} of DeepSpeed's plain save.
+A background save stalls training for {background / at_once:.0%} as long as a blocking save, {small},
+and for {background / plain:.0%} as long as DeepSpeed's plain save.
 """)
     few = "" if found["rounds"] >= ENOUGH_ROUNDS else " **A trial, not a measurement.**"
-    return f"""# What a checkpoint costs a training run
+    return f"""# How long does a checkpoint stall training?
 
 Written by `python tools/bench/bench_checkpoint.py` on {found["date"]}: {found["machine"]}.
 Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in found["versions"].items())}; commit {found["commit"]}.
 
-{found["ranks"]} ranks train in bf16. {found["rounds"]} saves of each kind after one that is not counted, in random order within a round.
-The numbers are medians, of the stall also (least to most).{few}
+{found["ranks"]} ranks train in bf16. Each kind of save runs {found["rounds"]} times, in random order within a round. A first save is not counted.
+The figures are medians. The stall also has its range.{few}
 
 {chr(10).join(tables)}
-The stall is the time inside the call, of the slowest rank. Ours ends with every byte on the disk (fsync), sha256 of
-every file and digests of every tensor in a manifest; DeepSpeed's own save does none of it, so part of what it wrote is
-still in memory when it returns.
+- **Stall:** the time inside the call, on the slowest rank.
+- **Steps after it:** these steps share the cores and the disk with a background save. The slow-down is the difference
+  to steps without a save.
+- **Remaining wait:** the rest of the save after these steps.
+- **Bytes:** on the disk, for each parameter.
 
-The steps after a save are those that share the cores and the disk with a save in the background; the slow-down is
-theirs, and "still to wait" is what is left of the save after them. Bytes are those on the disk, for each parameter.
-Before each save everything else is on the disk.
+Our save ends with every byte on the disk (fsync), sha256 of every file, and digests of every tensor in a manifest.
+DeepSpeed's own save does none of this. Part of its output is still in memory when it returns. Before each save, all
+other data are on the disk.
 """
 
 

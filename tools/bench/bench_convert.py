@@ -275,14 +275,14 @@ def page(report: dict[str, Any]) -> str:
             f"{own['bytes'] / median(seconds) / 1e6:,.0f} | {beside} | {own['resident'] / 1e9:.2f} | {own['anonymous'] / 1e9:.2f} |"
         )
     few = "" if report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES else " **A trial, not a measurement.**"
-    return f"""# The converter beside cp and DeepSpeed's converters
+    return f"""# How fast is the converter, compared with cp and DeepSpeed's converters?
 
 Written by `python tools/bench/bench_convert.py` on {report["date"]}: {report["machine"]}.
 Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
 
-A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, in the page cache.
-{report["rounds"]} rounds of every command, in random order within a round; seconds are medians (least to most).{few}
+The source is a ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, in the page cache.
+Every command runs in {report["rounds"]} rounds, in random order. Seconds are medians, with the range in parentheses.{few}
 
 | command | GB written | seconds | CPU seconds | MB/s | of `cp`'s speed | GB resident | anonymous |
 |---|---|---|---|---|---|---|---|
@@ -290,17 +290,17 @@ A ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, 
 
 {chr(10).join(verdicts(report))}
 
-The time is that of the whole process, imports included (ours: the row start-up; DeepSpeed's two import torch). Before
-each command everything is written back and the source is read once.
-
-Ours and `cp` end with fsync of every file; ours also checks the digest of every tensor that it reads, and writes sha256
-of every file (not of safetensors) and digests of every tensor. `zero_to_fp32.py` and `ds_to_universal.py` do neither:
-part of what they wrote is still in memory when they end, which is not counted against them. Ours writes past the page
-cache, so what it wrote has to be read from the disk when it is loaded, where the others' may still lie in memory.
-
-CPU seconds are those of the process and its children; the system's own writing to the disk is in them only where fsync
-does it. Memory is the sum over the process and its children of the resident pages (anonymous + mapped files), the most
-of all rounds, looked at every {1000 * SAMPLE:.0f} ms.
+- **Time:** of the whole process, including imports. The row start-up shows our imports. DeepSpeed's two converters
+  import torch. Before each command everything is written back, and the source is read once.
+- **Work:** our commands and `cp` end with fsync of every file. Ours also check the digest of every tensor that they
+  read. They write sha256 of every file (not of safetensors) and digests of every tensor.
+- **DeepSpeed's converters:** `zero_to_fp32.py` and `ds_to_universal.py` do none of this. Part of their output is still
+  in memory when they end. This is not counted against them.
+- **Page cache:** our commands bypass it, so their output must be read from the disk when it is loaded. The output of
+  the other commands may still be in memory.
+- **CPU seconds:** of the process and its children. The system's own writing to the disk counts only if fsync does it.
+- **Memory:** resident pages (anonymous and mapped files), summed over the process and its children. The figure is the
+  maximum of all rounds, sampled every {1000 * SAMPLE:.0f} ms.
 """
 
 

@@ -417,23 +417,23 @@ def pictures_section(found: dict[str, Any]) -> str:
     rates, of_processor, waited = (found["pictures"][name] for name in ("rates", "of_processor", "waits"))
     ratios = {threads: median(a / b for a, b in zip(own, rates[1], strict=True)) for threads, own in rates.items()}
     rows = [f"| {threads} | {median(own):.0f} | {ratios[threads]:.2f} | {median(of_processor[threads]):.0f} |" for threads, own in rates.items()]
-    busy = "\n**Others used the cores meanwhile: a trial, of which only the last column is a measurement.**\n" if found["load_before"] > 1 else ""
+    busy = "\n**Other work used the cores: a trial. Only the last column is a measurement.**\n" if found["load_before"] > 1 else ""
     return f"""
-## Pictures
+## Images
 
 Written by `python tools/bench/bench_data.py --only pictures` on {found["date"]}: {found["machine"]}.
 Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
 {", ".join(f"{name} {found['versions'][name]}" for name in ("Python", "pillow", "numpy", "torch"))}; commit {found["commit"]}.
 
-{PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]}, {found["pictures"]["bytes"] / 1000:.0f} KB each, in memory; micro-batches of {BATCH} as task
-image_classification makes them: decoded, a drawn crop of {CROP} x {CROP}, mirrored, floats. Medians of {found["rounds"]} rounds.
+The input is {PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]} pixels, {found["pictures"]["bytes"] / 1000:.0f} KB each, in memory. The task image_classification makes
+micro-batches of {BATCH}: decoded, randomly cropped to {CROP} x {CROP}, mirrored, floats. The figures are medians of {found["rounds"]} rounds.
 {busy}
-| threads | pictures / s | ratio to one thread | pictures / s of one core's time |
+| threads | images / s | ratio to one thread | images / s of one core's time |
 |---|---|---|---|
 {chr(10).join(rows)}
 
-A step that sleeps {STEP * 1000:.0f} ms and takes 16 pictures waits {median(waited) * 1000:.2f} ms for them, its 99th percentile
-{quantiles(waited, n=100)[98] * 1000:.2f} ms: {quantiles(waited, n=100)[98] / STEP:.1%} of the step.
+A step sleeps {STEP * 1000:.0f} ms, then takes 16 images. It waits {median(waited) * 1000:.2f} ms for them. The 99th percentile of the wait
+is {quantiles(waited, n=100)[98] * 1000:.2f} ms, {quantiles(waited, n=100)[98] / STEP:.1%} of the step.
 """
 
 
@@ -458,13 +458,13 @@ def page(found: dict[str, Any]) -> str:
     low, high = train["interval"]
     few = "" if found["rounds"] >= ENOUGH_ROUNDS else " **A trial, not a measurement.**"
     tokenised = ", ".join(f"{name} {speed / 1e6:.2f}" for name, speed in found["tokenising"].items())
-    return f"""# How fast the data stream is
+    return f"""# How fast is the data stream?
 
 Written by `python tools/bench/bench_data.py` on {found["date"]}: {found["machine"]}.
 Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in found["versions"].items())}; commit {found["commit"]}.
 
-{found["rows"]} rows of {SEQ_LEN} tokens in {FILES} files of each kind, in the page cache; medians of {found["rounds"]} rounds.{few}
+Each kind has {found["rows"]} rows of {SEQ_LEN} tokens in {FILES} files, in the page cache. The figures are medians of {found["rounds"]} rounds.{few}
 
 | files | reader | Mtok/s | of raw | ours / this |
 |---|---|---|---|---|
@@ -472,22 +472,24 @@ Load average before the start {found["load_before"]:.1f}, at the end {found["loa
 
 {chr(10).join(verdicts)}
 
-Raw and ours write 8 bytes a token: the labels of rows that are one piece, as all are here, lie in the same memory as
-the ids, one token on, and such rows share their positions. Grain's rows lie in memory, those of the others in files.
+The raw read and our reader write 8 bytes a token. Here every row is one piece of a document. The labels of such rows
+share the memory of the ids, one token later, and the rows share their positions. Grain's rows are in memory, the rows
+of the other readers are in files.
 
-Tokenising, one core, in Mtok/s: {tokenised}.
+Tokenising on one core, in Mtok/s: {tokenised}.
 
 ## How long a step waits
 
 A step sleeps {STEP * 1000:.0f} ms, then takes the next global batch of 16 rows from the prefetch thread ({found["steps"]} steps).
-The target is a 99th percentile of 1 %.
+The target is a 99th percentile of 1 % of the step.
 
 | data | median, ms | p99, ms | p99 of the step | |
 |---|---|---|---|---|
 {chr(10).join(waiting)}
 
-The quickstart's recipe, one rank, {found["pairs"]} pairs of steps in random order, one on the stream and one on batches
-kept in memory: {train["ratio"]:.4f} times as long (95 % interval {low:.4f} to {high:.4f}; a step takes {median(train["kept"]) * 1000:.0f} ms).
+The quickstart's recipe also ran {found["pairs"]} pairs of steps on one rank, in random order: one step on the stream, one on
+batches in memory. On the stream a step takes {train["ratio"]:.4f} times as long (95 % interval {low:.4f} to {high:.4f}).
+A step takes {median(train["kept"]) * 1000:.0f} ms.
 {pictures_section(found)}"""
 
 

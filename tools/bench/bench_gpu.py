@@ -49,8 +49,8 @@ PARTS = {
     "A": "Is it right?",
     "B": "1.3 billion parameters, bf16, packed documents of 2048 tokens a row",
     "C": "Larger models, rows of 4096 and 8192 tokens",
-    "D": "What is not a matmul: checkpoints, the loop, the data",
-    "E": "What each measure is worth: 1.3 billion parameters as in B, ZeRO-2",
+    "D": "Costs outside matmuls: checkpoints, the loop, the data",
+    "E": "The gain of each optimization: 1.3 billion parameters as in B, ZeRO-2",
 }
 QWEN, LORA = "recipes/qwen3_0_6b_zero2.py", "recipes/qwen3_0_6b_lora_zero3.py"
 # What differs from Llama 3.1 8B, whose shape is shipped. With --tiny the last three are shrunk to a tiny Llama.
@@ -63,12 +63,12 @@ MODELS = {
     "8b": {},
 }
 MEASURES = {
-    "attention": "attention by documents, `--attention varlen`, not a dense mask",
-    "loss": "the loss in chunks, `--loss chunked`, not of whole logits",
-    "timer": "no throughput timer of DeepSpeed, which waits for the device",
-    "fused": "AdamW as one operation",
-    "compile": "layers and the loss compiled, `--compile on`",
-    "overlap": "gradients summed while others are computed (overlap_comm)",
+    "attention": "attention by documents (`--attention varlen`) instead of a dense mask",
+    "loss": "the chunked loss (`--loss chunked`) instead of full logits",
+    "timer": "without DeepSpeed's throughput timer, which waits for the device",
+    "fused": "fused AdamW",
+    "compile": "compiled layers and loss (`--compile on`)",
+    "overlap": "gradient sums overlap with the backward pass (overlap_comm)",
 }
 NONE_ON = "measures_off"  # the row that the others of part E are compared with
 SAME_LOSS = 5e-3  # relative: bf16 on two devices
@@ -308,7 +308,7 @@ def speed(bench: Bench, row: Row, recipe: str, model: str, shape: tuple[int, int
     if "mfu" in figures:
         words += f", MFU {figures['mfu']:.1%}"
     memory, judged = beside_plan(plan, figures["peak_bytes"], applies=not bench.tiny)
-    return Found(f"{words}; {memory}", [fast_enough(figures, model, bench.tiny), judged], figures)
+    return Found(f"{words}. {memory[0].upper()}{memory[1:]}", [fast_enough(figures, model, bench.tiny), judged], figures)
 
 
 def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, bool | None]:
@@ -390,10 +390,10 @@ def loop_costs(bench: Bench, row: Row) -> Found:
     report = json.loads((folder / "report.json").read_text())
     outside, wait = report["outside"]["ours"]["outside_s"], report["data_wait_s"] / report["step_s"]
     ratio = median(b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["bare"], strict=True))
-    words = f"{1000 * outside:.2f} ms of a step of {1000 * report['step_s']:.1f} ms outside the engine; {wait:.2%} of it waiting for data"
+    words = f"{1000 * outside:.2f} ms of a step of {1000 * report['step_s']:.1f} ms outside the engine, {wait:.2%} of it waiting for data"
     applies = lambda reached: None if bench.tiny else reached  # noqa: E731
     bars = [(f"at most {1000 * OUTSIDE:g} ms", applies(outside <= OUTSIDE)), (f"wait under {WAIT:.0%}", applies(wait < WAIT))]
-    return Found(f"{words}; {ratio:.3f} of the bare loop's tokens/s", bars, {"report": report})
+    return Found(f"{words}. Speed: {ratio:.3f} of the bare loop's tokens/s", bars, {"report": report})
 
 
 def stall_of_a_save(bench: Bench, row: Row) -> Found:
@@ -406,7 +406,7 @@ def stall_of_a_save(bench: Bench, row: Row) -> Found:
     shutil.rmtree(folder / "run", ignore_errors=True)  # gigabytes
     plain, at_once, background = (median(report["kinds"][kind]["stall"]) for kind in ("plain", "at_once", "background"))
     size = report["kinds"]["at_once"]["bytes"] / 2**30
-    words = f"{background:.2f} s in the background, {at_once:.2f} at once, {plain:.2f} of DeepSpeed's own; {size:.2f} GiB"
+    words = f"{background:.2f} s in the background, {at_once:.2f} blocking, {plain:.2f} with DeepSpeed's own call; {size:.2f} GiB"
     return Found(words, [(f"under {STALL:g} s in the background", None if bench.tiny else background < STALL)], {"report": report})
 
 
@@ -440,20 +440,20 @@ def whole_1b(name: str, runs: str, *more: str) -> Row:
 def whole_3b(name: str, seq_len: int, rows: int, every: int = 1) -> Row:
     more = ["--activation_checkpointing", *(["--checkpoint_every", str(every)] if every > 1 else [])]
     measure = partial(speed, recipe=QWEN, model="3b", shape=(seq_len, 2, rows), more=more, enough=5)
-    runs = f"3B whole, rows of {seq_len}, {'each' if every == 1 else 'every second'} layer recomputed"
+    runs = f"all of 3B, rows of {seq_len}, {'all' if every == 1 else 'half the'} layers recomputed"
     return Row("C", name, 150, runs, FAST.format(MFU["3b"]), measure)
 
 
 def measure_row(name: str, *on: str) -> Row:
-    what = " and ".join(MEASURES[one] for one in on) if len(on) < 2 else "all of them"
+    what = " and ".join(MEASURES[one] for one in on) if len(on) < 2 else "all optimizations"
     measure = partial(one_measure, on=on)
     bar = "faster than without" if len(on) > 1 else "none"
-    return Row("E", name, 150, what or "none of the measures", bar, measure, (NONE_ON,) if on else ())
+    return Row("E", name, 150, what or "no optimization", bar, measure, (NONE_ON,) if on else ())
 
 
 lora_8b = partial(speed, recipe=LORA, model="8b", shape=(4096, 2, 16), more=LORA_FLAGS, enough=5)
 ROWS = [
-    Row("A", "cpu", 180, "ZeRO-2 on the CPU, which the others of this part are compared with", "the loss falls", on_the_cpu),
+    Row("A", "cpu", 180, "ZeRO-2 on the CPU, the reference of this part", "the loss falls", on_the_cpu),
     one_device("zero0", "ZeRO-0"),
     one_device("zero1", "ZeRO-1"),
     one_device("zero2", "ZeRO-2, with `--deterministic`", *DETERMINISTIC),
@@ -471,12 +471,12 @@ ROWS = [
     whole_1b("1b", "ZeRO-2, the recipe's JSON as it is"),
     whole_1b("1b_zero1", "ZeRO-1", "--deepspeed_config", "zero1.json"),
     whole_1b("1b_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
-    Row("B", "1b_trainer", 200, "our loop and `transformers.Trainer` in turn, 16 rows a step", "the same losses to 1 %", beside_trainer),
+    Row("B", "1b_trainer", 200, "our loop and `transformers.Trainer` alternate, 16 rows a step", "the same losses to 1 %", beside_trainer),
     Row("C", "8b_lora", 220, "8B, LoRA, rows of 4096", f"{LORA_TOKENS:,} tokens/s; peak beside the plan", lora_8b),
     whole_3b("3b_4096", 4096, rows=16),
     whole_3b("3b_half", 4096, rows=16, every=2),
     whole_3b("3b_8192", 8192, rows=8),
-    Row("D", "loop", 150, "our loop and a bare one, SmolLM2-135M, rows of 2048", "5 ms outside the engine; wait under 1 %", loop_costs),
+    Row("D", "loop", 150, "our loop and a bare loop, SmolLM2-135M, rows of 2048", "5 ms outside the engine; wait under 1 %", loop_costs),
     Row("D", "checkpoint", 260, "a save of Qwen3-0.6B under ZeRO-2", "under 1 s in the background", stall_of_a_save),
     measure_row(NONE_ON),
     *(measure_row(f"only_{name}", name) for name in MEASURES),
@@ -679,24 +679,25 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
                 found += wrap(f"- {row.name}: {record['measured']}{bars}", 120, subsequent_indent="  ")
         head = "| row | what runs | bar | result |\n|---|---|---|---|"
         tables.append("\n".join([f"## {part}: {title}\n\n{head}", *lines, *(["", *found] if found else []), ""]))
-    return f"""# The recipes on one GPU
+    return f"""# Are the recipes right and fast on one GPU?
 
 {heading(kept, len(measured))}
 
 {chr(10).join(tables)}
-- A: a model of two layers from published weights, bf16, on the device and on the CPU, relative differences of the
-  losses. "The same bits" is said of every loss and gradient norm. Rows of two ranks run both on one GPU, which NCCL
-  refuses, so they run on gloo with tensors of the device.
-- B and C: the recipe's own loop and JSON, weights drawn at random, packed documents of random tokens (median 545);
-  medians of the steps after the second. The peak is the largest `peak_mem_bytes`, the plan is what `--dry_run` prints:
-  the peak is to be within {NEAR_PLAN:.0%} of a plan that counts activations, and not below one that leaves them out. A run is
-  killed after its last timed step, so that no checkpoint is in it.
-- D: [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU the
-  device is waited for after each engine call of the pass that times them, so the milliseconds outside are those that
+- **A** compares losses on the device with losses on the CPU, as relative differences. The model has two layers,
+  published weights and bf16. "The same bits" means every loss and gradient norm. Rows of two ranks run both ranks on
+  one GPU, which NCCL before 2.30 refuses. So they run on gloo with tensors of the device.
+- **B and C** use the recipe's own loop and JSON, random weights, and packed documents of random tokens (median 545).
+  Times are medians of the steps after the second. The peak is the largest `peak_mem_bytes`, and the plan is the figure
+  of `--dry_run`. The peak must be within {NEAR_PLAN:.0%} of a plan that counts activations, and not below a plan without
+  activations. A run is killed after its last timed step, so it contains no checkpoint.
+- **D** is [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. The pass
+  that times engine calls waits for the device after each call on a GPU. So the milliseconds outside are the time that
   nothing hides.
-- E: B's model and rows with one measure on and the others off, none of them and all of them; `--parts E` measures these
-  rows side by side. On one GPU nothing is summed over ranks, so overlap_comm can only cost there.
-- [roofline.md](roofline.md) says what an H100 could reach at most in the rows 1b, 3b_4096 and 8b_lora.
+- **E** uses the model and rows of B, with one optimization on and the others off, none of them, and all of them.
+  `--parts E` measures these rows side by side. On one GPU nothing is summed over ranks, so overlap_comm can only cost
+  time there.
+- [roofline.md](roofline.md) has the upper bounds of an H100 for the rows 1b, 3b_4096 and 8b_lora.
 """
 
 
@@ -704,17 +705,17 @@ def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
     if not kept:
         today = datetime.date.today().isoformat()
         return (
-            f"Written by `python tools/bench/bench_gpu.py --no-run --page tools/bench/bench_gpu.md` on {today}:\nno GPU was at hand, nothing is measured yet."
+            f"Written by `python tools/bench/bench_gpu.py --no-run --page tools/bench/bench_gpu.md` on {today}:\nno GPU was available, nothing is measured yet."
         )
     key = next(iter(kept.values()))["key"]
     dates, commits = (sorted({record[name] for record in kept.values()}) for name in ("date", "commit"))
     versions = ", ".join(f"{name} {key[name]}" for name in ("driver", "Python", "torch", "cuda", "nccl", "deepspeed", "transformers") if key.get(name))
     passed = sum(record["status"] == "pass" for record in kept.values())
-    tiny = " **Tiny shapes: a trial that every row runs; its figures say nothing of a GPU.**" if key["tiny"] else ""
+    tiny = " **Tiny shapes: a trial that every row runs. Its figures say nothing about a GPU.**" if key["tiny"] else ""
     when = " and ".join(dict.fromkeys((dates[0], dates[-1])))
     return f"""Written by `python tools/bench/bench_gpu.py` on {when}: {key["device"]}.
-{versions};
-commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} pass.{tiny}"""
+Versions: {versions}.
+Measured at commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} pass.{tiny}"""
 
 
 # Processes of their own ---------------------------------------------------------------------------------------------

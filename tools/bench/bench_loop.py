@@ -189,21 +189,21 @@ def page(report: dict[str, Any]) -> str:
     verdicts = []
     if "bare" in report["seconds"]:
         _, low, high = interval(ratios(report, "bare"))
-        verdicts.append(f"the interval beside the bare loop, {low:.4f} to {high:.4f}, {'reaches' if high >= TARGET else 'does NOT reach'} {TARGET}")
+        verdicts.append(f"the interval against the bare loop, {low:.4f} to {high:.4f}, {'reaches' if high >= TARGET else 'does NOT reach'} {TARGET}")
     if "trainer" in report["seconds"]:
         _, low, _ = interval(ratios(report, "trainer"))
-        verdicts.append(f"the interval beside `Trainer`, from {low:.4f} on, {'lies' if low > 1 else 'does NOT lie'} above 1")
-    recorded = "no W&B, as in the other three" if report["wandb"] == "off" else f"W&B ({report['wandb']}; its own process works beside all four loops)"
+        verdicts.append(f"the interval against `Trainer`, from {low:.4f} on, {'is' if low > 1 else 'is NOT'} above 1")
+    recorded = "without W&B, as in the other three" if report["wandb"] == "off" else f"with W&B ({report['wandb']}; its process runs during all four loops)"
     few = "" if report["pairs"] >= ENOUGH_PAIRS else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
-    return f"""# The training loop beside three others
+    return f"""# How fast is the training loop, compared with three others?
 
 Written by `python {report["command"]}`
 on {report["date"]}: {report["machine"]}.
 Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
 
-{report["model"]}, {report["ranks"]} ranks, `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
-{report["micro_batch"]} in a micro-batch. {report["pairs"]} pairs of blocks of {steps} steps, in random order within a pair.{few}
+{report["model"]} trains on {report["ranks"]} ranks with `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
+{report["micro_batch"]} in a micro-batch. The loops ran {report["pairs"]} pairs of blocks of {steps} steps, in random order within a pair.{few}
 
 | loop | tokens/s | ms per step | ours / this loop (95 % interval) | ms per step outside the engine |
 |---|---|---|---|---|
@@ -211,31 +211,34 @@ Load average before the start {report["load_before"]:.1f}, at the end {report["l
 
 Target: {("; " + chr(10)).join(verdicts) or "none for the loops that were chosen"}.
 
-The ratios are the medians of tokens/s over those of the loop. Outside the engine's calls: work + collectives.
+A ratio is the median over the pairs: tokens/s of our loop divided by tokens/s of this loop. The last column is the time
+outside the engine's calls: work + collectives.
 
 Our loop waited {1000 * report["data_wait_s"]:.2f} ms of a step for data, {report["data_wait_s"] / report["step_s"]:.2%} of it.
 After {WARM_UP + 1} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())}.
 
-What is in the time of a block:
+The time of a block includes:
 
-- ours: `recipekit.train.loop` as a recipe runs it: its own stream with the thread that tokenises and packs ahead, the
-  copy to the device, the learning rate of the step, the two all-reduces of the loss and the token count, the gradient
-  norm, `metrics.jsonl`, the progress line, and {recorded}.
-  A block ends when the threads it set to work are done. Not in it: start-up, evaluation, checkpoints;
-- bare: forward, backward and step of micro-batches that lie on the device, and `.item()` of the loss on rank 0 each
-  step; no data, no record;
-- `Trainer`: its own `train()`, with a log record of every step kept in memory, not printed, no saving, no report;
-- `accelerate`: `accumulate`, `accelerator.backward`, `DummyOptim`, a prepared `DataLoader`, `.item()` of the loss on
-  rank 0 each step.
+- **ours:** `recipekit.train.loop` as a recipe runs it, {recorded}.
+  Its time includes its own stream, with the thread that tokenises and packs ahead, and the copy to the device. It also
+  includes the learning rate of the step, the two all-reduces of the loss and the token count, the gradient norm,
+  `metrics.jsonl` and the progress line. A block ends when its threads have finished. Start-up, evaluation and
+  checkpoints are excluded.
+- **bare:** forward, backward and step of micro-batches that are already on the device, and `.item()` of the loss on
+  rank 0 in each step. It reads no data and records nothing.
+- **`Trainer`:** its own `train()`. It keeps a log record of every step in memory, and does not print, save or report.
+- **`accelerate`:** `accumulate`, `accelerator.backward`, `DummyOptim`, a prepared `DataLoader`, and `.item()` of the
+  loss on rank 0 in each step.
 
-Bare, `Trainer` and `accelerate` take {PREPARED} global batches, made beforehand, round and round. All start from the same
-weights, with the JSON's optimizer and a constant learning rate. An `"auto"` bucket size has the recipes' number in it
-for all four: `Trainer` and `accelerate` would fill in hidden_size ** 2, and on a small model the bench would then
-compare bucket sizes.
+Bare, `Trainer` and `accelerate` cycle through {PREPARED} global batches that were made beforehand. All four start from the same
+weights, with the JSON's optimizer and a constant learning rate. For all four, an `"auto"` bucket size has the value of
+the recipes. `Trainer` and `accelerate` would use hidden_size ** 2. On a small model the bench would then compare bucket
+sizes.
 
-A block's time is that of the slowest rank. The last column comes from a pass of its own ({TIMED_BLOCKS} blocks of each loop,
-rank 0), so that its timers are not in the ratios; engine calls are forward with the loss, backward and step.
-Collectives wait for the other rank too, which without them would happen inside the next engine call.
+The time of a block is the time of the slowest rank. The last column comes from a separate pass ({TIMED_BLOCKS} blocks of each loop,
+rank 0), so its timers do not affect the ratios. Engine calls are forward with the loss, backward and step. The time of
+collectives includes waiting for the other rank. Without the collectives, that wait would happen inside the next engine
+call.
 """
 
 

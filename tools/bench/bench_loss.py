@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS = {"whole": "whole logits", "chunked": "**ours:** in blocks", "torch": "`F.linear_cross_entropy`"}
+WAYS = {"whole": "full logits", "chunked": "**ours:** in chunks", "torch": "`F.linear_cross_entropy`"}
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
@@ -100,16 +100,16 @@ def page(rows: list[dict[str, Any]], command: str, width: int) -> str:
     """Writes the page: a line for each row, with ratios to whole logits."""
     whole = {(row["tokens"], row["vocabulary"]): row for row in rows if row["way"] == "whole"}
     lines = [
-        "# The loss: whole logits, blocks of them, and torch's own",
+        "# How fast is the chunked loss, and how much memory does it save?",
         "",
         f"Written by `python tools/bench/bench_loss.py{command}`",
-        f"on {datetime.date.today()}: one thread of a CPU, no accelerator; on a GPU not measured.",
+        f"on {datetime.date.today()}: one thread of a CPU, no accelerator. On GPUs this was not measured.",
         f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}.",
         "",
-        f"fp32, hidden states of width {width}, so that the logits weigh more than in any real model; forward and backward.",
-        '"kept" is what autograd keeps between the two besides the inputs, "peak" the memory that comes on top of them.',
+        f"A row times forward and backward in fp32. Hidden states have width {width}, so the logits weigh more than in any real model.",
+        "kept: memory that autograd keeps between forward and backward, without the inputs. peak: the memory added to the inputs.",
         "",
-        "| tokens | vocabulary | loss | ms | of whole | kept, MB | peak, MB |",
+        "| tokens | vocabulary | loss | ms | of full | kept, MB | peak, MB |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -103,12 +103,12 @@ def page(found: list[tuple[int, Kept | None, Kept]], most: float) -> str:
         for tokens, before, after in found
     ]
     versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
-    return f"""# What do attention and loss keep of long rows?
+    return f"""# How much memory do attention and loss need for long rows?
 
 Written by `python tools/bench/bench_rows.py` on {datetime.date.today().isoformat()}:
 {os.cpu_count()} CPU cores, {versions}.
-MiB; before: a dense mask and the loss of whole logits, as far as it fits {most:g} GiB; after: attention by documents and the
-loss in chunks.
+Sizes are in MiB. Before: a dense mask and the loss of full logits, if they fit {most:g} GiB. After: attention by documents
+and the loss in chunks.
 
 | tokens of a row | before: saved | peak | after: saved | peak | after: saved bytes a token |
 |---|---|---|---|---|---|
@@ -117,10 +117,12 @@ loss in chunks.
 {WORDS}"""
 
 
-WORDS = f"""- One layer of width {WIDTH}, a vocabulary of {VOCABULARY:,}, fp32, one row of two documents, forward and backward on the CPU.
-- Saved: what autograd keeps for the backward pass, each storage once, weights left out. Peak: how much the process grew
-  at most in forward and backward together; the gradients of embedding and head, {2 * 4 * VOCABULARY * WIDTH / 2**20:.0f} MiB, are in it.
-- What is saved after grows with the tokens: the same bytes a token for each length.
+WORDS = f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY:,}, fp32. One row of two documents goes forward and backward on
+  the CPU.
+- **Saved:** tensors that autograd keeps for the backward pass, each storage once, without weights.
+- **Peak:** the largest growth of the process in forward and backward together. It includes the gradients of embedding
+  and head, {2 * 4 * VOCABULARY * WIDTH / 2**20:.0f} MiB.
+- **Result:** with "after", the saved memory grows linearly: every length saves the same bytes a token.
 """
 
 

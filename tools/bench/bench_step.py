@@ -152,13 +152,13 @@ def page(commit: str, rows: dict[int, list[list[dict[str, float]]]], words: list
         ratios = sorted(ratio(turns) for turns in rounds)
         lines.append(f"| {seq_len:,} | {before:,.0f} | {after:,.0f} | {statistics.median(ratios):.3f} | {ratios[0]:.3f} to {ratios[-1]:.3f} |")
     rounds = next(iter(rows.values()))
-    return f"""# A step beside an earlier commit
+    return f"""# How fast is a step, compared with an earlier commit?
 
 Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.date.today().isoformat()}:
 {os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, torch {version("torch")}, deepspeed {version("deepspeed")}, transformers {version("transformers")}.
 
-`{RECIPE} --tiny` on {RANKS} ranks, rows packed of documents of 100 to 1,000 bytes, a token each;
-{len(rounds)} rounds of {len(rounds[0])} turns of each.
+`{RECIPE} --tiny` trains on {RANKS} ranks. Rows are packed from documents of 100 to 1,000 bytes.
+Each byte is a token. The figures are from {len(rounds)} rounds of {len(rounds[0])} turns of each tree.
 
 | tokens of a row | {commit}: ms a step | this tree: ms a step | faster by, median | all rounds |
 |---|---|---|---|---|

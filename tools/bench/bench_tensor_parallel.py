@@ -36,7 +36,7 @@ from recipekit.refusal import Refusal, exit_refused, refuse
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = {
-    "ours": "ours: the plan's cuts, plain shards in linear layers",
+    "ours": "ours: split by the plan, plain shards in linear layers",
     "styles": "transformers' plan styles as they are (DTensors everywhere)",
     "autotp": "DeepSpeed's AutoTP",
 }
@@ -133,14 +133,14 @@ def page(report: dict[str, Any]) -> str:
         ratio = "1" if way == "ours" else "{:.3f} ({:.3f} to {:.3f})".format(*interval(pairs))
         rows.append(f"| {title} | {milliseconds:.1f} | {ratio} | {report['collectives'][way]} |")
     few = "" if report["pairs"] >= ENOUGH_PAIRS else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
-    return f"""# Tensor parallelism beside DeepSpeed's and transformers' own
+    return f"""# How fast is tensor parallelism, compared with DeepSpeed and transformers?
 
 Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}.
 Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
 
-{report["model"]}, tp {report["ranks"]}, `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
-{report["micro_batch"]} in a micro-batch. {report["pairs"]} pairs of blocks of {report["steps_per_block"]} steps, in random order within a pair.{few}
+{report["model"]} trains with tp {report["ranks"]} and `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
+{report["micro_batch"]} in a micro-batch. Each implementation ran {report["pairs"]} pairs of blocks of {report["steps_per_block"]} steps, in random order within a pair.{few}
 
 | way | ms per step | ours is faster by, median (95 % interval) | all-reduces and all-gathers a step |
 |---|---|---|---|
@@ -148,12 +148,12 @@ Load average before the start {report["load_before"]:.1f}, at the end {report["l
 
 After {WARM_UP} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({way})" for way, loss in report["losses"].items())}.
 
-A step is forward, backward and optimizer, with `.item()` of the loss; no data is read, nothing recorded. All ways
-start from the same weights.
+A step is forward, backward and optimizer, with `.item()` of the loss. No data are read and nothing is recorded. All
+three start from the same weights.
 
-What differs: ours sums the gradient of an activation once for all column-wise layers that read it (q, k and v; gate and
-up), the other two once for each layer; and with transformers' styles each operation of a linear layer passes through a
-DTensor.
+**Why ours is faster.** Several column-wise layers read the same activation: q, k and v, or gate and up. Ours sums the
+gradient of that activation once for all of them. The other two sum it once for each layer. With transformers' styles,
+each operation of a linear layer also goes through a DTensor.
 """
 
 

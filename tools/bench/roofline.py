@@ -35,7 +35,7 @@ from recipekit.refusal import Refusal, exit_refused, refuse
 from recipekit.tasks.facts import PACKED
 
 LINEAR, ATTENTION, LOSS, LOOKED_UP = "weights of the layers", "attention and its mask", "head and loss", "embedding"
-ELEMENTS, UPDATE = "elementwise operations", "gradients' sums and the optimizer"
+ELEMENTS, UPDATE = "elementwise operations", "gradient sums and optimizer"
 KINDS = (LINEAR, ATTENTION, LOSS, ELEMENTS, LOOKED_UP, UPDATE)
 LLAMA = "meta-llama/Llama-3.1-8B"
 MODELS = {  # what differs from it, as in bench_gpu.py
@@ -343,9 +343,10 @@ def table(traced: dict[str, Traced], device: Device) -> str:
     for title, one in traced.items():
         best, alone, (worst, least) = one.best(device), sum(operation.flops for operation in one.operations) / device.flops, worst_kind(one, device)
         reached = f"at most {one.tokens / best:,.0f} tokens/s, MFU {one.model_flops / best / device.flops:.1%}"
-        held = ", ".join(f"{name} {1e3 * lost:.1f} ms" for name, lost in holding_back(one, device)[:4])
-        text = f"- **{title}: {reached}**; {one.model_flops / alone / device.flops:.1%} if bytes took no time. What holds it back: {worst}, {least:.0%} of the time."
-        said += wrap(f"{text} Beyond FLOPs at the peak: {held}.", 120, subsequent_indent="  ", break_on_hyphens=False)
+        lost = [f"{name} {1e3 * took:.1f} ms" for name, took in holding_back(one, device)[:4]]
+        text = f"- **{title}: {reached}**. If bytes took no time: {one.model_flops / alone / device.flops:.1%}. Main limit: {worst}, {least:.0%} of the time."
+        text += f" Most time beyond FLOPs at the peak: {', '.join(lost[:2])}." + (f" Next: {', '.join(lost[2:])}." if lost[2:] else "")
+        said += wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(said)
 
 
@@ -380,7 +381,7 @@ def main(argv: list[str]) -> int:
             plan = plan_of(case, Path(folder))
             print(f"traces {case.title}", file=sys.stderr)
             goal = f" The goal is {case.goal}." if case.goal else ""
-            shape = f"{plan.recipe.micro_batch} rows of {plan.recipe.seq_len} tokens, {plan.precision}, a step each {plan.accumulation} micro-batches.{goal}"
+            shape = f"{plan.recipe.micro_batch} rows of {plan.recipe.seq_len} tokens, {plan.precision}, {plan.accumulation} micro-batches a step.{goal}"
             found.append(f"## {case.title}\n\n{shape}\n{table(traced_ways(plan), device)}\n")
     print(page(name, device, found))
     return 0
@@ -389,30 +390,34 @@ def main(argv: list[str]) -> int:
 def page(name: str, device: Device, found: list[str]) -> str:
     versions = ", ".join(f"{package} {version(package).partition('+')[0]}" for package in ("torch", "transformers"))
     today = datetime.date.today().isoformat()
-    return f"""# What could a step reach, and what holds it back?
+    return f"""# How fast can a step be at most, and what limits it?
 
-Computed by `python tools/bench/roofline.py` on {today} ({versions}), not measured:
-a bound for {name}, {device.flops / 1e12:g} TFLOP/s of dense bf16 and {device.bandwidth / 1e12:g} TB/s on its data sheet.
+Computed by `python tools/bench/roofline.py` on {today} ({versions}), not measured.
+It is an upper bound for {name}, with {device.flops / 1e12:g} TFLOP/s of dense bf16 and {device.bandwidth / 1e12:g} TB/s on its data sheet.
 
 {chr(10).join(found)}
 {WORDS}"""
 
 
-WORDS = """- One micro-batch of the recipe's own model, forward, recomputed where the recipe says so, and backward, with all its
-  layers, traced on tensors without memory; the optimizer's part is written down in the tool after DeepSpeed's ZeRO-1
-  and -2 on one rank, and divided by the micro-batches of a step.
-- Eager PyTorch fuses nothing, so before and after each operation's bytes are all that it reads and writes. Caches of
-  the device are left out (a tensor that fits the L2 cache may be read faster), and so are launches, communication and
-  the CPU.
-- Least time: the longer one of bytes at the bandwidth and FLOPs at the peak, operation by operation, without overlap.
+WORDS = """## How it is computed
+
+- **Trace:** one micro-batch of the recipe's own model goes forward and backward, with all its layers, on tensors
+  without memory. Layers are recomputed if the recipe says so. The tool writes down the optimizer's operations after
+  DeepSpeed's ZeRO-1 and -2 on one rank. Their cost is divided by the micro-batches of a step.
+- **Least time:** the longer one of bytes at the bandwidth and FLOPs at the peak, for each operation, without overlap.
   Both are data-sheet peaks that no kernel reaches: large matrix products reach 75 to 80 % of it.
-- Before: attention with a dense mask, which computes all pairs of tokens and repeats the key-value heads, and the loss
-  of whole logits. After: attention by documents (random lengths, median 545) and the loss in chunks, fused AdamW.
-- Compiled: after, and each run of elementwise operations between two others is one kernel, which reads what it is given
-  once and writes what is read later; what only the backward pass reads is written, or made again, as moves fewer bytes.
-  torch.compile stops at the border of a layer, and reduces in kernels of their own, so it moves more than this.
-- Elementwise operations are norms, activations, rotary positions, residual sums and their casts.
-- MFU counts the model's FLOPs as `mfu` of `metrics.jsonl` does.
+- **Before:** attention with a dense mask, and the loss of full logits. This attention computes all pairs of tokens and
+  repeats the key-value heads.
+- **After:** attention by documents (random lengths, median 545), chunked loss and fused AdamW.
+- **Compiled:** like after, but each run of elementwise operations between two other operations is one kernel. The
+  kernel reads its inputs once and writes only tensors that are read later. Tensors that only the backward pass reads
+  are written or recomputed, whichever moves fewer bytes. torch.compile stops at the border of a layer and reduces in
+  separate kernels, so it moves more bytes than this.
+- **Bytes:** eager PyTorch fuses nothing. So before and after count everything that each operation reads and writes.
+- **Left out:** caches of the device (a tensor that fits the L2 cache may be read faster), launches, communication and
+  the CPU.
+- **Elementwise operations** are norms, activations, rotary positions, residual sums and their casts.
+- **MFU** counts the model's FLOPs like `mfu` of `metrics.jsonl`.
 """
 
 
