@@ -78,6 +78,9 @@ def test_the_wheel_has_two_names_and_the_pins(installed: Installed) -> None:
     metadata = zipfile.ZipFile(installed.wheel).read("recipekit-0.1.0.dist-info/METADATA").decode()
     pins = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
     assert [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")] == pins
+    for name in ("LICENSE", "NOTICE"):
+        assert zipfile.ZipFile(installed.wheel).read(f"recipekit-0.1.0.dist-info/licenses/{name}") == (ROOT / name).read_bytes()
+    assert "License-Expression: Apache-2.0" in metadata.splitlines()
     shipped = {f"recipekit/recipes/{name}.py" for name in recipes()} | {f"recipekit/ds_configs/{name}" for name in strategies()}
     assert shipped <= set(names) and not [name for name in names if "test" in name or name.startswith("recipekit/tools")]
 

@@ -80,12 +80,12 @@ def check_recipe_flags(recipe: str, flags: list[str]) -> None:
 
 
 def check_subcommand(name: str = "ls", *words: str) -> None:
-    """Of `recipekit`: a recipe's flags follow the file of `run`."""
+    """Of `recipekit`: a recipe's flags follow the file of `run`, or the name of a shipped recipe."""
     assert name in COMMANDS or name == "COMMAND", f"{name} is no subcommand"
     if name == "run":
-        at = next(number for number, word in enumerate(words) if word.endswith(".py"))
+        at = next(number for number, word in enumerate(words) if word.endswith(".py") or word in FILES)
         check_flags(list(words[:at]), shown("-m", "launch"))
-        check_recipe_flags(words[at], list(words[at + 1 :]))
+        check_recipe_flags(f"recipes/{words[at]}.py" if words[at] in FILES else words[at], list(words[at + 1 :]))
     elif name != "COMMAND":
         check_flags(list(words), shown("-m", "recipekit", name, *(words[:1] if name == "convert" else ())))
 

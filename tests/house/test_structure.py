@@ -278,6 +278,37 @@ def project_files() -> list[Path]:
     return [path for name in listed.splitlines() if (path := ROOT / name).is_file()]
 
 
+TOP_LEVEL = {
+    *("README.md", "LICENSE", "NOTICE", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "AGENTS.md"),
+    *("recipes", "ds_configs", "launch", "tools", "tests"),
+    *("requirements.txt", "requirements-dev.txt", "pyproject.toml", "Makefile", ".ci", ".gitignore"),
+}
+
+
+def test_the_top_level_has_these_names_only():
+    assert {path.relative_to(ROOT).parts[0] for path in project_files()} == TOP_LEVEL
+
+
+def test_the_notice_names_each_shipped_config():
+    configs = sorted(path.name for path in (KIT / "architectures").glob("*.json"))
+    notice = (ROOT / "NOTICE").read_text()
+    assert f"{len(configs)} files" in notice
+    listed = re.findall(r"^  (\S+\.json) +(\S+) ", notice, re.MULTILINE)
+    assert sorted(name for name, _ in listed) == [name for name in configs if name != "recipekit--llama-nano.json"]
+    assert [name for name, _ in listed] == [f"{model.replace('/', '--')}.json" for _, model in listed]
+
+
+def test_the_citation_has_the_version_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf'^version: "?{re.escape(project["version"])}"?$', citation, re.MULTILINE)
+    assert f"license: {project['license']}" in citation and f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_agents_read_sixty_lines_at_most():
+    assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 60
+
+
 FORBIDDEN = {
     "a path of one machine": r"(?<![\w.])/(?:root|work|home/\w+|Users/\w+)/\w",
     "a package registry": r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs|(?i:artifactory|nexus)\.|--(?:extra-)?index-url|--find-links",

@@ -8,15 +8,7 @@ second kill comes while a checkpoint is written; some lives save in the backgrou
 and `latest` must name a checkpoint whose files and tensors are what was saved. The last life runs to the end, where
 losses, weights and optimizer states must equal those of the unbroken run bit for bit.
 
-Measured: 2026-11-22, 2 CPU cores, --kills 107 --chain 27 --seed 11: 107 kills (80 inside a save, 47 of lives that save in the background; 65 of a rank,
-22 of launch.py, 20 of deepspeed) in 4 chains, one of each layout, all four bit-equal, in 35 minutes with other work beside them. With the runs before it
-(--chain 6 to 12, other seeds) that makes 200 kills, and after each `latest` named a verified checkpoint; 200 in one run: not measured.
-2026-11-25: --kills 10 --chain 5 --layouts zero2 pp2 --seed 24 with each of --recipe bert_large_mlm_zero1, qwen3_0_6b_dpo_zero3, qwen3_0_6b_reward_zero2 and
-resnet50_imagenet_zero1: 40 kills (33 inside a save), all 8 chains bit-equal, 5 to 12 minutes a recipe with other work beside it.
-2026-11-26: --kills 4 --chain 4 --layouts own --seed 25 with each of --recipe bert_large_mlm_onebit_zero0, bert_large_mlm_lamb_zero1,
-llama3_2_1b_muon_zero2 and llama3_2_1b_adafactor_zero2: 16 kills, all 4 chains bit-equal, 2 to 4 minutes a recipe with other work beside it. The same
-with copies of llama_nano_zero2 whose JSON names Lion (lr 2e-4) and Adagrad (5e-3): 8 kills (6 inside a save), both chains bit-equal. All six again with
---seed 26: 24 kills, all 6 chains bit-equal, 2 to 3 minutes a recipe.
+tools/drill/drill_checkpoint.md has the measured runs.
 Exit code: 0 all of that held, 1 it did not (the folder is kept and named), 2 usage.
 """
 
