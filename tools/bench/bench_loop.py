@@ -537,6 +537,7 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 
 def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
     """Runs the loop of every recipe, unchanged; it pauses after it has recorded a step."""
+    from recipekit.checkpoints.attempts import Attempts
     from recipekit.runtime.deepspeed_engine import repaired
     from recipekit.runtime.epochs import Epochs
     from recipekit.runtime.prepare import Ready
@@ -551,7 +552,7 @@ def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> St
             pause()
 
         pausing: Any = SimpleNamespace(log=log, say=tracker.say)
-        never_saves: Any = None
+        never_saves: Any = SimpleNamespace(broken=False, attempts=Attempts())
         return loop(
             Ready(
                 plan,
