@@ -131,7 +131,7 @@ def test_image_classifiers_train_like_plain_pytorch(pools, tmp_path, case):
     compare(tmp_path / "run", expected)
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert [last["eval_accuracy"], last["eval_top5_accuracy"]] == pytest.approx(expected.right)
-    assert last["samples"] == last["tokens"] == STEPS * NUMBERS["global_batch"]
+    assert last["samples"] == STEPS * NUMBERS["global_batch"] and not last.keys() & {"tokens", "tokens_per_s"}
     assert last.keys() <= page().keys() and last.keys() >= OF_PICTURES, "recipes/METRICS.md has a row for each key"
 
 
