@@ -89,7 +89,9 @@ class Recipe:
         choices=("auto", "on", "off"),
     )
     beta: float = _say("DPO beta: how strongly the model is held to the reference", 0.1)
-    activation_checkpointing: bool = _say("recompute the activations of every layer in the backward pass, to save memory; the same as --recompute_every 1", False)
+    activation_checkpointing: bool = _say(
+        "recompute the activations of every layer in the backward pass, to save memory; the same as --recompute_every 1", False
+    )
     recompute_every: int = _say("recompute the activations of every N-th layer in the backward pass, to save memory; 1: of every layer; 0: of none", 0)
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
