@@ -148,7 +148,7 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     changes = {name: given[name] for name in flags if name in given}
     if "deepspeed_config" in given:
         changes["ds_config"] = given["deepspeed_config"]
-    changed, unused = dataclasses.replace(recipe, **changes).for_other_data(recipe, frozenset(changes))
+    changed, unused = dataclasses.replace(recipe, **_switched_off(changes), **changes).for_other_data(recipe, frozenset(changes))
     if parser.problems:
         raise Refusal(parser.problems + check_recipe(changed.shortened(frozenset(changes))[0]), exit_code=2)
     return Command(
@@ -206,9 +206,23 @@ def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
     if {"steps", "epochs"} <= given.keys():
         where = f"--epochs {given['epochs']:g} with --steps {given['steps']}"
         parser.wrong(where, "cannot be combined: a run has a number of steps or of epochs", "leave one of them out")
+    if "activation_checkpointing" in given and given.get("recompute_every", -1) >= 0:
+        switch, every = given["activation_checkpointing"], given["recompute_every"]
+        if switch != (every > 0):
+            where = f"--{'' if switch else 'no-'}activation_checkpointing with --recompute_every {every}"
+            parser.wrong(where, "contradict each other: one switches recomputation on, the other switches it off", "leave one of them out")
     if given["dry_run"] and given["show_row"]:
         parser.wrong("--show_row with --dry_run", "cannot be combined: each prints its own and ends", "leave one of them out")
     return world
+
+
+def _switched_off(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field to change in the recipe's file because a typed flag switches recomputation off, which two fields switch on."""
+    if changes.get("activation_checkpointing") is False and "recompute_every" not in changes:
+        return {"recompute_every": 0}
+    if changes.get("recompute_every") == 0 and "activation_checkpointing" not in changes:
+        return {"activation_checkpointing": False}
+    return {}
 
 
 def _help_asked(words: list[str]) -> str:

@@ -34,7 +34,8 @@ ADVICE = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode", "compile_model"), "use --compile on or off"),
     **dict.fromkeys(("use_liger_kernel", "liger_kernel_config", "liger", "enable_liger_kernel"), "use --loss chunked, which never holds all logits"),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs", "recompute_activations"), "use --activation_checkpointing"),
-    **dict.fromkeys(("recompute_granularity", "recompute_num_layers"), "use --activation_checkpointing and --checkpoint_every"),
+    **dict.fromkeys(("recompute_granularity", "recompute_num_layers"), "use --recompute_every N to recompute every N-th layer"),
+    "checkpoint_every": "to save checkpoints use --save_every N; to recompute every N-th layer use --recompute_every N",  # until November 2026
     "use_cache": "leave it out: training uses no cache of keys and values",
     **dict.fromkeys(("chat_template", "chat_template_path", "chat_template_jinja", "template"), _TOKENIZER),
     **dict.fromkeys(("eos_token", "pad_token", "special_tokens", "tokens", "eot_tokens", "added_tokens_overrides"), _TOKENIZER),
@@ -183,9 +184,9 @@ def advice(name: str) -> str:
 
 
 def as_fields(text: str) -> str:
-    """Return advice about flags as advice about fields of the recipe's file: --no-wandb as wandb=False."""
-    text = text.replace("--deepspeed_config", "ds_config")
-    return re.sub(r"--(\w+)", r"\1", re.sub(r"--no-(\w+)", r"\1=False", text))
+    """Return advice about flags as advice about fields of the recipe's file: --no-wandb as wandb=False, --keep N as keep=N."""
+    text = re.sub(r"--no-(\w+)", r"\1=False", text.replace("--deepspeed_config", "ds_config"))
+    return re.sub(r"--(\w+)", r"\1", re.sub(r"--(\w+) N\b", r"\1=N", text))
 
 
 def nearest(typed: str, names: Iterable[str]) -> str:

@@ -26,7 +26,7 @@ OWN = {"dataset": ("split", "subset", "dataset_revision"), "model": ("model_revi
 EMPTY_HAS_A_MEANING = ("subset", "model_revision", "dataset_revision", "prompt_field", "tokenizer", "batch_ramp", "out")
 MAY_BE_ZERO = (
     *("warmup_steps", "decay_steps", "eval_every", "save_every", "keep", "keep_every", "stop_at", "weight_decay"),
-    *("gradient_clipping", "min_lr", "seed", "num_labels", "epochs"),
+    *("gradient_clipping", "min_lr", "seed", "num_labels", "epochs", "recompute_every"),
 )  # numbers that must not be negative
 FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has another name
 PATHS = ("dataset", "ds_config", "model", "out", "resume", "token_cache", "tokenizer")
@@ -89,8 +89,10 @@ class Recipe:
         choices=("auto", "on", "off"),
     )
     beta: float = _say("DPO beta: how strongly the model is held to the reference", 0.1)
-    activation_checkpointing: bool = _say("recompute activations in the backward pass instead of keeping them", False)
-    checkpoint_every: int = _say("with activation_checkpointing: recompute every N-th layer", 1)
+    activation_checkpointing: bool = _say(
+        "recompute the activations of every layer in the backward pass, to save memory; the same as --recompute_every 1", False
+    )
+    recompute_every: int = _say("recompute the activations of every N-th layer in the backward pass, to save memory; 1: of every layer; 0: of none", 0)
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
     engine: str = _say("DeepSpeed, or DDP or FSDP2 of torch, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
@@ -131,9 +133,9 @@ class Recipe:
     eps: float = _say("AdamW eps", 1e-8)
     gradient_clipping: float = _say("largest gradient norm; 0 switches clipping off", 1.0)
 
-    eval_every: int = _say("steps between evaluations on held-out rows; 0: none", 0, group="evaluation, checkpoints, export")
+    eval_every: int = _say("steps between evaluations on held-out rows, whose time is not in step_s; 0: none", 0, group="evaluation, checkpoints, export")
     eval_rows: int = _say("held-out rows of an evaluation", 64)
-    save_every: int = _say("steps between checkpoints; 0: only at the end", 0)
+    save_every: int = _say("steps between checkpoints, whose time is not in step_s; 0: only at the end", 0)
     keep: int = _say("newest checkpoints to keep; 0: all", 2)
     keep_every: int = _say("also save and keep each step that is a multiple of this number; 0: none", 0)
     keep_best: bool = _say("also keep the checkpoint with the lowest eval_loss, of those with an evaluation at their step", False)
@@ -163,9 +165,9 @@ class Recipe:
         return self.facts.labels or self.num_labels
 
     @property
-    def recompute_every(self) -> int:
-        """Every how manyth layer is recomputed in the backward pass; 0: none."""
-        return self.checkpoint_every if self.activation_checkpointing else 0
+    def recompute(self) -> int:
+        """Return N if every N-th layer is recomputed in the backward pass, 0 if no layer is."""
+        return self.recompute_every or int(self.activation_checkpointing)
 
     def saves_at(self, step: int) -> bool:
         """Return True if a checkpoint is due at a step; one is also saved where a run ends."""
@@ -230,7 +232,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.seq_len == 1 and "seq_len" in recipe.facts.reads and not recipe.facts.masked:
         rule = "a row of one token holds no target: a token is learned from the tokens before it in its row"
         problems.append(Problem("seq_len = 1", rule, "use --seq_len 2 or more"))
-    for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "checkpoint_every", "threads"):
+    for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "threads"):
         if (value := getattr(recipe, name)) < 1 and not (name == "steps" and recipe.epochs):
             problems.append(Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1 or more"))
     for name in MAY_BE_ZERO:
@@ -264,10 +266,6 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     problems += check_lacks(recipe.facts, {axis: getattr(recipe, axis) for axis in AXES}, recipe.adapt is not None)
     if recipe.pp > 1 and recipe.adapt is not None:
         problems.append(Problem(f"pp = {recipe.pp}", "an adapter goes round the whole model, of which a stage has a part", "use --pp 1"))
-    if recipe.checkpoint_every > 1 and not recipe.activation_checkpointing:
-        problems.append(
-            Problem(f"checkpoint_every = {recipe.checkpoint_every}", "nothing is recomputed without activation_checkpointing", "add --activation_checkpointing")
-        )
     problems += _check_rates(recipe.lr_scale or {}, recipe.layer_decay, recipe.adapt is not None)
     for needed in ("wandb", "export") if recipe.wandb_artifact else ():
         if not getattr(recipe, needed):

@@ -21,7 +21,7 @@ from .tasks.facts import own_fields
 FACTS = "run.json"  # everything that made the run (runtime/facts.py)
 STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
 METRICS = "metrics.jsonl"  # a line for each step
-NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "global_batch", "eval_loss")  # keys of such a line that training decides
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "global_batch", "eval_loss")  # keys of such a line that training decides
 COMMITS = "commits"  # a key of FACTS: what was read from the hub, at which commits
 DATA_FILES = "data_files.json"  # digests of what was read, so that a resume can name a file that has changed
 CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
@@ -361,8 +361,16 @@ def parsed_line(line: bytes) -> dict[str, Any]:
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Keeps of metrics.jsonl's lines the values that training decides, not those of clocks and machines: equal runs have equal numbers."""
-    return [{key: line[key] for key in NUMBERS if key in line} for line in lines]
+    """Return the values of metrics.jsonl's lines that training decides, without clocks and machines: equal runs have equal numbers."""
+    return [{key: line[key] for key in NUMBERS if key in line and (key != "tokens" or unit_of(line) == key)} for line in lines]
+
+
+def unit_of(line: Mapping[str, Any]) -> str:
+    """Return the key of metrics.jsonl that counts what a run has trained on: "tokens" or "samples".
+
+    Tasks of samples wrote both keys, with the same value, until November 2026.
+    """
+    return "samples" if "samples" in line else "tokens"
 
 
 def put_aside(out: Path) -> None:

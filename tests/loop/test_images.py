@@ -131,7 +131,7 @@ def test_image_classifiers_train_like_plain_pytorch(pools, tmp_path, case):
     compare(tmp_path / "run", expected)
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert [last["eval_accuracy"], last["eval_top5_accuracy"]] == pytest.approx(expected.right)
-    assert last["samples"] == last["tokens"] == STEPS * NUMBERS["global_batch"]
+    assert last["samples"] == STEPS * NUMBERS["global_batch"] and not last.keys() & {"tokens", "tokens_per_s"}
     assert last.keys() <= page().keys() and last.keys() >= OF_PICTURES, "recipes/METRICS.md has a row for each key"
 
 
@@ -169,6 +169,7 @@ def test_a_mixture_of_pictures_tells_the_loss_of_each(pools, tmp_path):
         lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
     for one, other in zip(*lines, strict=True):
         assert [one["loss/file"], one["loss/drawn"]] == pytest.approx([other["loss/file"], other["loss/drawn"]], rel=1e-4)
+        assert one["samples/file"] + one["samples/drawn"] == one["samples"] and "tokens/file" not in one
         assert one["loss/file"] / 4 + one["loss/drawn"] * 3 / 4 == pytest.approx(one["loss"], rel=1e-5)
 
 
@@ -192,6 +193,16 @@ def test_a_stopped_run_goes_on_in_another_layout(pools, tmp_path, stopped):
     compare(tmp_path / "run", reference("vit"))
 
 
+def make_old(out: Path) -> None:
+    """Write a run folder as it was until November 2026: lines with `tokens` as well, and `checkpoint_every` in run.json."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"tokens": line["samples"], "tokens_per_s": line["samples_per_s"]} for line in lines]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    facts = json.loads((out / "run.json").read_text())
+    facts["recipe"]["checkpoint_every"] = facts["recipe"].pop("recompute_every") or 1
+    (out / "run.json").write_text(json.dumps(facts))
+
+
 @pytest.mark.slow
 def test_a_resume_is_bit_for_bit(pools, tmp_path):
     """Stopped after steps 3 and 7, with crops that are drawn anew each step."""
@@ -199,8 +210,12 @@ def test_a_resume_is_bit_for_bit(pools, tmp_path):
         for stop_at in stops:
             recipe = recipe_for("vit", stop_at=stop_at, threads=1 + stop_at % 3)
             assert pools.run(2, train_images, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / out)) == [0, 0]
+            if stop_at == 3:
+                make_old(tmp_path / out)
     lines = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()] for out in ("whole", "parts")]
     assert numbers(lines[0]) == numbers(lines[1])
+    assert ["tokens" in line for line in lines[1]] == [number < 3 for number in range(STEPS)] and not any("tokens" in line for line in lines[0])
+    assert f"{STEPS * NUMBERS['global_batch']} samples" in (tmp_path / "parts" / "summary.md").read_text()
     whole, parts = exported(tmp_path / "whole" / "hf"), exported(tmp_path / "parts" / "hf")
     assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
 

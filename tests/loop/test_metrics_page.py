@@ -15,6 +15,7 @@ PAGE = ROOT / "recipes" / "METRICS.md"
 ON_GPUS_ONLY = {"mfu"}
 OF_MASKS = {"accuracy", "perplexity", "eval_accuracy", "eval_perplexity"}  # test_masked.py has a run that writes them
 OF_PICTURES = {"samples", "samples_per_s", "eval_accuracy", "eval_top5_accuracy"}  # test_images.py has a run that writes them
+OF_SAMPLES = {"samples/NAME", "step_samples"}  # test_metrics_of_a_step.py
 OF_PAIRS = {f"{before}{name}" for before in ("", "eval_") for name in ("accuracy", "margin", "rewards/chosen", "rewards/rejected")}  # test_preference.py
 OF_CHATS = {"rows_read", "rows_cut", "rows_without_target", "answers_dropped"}  # test_chat_rows.py has runs that write them
 
@@ -50,7 +51,7 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
     assert [code for code, _ in results] == [0, 0], results
     lines = metrics(tmp_path / "run")
     written = {re.sub("/.*", "/NAME", key) for line in lines for key in line}
-    others = OF_PICTURES | OF_MASKS | OF_PAIRS | OF_CHATS
+    others = OF_PICTURES | OF_SAMPLES | OF_MASKS | OF_PAIRS | OF_CHATS
     assert written | ON_GPUS_ONLY | others == page().keys() and not written & others
 
     before, read = 0, 0

@@ -23,7 +23,7 @@ from recipekit.data.stream import open_stream
 from recipekit.parallel.sequence import own_part
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
-from recipekit.run_folder import numbers, read_metrics
+from recipekit.run_folder import numbers, read_metrics, unit_of
 from reference import Trained, train_plain
 
 STEPS = 10
@@ -121,7 +121,7 @@ def compare(out: Path, expected: Trained, check_weights: bool = True) -> None:
     assert [line["loss"] for line in lines] == pytest.approx(expected.losses, rel=1e-5)
     assert [line["grad_norm"] for line in lines] == pytest.approx(expected.grad_norms, rel=1e-5)
     assert [line["lr"] for line in lines] == pytest.approx(expected.lrs, rel=1e-9)
-    assert [line["tokens"] for line in lines] == expected.tokens
+    assert [line[unit_of(line)] for line in lines] == expected.tokens
     if expected.eval_loss is not None:
         assert lines[-1]["eval_loss"] == pytest.approx(expected.eval_loss, rel=1e-5)
     if check_weights:

@@ -234,7 +234,7 @@ def check_case(pools: Any, tmp_path: Path, task: str, case: Case, lora: bool = F
     assert [last[f"eval_{name}"] for name in MEASURES[task]] == pytest.approx(expected.right, rel=1e-4, abs=ROUNDING)
     for line, right in zip(lines(out)[1:], expected.right_of_steps[1:], strict=True):  # in the first step of DPO all rewards are 0
         assert [line[name] for name in MEASURES[task]] == pytest.approx(right, rel=1e-4, abs=ROUNDING)
-    assert last["samples"] == last["tokens"] == STEPS * NUMBERS["global_batch"]
+    assert last["samples"] == STEPS * NUMBERS["global_batch"] and not last.keys() & {"tokens", "tokens_per_s"}
     own = {f"{before}{name}" for before in ("", "eval_") for name in MEASURES[task]}
     assert own <= last.keys() <= page().keys() and own <= OF_PAIRS, "recipes/METRICS.md has a row for each key"
     if lora:

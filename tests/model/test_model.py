@@ -107,7 +107,7 @@ def test_a_parameter_that_only_the_constructor_draws_is_refused():
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_every_nth_layer_is_recomputed(every):
-    recipe = Recipe(model="none", init="random", activation_checkpointing=True, checkpoint_every=every)
+    recipe = Recipe(model="none", init="random", recompute_every=every)
     model = model_module.build_model(
         recipe, tiny_config("llama") | {"num_hidden_layers": 5, "layer_types": None}, None, ds_config(0), torch.device("cpu")
     ).model

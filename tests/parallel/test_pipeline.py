@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 tp2": (4, {"pp": 2, "tp": 2}),
     "pp2 dp2": (4, {"pp": 2}),
     "pp2 tp2 dp2": (8, {"pp": 2, "tp": 2}),
-    "pp2 checkpointing": (2, {"pp": 2, "activation_checkpointing": True, "checkpoint_every": 2}),
+    "pp2 checkpointing": (2, {"pp": 2, "recompute_every": 2}),
     "pp2 dualpipev": (2, DUALPIPEV),
     "pp2 dp2 dualpipev": (4, DUALPIPEV),
     "pp2 tp2 dualpipev": (4, DUALPIPEV | {"tp": 2}),

@@ -387,7 +387,7 @@ def test_a_whole_number_in_the_file_leaves_the_flag_a_fraction():
     [
         ({"attention": "flash_attention_2", "micro_batch": 2}, "micro_batch = 2 with attention = flash_attention_2"),
         ({"pp": 2, "adapt": lambda model: model}, "pp = 2"),
-        ({"checkpoint_every": 2}, "checkpoint_every = 2"),
+        ({"recompute_every": -1}, "recompute_every = -1"),
         ({"keep_best": True}, "keep_best = True with eval_every = 0"),
         ({"keep_every": -1}, "keep_every = -1"),
     ],
@@ -396,6 +396,43 @@ def test_what_would_go_wrong_without_a_word_is_named(fields, where):
     (problem,) = check_recipe(Recipe(model="x", **fields))
     assert problem.where == where
     assert check_recipe(Recipe(model="x", attention="flash_attention_2", sp=2, micro_batch=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "every"),
+    [
+        ({}, "", 0),
+        ({}, "--recompute_every 1", 1),
+        ({}, "--recompute-every 3", 3),
+        ({}, "--activation_checkpointing", 1),
+        ({}, "--activation_checkpointing --recompute_every 3", 3),
+        ({}, "--no-activation_checkpointing --recompute_every 0", 0),
+        ({"recompute_every": 2}, "", 2),
+        ({"recompute_every": 2}, "--recompute_every 0", 0),
+        ({"recompute_every": 2}, "--activation_checkpointing", 2),
+        ({"recompute_every": 2}, "--no-activation_checkpointing", 0),
+        ({"activation_checkpointing": True}, "", 1),
+        ({"activation_checkpointing": True}, "--recompute_every 2", 2),
+        ({"activation_checkpointing": True}, "--recompute_every 0", 0),
+        ({"activation_checkpointing": True, "recompute_every": 2}, "", 2),
+        ({"activation_checkpointing": True, "recompute_every": 2}, "--recompute_every 0", 0),
+        ({"activation_checkpointing": True, "recompute_every": 2}, "--no-activation_checkpointing", 0),
+    ],
+)
+def test_recomputation_needs_one_switch_and_a_typed_one_beats_the_file(fields, flags, every):
+    command = parse(Recipe(model="x", **fields), FILE, flags.split())
+    assert command.recipe.recompute == every and check_recipe(command.recipe) == []
+    assert command.typed == {name for name in ("activation_checkpointing", "recompute_every") if name in flags.replace("-every", "_every")}
+
+
+@pytest.mark.parametrize("flags", ["--no-activation_checkpointing --recompute_every 2", "--activation_checkpointing --recompute_every 0"])
+def test_flags_that_switch_recomputation_on_and_off_are_refused(flags):
+    (problem,) = refused(flags.split()).problems
+    switch, _, every = flags.partition(" ")
+    where = f"{switch} with {every}"
+    assert str(problem) == f"{where}: contradict each other: one switches recomputation on, the other switches it off; leave one of them out"
+    (problem,) = refused(["--recompute_every", "-2", "--activation_checkpointing"]).problems if "no" in switch else refused(["--recompute_every", "x"]).problems
+    assert problem.where in ("recompute_every = -2", "--recompute_every x")
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,20 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
     assert "is at step 60" in problems("--resume", step, "--out", "runs/second", "--steps", 60)[0]
 
 
+@pytest.mark.parametrize("task", ["pretrain", "image_classification"])
+def test_a_run_from_before_recompute_every_is_resumed(tmp_path: Path, task: str) -> None:
+    """Its run.json has checkpoint_every, which is no part of what a run is made of; so recomputation may change."""
+    model = ["--model", "google/vit-large-patch16-224", "--dataset", "builtin", "--tokenizer", ""] if task == "image_classification" else []
+    run = finished(Path("runs/first"), 40, "--task", task, *model)
+    saved = json.loads((run / FACTS).read_text())
+    recipe = {"tiny": False, "task": task, "activation_checkpointing": True, "checkpoint_every": 2}
+    (run / FACTS).write_text(json.dumps(saved | {"recipe": recipe}))
+    (run / "checkpoints" / "step_00000040" / "manifest.json").write_text("{}")
+    for flags in ([], ["--recompute_every", 2], ["--recompute_every", 0], ["--activation_checkpointing"]):
+        assert planned("--task", task, *model, "--out", run, *flags).resume_from == run
+    assert "checkpoint_every" not in identity(RECIPE, None) and "recompute_every" not in identity(RECIPE, None)
+
+
 def test_a_finished_run_of_the_same_command_is_no_mistake(tmp_path: Path) -> None:
     run = finished(Path("runs/first"), 60)
     assert planned("--resume", run, "--out", "runs/second").resume_from == run

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from disks import fill, small_disk
 from job import NANO, Job, checkpoints, deepspeed, steps_done
+from recipekit.run_folder import unit_of
 from recipekit.runtime import continuation, ending
 from recipekit.runtime.continuation import continue_command, launched, retyped
 from recipekit.runtime.loss_picture import draw_losses, envelope
@@ -45,7 +46,7 @@ def check_summary(run: Path) -> dict[str, str]:
     """Compute each number of summary.md a second time, from metrics.jsonl and run.json; return its rows."""
     lines, facts = read(run)
     rows, last = table((run / "summary.md").read_text()), lines[-1]
-    assert numbers_in(rows["steps"]) == [last["step"], facts["recipe"]["steps"], *([round(last["epoch"], 2)] if "epoch" in last else []), last["tokens"]]
+    assert numbers_in(rows["steps"]) == [last["step"], facts["recipe"]["steps"], *([round(last["epoch"], 2)] if "epoch" in last else []), last[unit_of(last)]]
     for name in ("loss", "eval_loss"):
         found = [(line[name], line["step"]) for line in lines if name in line]
         assert (name in rows) == bool(found)
@@ -57,7 +58,7 @@ def check_summary(run: Path) -> dict[str, str]:
     parts = [steps - waiting, evaluation, saving, waiting]
     assert seconds_in(rows["time"]) == [round(sum(parts)), *map(round, parts)], rows["time"]
     assert [float(share) for share in re.findall(r"([\d.]+)%", rows["time"])] == [pytest.approx(100 * part / sum(parts), abs=0.051) for part in parts]
-    assert numbers_in(rows["speed"]) == [pytest.approx(last["tokens"] / steps, abs=0.51)]
+    assert numbers_in(rows["speed"]) == [pytest.approx(last[unit_of(last)] / steps, abs=0.51)]
     peak, planned = max(line["peak_mem_bytes"] for line in lines), facts["planned_memory"]["states"]
     mib = [float(value) * (1024 if unit == "GiB" else 1) for value, unit in re.findall(r"([\d.]+) ([GM]iB)", rows["memory"])]
     assert mib[:2] == [pytest.approx(peak / 2**20, abs=6), pytest.approx(planned / 2**20, abs=6)], rows["memory"]

@@ -331,6 +331,18 @@ def test_what_may_change_is_accepted(half: Path, monkeypatch: pytest.MonkeyPatch
     assert planned(monkeypatch, half, "--tp", 2).resume_from == half
 
 
+def test_a_run_from_before_recompute_every_goes_on(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
+    """Its run.json has the field checkpoint_every, and the command now recomputes every second layer."""
+    facts = json.loads((run / "run.json").read_text())
+    facts["recipe"]["checkpoint_every"] = facts["recipe"].pop("recompute_every") or 1
+    (run / "run.json").write_text(json.dumps(facts))
+    assert f"resumed from {run}/checkpoints/step_00000004" in go(run, "--recompute_every", 2)
+    for found, expected in zip(numbers(metrics(run)), unbroken, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    recipe = json.loads((run / "run.json").read_text())["recipe"]
+    assert recipe["recompute_every"] == 2 and "checkpoint_every" not in recipe
+
+
 def test_a_path_accepts_the_differences(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
     """A longer schedule, other optimizer numbers: from the next step on they are what the optimizer uses."""
     go(run, "--resume", run, "--steps", 8, "--lr", 1e-3, "--stop_at", 5, "--schedule", "constant")

@@ -438,7 +438,7 @@ def whole_1b(name: str, runs: str, *more: str) -> Row:
 
 
 def whole_3b(name: str, seq_len: int, rows: int, every: int = 1) -> Row:
-    more = ["--activation_checkpointing", *(["--checkpoint_every", str(every)] if every > 1 else [])]
+    more = ["--recompute_every", str(every)]
     measure = partial(speed, recipe=QWEN, model="3b", shape=(seq_len, 2, rows), more=more, enough=5)
     runs = f"all of 3B, rows of {seq_len}, {'all' if every == 1 else 'half the'} layers recomputed"
     return Row("C", name, 150, runs, FAST.format(MFU["3b"]), measure)

@@ -133,7 +133,7 @@ def made(plan: Plan, way: Way) -> Any:
 
     recipe = plan.recipe
     assert plan.model_config is not None
-    whole = empty_model(plan.model_config, way.attention, recipe.model, recipe.recompute_every, recipe.facts.auto_class)
+    whole = empty_model(plan.model_config, way.attention, recipe.model, recipe.recompute, recipe.facts.auto_class)
     if way.loss == "chunked" and (operations := operations_of(plan.model_config, recipe.task, recipe.model)):
         raise refuse(f"model = {recipe.model}", f"does {operations[0]} to its logits, which is not traced", "use another model")
     model = recipe.adapt(whole) if recipe.adapt else whole

@@ -253,7 +253,8 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     step = opened(arguments.source)
-    print(f"step     {step.state['step']}, {step.state['tokens']:,} tokens")
+    unit = "samples" if "unusable" in step.state else "tokens"  # tasks of samples count unusable rows
+    print(f"step     {step.state['step']}, {step.state['tokens']:,} {unit}")
     print(f"layout   {step.layout}")
     groups = {None: "frozen or a buffer"} | {number: group.name for number, group in enumerate(step.blueprint.groups)}
     for tensor in step.blueprint.tensors:

@@ -83,7 +83,7 @@ def build_model(
     """
     dtype, facts, rows = dtype_of(ds_config), TASKS[recipe.task], (recipe.micro_batch, recipe.seq_len)
     attention, note = choose_attention(recipe.attention, model_config, recipe.model, facts, computed_in(recipe.engine, recipe.precision, dtype), device, rows)
-    empty = partial(empty_model, model_config, attention, recipe.model, recipe.recompute_every, facts.auto_class, groups is not None)
+    empty = partial(empty_model, model_config, attention, recipe.model, recipe.recompute, facts.auto_class, groups is not None)
     whole = empty()
     architecture = type(whole).__name__  # `divide` may give the model another class
     if groups and groups.mesh.sp > 1:

@@ -133,7 +133,7 @@ def activations_of(plan: Plan) -> list[Term]:
     if shape is None or recipe.adapt is not None or mesh.pp > 1 or recipe.engine != "deepspeed" or attention_of(plan)[0] not in ("varlen", "flash_attention_2"):
         return []
     tokens = recipe.micro_batch * recipe.seq_len // mesh.sp
-    return activation_terms(shape, tokens, 4 if plan.precision == "fp32" else 2, model_config["num_hidden_layers"], recipe.recompute_every)
+    return activation_terms(shape, tokens, 4 if plan.precision == "fp32" else 2, model_config["num_hidden_layers"], recipe.recompute)
 
 
 def show_verdict(terms: list[Term], name: str, memory: int) -> None:
@@ -181,7 +181,7 @@ def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
     assert plan.model_config is not None
     config = config_in_files(plan)[0]
-    model = empty_model(config, attention_of(plan)[0], recipe.model, recipe.recompute_every, facts.auto_class)
+    model = empty_model(config, attention_of(plan)[0], recipe.model, recipe.recompute, facts.auto_class)
     return model, plans_of(model, recipe.plans, facts.plans, facts.matrices if by_matrix(plan.ds_config) else ())
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from ..data.sameness import StreamState
 from ..planner.flops import keys_seen
 from ..task import MicroBatch
-from ..tasks.facts import SAMPLES
 from .facts import peak_memory
 from .prepare import Ready
 
@@ -39,28 +38,26 @@ def metrics_of(
     recipe, mesh = ready.plan.recipe, ready.plan.mesh
     ready.epochs.report(data_state, ready.tracker.say)
     last = step == ready.plan.last_step or bool(result["stop"])
+    unit = ready.task.facts.unit  # the keys of the other unit are absent
     metrics = {
         "step": step,
         "loss": result["loss"],
         "grad_norm": result["grad_norm"],
         "lr": ready.engine.optimizer.param_groups[0]["lr"] if lr is None else lr,
-        "tokens": ready.state["tokens"],
-        "step_s": seconds,
-        "tokens_per_s": result["tokens"] / seconds,
+        unit: ready.state["tokens"],
+        "step_s": seconds,  # data, forward, backward and update; an evaluation and a save come after it
+        f"{unit}_per_s": result["tokens"] / seconds,
         "data_wait_s": data_wait,
         **ready.epochs.complete(data_state),
         "peak_mem_bytes": largest_peak(ready.engine.device, result["more"][: mesh.world], exact=last),
     }
     if recipe.batch_ramp:
-        metrics |= {"global_batch": recipe.ramp.rows(step), "step_tokens": result["tokens"]}
+        metrics |= {"global_batch": recipe.ramp.rows(step), f"step_{unit}": result["tokens"]}
     metrics |= result["means"]
-    samples = ready.task.facts.rows == SAMPLES
-    if samples:
-        metrics |= {"samples": ready.state["tokens"], "samples_per_s": result["tokens"] / seconds}
     if ready.sums.by_domain is not None:
-        for domain, loss, tokens in zip(data_state["domains"], *ready.sums.by_domain.tolist(), strict=True):
-            metrics |= {f"loss/{domain}": loss / tokens} if tokens else {}
-            metrics[f"tokens/{domain}"] = data_state["domains"][domain]["tokens"]
+        for domain, loss, counted in zip(data_state["domains"], *ready.sums.by_domain.tolist(), strict=True):
+            metrics |= {f"loss/{domain}": loss / counted} if counted else {}
+            metrics[f"{unit}/{domain}"] = data_state["domains"][domain]["tokens"]
     if recipe.bad_rows == "skip":
         metrics["bad_rows"] = ready.state.get("unusable", 0) + sum(domain["bad"] for domain in data_state["domains"].values())
     if empty := sum(domain.get("empty", 0) for domain in data_state["domains"].values()):

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ..run_folder import unit_of
+
 WIDEST = 100  # columns
 PLAIN_EVERY = 10.0  # seconds between two lines where there is no terminal
 LIVE_EVERY = 0.25  # seconds between two refreshes on a terminal
@@ -74,7 +76,7 @@ def parts_of(progress: Progress, now: float) -> list[Part]:
     if not metrics:
         return parts
 
-    step, unit = metrics["step"], "samples" if "samples" in metrics else "tokens"
+    step, unit = metrics["step"], unit_of(metrics)
     rate = metrics[f"{unit}_per_s"]
     memory = metrics["peak_mem_bytes"] / GIB
     parts.insert(0, Part(f"step {step}/{last}", f"{step}/{last}", 0))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.terms import gib
-from ..run_folder import ADAPTER, CHECKPOINTS, EXPORT
+from ..run_folder import ADAPTER, CHECKPOINTS, EXPORT, unit_of
 from ..step_names import newest_complete
 from ..tasks.facts import TASKS
 from .progress import duration, number
@@ -35,7 +35,7 @@ def spent(lines: Lines) -> dict[str, float]:
 
 def pace(lines: Lines) -> tuple[float, str]:
     """Return tokens or samples a second over all steps, and the unit."""
-    unit = "samples" if "samples" in lines[-1] else "tokens"
+    unit = unit_of(lines[-1])
     counted = sum(line[f"{unit}_per_s"] * line["step_s"] for line in lines)
     return counted / (sum(line["step_s"] for line in lines) or math.inf), unit
 
@@ -61,7 +61,7 @@ def rows_of(lines: Lines, facts: Mapping[str, Any], out: Path) -> list[tuple[str
     share = ", ".join(f"{what} {duration(part)} ({part / (all_seconds or math.inf):.1%})" for what, part in seconds.items())
     rows = [
         ("run", f"{recipe['name']} on {facts['mesh']['world']} rank{'s' if facts['mesh']['world'] > 1 else ''} ({facts['mesh']['name']})"),
-        ("steps", f"{last['step']} of {recipe['steps']}{epochs}, {last['tokens']:,} {unit}"),
+        ("steps", f"{last['step']} of {recipe['steps']}{epochs}, {last[unit]:,} {unit}"),
         ("loss", first_last_best(lines, "loss")),
         ("eval_loss", first_last_best(lines, "eval_loss")),
         ("time", f"{duration(all_seconds)}: {share}"),
