@@ -98,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     connections.add_argument("--ssh_config", "--ssh-config", default="", metavar="FILE", help="configuration file for ssh -F")
     connections.add_argument("--python", default="", metavar="PATH", help="interpreter on every host (default: this one)")
     connections.add_argument(
-        "--master_addr", "--master-addr", default="", metavar="ADDRESS", help="address of the first host, if the other hosts do not know it by its name"
+        "--master_addr", "--master-addr", default="", metavar="ADDRESS", help="address at which the other hosts reach the first one (default: detected)"
     )
     connections.add_argument("--master_port", "--master-port", type=number, default=0, metavar="PORT", help="port on the first host (default: a free one)")
 

@@ -1,4 +1,4 @@
-"""The pages of `--help` and `--help all`: the flags of one task."""
+"""The pages of `--help` and `--help all`: the flags of one task. Also the format of the help of subcommands."""
 
 import argparse
 import shutil
@@ -62,6 +62,20 @@ def _flags(actions: Sequence[argparse.Action]) -> str:
     formatter.add_arguments(actions)
     formatter.end_section()
     return formatter.format_help()
+
+
+class CommandFormatter(argparse.RawDescriptionHelpFormatter):
+    """One line for each flag of a subcommand where it fits, with one of its two spellings."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(WIDTH, shutil.get_terminal_size().columns))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        spellings = {option.strip("-").replace("-", "_"): option for option in reversed(action.option_strings)}
+        value = "" if action.nargs == 0 else " " + self._format_args(action, self._get_default_metavar_for_optional(action))
+        return ", ".join(reversed(spellings.values())) + value
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -97,10 +97,10 @@ class Recipe:
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
     engine: str = _say("DeepSpeed, or torch's DDP or FSDP2, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
     precision: str = _say("compute precision of ddp and fsdp2, with fp32 weights; fp16: for GPUs without bf16", "bf16", choices=("bf16", "fp32", "fp16"))
-    tp: int = _say("tensor parallel degree", 1)
-    pp: int = _say("pipeline parallel degree", 1)
-    sp: int = _say("sequence parallel degree, for long rows: each rank holds 1/sp of each row and of the attention heads", 1)
-    ep: int = _say("expert parallel degree: each data-parallel rank holds 1/ep of the experts of a layer", 1)
+    tp: int = _say("tensor-parallel degree", 1)
+    pp: int = _say("pipeline-parallel degree", 1)
+    sp: int = _say("sequence-parallel degree, for long rows: each rank holds 1/sp of each row and of the attention heads", 1)
+    ep: int = _say("expert-parallel degree: each data-parallel rank holds 1/ep of the experts of a layer", 1)
     pipeline_schedule: str = _say("order of the micro-batches when pp > 1", "1f1b", choices=("1f1b", "dualpipev"))
     # for a model that publishes no plans, or others: see tasks.facts.Plans
     pp_plan: dict | None = None  # module name -> "first", "split" or "last"

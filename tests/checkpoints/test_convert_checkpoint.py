@@ -121,7 +121,7 @@ def test_a_disk_with_an_error(trained: Path, tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, broken, failing)
         assert tool.main(words) == 1
     (told,) = capsys.readouterr().err.splitlines()
-    kept = "what was done is kept, start the same command again to go on"
+    kept = "the finished part is kept, start the same command again to continue"
     assert f"{tmp_path}/.out.part/model.safetensors: Input/output error; " in told and told.endswith(
         kept if when == "writing" else "free; start the same command again"
     )
