@@ -1,23 +1,32 @@
-"""Kills training jobs at random moments, again and again, and compares the results with runs that were never broken.
+"""Kill training jobs at random moments, again and again, and compare the results with uninterrupted runs.
 
     python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 zero2 zero3 pp2_tp2 --seed 0
 
-A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), which saves at every step: it is killed and started
-again with the same command. Each life makes at least one step. SIGKILL goes to a random rank, now and then to `launch.py` or `deepspeed`; every
-second kill comes while a checkpoint is written; some lives save in the background. After every kill no process may be left,
-and `latest` must name a checkpoint whose files and tensors are what was saved. The last life runs to the end, where
-losses, weights and optimizer states must equal those of the unbroken run bit for bit.
+A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), that saves at every step.
+The job is killed and started again with the same command, and each start makes at least one step. SIGKILL hits a
+random rank, sometimes `launch.py` or `deepspeed`. Every second kill comes while a checkpoint is written, and some
+starts save in the background.
 
-Measured: 2026-11-22, 2 CPU cores, --kills 107 --chain 27 --seed 11: 107 kills (80 inside a save, 47 of lives that save in the background; 65 of a rank,
-22 of launch.py, 20 of deepspeed) in 4 chains, one of each layout, all four bit-equal, in 35 minutes with other work beside them. With the runs before it
-(--chain 6 to 12, other seeds) that makes 200 kills, and after each `latest` named a verified checkpoint; 200 in one run: not measured.
-2026-11-25: --kills 10 --chain 5 --layouts zero2 pp2 --seed 24 with each of --recipe bert_large_mlm_zero1, qwen3_0_6b_dpo_zero3, qwen3_0_6b_reward_zero2 and
-resnet50_imagenet_zero1: 40 kills (33 inside a save), all 8 chains bit-equal, 5 to 12 minutes a recipe with other work beside it.
-2026-11-26: --kills 4 --chain 4 --layouts own --seed 25 with each of --recipe bert_large_mlm_onebit_zero0, bert_large_mlm_lamb_zero1,
-llama3_2_1b_muon_zero2 and llama3_2_1b_adafactor_zero2: 16 kills, all 4 chains bit-equal, 2 to 4 minutes a recipe with other work beside it. The same
-with copies of llama_nano_zero2 whose JSON names Lion (lr 2e-4) and Adagrad (5e-3): 8 kills (6 inside a save), both chains bit-equal. All six again with
---seed 26: 24 kills, all 6 chains bit-equal, 2 to 3 minutes a recipe.
-Exit code: 0 all of that held, 1 it did not (the folder is kept and named), 2 usage.
+After every kill no process may be left, and `latest` must name a checkpoint whose files and tensors equal the saved
+ones. The last start runs to the end. Its losses, weights and optimizer states must equal the uninterrupted run's bit
+for bit.
+
+Measured: 2026-11-22, 2 CPU cores, --kills 107 --chain 27 --seed 11: 107 kills in 4 chains, one of each layout, all
+four bit-equal. They took 35 minutes beside other work. 80 of the kills came inside a save, and 47 hit starts that
+save in the background; 65 hit a rank, 22 launch.py and 20 deepspeed. With earlier runs (--chain 6 to 12, other seeds)
+these are 200 kills, and after each kill `latest` named a verified checkpoint. 200 kills in one run: not measured.
+
+2026-11-25: --kills 10 --chain 5 --layouts zero2 pp2 --seed 24, with --recipe bert_large_mlm_zero1,
+qwen3_0_6b_dpo_zero3, qwen3_0_6b_reward_zero2 and resnet50_imagenet_zero1. 40 kills (33 inside a save), all 8 chains
+bit-equal, 5 to 12 minutes a recipe beside other work.
+
+2026-11-26: --kills 4 --chain 4 --layouts own --seed 25, with --recipe bert_large_mlm_onebit_zero0,
+bert_large_mlm_lamb_zero1, llama3_2_1b_muon_zero2 and llama3_2_1b_adafactor_zero2. 16 kills, all 4 chains bit-equal, 2
+to 4 minutes a recipe beside other work. The same with copies of llama_nano_zero2 whose JSON names Lion (lr 2e-4) and
+Adagrad (5e-3): 8 kills (6 inside a save), both chains bit-equal. All six again with --seed 26: 24 kills, all 6 chains
+bit-equal, 2 to 3 minutes a recipe.
+
+Exit codes: 0 every comparison held; 1 one did not (the folder is kept, and its name printed); 2 wrong command line.
 """
 
 import argparse
@@ -281,18 +290,18 @@ def table(chains: list[Chain]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=200, help="in all (default: %(default)s; 15 to 60 s each on two cores)")
-    parser.add_argument("--chain", type=int, default=25, help="kills of one job, at most (default: %(default)s)")
-    parser.add_argument("--recipe", type=Path, default=RECIPE, help="whose --tiny is run (default: recipes/llama_nano_zero2.py)")
+    parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills in total, 15 to 60 s each on two cores (default: %(default)s)")
+    parser.add_argument("--chain", type=int, default=25, metavar="N", help="largest number of kills of one job (default: %(default)s)")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, metavar="FILE", help="recipe that is run with --tiny (default: recipes/llama_nano_zero2.py)")
     parser.add_argument(
         "--layouts",
         nargs="+",
         choices=LAYOUTS,
         default=[name for name in LAYOUTS if name != "own"],
-        help="taken in turn; own: as the recipe is (default: all others)",
+        help="layouts to take in turn; own: the recipe's own layout (default: all except own)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and targets (default: %(default)s)")
-    parser.add_argument("--folder", type=path_of, help="where the jobs run (default: a temporary folder, removed if all went well)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments and targets (default: %(default)s)")
+    parser.add_argument("--folder", type=path_of, metavar="PATH", help="folder for the jobs (default: a temporary folder, removed after success)")
     arguments = parser.parse_args(argv)
     if arguments.kills < 1 or arguments.chain < 1:
         parser.error("--kills and --chain are at least 1")
