@@ -58,8 +58,8 @@ class Command:
             return recipe.shortened(typed)
         other_data = self.tiny and "dataset" not in typed
         if "epochs" not in typed and ("steps" in typed or other_data):
-            why = "its built-in text is other data" if other_data else f"--steps {recipe.steps} is typed"
-            lines = [f"epochs: {recipe.epochs:g} of the recipe left out, since {why}; the run has {recipe.steps} steps"]
+            why = "--tiny uses built-in data" if other_data else f"--steps {recipe.steps} is typed"
+            lines = [f"epochs: {recipe.epochs:g} of the recipe left out, because {why}; the run has {recipe.steps} steps"]
             recipe = dataclasses.replace(recipe, epochs=0.0)
         else:
             recipe, typed = dataclasses.replace(recipe, steps=self.counted), typed | {"steps"}

@@ -346,7 +346,7 @@ def measure_flags(folder: Path, on: Sequence[str]) -> list[str]:
 
 def read_plan(printed: str) -> dict[str, Any]:
     """Reads what `--dry_run` printed: {"bytes": the most at a time on the accelerator or None, "activations": whether they are counted}."""
-    counted = re.search(r"^memory +predicted besides, of a micro-batch: [^\n]*", printed, re.MULTILINE)
+    counted = re.search(r"^memory +predicted activations of a micro-batch: [^\n]*", printed, re.MULTILINE)
     told = counted or re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
     sizes = [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])] if told else []
     return {"bytes": max(sizes) * 2**30 if sizes else None, "activations": bool(counted)}
