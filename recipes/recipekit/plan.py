@@ -203,7 +203,7 @@ def _config_of_model(
         problems += refusal.problems
         return None
     if (model_config or {}).get("auto_map"):
-        notes.append("auto_map: the model's own code is never run; its transformers class is used")
+        notes.append("auto_map: the model's own code is never run; transformers' class is used instead")
     reads_text = "tokenizer" in facts.reads
     if model_config is None and tiny:
         rule = f"needs the config.json of {revision or 'the model'}, which is {'not' if revision else 'neither shipped nor'} in the local cache"

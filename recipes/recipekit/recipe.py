@@ -152,7 +152,7 @@ class Recipe:
     wandb_artifact: bool = _say("upload OUT/hf to Weights & Biases as an artifact when the run is complete", False)
     grace: str | float = _say(
         "seconds that a rank has to reach a step boundary after a stop request; "
-        "auto: three times the slowest step, at least 25, at most what the scheduler grants",
+        "auto: three times the slowest step, at least 25, at most the scheduler's own limit",
         "auto",
         group="run",
     )

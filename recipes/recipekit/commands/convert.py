@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None, prog: str = "recipekit convert") -> int:
         where = Path(error.filename or arguments.out or arguments.source)
         free = shutil.disk_usage(existing(where)).free
         kept = arguments.out and journal.journal_file(arguments.out).exists()
-        again = "the finished part is kept, start the same command again to continue" if kept else "start the same command again"
+        again = "run the same command again to continue; finished work is kept" if kept else "run the same command again"
         print(f"{where}: {error.strerror}; {free:,} bytes are free; {again}", file=sys.stderr)
         return 1
 
@@ -91,7 +91,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     one.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="training dtype (default: bf16)")
     one = command("reshape", reshape, "write a step folder in another layout, with optimizer states", "source", "out")
     degrees(one, None)
-    command("verify", verify, "compare every file and every tensor with what was saved", "source")
+    command("verify", verify, "check every file and every tensor against the manifest of the save", "source")
     command("inspect", inspect, "show the layout and the tensors", "source")
     return made
 
@@ -250,7 +250,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if not faults:
         for line in manifest.say_unlisted(arguments.source, manifest.unlisted(arguments.source, manifest.read(arguments.source))):
             print(line, file=sys.stderr)
-        print(f"{arguments.source}: every file and every tensor is what was saved")
+        print(f"{arguments.source}: every file and every tensor matches the manifest of the save")
     return 1 if faults else 0
 
 

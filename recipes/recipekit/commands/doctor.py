@@ -152,7 +152,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
         if isinstance(meeting, Chair):
             with left_mark(subject.out, meeting.id) as mark:
                 meeting.tell(mark)
-                report = Report(slot.local_world, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "what its host is like"))
+                report = Report(slot.local_world, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "the state of its host"))
             return conduct(arguments, slot, subject, meeting, report, listener)
         mark = meeting.hear(LOOK + 1.5 * arguments.patience)  # rank 0 may still wait for other ranks
         meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
@@ -295,7 +295,7 @@ def prepare(subject: Subject, slot: Slot) -> Findings:
     if slot.local_rank == 0:
         try:
             prepare_ops(subject.plan.ds_config, print)
-            yield Row("ops", f"those of the recipe are compiled in {op_cache.folder()}")
+            yield Row("ops", f"the ops of the recipe are compiled in {op_cache.folder()}")
         except Refusal as refusal:
             yield from refusal.problems
 
