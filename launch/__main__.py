@@ -1,16 +1,22 @@
-"""Starts a recipe, or any script, on one machine, the hosts of a file, Slurm or Kubernetes.
+"""Start a recipe, or any script, on one machine, on the hosts of a file, with Slurm or on Kubernetes.
 
     python -m launch recipes/NAME.py [FLAGS OF THE RECIPE]
     python -m launch --hostfile HOSTS recipes/NAME.py
     python -m launch --where slurm --nodes 2 --gpus 8 recipes/NAME.py       on a login node: sbatch launch/slurm.sbatch
     python -m launch --where k8s --nodes 2 --gpus 8 --image IMAGE --dry-run recipes/NAME.py | kubectl apply -f -
     python -m launch --hostfile HOSTS --doctor [FLAGS OF recipekit doctor]
-    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host: RANK is the host's first rank, LOCAL_WORLD_SIZE the
-                                                                             ranks of the host, WORLD_SIZE those of all hosts; MASTER_ADDR, MASTER_PORT
+    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host
 
-The flags of launch come before the recipe; what follows the recipe reaches it exactly as typed. launch/README.md says more.
-Exit code: 0 done; 1 refused or failed: the same command would fail again; 2 usage; 75 a rank, a host or a disk failed: the same
-command can continue the run; 143 or 130 stopped after a checkpoint.
+Put the flags of launch before the recipe. Everything after the recipe reaches the recipe exactly as typed.
+A script of --once gets RANK (first rank of its host), LOCAL_WORLD_SIZE (ranks of its host), WORLD_SIZE (ranks of all
+hosts), MASTER_ADDR and MASTER_PORT. For more, read launch/README.md.
+
+Exit codes:
+    0            done
+    1            refused or failed; the same command would fail again
+    2            wrong command line
+    75           a rank, a host or a disk failed; the same command can continue the run
+    143 or 130   stopped after a checkpoint
 """
 
 import argparse
@@ -19,6 +25,7 @@ import io
 import itertools
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -41,30 +48,7 @@ RECIPES = next((folder for folder in (REPOSITORY / "recipekit" / "recipes", REPO
 def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a byte of a file's name that is not UTF-8 is printed as an escape
-    usage = "python -m launch [FLAGS OF LAUNCH] recipes/NAME.py [FLAGS OF THE RECIPE]"
-    parser = argparse.ArgumentParser(
-        prog="python -m launch", usage=usage, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--where", choices=("local", "hostfile", "slurm", "k8s"), help="default: found out")
-    parser.add_argument("--spawn", choices=("deepspeed", "torchrun"), default="deepspeed", help="who forks the ranks of a host (default: %(default)s)")
-    parser.add_argument("--bind_cores", "--bind-cores", action="store_true", help="keep each rank on its share of the cores beside its GPU (its NUMA node)")
-    parser.add_argument("--hostfile", type=Path, help="lines of: NAME slots=RANKS (launch/hostfile.example)")
-    parser.add_argument("--nodes", type=number, help="hosts: the first ones of the hostfile, or how many to ask Slurm or Kubernetes for")
-    parser.add_argument("--gpus", type=number, help="ranks of each host (default: slots of the hostfile, the GPUs that are there, or 1)")
-    parser.add_argument("--max_restarts", "--max-restarts", type=int, default=0, help="starts after a crash, from the newest complete checkpoint")
-    parser.add_argument(
-        "--wait_hosts", "--wait-hosts", type=number, metavar="SECONDS", help=f"a restart waits up to this long for hosts (default: {restart.WAIT_HOSTS:g})"
-    )
-    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="also pass this variable to every host (its value is not printed)")
-    parser.add_argument("--ssh_config", "--ssh-config", default="", metavar="FILE", help="for ssh -F")
-    parser.add_argument("--python", default="", metavar="PATH", help="interpreter on every host (default: this one)")
-    parser.add_argument("--master_addr", "--master-addr", default="", help="address of the first host, where the others cannot be told by it")
-    parser.add_argument("--master_port", "--master-port", type=number, default=0, help="default: a free one of the first host")
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would run, and start nothing; with --where k8s: the manifest")
-    parser.add_argument("--doctor", action="store_true", help="run recipekit doctor on every host instead of a recipe; the rest of the line is its own")
-    parser.add_argument("--once", action="store_true", help="run a script once on every host instead of a recipe on every rank")
-    kubernetes.add_flags(parser)
-    parser.add_argument("words", nargs="*", metavar="recipes/NAME.py ...", help="the recipe and its flags")
+    parser = make_parser()
     given = sys.argv[1:] if argv is None else argv
     own, words = split(parser, given)
     arguments, unknown = parser.parse_known_args(own)
@@ -82,6 +66,58 @@ def main(argv: list[str] | None = None) -> int:
         return refused.code
     except KeyboardInterrupt:  # before anything has started
         return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    usage = "python -m launch [FLAGS OF LAUNCH] recipes/NAME.py [FLAGS OF THE RECIPE]"
+    parser = argparse.ArgumentParser(prog="python -m launch", usage=usage, description=__doc__, formatter_class=Formatter, allow_abbrev=False)
+    parser.add_argument("words", nargs="*", metavar="recipes/NAME.py ...", help="the recipe and its flags")
+
+    ranks = parser.add_argument_group("ranks and hosts")
+    ranks.add_argument("--where", choices=("local", "hostfile", "slurm", "k8s"), help="where to start the ranks (default: detected)")
+    ranks.add_argument("--hostfile", type=Path, metavar="FILE", help="lines of: NAME slots=RANKS (see launch/hostfile.example)")
+    ranks.add_argument("--nodes", type=number, metavar="N", help="number of hosts: the first ones of the hostfile, or requested from Slurm or Kubernetes")
+    ranks.add_argument("--gpus", type=number, metavar="N", help="ranks on each host (default: slots of the hostfile, number of GPUs, or 1)")
+    ranks.add_argument("--spawn", choices=("deepspeed", "torchrun"), default="deepspeed", help="program that forks the ranks of a host (default: %(default)s)")
+    ranks.add_argument("--bind_cores", "--bind-cores", action="store_true", help="pin each rank to its share of the cores near its GPU (its NUMA node)")
+
+    instead = parser.add_argument_group("instead of starting the recipe")
+    instead.add_argument("--dry_run", "--dry-run", action="store_true", help="print the commands and start nothing; with --where k8s: print the manifest")
+    instead.add_argument("--doctor", action="store_true", help="run recipekit doctor on every host; the rest of the line are its flags")
+    instead.add_argument("--once", action="store_true", help="run a script once on every host")
+
+    restarts = parser.add_argument_group("restarts")
+    restarts.add_argument(
+        "--max_restarts", "--max-restarts", type=int, default=0, metavar="N", help="restarts after a crash, from the newest complete checkpoint (default: 0)"
+    )
+    wait = f"how long a restart waits for hosts (default: {restart.WAIT_HOSTS:g})"
+    restarts.add_argument("--wait_hosts", "--wait-hosts", type=number, metavar="SECONDS", help=wait)
+
+    connections = parser.add_argument_group("connections")
+    connections.add_argument("--env", action="append", default=[], metavar="NAME", help="also pass this variable to every host; its value is not printed")
+    connections.add_argument("--ssh_config", "--ssh-config", default="", metavar="FILE", help="configuration file for ssh -F")
+    connections.add_argument("--python", default="", metavar="PATH", help="interpreter on every host (default: this one)")
+    connections.add_argument(
+        "--master_addr", "--master-addr", default="", metavar="ADDRESS", help="address at which the other hosts reach the first one (default: detected)"
+    )
+    connections.add_argument("--master_port", "--master-port", type=number, default=0, metavar="PORT", help="port on the first host (default: a free one)")
+
+    kubernetes.add_flags(parser.add_argument_group("Slurm and Kubernetes"))
+    return parser
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """One line for each flag where it fits, with one of its two spellings."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(120, shutil.get_terminal_size().columns))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        spellings = {option.strip("-").replace("-", "_"): option for option in reversed(action.option_strings)}
+        value = "" if action.nargs == 0 else " " + self._format_args(action, self._get_default_metavar_for_optional(action))
+        return ", ".join(reversed(spellings.values())) + value
 
 
 def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[str]]:

@@ -26,12 +26,12 @@ GRACE = 600  # seconds between a pod's SIGTERM and its end: for the step in prog
 WAIT = 600.0  # seconds in which the first pod must have an address
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sbatch", action="append", default=[], metavar="FLAG", help="--where slurm: a flag for sbatch, as --sbatch=--partition=NAME")
-    parser.add_argument("--image", default="", help="--where k8s: container image, with this repository in --folder")
-    parser.add_argument("--folder", default="", help=f"--where k8s: the repository in the image (default: {FOLDER})")
-    parser.add_argument("--claim", default="", help="--where k8s: PersistentVolumeClaim for FOLDER/runs, shared by all pods (default: runs)")
-    parser.add_argument("--name", default="", help="--where k8s: name of the Job (default: the recipe's)")
+def add_flags(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument("--sbatch", action="append", default=[], metavar="FLAG", help="slurm: a flag for sbatch, for example --sbatch=--partition=NAME")
+    parser.add_argument("--image", default="", metavar="IMAGE", help="k8s: container image, with this repository in --folder")
+    parser.add_argument("--folder", default="", metavar="PATH", help=f"k8s: path of the repository in the image (default: {FOLDER})")
+    parser.add_argument("--claim", default="", metavar="NAME", help="k8s: PersistentVolumeClaim for FOLDER/runs, shared by all pods (default: runs)")
+    parser.add_argument("--name", default="", metavar="NAME", help="k8s: name of the Job (default: the recipe's name)")
 
 
 def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> int:

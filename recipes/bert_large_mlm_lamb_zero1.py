@@ -2,16 +2,18 @@
 
     deepspeed --num_gpus 8 recipes/bert_large_mlm_lamb_zero1.py
 
-The large batch of You et al. (arXiv 1904.00962), whose steps these are: nine of ten epochs on rows of 128 tokens, here
-7,038 steps, the others on rows of 512. Rates and warm-ups are those with which NVIDIA's DeepLearningExamples repeated
-them. LAMB is recipekit/optim/lamb.py, whose trust ratio is that of whole tensors under every ZeRO stage; DeepSpeed's
-LAMB would take it of flat pieces. The second phase begins with what the first has exported, by the same command with
+This is the large-batch training of You et al. (arXiv 1904.00962), with the paper's numbers of steps. Nine of ten epochs
+use rows of 128 tokens, here 7,038 steps; the rest use rows of 512. Learning rates and warm-ups are from the
+reproduction in NVIDIA's DeepLearningExamples. recipekit/optim/lamb.py computes the trust ratio over full tensors under
+every ZeRO stage. DeepSpeed's LAMB would compute it over flat pieces.
+
+The second phase starts from the export of the first. Run the same command with
 
     --model runs/bert_large_mlm_lamb_zero1/hf --init pretrained --seq_len 512 --micro_batch 16 --global_batch 32768 \\
     --lr 4e-3 --warmup_steps 200 --steps 1561 --out runs/bert_lamb_512
 
 Needs: 8 x 24 GB GPUs (2.3 GiB of states each; activations of 64 rows add 12.5). Measured: not measured.
-More GPUs: the batch stays, and is accumulated in fewer micro-batches. Less memory: --micro_batch 16.
+More GPUs: the batch stays the same, with fewer micro-batches to accumulate. Less memory: --micro_batch 16.
 """
 
 from recipekit import Recipe, run

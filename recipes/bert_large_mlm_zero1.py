@@ -2,11 +2,10 @@
 
     deepspeed --num_gpus 8 recipes/bert_large_mlm_zero1.py
 
-The task hides 15 % of the tokens, others in each epoch, and the model reads what is before and behind them; documents
-of a row do not see each other. `--mask_rate` and `--whole_words` change what is hidden. The batch is eight times that
-of the paper (Devlin et al., 2019), for which its learning rate is raised from 1e-4 to 3e-4. As there, nine of ten steps
-are on short rows; the last ones, on rows of 512 tokens, begin with what these have exported. Their command is the same
-with
+The task masks 15 % of the tokens, different ones in each epoch. Attention is bidirectional, and documents in the same
+row do not see each other. To mask other tokens, use `--mask_rate` and `--whole_words`. The batch is eight times the
+paper's (Devlin et al., 2019), so the learning rate is raised from 1e-4 to 3e-4. As in the paper, nine of ten steps use
+short rows. The last steps use rows of 512 tokens and start from this run's export. Run the same command with
 
     --model runs/bert_large_mlm_zero1/hf --init pretrained --seq_len 512 --micro_batch 16 --steps 12500 --out runs/bert_512
 

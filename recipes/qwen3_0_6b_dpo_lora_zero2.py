@@ -2,10 +2,10 @@
 
     deepspeed --num_gpus 2 recipes/qwen3_0_6b_dpo_lora_zero2.py
 
-The adapter adds nothing before step 1, so what is computed then of each pair is what the model below it says. The run exports
-the adapter as peft writes it; with --merge the whole model with the adapter added to its weights.
-Needs: 2 x 16 GB GPUs (1.2 GiB of states each; checkpointed activations of two pairs as in qwen3_0_6b_dpo_zero3.py, and its adapter's).
-Measured: not measured.
+Before step 1 the adapter adds nothing, so the reference log-probabilities computed then are the base model's. The run
+exports the adapter in peft's format. With --merge it exports the full model, with the adapter added to its weights.
+Needs: 2 x 16 GB GPUs (1.2 GiB of states each; checkpointed activations of two pairs as in qwen3_0_6b_dpo_zero3.py, and
+the adapter's). Measured: not measured.
 All weights: qwen3_0_6b_dpo_zero3.py.
 """
 

@@ -1,9 +1,9 @@
-"""A LoRA adapter for Qwen3-0.6B that learns one task, summarising, with ZeRO-3: the frozen weights are divided too.
+"""A LoRA adapter for Qwen3-0.6B that learns one task, summarising, with ZeRO-3: the frozen weights are sharded as well.
 
     deepspeed --num_gpus 2 recipes/qwen3_0_6b_lora_zero3.py
 
-The run exports the adapter as peft writes it; with --merge the whole model with the adapter added to its weights.
-`adapt` is the only code that differs: any function from model to model does.
+The run exports the adapter in peft's format. With --merge it exports the full model, with the adapter added to its
+weights. `adapt` is the only code that differs from other recipes. It can be any function from model to model.
 Needs: 2 x 16 GB GPUs (0.7 GiB of states each; checkpointed activations and logits of one row add about 5).
 Measured: not measured.
 Another task: --subset everyday-conversations, or your own chats with --dataset chats.jsonl.

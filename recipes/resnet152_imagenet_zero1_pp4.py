@@ -1,14 +1,14 @@
-"""ResNet-152 trained from scratch on ImageNet-1k as 4 pipeline stages with ZeRO-1 and SGD: one chain of its 50 blocks.
+"""ResNet-152 trained from scratch on ImageNet-1k as 4 pipeline stages with ZeRO-1 and SGD: its 50 blocks as one chain.
 
     deepspeed --num_gpus 4 recipes/resnet152_imagenet_zero1_pp4.py
 
-The model holds its blocks in four lists, of other widths and picture sizes each; the plan of its task makes one chain of
-them, cut anywhere by the parameters that each stage holds: 23, 15, 10 and 2 blocks. Blocks of all widths compute about
-as much, so the first stage is the slowest. Micro-batches of 32 are what its BatchNorm normalises, and what fills the
-pipeline: 32 of them a step. The numbers are those of resnet50_imagenet_zero1.
-Needs: 4 x 24 GB GPUs (0.2 GiB of states each; the four micro-batches in the first stage keep 7.0 GiB for their backward
-passes, counted in bf16 on a CPU). Gated data: see recipes/README.md. Measured: not measured.
-More GPUs: 8 are two pipelines. Less memory: --activation_checkpointing, with which they keep 2.5 GiB.
+The model holds its blocks in four lists, each with its own width and image size. The task's plan makes one chain of
+them, which can be split at any block. Stages are balanced by parameters: 23, 15, 10 and 2 blocks. Blocks of all widths
+compute about as much, so the first stage is the slowest. BatchNorm normalises each micro-batch of 32 images, and 32
+micro-batches a step fill the pipeline. The hyperparameters are the same as in resnet50_imagenet_zero1.
+Needs: 4 x 24 GB GPUs (0.2 GiB of states each). Gated data: see recipes/README.md. Measured: not measured.
+The four micro-batches in the first stage keep 7.0 GiB for their backward passes, counted in bf16 on a CPU.
+More GPUs: 8 are two pipelines. Less memory: --activation_checkpointing lowers the 7.0 GiB to 2.5.
 """
 
 from recipekit import Recipe, run

@@ -1,9 +1,10 @@
-"""Does the main job from end to end: trains a small Llama with DeepSpeed, exports it, and proves that transformers agrees.
+"""Do the main job from end to end: train a small Llama with DeepSpeed, export it, and prove that transformers agrees.
 
     make quickstart
 
-Trains recipes/llama_nano_zero2.py (2 processes on a CPU machine, one per GPU elsewhere, or `--ranks N`), loads the
-exported Hugging Face files with plain transformers, compares the loss on held-out text with the engine's, prints a sample, draws loss.png.
+The quickstart trains recipes/llama_nano_zero2.py with 2 processes on a CPU machine, one for each GPU elsewhere, or
+`--ranks N`. It loads the exported Hugging Face files with plain transformers and compares the loss on held-out text
+with the engine's loss. Then it prints a sample and draws loss.png.
 """
 
 import argparse
@@ -33,9 +34,11 @@ TOLERANCE = 2e-3  # relative: the engine and transformers run the same weights, 
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=path_of, default=Path("runs/quickstart"), help="run folder (default: %(default)s); a finished run in it is used again")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps (default: the recipe's)")
-    parser.add_argument("--ranks", type=int, default=None, help="processes to train with (default: one per GPU, 2 without)")
+    parser.add_argument(
+        "--out", type=path_of, default=Path("runs/quickstart"), metavar="FOLDER", help="run folder; a finished run in it is used again (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=None, metavar="N", help="optimizer steps (default: the recipe's)")
+    parser.add_argument("--ranks", type=int, default=None, metavar="N", help="number of training processes (default: one for each GPU, 2 without GPUs)")
     arguments = parser.parse_args()
     if arguments.ranks is not None and arguments.ranks < 1:
         parser.error(f"--ranks {arguments.ranks}: must be at least 1")

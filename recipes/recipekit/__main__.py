@@ -1,11 +1,11 @@
 """One command for the recipes, from any folder.
 
-    recipekit                                       # the recipes, one line each: the same as recipekit ls
-    recipekit cp qwen3_0_6b_sft_zero2 mine.py       # a copy of a recipe, or of a JSON such as zero2.json
+    recipekit                                       # list the recipes, as recipekit ls does
+    recipekit cp qwen3_0_6b_sft_zero2 mine.py       # copy a recipe, or a JSON such as zero2.json
     recipekit run mine.py --tiny                    # start it, as python -m launch does
-    recipekit COMMAND --help                        # the flags of a command
+    recipekit COMMAND --help                        # show the flags of a command
 
-Tab completion in this shell: eval "$(recipekit --completion bash)", or zsh.
+For tab completion, run: eval "$(recipekit --completion bash)". For zsh, write zsh instead of bash.
 """
 
 import difflib
@@ -27,12 +27,12 @@ class Command:
 
 
 COMMANDS = {
-    "ls": Command("list the recipes: layout, memory, hardware and goal"),
+    "ls": Command("list the recipes with their layout, memory, hardware and goal"),
     "cp": Command("copy a recipe or a JSON to a file of your own"),
     "run": Command("start a recipe, on this machine or on several"),
-    "lint": Command("check a DeepSpeed JSON, and fix it", ("hjson",)),
-    "doctor": Command("examine this machine, or the hosts of a run"),
-    "convert": Command("convert a checkpoint: another layout, Hugging Face files", NEEDED),
+    "lint": Command("check a DeepSpeed JSON and fix it", ("hjson",)),
+    "doctor": Command("check this machine, or the hosts of a run"),
+    "convert": Command("convert a checkpoint to another layout or to Hugging Face files", NEEDED),
     "sample": Command("generate text with the model of a run", NEEDED),
 }
 SHELLS = ("bash", "zsh")

@@ -58,8 +58,8 @@ class Command:
             return recipe.shortened(typed)
         other_data = self.tiny and "dataset" not in typed
         if "epochs" not in typed and ("steps" in typed or other_data):
-            why = "its built-in text is other data" if other_data else f"--steps {recipe.steps} is typed"
-            lines = [f"epochs: {recipe.epochs:g} of the recipe left out, since {why}; the run has {recipe.steps} steps"]
+            why = "--tiny uses built-in data" if other_data else f"--steps {recipe.steps} is typed"
+            lines = [f"epochs: {recipe.epochs:g} of the recipe left out, because {why}; the run has {recipe.steps} steps"]
             recipe = dataclasses.replace(recipe, epochs=0.0)
         else:
             recipe, typed = dataclasses.replace(recipe, steps=self.counted), typed | {"steps"}
@@ -173,19 +173,19 @@ def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
     """Return the parser of a recipe's flags, in groups by subject; `values` are those of its fields."""
     parser = _Parser(path.name)
     trial = parser.group("try it")
-    trial.add_argument("--help", "-h", metavar="[all]", help="show the flags used most, or all flags by subject")
-    trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; built-in text; no network")
+    trial.add_argument("--help", "-h", metavar="[all]", help="show the most used flags, or all flags by subject")
+    trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; use built-in data, no network")
     trial.add_argument("--dry_run", action="store_true", help="check every input, print layout, batch and memory, then exit")
-    trial.add_argument("--show_row", action="store_true", help="print the first row with the part that is learned, then exit")
+    trial.add_argument("--show_row", action="store_true", help="print the first row, mark the part with a loss, then exit")
     parser.flag("try it", "show", str, "with --dry_run: print the resolved JSON", "", ("json",))
     parser.flag("try it", "world", int, "with --dry_run: number of ranks to plan for", 1)
-    parser.flag("try it", "device", str, "with --dry_run: does it fit this device? H200, A100-40GB, ...; default: the one here", "")
+    parser.flag("try it", "device", str, "with --dry_run: check whether the states fit this device, for example A100-40GB; default: the local GPU", "")
     group = ""
     for item in dataclasses.fields(Recipe):
         group = item.metadata.get("group", group)
         if item.name == "ds_config":
             name = values["ds_config"] if isinstance(values["ds_config"], str) else "written in the recipe"
-            parser.flag("layout", "deepspeed_config", str, "memory strategy: a JSON, looked up as typed, beside the recipe, in ds_configs/", name)
+            parser.flag("layout", "deepspeed_config", str, "memory strategy, a JSON file: a path, or a name beside the recipe or in ds_configs/", name)
         if "help" in item.metadata:
             parser.flag(group, item.name, kinds_of_field(item)[0], item.metadata["help"], values[item.name], item.metadata.get("choices", ()))
     parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -269,7 +269,7 @@ class _Parser(argparse.ArgumentParser):
 
     def flag(self, group: str, name: str, kind: type, about: str, default: Any, choices: tuple[str, ...] = ()) -> None:
         """Adds a flag to the help's `group` that sets `name`. `read` returns only the flags that were typed."""
-        about += f" (here: {default})" if default != "" else ""
+        about += f" (default: {default})" if default != "" else ""
         if kind is bool:
             self.group(group).add_argument(f"--{name}", help=about, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
             return

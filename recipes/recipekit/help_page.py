@@ -1,4 +1,4 @@
-"""The pages of `--help` and `--help all`: the flags of one task."""
+"""The pages of `--help` and `--help all`: the flags of one task. Also the format of the help of subcommands."""
 
 import argparse
 import shutil
@@ -27,27 +27,27 @@ def first_page(file: str, task: str, engine: str, adapted: bool, ranks: int, gro
     start = f"{starter} {max(2, ranks)}" if ranks <= LARGEST_HOST else "python -m launch --hostfile HOSTS"
     examples = {
         f"{start} {file} --dataset {facts.example}": "",
-        f"python {file} --dry_run --world {max(2, ranks)}": "# layout and memory only",
-        f"python {file} --tiny": "# a small model on built-in data",
+        f"python {file} --dry_run --world {max(2, ranks)}": "# prints layout and memory, trains nothing",
+        f"python {file} --tiny": "# trains a small model on built-in data",
     }
     lines = [
         *(f"    {command}  {about}".rstrip() for command, about in examples.items()),
         "",
-        f"{task}: {facts.about}. The flags used most, with - or _:",
+        f"{task}: {facts.about}. The most used flags, with - or _ in their names:",
         "",
         _flags(shown),
         f"{len(actions) - len(shown)} more flags, by subject: python {file} --help all",
-        "The same command resumes a run that was stopped.",
+        "To resume a stopped run, repeat its command.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def whole_page(file: str, task: str, groups: Mapping[str, Sequence[argparse.Action]]) -> str:
     """Return all flags of the recipe's task, by subject."""
-    lines = [f"{task}: {TASKS[task].about}. All flags, by subject, with - or _:", ""]
+    lines = [f"{task}: {TASKS[task].about}. All flags by subject, with - or _ in their names:", ""]
     for title, actions in groups.items():
         lines += [f"{title}:", _flags(actions)]
-    return "\n".join([*lines, f"The flags used most: python {file} --help"]) + "\n"
+    return "\n".join([*lines, f"The most used flags: python {file} --help"]) + "\n"
 
 
 def of_other_tasks(task: str, adapted: bool) -> set[str]:
@@ -64,11 +64,30 @@ def _flags(actions: Sequence[argparse.Action]) -> str:
     return formatter.format_help()
 
 
+class CommandFormatter(argparse.RawDescriptionHelpFormatter):
+    """One line for each flag of a subcommand where it fits, with one of its two spellings."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(WIDTH, shutil.get_terminal_size().columns))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        spellings = {option.strip("-").replace("-", "_"): option for option in reversed(action.option_strings)}
+        value = "" if action.nargs == 0 else " " + self._format_args(action, self._get_default_metavar_for_optional(action))
+        return ", ".join(reversed(spellings.values())) + value
+
+
 class _Formatter(argparse.HelpFormatter):
     """Shows one spelling of each flag: `--[no-]wandb`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=min(WIDTH, shutil.get_terminal_size().columns))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Keep `(default: VALUE)` on one line."""
+        lines = super()._split_lines(text.replace("(default: ", "(default:\0"), width)
+        return [line.replace("\0", " ") for line in lines]
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, argparse.BooleanOptionalAction):

@@ -178,7 +178,7 @@ def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], n
     written = {name: value for name, value in {**literals(config), **degrees(config)}.items() if name not in typed}
     for name, value in written.items():
         if getattr(recipe, name) != value:
-            notes.append(f"{name}: {value} of the JSON beats {getattr(recipe, name)} of the recipe")
+            notes.append(f"{name}: {value} of the JSON overrides {getattr(recipe, name)} of the recipe")
     return dataclasses.replace(recipe, **written), frozenset(written)
 
 
@@ -203,7 +203,7 @@ def _config_of_model(
         problems += refusal.problems
         return None
     if (model_config or {}).get("auto_map"):
-        notes.append("auto_map: code of the model's own is never run; its class in transformers is used")
+        notes.append("auto_map: the model's own code is never run; transformers' class is used instead")
     reads_text = "tokenizer" in facts.reads
     if model_config is None and tiny:
         rule = f"needs the config.json of {revision or 'the model'}, which is {'not' if revision else 'neither shipped nor'} in the local cache"
@@ -331,7 +331,7 @@ def _lay_out(recipe: Recipe, world: int, model_config: dict[str, Any] | None, fi
     except Refusal as refusal:
         problems = refusal.problems
     if recipe.pp == 1 and ("pp" in fixed or tiny) and recipe.pipeline_schedule != "1f1b" and "pipeline_schedule" not in fixed:
-        notes.append(f"pipeline_schedule: {recipe.pipeline_schedule} of the recipe has no pipeline to order with pp 1")
+        notes.append(f"pipeline_schedule: {recipe.pipeline_schedule} of the recipe is ignored, because pp is 1")
         recipe = dataclasses.replace(recipe, pipeline_schedule="1f1b")
     if tiny and recipe.micro_batch > 0:
         rows = 2 * mesh.dp * mesh.pp * recipe.micro_batch

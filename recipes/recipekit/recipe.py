@@ -45,46 +45,48 @@ class Recipe:
             raise Refusal(problems)
         return super().__new__(cls)
 
-    model: str = _say("hub id or local folder of the model", "", group="model")
-    model_revision: str = _say("branch, tag or commit of the model and its tokenizer on the hub; empty: main", "")
+    model: str = _say("Hub id or local folder of the model", "", group="model")
+    model_revision: str = _say("branch, tag or commit of the model and its tokenizer on the Hub; empty: main", "")
     dataset: str = _say(
-        "hub id, local files (a path, a glob or several by comma), addresses of JSONL or Parquet files, builtin, or a mixture NAME=DATASET@WEIGHT; ...",
+        "Hub id, local files (a path, a glob, or several separated by commas), URLs of JSONL or Parquet files, builtin, or a mixture NAME=DATASET@WEIGHT; ...",
         "builtin",
         group="data",
     )
-    subset: str = _say("subset (configuration) of the dataset, by its README", "")
-    split: str = _say("split of the dataset; a file is the split train", "train")
-    dataset_revision: str = _say("branch, tag or commit of the data set on the hub; empty: main", "")
-    text_field: str = _say("column that holds a document", "text")
+    subset: str = _say("subset (configuration) of the dataset; its README lists them", "")
+    split: str = _say("split of the dataset; a local file is the split train", "train")
+    dataset_revision: str = _say("branch, tag or commit of the dataset on the Hub; empty: main", "")
+    text_field: str = _say("column with the text of a document", "text")
     bad_rows: str = _say("unreadable row or file: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
-    retry_s: float = _say("seconds to retry a data server that fails", 600.0)
-    token_cache: str = _say("folder for the tokens of local data; auto: beside the cache of datasets; off: no cache", "auto")
-    messages_field: str = _say("column that holds a chat", "messages")
-    prompt_field: str = _say("column that holds the prompt of a pair, text or a chat; empty: both answers begin with it", "prompt")
-    chosen_field: str = _say("column that holds the better answer of a pair, text or a list of messages", "chosen")
-    rejected_field: str = _say("column that holds the other answer", "rejected")
-    image_field: str = _say("column that holds an image: an encoded file (PNG, JPEG, ...) or rows of pixels", "image")
-    label_field: str = _say("column that holds the number of a row's class", "label")
-    mask_rate: float = _say("share of the tokens that are masked, sampled again in each epoch", 0.15)
-    whole_words: bool = _say("mask all tokens of a word, or none of them", False)
-    augment: str = _say("random crop and mirroring of each training image; none: the middle of the image", "crop", choices=("crop", "none"))
-    threads: int = _say("threads that decode and augment images; any number gives the same rows", 2)
+    retry_s: float = _say("seconds to keep retrying a data server that fails", 600.0)
+    token_cache: str = _say("folder for the tokens of local data; auto: beside the datasets cache; off: no cache", "auto")
+    messages_field: str = _say("column with the messages of a chat", "messages")
+    prompt_field: str = _say("column with the prompt of a pair, text or a chat; empty: both answers begin with the prompt", "prompt")
+    chosen_field: str = _say("column with the better answer of a pair, text or a list of messages", "chosen")
+    rejected_field: str = _say("column with the other answer of the pair", "rejected")
+    image_field: str = _say("column with the image: an encoded file (PNG, JPEG, ...) or rows of pixels", "image")
+    label_field: str = _say("column with the number of the image's class", "label")
+    mask_rate: float = _say("share of tokens to mask, sampled again in each epoch", 0.15)
+    whole_words: bool = _say("mask either all tokens of a word or none", False)
+    augment: str = _say("crop: random crop and mirroring of each training image; none: the middle of the image", "crop", choices=("crop", "none"))
+    threads: int = _say("threads that decode and augment images; the rows are the same with any number", 2)
     task: str = _say("; ".join(f"{name}: {facts.about}" for name, facts in TASKS.items()), "pretrain", choices=tuple(TASKS))
-    tokenizer: str = _say("hub id or folder of the tokenizer; bytes: the byte-level one made in code; empty: the model's own", "", group="model")
-    init: str = _say("pretrained: the model's published weights; random: sampled from (seed, parameter name)", "pretrained", choices=("pretrained", "random"))
-    num_labels: int = _say("classes of the data; 0: those of the model; a head of another size, or one that the files lack, is randomly initialised", 0)
+    tokenizer: str = _say("Hub id or folder of the tokenizer; bytes: the built-in byte-level tokenizer; empty: the model's own", "", group="model")
+    init: str = _say(
+        "pretrained: the published weights; random: initialised from the seed and each parameter's name", "pretrained", choices=("pretrained", "random")
+    )
+    num_labels: int = _say("number of classes; 0: as in the model; a head of another size, or missing in the files, is randomly initialised", 0)
     attention: str = _say(
-        "varlen: packed documents without a mask; auto: varlen where it is exact, else sdpa, and the log says why; the others are implementations of transformers",
+        "varlen: packed documents without a mask; auto: varlen where it is exact, else sdpa, and the log says why; others: implementations in transformers",
         "auto",
         choices=("auto", "varlen", "sdpa", "eager", "flash_attention_2"),
     )
     loss: str = _say(
-        "cross-entropy; chunked: never all logits in memory; whole: from all logits; auto: chunked where it is exact",
+        "cross-entropy; chunked: never all logits in memory; whole: full logits; auto: chunked where it is exact",
         "auto",
         choices=("auto", "chunked", "whole"),
     )
     compile: str = _say(
-        "torch.compile for the loss and for layers, or for their norms and rotary embeddings; auto: on GPUs that support it",
+        "torch.compile for the loss and the layers, or only their norms and rotary embeddings; auto: on GPUs that support it",
         "auto",
         choices=("auto", "on", "off"),
     )
@@ -95,12 +97,12 @@ class Recipe:
     recompute_every: int = _say("recompute the activations of every N-th layer in the backward pass, to save memory; 1: of every layer; 0: of none", 0)
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
-    engine: str = _say("DeepSpeed, or DDP or FSDP2 of torch, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
-    precision: str = _say("what ddp and fsdp2 compute in, with weights in fp32; fp16 is for GPUs without bf16", "bf16", choices=("bf16", "fp32", "fp16"))
-    tp: int = _say("tensor parallel degree", 1)
-    pp: int = _say("pipeline parallel degree", 1)
-    sp: int = _say("sequence parallel degree, for long rows: each rank holds 1 / sp of each row and of the attention heads", 1)
-    ep: int = _say("expert parallel degree: each data-parallel rank holds 1 / ep of the experts of a layer", 1)
+    engine: str = _say("DeepSpeed, or torch's DDP or FSDP2, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
+    precision: str = _say("compute precision of ddp and fsdp2, with fp32 weights; fp16: for GPUs without bf16", "bf16", choices=("bf16", "fp32", "fp16"))
+    tp: int = _say("tensor-parallel degree", 1)
+    pp: int = _say("pipeline-parallel degree", 1)
+    sp: int = _say("sequence-parallel degree, for long rows: each rank holds 1/sp of each row and of the attention heads", 1)
+    ep: int = _say("expert-parallel degree: each data-parallel rank holds 1/ep of the experts of a layer", 1)
     pipeline_schedule: str = _say("order of the micro-batches when pp > 1", "1f1b", choices=("1f1b", "dualpipev"))
     # for a model that publishes no plans, or others: see tasks.facts.Plans
     pp_plan: dict | None = None  # module name -> "first", "split" or "last"
@@ -110,49 +112,49 @@ class Recipe:
     lr_scale: dict | None = None  # name of parameters -> factor of their learning rate; `*` stands for any characters
     matrices: tuple = ()  # names of weights that Muon takes for its matrices, in place of all in the layers
 
-    seq_len: int = _say("tokens of a row", 1024, group="batch")
-    micro_batch: int = _say("rows of one forward pass on each data-parallel rank", 1)
-    global_batch: int = _say("rows of one optimizer step, over all ranks", 8)
-    batch_ramp: str = _say("other global batches from given steps on: 501:512, 2001:1024 is 512 rows from step 501 and 1024 from step 2001", "")
+    seq_len: int = _say("tokens in a row", 1024, group="batch")
+    micro_batch: int = _say("rows in one forward pass on each data-parallel rank", 1)
+    global_batch: int = _say("rows in one optimizer step, over all ranks", 8)
+    batch_ramp: str = _say("global batches of later steps; 501:512, 2001:1024 means 512 rows from step 501 and 1024 from step 2001", "")
 
-    steps: int = _say("optimizer steps of the whole schedule", 1000, group="schedule and optimizer")
-    epochs: float = _say("passes over local data, instead of --steps; 0: the run has --steps", 0.0)
+    steps: int = _say("optimizer steps of the full schedule", 1000, group="schedule and optimizer")
+    epochs: float = _say("passes over local data, instead of --steps; 0: use --steps", 0.0)
     lr: float = _say("peak learning rate", 3e-4)
     min_lr: float = _say("learning rate at the end of a cosine, linear or wsd schedule", 0.0)
     warmup_steps: int = _say("steps of linear warm-up", 0)
     schedule: str = _say(
-        "learning rate after the warm-up; wsd: stays at lr, and falls in the last decay_steps, so that a run can be prolonged",
+        "learning rate after the warm-up; wsd: constant until the last decay_steps, so that a run can be extended",
         "cosine",
         choices=("cosine", "linear", "constant", "wsd"),
     )
-    decay_steps: int = _say("wsd: the last steps, in which the learning rate falls; a tenth of all is usual", 0)
+    decay_steps: int = _say("wsd only: number of last steps in which the learning rate falls; usually a tenth of all steps", 0)
     layer_decay: float = _say("layer-wise learning-rate decay: lr of a layer = lr * layer_decay^(1 + layers above it); 1 disables it", 1.0)
     weight_decay: float = _say("AdamW weight decay of matrices; vectors (norms, biases) are not decayed", 0.1)
     beta1: float = _say("AdamW beta1", 0.9)
     beta2: float = _say("AdamW beta2", 0.95)
     eps: float = _say("AdamW eps", 1e-8)
-    gradient_clipping: float = _say("largest gradient norm; 0 switches clipping off", 1.0)
+    gradient_clipping: float = _say("largest gradient norm; 0 disables clipping", 1.0)
 
-    eval_every: int = _say("steps between evaluations on held-out rows, whose time is not in step_s; 0: none", 0, group="evaluation, checkpoints, export")
-    eval_rows: int = _say("held-out rows of an evaluation", 64)
+    eval_every: int = _say("steps between evaluations on held-out rows, whose time is not in step_s; 0: no evaluation", 0, group="evaluation, checkpoints, export")
+    eval_rows: int = _say("held-out rows in an evaluation", 64)
     save_every: int = _say("steps between checkpoints, whose time is not in step_s; 0: only at the end", 0)
-    keep: int = _say("newest checkpoints to keep; 0: all", 2)
-    keep_every: int = _say("also save and keep each step that is a multiple of this number; 0: none", 0)
-    keep_best: bool = _say("also keep the checkpoint with the lowest eval_loss, of those with an evaluation at their step", False)
-    deterministic: bool = _say("the same bits each time on the same GPUs, for some speed; see recipes/CHECKPOINTS.md", False)
-    save_in_background: bool = _say("continue training while a checkpoint is written; needs host memory for a copy of the states", False)
-    stop_at: int = _say("save and end at this step, the schedule unchanged; 0: run to the end", 0)
+    keep: int = _say("number of newest checkpoints to keep; 0: all", 2)
+    keep_every: int = _say("also save and keep a checkpoint at every N-th step; 0: off", 0)
+    keep_best: bool = _say("also keep the checkpoint with the lowest eval_loss, among steps with an evaluation", False)
+    deterministic: bool = _say("bit-identical results on the same GPUs, at some cost in speed; see recipes/CHECKPOINTS.md", False)
+    save_in_background: bool = _say("train on while a checkpoint is written; needs host memory for a copy of the states", False)
+    stop_at: int = _say("save and stop at this step, without changing the schedule; 0: run to the end", 0)
     export: bool = _say("write Hugging Face safetensors to OUT/hf when the run is complete", True)
-    merge: bool = _say("LoRA only: export merged weights instead of the adapter; of a finished run into OUT/hf_merged", False)
+    merge: bool = _say("LoRA only: export merged weights instead of the adapter; for a finished run, into OUT/hf_merged", False)
     seed: int = _say("seed of the initial weights, the data order and dropout", 0, group="run")
-    out: str = _say("run folder, may contain $VAR, {job_id} and {wandb_run_id}; default runs/<recipe>, with --tiny runs/<recipe>_tiny", "")
-    resume: str = _say("auto: resume the run in OUT; never: start from scratch; or a run or step folder", "auto")
-    wandb: bool = _say("record the run in Weights & Biases (offline when not logged in)", True, group="tracking")
+    out: str = _say("run folder; may contain $VAR, {job_id} and {wandb_run_id}; empty: runs/<recipe>, with --tiny runs/<recipe>_tiny", "")
+    resume: str = _say("auto: resume the run in OUT; never: start from scratch; or the folder of a run or step to resume from", "auto")
+    wandb: bool = _say("log the run to Weights & Biases (offline if you are not logged in)", True, group="tracking")
     project: str = _say("Weights & Biases project", "deepspeed-recipes")
     wandb_artifact: bool = _say("upload OUT/hf to Weights & Biases as an artifact when the run is complete", False)
     grace: str | float = _say(
-        "seconds in which a rank must reach a step boundary after a request to stop; "
-        "auto: three times the slowest step, at least 25, at most what the scheduler grants",
+        "seconds that a rank has to reach a step boundary after a stop request; "
+        "auto: three times the slowest step, at least 25, at most the scheduler's own limit",
         "auto",
         group="run",
     )

@@ -72,7 +72,7 @@ def test_the_plan_is_read_from_what_dry_run_prints():
     host = "memory   host, each rank: 99.00 GiB = optimizer states\n"
     for printed in (one, host + two, f"{two}{host}verdict  states fit, activations not counted: 9.99 GiB of 139 GiB"):
         assert bench_gpu.read_plan(printed) == {"bytes": 12.5 * 2**30, "activations": False}
-    besides = "memory   predicted besides, of a micro-batch: 34.40 GiB, at most 57.34 GiB with all of the above\n           34.15 GiB  all that 24 other layers keep\n"
+    besides = "memory   predicted activations of a micro-batch: 34.40 GiB, at most 57.34 GiB with the states above\n           34.15 GiB  all that 24 other layers keep\n"
     assert bench_gpu.read_plan(f"{two}{besides}") == {"bytes": 57.34 * 2**30, "activations": True}
     assert bench_gpu.read_plan(host)["bytes"] is None
 

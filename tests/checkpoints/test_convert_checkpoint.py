@@ -70,7 +70,7 @@ def test_the_four_commands_of_the_page(ops: Any, tmp_path: Path) -> None:
 def test_verify_and_inspect(trained: Path) -> None:
     step = trained / "runs" / "walk" / "checkpoints" / "step_00000002"
     done = start([*TOOL, "verify", str(step)], trained)
-    assert done.returncode == 0 and "every file and every tensor is what was saved" in done.stdout
+    assert done.returncode == 0 and "every file and every tensor matches the manifest of the save" in done.stdout
     shown = start([*TOOL, "inspect", str(step)], trained)
     assert shown.returncode == 0 and "dp2, ZeRO-3" in shown.stdout and "model.embed_tokens.weight  [264, " in shown.stdout
     file = next(step.glob("*optim_states.pt"))
@@ -121,9 +121,9 @@ def test_a_disk_with_an_error(trained: Path, tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, broken, failing)
         assert tool.main(words) == 1
     (told,) = capsys.readouterr().err.splitlines()
-    kept = "what was done is kept, start the same command again to go on"
+    kept = "run the same command again to continue; finished work is kept"
     assert f"{tmp_path}/.out.part/model.safetensors: Input/output error; " in told and told.endswith(
-        kept if when == "writing" else "free; start the same command again"
+        kept if when == "writing" else "free; run the same command again"
     )
     assert not (tmp_path / "out").exists() and journal.journal_file(tmp_path / "out").exists() == (when == "writing")
     assert tool.main([*words, "--verify"]) == 0 and (tmp_path / "out" / "model.safetensors").exists()

@@ -184,7 +184,9 @@ def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> 
     assert set(kept[""]) == {"0.jsonl", "1.jsonl", "2.jsonl"}
     (tmp_path / "1.jsonl").write_text(lines(texts(90, 5)))
     results = pools.run(2, train_small, argv=[*parts, "--stop_at", "0", "--resume", str(tmp_path / "parts" / "checkpoints" / "step_00000016")])
-    assert [code for code, _ in results] == [0, 0] and "other data than the checkpoint's, read from its beginning: --dataset" in results[0][1], results
+    assert [code for code, _ in results] == [0, 0] and "the data differ from the checkpoint's and are read from the beginning: --dataset" in results[0][1], (
+        results
+    )
     results = pools.run(2, train_small, argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12", "--stop_at", "5"])
     assert [code for code, _ in results] == [0, 0], results
     (tmp_path / "2.jsonl").write_text(lines(texts(90, 6)))

@@ -331,4 +331,4 @@ def test_a_run_goes_on_where_it_was_and_with_other_pictures_only_if_told(fashion
     with pytest.raises(OtherData):
         opened(plan_for(other, resume="auto"), state=state)
     with contextlib.closing(opened(plan_for(other, resume="somewhere"), state=state)) as own:
-        assert own.state["step"] == 0 and len(said) == 1 and said[0].startswith("other data than the checkpoint's, read from its beginning: ")
+        assert own.state["step"] == 0 and len(said) == 1 and said[0].startswith("the data differ from the checkpoint's and are read from the beginning: ")

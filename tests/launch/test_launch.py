@@ -201,7 +201,7 @@ def test_a_copied_recipe_uses_what_was_changed_in_it(launch: Callable[..., Job],
     flags = ("--tiny", "--steps", 3, "--warmup_steps", 1, "--schedule", "constant", "--no-wandb", "--no-export")
     job = launch(deepspeed(Path("first_try.py"), *flags), folder=mine)
     assert job.wait(120) == 0, job.output[-8000:]
-    assert "gradient_clipping: 0.25 of the JSON beats 1.0 of the recipe" in job.output
+    assert "gradient_clipping: 0.25 of the JSON overrides 1.0 of the recipe" in job.output
     run = mine / "runs" / "first_try_tiny"
     lines = metrics(run)
     assert [line["lr"] for line in lines] == [7e-4] * 3

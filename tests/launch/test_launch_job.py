@@ -47,7 +47,7 @@ WATCHDOG = [
 ]
 FOLLOWED = [f"rank 0: ended, because rank 1 on worker-2 failed: {MEMORY}"]
 AFTER_IT = ["rank 0: failed after rank 1: RuntimeError: something else", *FOLLOWED]
-LOST = ["rank 0: lost rank 1 on worker-2 (pid 5: killed by somebody, by the kernel for want of memory (dmesg tells), or crashed); the same command goes on"]
+LOST = ["rank 0: lost rank 1 on worker-2 (pid 5: killed by a user or by the kernel (out of memory: see dmesg), or crashed); the same command goes on"]
 PEERS = {
     "gloo": (1, GLOO),
     "store": (1, STORE),

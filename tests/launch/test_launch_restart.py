@@ -147,7 +147,7 @@ ENDED = [
     (1, "RuntimeError: CUDA error: an illegal memory access", ("failed", 1)),
     (1, "RuntimeError: Connection closed by peer [10.0.0.2]:5521", ("failed", 75)),
     (1, "torch.distributed.DistBackendError: NCCL error: remote process exited", ("failed", 75)),
-    (75, "rank 0: ended, because rank 1 on b failed: it is gone without a word", ("failed", 75)),
+    (75, "rank 0: ended, because rank 1 on b failed: it ended without a message", ("failed", 75)),
     (1, "rank 0: ended, because rank 1 on b failed: ValueError: broken", ("failed", 1)),
     (1, "rank 0: failed after rank 1: RuntimeError: Broken pipe", ("failed", 1)),
     (75, "stopped: checkpoint step_00000010 cannot be written", ("failed", 75)),

@@ -161,7 +161,7 @@ def dry_run(recipe: str, *flags: str) -> str:
 def test_a_dry_run_tells_the_terms():
     """2 + 0.25 + 0.5 + 0.157 + 0.875 GiB."""
     told = dry_run("llama3_1_8b_zero3", "--world", "8", "--activation_checkpointing", "--seq_len", "8192", "--micro_batch", "1")
-    assert re.search(r"^memory   predicted besides, of a micro-batch: 3.78 GiB, at most \d+\.\d+ GiB with all of the above$", told, re.MULTILINE)
+    assert re.search(r"^memory   predicted activations of a micro-batch: 3.78 GiB, at most \d+\.\d+ GiB with the states above$", told, re.MULTILINE)
     assert re.search(r"^ +2.00 GiB  inputs of 32 layers that are recomputed: layers x tokens x 4096 x 2 B$", told, re.MULTILINE)
     assert re.search(r"^ +896.00 MiB  a recomputed layer's MLP \(while gradients arrive\)$", told, re.MULTILINE)
 

@@ -76,7 +76,7 @@ def test_each_task_has_a_first_page(task: str, capsys: pytest.CaptureFixture[str
         some = FLAG.findall(text)
         assert text.count("\n") < 60 and 15 <= len(some) <= 20, some
         assert ("merge" in some) == ("adapt" in changes) and ("deepspeed_config" in some) == ("engine" not in changes)
-        assert f"--dataset {TASKS[task].example}\n" in text and "(here: 0.00125)" in text
+        assert f"--dataset {TASKS[task].example}\n" in text and "(default: 0.00125)" in text
 
 
 def test_the_whole_page_is_by_subject(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,4 +108,4 @@ def test_the_help_names_the_file_as_typed_and_imports_nothing_heavy() -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "argparse" in imported and not imported & {"torch", "transformers", "numpy"}
     assert done.stdout.startswith("    deepspeed --num_gpus 2 recipes/llama_nano_zero2.py --dataset my_text.jsonl\n")
-    assert "(here: 0.002)" in " ".join(done.stdout.split())
+    assert "(default: 0.002)" in " ".join(done.stdout.split())

@@ -341,7 +341,7 @@ def test_every_host_is_told_of_a_killed_rank(ranks: Callable[..., Any]) -> None:
     """In full on its own."""
     (code, said), (other_code, told), _ = ranks(rank_2_is_killed_on_another_host)
     assert (code, other_code) == (75, 75)
-    assert said == "rank 0: ended, because rank 2 on two failed: it is gone without a word\n"
+    assert said == "rank 0: ended, because rank 2 on two failed: it ended without a message\n"
     assert told.startswith("rank 1: lost rank 2 on two (pid ") and told.count("\n") == 1
 
 

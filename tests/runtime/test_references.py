@@ -56,7 +56,7 @@ def test_a_damaged_file_is_made_again(tmp_path, caplog):
     for damaged in (whole[:-3], b"", b"nonsense"):
         file.write_bytes(damaged)
         again = read(file)
-        assert held(again) == {} and "cannot be read, and is made again" in caplog.text
+        assert held(again) == {} and "cannot be read and is written again" in caplog.text
         caplog.clear()
     kept(file, k2=-2.0).write()
     assert held(read(file)) == {2: -2.0}

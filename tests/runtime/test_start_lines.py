@@ -200,9 +200,9 @@ def test_a_dry_run_counts_small_local_data_and_keeps_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "fields", "steps", "line"),
     [
-        (["--steps", "3"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, since its built-in text is other data; the run has 3 steps"),
-        ([], {"epochs": 2.0, "steps": 7}, 7, "epochs: 2 of the recipe left out, since its built-in text is other data; the run has 7 steps"),
-        (["--steps", "3", "--dataset", "{data}"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, since --steps 3 is typed; the run has 3 steps"),
+        (["--steps", "3"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, because --tiny uses built-in data; the run has 3 steps"),
+        ([], {"epochs": 2.0, "steps": 7}, 7, "epochs: 2 of the recipe left out, because --tiny uses built-in data; the run has 7 steps"),
+        (["--steps", "3", "--dataset", "{data}"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, because --steps 3 is typed; the run has 3 steps"),
         (["--dataset", "{data}", "--seq_len", "64", "--global_batch", "4"], {"epochs": 1.5}, 10, "epochs: 1.5 = 10 steps"),
         (["--dataset", "{data}", "--seq_len", "64", "--global_batch", "4", "--epochs", "0"], {"epochs": 1.5, "steps": 5}, 5, "this run is 0.77 epochs"),
     ],
@@ -228,7 +228,7 @@ def test_numbers_of_the_schedule_are_checked_once_the_steps_are_known(tmp_path: 
 def test_a_row_that_cannot_be_read_is_named_before_step_1(tmp_path: Path) -> None:
     data = documents(tmp_path / "rows.jsonl", 30)
     data.write_text(data.read_text() + "no JSON\n")
-    line = f"data: not counted, since the run stops where it comes to this: {data}, row 31: is not JSON"
+    line = f"data: not counted, because the run will stop at this problem: {data}, row 31: is not JSON"
     assert any(note.startswith(line) for note in planned(["--dataset", str(data)]).notes)
     assert any("11 rows skipped (10 empty, 1 unreadable)" in note for note in planned(["--dataset", str(data), "--bad_rows", "skip"]).notes)
     with pytest.raises(Refusal, match="row 31: is not JSON"):
@@ -298,5 +298,5 @@ def test_a_stream_is_described_once_its_first_epoch_is_complete() -> None:
     epochs.report(state, said.append)
     epochs.report(state, said.append)
     line = "data: 12 documents, 850 tokens, 10 rows of 128, 2 rows skipped (2 empty); one epoch is 2.5 steps, this run is about 12 epochs"
-    assert said == [f"{line}, by its first epoch"]
+    assert said == [f"{line}, counted in its first epoch"]
     assert epochs.complete(state)["epoch"] == 900 / 850

@@ -1,10 +1,11 @@
-"""Measures the same run under torch's DDP, torch's FSDP2, and DeepSpeed's ZeRO-0, -2 and -3, side by side.
+"""Measure the same run under torch's DDP, torch's FSDP2, and DeepSpeed's ZeRO-0, -2 and -3, side by side.
 
-    python tools/bench/bench_baselines.py > tools/bench/bench_baselines.md        # the page it prints is Markdown; progress goes to stderr
+    python tools/bench/bench_baselines.py > tools/bench/bench_baselines.md      # prints Markdown; progress goes to stderr
     python tools/bench/bench_baselines.py --rounds 20 --steps 40 --seq_len 512
 
-Each way is the command of a user: the nano recipe with another --engine or --deepspeed_config, on 2 ranks, or on as many as
-there are GPUs. A round starts each of them once, in random order. Flags that are not listed here go to the recipe.
+Each way is a command that a user would type: the nano recipe with another --engine or --deepspeed_config. It runs on
+2 ranks, or on one rank for each GPU. A round starts each way once, in random order. Flags that are not listed here go
+to the recipe.
 """
 
 import argparse
@@ -47,9 +48,11 @@ LIMIT = 300  # seconds of a job
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=8, help=f"starts of each way; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=16, help=f"optimizer steps of a start, of which {WARM_UP} warm up (default: %(default)s)")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="which to measure (default: all)")
+    parser.add_argument(
+        "--rounds", type=int, default=8, metavar="N", help=f"starts of each way; a measurement needs at least {ENOUGH_ROUNDS} (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help=f"optimizer steps of a start, {WARM_UP} of them as warm-up (default: %(default)s)")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to measure (default: all)")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.steps < WARM_UP + 2 or arguments.rounds < 1:
         parser.error(f"--rounds must be at least 1, and --steps at least {WARM_UP + 2}")

@@ -1,11 +1,11 @@
-"""Measures how long a checkpoint holds up training: ours in the background, ours at once, and DeepSpeed's plain save.
+"""Measure how long a checkpoint stalls training: our background save, our blocking save, and DeepSpeed's plain save.
 
-    python tools/bench/bench_checkpoint.py > tools/bench/bench_checkpoint.md            # the page it prints is Markdown; progress goes to stderr
+    python tools/bench/bench_checkpoint.py > tools/bench/bench_checkpoint.md    # prints Markdown; progress goes to stderr
     python tools/bench/bench_checkpoint.py --rounds 9 --stages 3 --seq_len 512
 
-For each ZeRO stage 2 ranks (without GPUs, else one per GPU) train a model of 106 M parameters (SmolLM2-135M with a
-vocabulary of bytes). In every round each kind of save happens once, in random order, each followed by a few timed steps.
-Flags that are not listed here are a recipe's.
+For each ZeRO stage, 2 ranks (or one for each GPU) train a model of 106 M parameters (SmolLM2-135M with a vocabulary
+of bytes). In every round each kind of save happens once, in random order. A few timed steps follow each save. Flags
+that are not listed here go to the recipe.
 """
 
 import argparse
@@ -65,12 +65,18 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--rounds", type=int, default=ENOUGH_ROUNDS, help=f"saves of each kind; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)"
+        "--rounds",
+        type=int,
+        default=ENOUGH_ROUNDS,
+        metavar="N",
+        help=f"saves of each kind; a measurement needs at least {ENOUGH_ROUNDS} (default: %(default)s)",
     )
-    parser.add_argument("--steps-after", "--steps_after", type=int, default=3, help="timed steps after each save (default: %(default)s)")
+    parser.add_argument("--steps-after", "--steps_after", type=int, default=3, metavar="N", help="timed steps after each save (default: %(default)s)")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=(1, 2, 3), help="ZeRO stages (default: 2 3)")
-    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument(
+        "--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="working folder, on the disk to measure (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="also write all measurements to this file")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 

@@ -1,10 +1,10 @@
-"""Measures how fast the checkpoint converter is and how much memory it takes, beside cp and DeepSpeed's own two converters.
+"""Measure the speed and memory of the checkpoint converter, compared with cp and DeepSpeed's own two converters.
 
-    python tools/bench/bench_convert.py > tools/bench/bench_convert.md                  # the page it prints is Markdown; progress goes to stderr
-    python tools/bench/bench_convert.py --rounds 9 --folder /scratch/bench        # takes about 20 GB there until the end
+    python tools/bench/bench_convert.py > tools/bench/bench_convert.md      # prints Markdown; progress goes to stderr
+    python tools/bench/bench_convert.py --rounds 9 --folder /scratch/bench  # needs about 20 GB there while it runs
 
-A ZeRO-2 checkpoint of 8 ranks (4.3 GB, random numbers) is made once. Then every round starts each command once, in random
-order, as a user would, and takes the time of the whole process. The ratio is the median over the rounds.
+The bench writes a ZeRO-2 checkpoint of 8 ranks once (4.3 GB, random numbers). Then every round starts each command
+once, in random order, as a user would. It times the full process. The ratio is the median over the rounds.
 """
 
 import argparse
@@ -55,13 +55,19 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--rounds", type=int, default=ENOUGH_ROUNDS, help=f"of every command; a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)"
+        "--rounds",
+        type=int,
+        default=ENOUGH_ROUNDS,
+        metavar="N",
+        help=f"starts of every command; a measurement needs at least {ENOUGH_ROUNDS} (default: %(default)s)",
     )
-    parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES), metavar="ROW", help=f"rows to measure, of {', '.join(TITLES)}")
-    parser.add_argument("--layers", type=int, default=16, help="of the model; each adds 0.21 GB to the checkpoint (default: %(default)s)")
-    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), help="where to work: the disk that is measured (default: %(default)s)")
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="write everything that was measured to this file too")
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.1 M parameters: a trial of the bench itself")
+    parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES), metavar="ROW", help=f"rows to measure: {', '.join(TITLES)} (default: all)")
+    parser.add_argument("--layers", type=int, default=16, metavar="N", help="layers of the model; each adds 0.21 GB to the checkpoint (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="working folder, on the disk to measure (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="also write all measurements to this file")
+    parser.add_argument("--tiny", action="store_true", help="use a model of 0.1 M parameters, to try the bench itself")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -1,11 +1,12 @@
-"""Measures how fast the data stream is, beside raw reads and other loaders, and how long a step waits for data.
+"""Measure the speed of the data stream, compared with raw reads and other loaders, and how long a step waits for data.
 
-    python tools/bench/bench_data.py > tools/bench/bench_data.md       # the page it prints is Markdown; progress goes to stderr
+    python tools/bench/bench_data.py > tools/bench/bench_data.md       # prints Markdown; progress goes to stderr
     python tools/bench/bench_data.py --rounds 9 --rows 200000
     python tools/bench/bench_data.py --only pictures                   # prints the last section of that page
 
-All readers get the same files (ready tokens, Arrow and zstd Parquet) and take turns in every round, in random order, in one
-process and one thread (ours: its own, without the prefetch thread). A ratio is the median of the rounds' ratios.
+All readers get the same files (ready tokens, Arrow and zstd Parquet). They take turns in every round, in random
+order, in one process and one thread (our stream: in its own thread, without prefetching). A ratio is the median over
+the rounds.
 """
 
 import argparse
@@ -62,13 +63,19 @@ THREADS = (1, 2)
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=ENOUGH_ROUNDS, help=f"a measurement has at least {ENOUGH_ROUNDS} (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=100_000, help=f"of {SEQ_LEN} tokens, in all files of a kind (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help=f"that sleep {STEP * 1000:.0f} ms, to see how long each waits (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=40, help="of training steps, one on the stream, one on kept batches (default: %(default)s)")
-    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), help="for the files (default: %(default)s)")
-    parser.add_argument("--only", choices=("pictures",), help="measure nothing else, and print the page's section of it")
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument(
+        "--rounds", type=int, default=ENOUGH_ROUNDS, metavar="N", help=f"number of rounds; a measurement needs at least {ENOUGH_ROUNDS} (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=int, default=100_000, metavar="N", help=f"rows of {SEQ_LEN} tokens in all files of a kind (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=200, metavar="N", help=f"steps that sleep {STEP * 1000:.0f} ms, to measure how long each waits (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=40, metavar="N", help="pairs of training steps, one on the stream, one on stored batches (default: %(default)s)"
+    )
+    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="folder for the files (default: %(default)s)")
+    parser.add_argument("--only", choices=("pictures",), help="measure only this, and print its section of the page")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="also write all measurements to this file")
     arguments = parser.parse_args(argv)
     for name, least in (("rounds", 1), ("rows", FILES * 8), ("steps", 10), ("pairs", 2)):
         if getattr(arguments, name) < least:

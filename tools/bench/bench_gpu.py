@@ -1,12 +1,13 @@
-"""Measures what one GPU does with the recipes: losses beside a CPU's, memory beside the plan, speed, checkpoints.
+"""Measure the recipes on one GPU: losses compared with a CPU's, memory compared with the plan, speed, checkpoints.
 
-    python tools/bench/bench_gpu.py --parts A --page bench_gpu.md        # A first: is it right? Then B, C, D: how fast is it?
-    python tools/bench/bench_gpu.py --page bench_gpu.md                  # all five parts; goes on where it was
-    python tools/bench/bench_gpu.py --tiny                               # the same rows in tiny shapes, on a CPU too
+    python tools/bench/bench_gpu.py --parts A --page bench_gpu.md  # A checks that it is right; B, C and D measure speed
+    python tools/bench/bench_gpu.py --page bench_gpu.md            # all five parts; continues an interrupted run
+    python tools/bench/bench_gpu.py --tiny                         # the same rows in tiny shapes, also on a CPU
 
-A row is one job of its own with a time limit, and one line when it is done. What a row measured is kept in OUT/rows.jsonl: the same command
-goes on with the rows that are missing or that broke. Rows of another device, code or version are kept apart. The exit code is 0 when every
-row passes, else 1. `--list` shows the rows. Needs no network and no data: weights are random, rows are packed random tokens.
+Each row is a job with a time limit, and prints one line at its end. Its measurements are kept in OUT/rows.jsonl. The
+same command continues with the rows that are missing or failed. Rows of another device, code or version are kept
+apart. The bench needs no network and no data: weights are random, rows are packed random tokens.
+Exit code: 0 if every row passes, else 1.
 """
 
 import argparse
@@ -345,7 +346,7 @@ def measure_flags(folder: Path, on: Sequence[str]) -> list[str]:
 
 def read_plan(printed: str) -> dict[str, Any]:
     """Reads what `--dry_run` printed: {"bytes": the most at a time on the accelerator or None, "activations": whether they are counted}."""
-    counted = re.search(r"^memory +predicted besides, of a micro-batch: [^\n]*", printed, re.MULTILINE)
+    counted = re.search(r"^memory +predicted activations of a micro-batch: [^\n]*", printed, re.MULTILINE)
     told = counted or re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
     sizes = [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])] if told else []
     return {"bytes": max(sizes) * 2**30 if sizes else None, "activations": bool(counted)}
@@ -585,16 +586,18 @@ def main(argv: list[str]) -> int:
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="A", help="A, B, C, D, E (default: all)")
-    parser.add_argument("--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="single rows instead (--list shows them)")
-    parser.add_argument("--out", type=path_of, default=Path("runs/bench_gpu"), help="where runs, logs and rows.jsonl lie (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a trial on any machine; bars of speed and memory do not apply")
-    parser.add_argument("--minutes", type=float, default=7.0, help="of a part, after which no row is begun (default: %(default)g)")
-    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="write what is kept as a page")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="A", help="parts to run: A, B, C, D, E (default: all)")
+    parser.add_argument("--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="single rows instead of parts; --list shows them")
     parser.add_argument(
-        "--no-run", "--no_run", action="store_true", help="run nothing; with --page: of the rows measured last, by whatever code on that device"
+        "--out", type=path_of, default=Path("runs/bench_gpu"), metavar="PATH", help="folder for runs, logs and rows.jsonl (default: %(default)s)"
     )
-    parser.add_argument("--list", action="store_true", help="show the rows and end")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a trial on any machine, without limits for speed and memory")
+    parser.add_argument("--minutes", type=float, default=7.0, metavar="N", help="minutes of a part, after which no row is started (default: %(default)g)")
+    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="write the kept rows as a page")
+    parser.add_argument(
+        "--no-run", "--no_run", action="store_true", help="run nothing; --page then takes the last rows of this device, from any version of the code"
+    )
+    parser.add_argument("--list", action="store_true", help="list the rows, then exit")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

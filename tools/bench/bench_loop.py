@@ -1,11 +1,11 @@
-"""Measures how fast recipekit's training loop is beside three others: a bare hand-written DeepSpeed loop, transformers' Trainer, accelerate.
+"""Compare the speed of recipekit's training loop with a bare DeepSpeed loop, transformers' Trainer and accelerate.
 
-    python tools/bench/bench_loop.py > tools/bench/bench_loop.md                        # the page it prints is Markdown; progress goes to stderr
+    python tools/bench/bench_loop.py > tools/bench/bench_loop.md                                                # prints Markdown; progress goes to stderr
     python tools/bench/bench_loop.py --pairs 60 --json report.json --seq_len 512 --deepspeed_config zero3.json
 
-All four train the same model on the same rows from the same JSON, side by side in the same processes (2 on a machine
-without GPUs, else one per GPU). Blocks of steps alternate: a pair is one block of each loop, in random order. The ratio
-is the median over the pairs, its interval a bootstrap over them. Flags that are not listed here are a recipe's.
+All four train the same model on the same rows from the same JSON, in the same processes (2, or one for each GPU).
+Blocks of steps alternate: a pair is one block of each loop, in random order. The ratio is the median over the pairs.
+Its interval is a bootstrap over the pairs. Flags that are not listed here go to the recipe.
 """
 
 import argparse
@@ -86,11 +86,13 @@ TARGET = 0.98  # of the bare loop's tokens/s
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--pairs", type=int, default=40, help=f"blocks of each loop; a measurement has at least {ENOUGH_PAIRS} (default: %(default)s)")
-    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, help="optimizer steps of a block (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=40, metavar="N", help=f"blocks of each loop; a measurement needs at least {ENOUGH_PAIRS} (default: %(default)s)"
+    )
+    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, metavar="N", help="optimizer steps in a block (default: %(default)s)")
     others = [loop for loop in LOOPS if loop != "ours"]
-    parser.add_argument("--loops", nargs="+", choices=others, default=others, help="which to measure beside ours (default: all)")
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="write everything that was measured to this file too")
+    parser.add_argument("--loops", nargs="+", choices=others, default=others, help="loops to compare with ours (default: all)")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="also write all measurements to this file")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 

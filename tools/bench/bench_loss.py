@@ -1,10 +1,11 @@
-"""Measures the loss of a language model's head: of whole logits, in blocks as recipes compute it, and by torch's own function.
+"""Measure the loss of a language model's head: from full logits, in chunks as in the recipes, and with torch's function.
 
     python tools/bench/bench_loss.py --page tools/bench/bench_loss.md
-    python tools/bench/bench_loss.py --tokens 256 --vocabulary 1000 --rounds 1        # a trial, of seconds
+    python tools/bench/bench_loss.py --tokens 256 --vocabulary 1000 --rounds 1        # a trial of a few seconds
 
-Each row is a process of its own on one thread: head, loss and backward pass, in fp32, of drawn hidden states and weights, whose
-gradients are computed too. The time is the least of the rounds; the peak is what the process held at most beside what it held before.
+Each row is a separate process with one thread. It computes head, loss and backward pass in fp32, from random hidden
+states and weights, with the gradients of both. The time is the shortest of the rounds. The peak is the largest memory
+of the process, minus its memory before.
 """
 
 import argparse
@@ -28,11 +29,13 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     from recipekit.paths import path_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="of a micro-batch (default: %(default)s)")
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 151_936], help="(default: %(default)s)")
-    parser.add_argument("--width", type=int, default=64, help="of the hidden states (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="of a row, after a small one that is not counted (default: %(default)s)")
-    parser.add_argument("--page", type=path_of, help="where to write the page; default: it is printed")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], metavar="N", help="tokens in a micro-batch (default: 512 1024 2048 4096)"
+    )
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 151_936], metavar="N", help="sizes of the vocabulary (default: 32000 151936)")
+    parser.add_argument("--width", type=int, default=64, metavar="N", help="size of the hidden states (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="rounds of a row, after a small one that is not counted (default: %(default)s)")
+    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="write the page to this file (default: print it)")
     parser.add_argument("--row", help=argparse.SUPPRESS)  # WAY,TOKENS,VOCABULARY: measures it in this process
     return parser.parse_args(argv)
 

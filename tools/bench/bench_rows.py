@@ -1,9 +1,10 @@
-"""Measures what attention and loss keep of long rows: bytes that autograd saves, and the process's peak, before and after.
+"""Measure the memory of attention and loss on long rows, before and after: bytes saved by autograd, peak of the process.
 
-    python tools/bench/bench_rows.py > tools/bench/bench_rows.md        # five minutes on two cores, and 10 GiB of memory
+    python tools/bench/bench_rows.py > tools/bench/bench_rows.md  # needs five minutes on two cores, and 10 GiB of memory
 
-"Before" is a dense mask and the loss of whole logits, as far as it fits --most GiB; "after" is attention by documents and the loss in chunks.
-A model of one narrow layer with a vocabulary of 151,936 goes forward and backward over one row of two documents, on the CPU.
+"Before" is a dense mask and a loss from full logits, for rows that fit in --most GiB. "After" is attention by
+documents and a chunked loss. The model has one narrow layer and a vocabulary of 151,936. It runs forward and backward
+over one row of two documents, on the CPU.
 """
 
 import argparse
@@ -128,8 +129,10 @@ WORDS = f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="lengths of the row (default: %(default)s)")
-    parser.add_argument("--most", type=float, default=10.0, help="GiB that the way before may take (default: %(default)g)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=list(TOKENS), metavar="N", help=f"lengths of the row in tokens (default: {' '.join(map(str, TOKENS))})"
+    )
+    parser.add_argument("--most", type=float, default=10.0, metavar="GIB", help='memory limit of "before" (default: %(default)g)')
     arguments = parser.parse_args(argv)
     found = []
     for tokens in arguments.tokens:

@@ -1,11 +1,12 @@
-"""Measures a step of this working tree beside a step of an earlier commit: runs of one recipe that take turns on the CPU.
+"""Compare a step of this working tree with a step of an earlier commit: runs of one recipe that take turns on the CPU.
 
     python tools/bench/bench_step.py COMMIT > tools/bench/bench_step.md
-    python tools/bench/bench_step.py HEAD~3 --seq_len 256 --rounds 1 --turns 4        # a trial, of a minute
+    python tools/bench/bench_step.py HEAD~3 --seq_len 256 --rounds 1 --turns 4        # a trial of a minute
 
-Both train the same tiny model on the same rows, packed of documents of 100 to 1,000 bytes each. A round starts one run of each and
-lets them go on in turn, the other one stopped meanwhile, so that what the machine does besides slows both. A round's ratio is
-the median of its turns'. Flags that are not listed here are a recipe's, and must be known to the commit too.
+Both train the same tiny model on the same rows, packed from documents of 100 to 1,000 bytes. A round starts one run
+of each. The runs take turns, and one is stopped while the other runs, so that other load slows both. A round's ratio
+is the median over its turns. Flags that are not listed here go to the recipe, and the earlier commit must know them
+as well.
 """
 
 import argparse
@@ -43,11 +44,13 @@ RECIPE = "smollm2_135m_zero1.py"
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("commit", help="what the working tree is measured beside")
-    parser.add_argument("--seq_len", "--seq-len", type=int, nargs="+", default=[256, 4096], help="tokens of a row (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="runs of each (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=6, help="of each in a round (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn; at least three steps, the first not timed (default: %(default)s)")
+    parser.add_argument("commit", metavar="COMMIT", help="earlier commit to compare with")
+    parser.add_argument("--seq_len", "--seq-len", type=int, nargs="+", default=[256, 4096], metavar="N", help="tokens in a row (default: 256 4096)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="runs of each version (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=6, metavar="N", help="turns of each version in a round (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, metavar="N", help="seconds of a turn; at least three steps, the first not timed (default: %(default)s)"
+    )
     arguments, rest = parser.parse_known_args(argv)
     if arguments.rounds < 1 or arguments.turns < 1:
         parser.error(f"--rounds {arguments.rounds} --turns {arguments.turns}: at least one of each")

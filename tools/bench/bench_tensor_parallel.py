@@ -1,12 +1,12 @@
-"""Measures how fast a step is under our tensor parallelism, beside DeepSpeed's AutoTP and beside transformers' plan styles as they are.
+"""Compare the speed of a step under our tensor parallelism, DeepSpeed's AutoTP and transformers' own plan styles.
 
-    python tools/bench/bench_tensor_parallel.py > tools/bench/bench_tensor_parallel.md        # the page it prints is Markdown; progress goes to stderr
+    python tools/bench/bench_tensor_parallel.py > tools/bench/bench_tensor_parallel.md            # prints Markdown; progress goes to stderr
     python tools/bench/bench_tensor_parallel.py --pairs 60 --model Qwen/Qwen3-0.6B --seq_len 512
 
-The same weights, rows and JSON on the same ranks (2 on a machine without GPUs, else as many GPUs as the model's heads can
-be cut over), in blocks of steps that alternate: a pair is one block of each way, in random order. The ratio is the median
-over the pairs; its 95 % interval lies between two pairs, by the binomial distribution. Collectives are counted by torch's
-profiler in one step. Flags that are not listed here are a recipe's.
+All ways use the same weights, rows and JSON on the same ranks: 2 without GPUs, else as many GPUs as the model's heads
+can be split over. Blocks of steps alternate: a pair is one block of each way, in random order. The ratio is the
+median over the pairs. The limits of its 95 % interval are two of the pairs, by the binomial distribution. torch's
+profiler counts the collectives of one step. Flags that are not listed here go to the recipe.
 """
 
 import argparse
@@ -63,8 +63,10 @@ SAME_LOSS = 0.001  # relative, after the warm-up: bf16, added in three ways
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--pairs", type=int, default=40, help=f"blocks of each way; a measurement has at least {ENOUGH_PAIRS} (default: %(default)s)")
-    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, help="optimizer steps of a block (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=40, metavar="N", help=f"blocks of each way; a measurement needs at least {ENOUGH_PAIRS} (default: %(default)s)"
+    )
+    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, metavar="N", help="optimizer steps in a block (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 

@@ -1,12 +1,15 @@
-"""Says what a training step could reach on a device at most, and which operations hold it back: from a trace of the recipe's own code.
+"""Predict the fastest possible training step on a device and its slowest operations, from a trace of the recipe's code.
 
-    python tools/bench/roofline.py recipes/qwen3_0_6b_zero2.py --device H100-SXM        # flags of the recipe may follow: --seq_len 4096
-    python tools/bench/roofline.py > tools/bench/roofline.md                            # the three cases of bench_gpu.py
+    python tools/bench/roofline.py recipes/qwen3_0_6b_zero2.py --device H100-SXM  # flags of the recipe may follow
+    python tools/bench/roofline.py > tools/bench/roofline.md                      # the three cases of bench_gpu.py
 
-A micro-batch of the recipe's model goes forward and backward on tensors without memory, all layers of it, and every operation is written down with
-the bytes that it moves and its FLOPs. The least time of an operation is the longer one of bytes / bandwidth and FLOPs / peak of the device's data
-sheet. "Before" is attention with a dense mask and a loss of whole logits, "after" attention by documents and a loss in chunks, "compiled" the same
-where what is computed element by element is one kernel (--compile). Needs no GPU.
+A micro-batch runs forward and backward through all layers of the recipe's model, on tensors without memory. Every
+operation is recorded with its FLOPs and the bytes that it moves. The least time of an operation is the longer of
+bytes / bandwidth and FLOPs / peak, from the device's data sheet.
+
+Three ways are compared. "Before" is attention with a dense mask and a loss from full logits. "After" is attention by
+documents and a chunked loss. "Compiled" is the same with element-wise operations fused into one kernel (--compile).
+The tool needs no GPU.
 """
 
 import argparse
@@ -367,8 +370,8 @@ def compiled(traced: Traced) -> Traced:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("recipe", nargs="?", default="", help="a file of recipes/; without one the cases of bench_gpu.py, as a page")
-    parser.add_argument("--device", default="H100-SXM", help="a device of planner/devices.py (default: %(default)s)")
+    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help="a file of recipes/ (default: the cases of bench_gpu.py, printed as a page)")
+    parser.add_argument("--device", default="H100-SXM", metavar="NAME", help="a device of planner/devices.py (default: %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
     if rest and not arguments.recipe:
         parser.error(f"{rest[0]}: flags follow a recipe")

@@ -1,15 +1,17 @@
-"""Kills training jobs at random moments, again and again, and compares the results with runs that were never broken.
+"""Kill training jobs at random moments, again and again, and compare the results with uninterrupted runs.
 
     python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 zero2 zero3 pp2_tp2 --seed 0
 
-A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), which saves at every step: it is killed and started
-again with the same command. Each life makes at least one step. SIGKILL goes to a random rank, now and then to `launch.py` or `deepspeed`; every
-second kill comes while a checkpoint is written; some lives save in the background. After every kill no process may be left,
-and `latest` must name a checkpoint whose files and tensors are what was saved. The last life runs to the end, where
-losses, weights and optimizer states must equal those of the unbroken run bit for bit.
+A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), that saves at every step.
+The job is killed and started again with the same command, and each start makes at least one step. SIGKILL hits a
+random rank, sometimes `launch.py` or `deepspeed`. Every second kill comes while a checkpoint is written, and some
+starts save in the background.
 
-tools/drill/drill_checkpoint.md has the measured runs.
-Exit code: 0 all of that held, 1 it did not (the folder is kept and named), 2 usage.
+After every kill no process may be left, and `latest` must name a checkpoint whose files and tensors equal the saved
+ones. The last start runs to the end. Its losses, weights and optimizer states must equal the uninterrupted run's bit
+for bit. tools/drill/drill_checkpoint.md has the measured runs.
+
+Exit codes: 0 every comparison held; 1 one did not (the folder is kept, and its name printed); 2 wrong command line.
 """
 
 import argparse
@@ -273,18 +275,18 @@ def table(chains: list[Chain]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=200, help="in all (default: %(default)s; 15 to 60 s each on two cores)")
-    parser.add_argument("--chain", type=int, default=25, help="kills of one job, at most (default: %(default)s)")
-    parser.add_argument("--recipe", type=Path, default=RECIPE, help="whose --tiny is run (default: recipes/llama_nano_zero2.py)")
+    parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills in total, 15 to 60 s each on two cores (default: %(default)s)")
+    parser.add_argument("--chain", type=int, default=25, metavar="N", help="largest number of kills of one job (default: %(default)s)")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, metavar="FILE", help="recipe that is run with --tiny (default: recipes/llama_nano_zero2.py)")
     parser.add_argument(
         "--layouts",
         nargs="+",
         choices=LAYOUTS,
         default=[name for name in LAYOUTS if name != "own"],
-        help="taken in turn; own: as the recipe is (default: all others)",
+        help="layouts to take in turn; own: the recipe's own layout (default: all except own)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and targets (default: %(default)s)")
-    parser.add_argument("--folder", type=path_of, help="where the jobs run (default: a temporary folder, removed if all went well)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments and targets (default: %(default)s)")
+    parser.add_argument("--folder", type=path_of, metavar="PATH", help="folder for the jobs (default: a temporary folder, removed after success)")
     arguments = parser.parse_args(argv)
     if arguments.kills < 1 or arguments.chain < 1:
         parser.error("--kills and --chain are at least 1")

@@ -1,13 +1,15 @@
-"""Kills a job of `python -m launch --max_restarts` at random moments, and compares its end with a run that was never broken.
+"""Kill a job of `python -m launch --max_restarts` at random moments, and compare its end with an uninterrupted run.
 
     python tools/drill/drill_launch.py --kills 50 --seed 0
 
-The job is recipes/llama_nano_zero2.py --tiny on two ranks. SIGKILL goes to a rank, to the launcher that forked the ranks, or to the agent
-of the host (`launch.host`); four of five kills come after a step of the start that they end, the others while that start
-begins. Nobody starts the job again but the job itself. It must end by itself with 0, and its losses must be those of the unbroken run bit for bit.
+The job is recipes/llama_nano_zero2.py --tiny on two ranks. SIGKILL hits a rank, the launcher that forked the ranks,
+or the host's agent (`launch.host`). Four of five kills come after a step of the current start, the others during
+start-up. Only the job itself restarts the ranks. It must end by itself with exit code 0, and its losses must equal
+the uninterrupted run's bit for bit.
 
-Measured: 2026-11-21, 2 CPU cores under a load of 15: 10 kills (4 of a rank, 3 of a launcher, 3 of the agent), bit-equal, goodput 10.3 %, 9 minutes.
-Exit code: 0 all of that held, 1 it did not (the folder is kept and named), 2 usage.
+Measured: 2026-11-21, 2 CPU cores under a load of 15: 10 kills (4 of a rank, 3 of a launcher, 3 of the agent).
+Bit-equal, goodput 10.3 %, 9 minutes.
+Exit codes: 0 every comparison held; 1 one did not (the folder is kept, and its name printed); 2 wrong command line.
 """
 
 import argparse
@@ -99,9 +101,9 @@ def kill_one(job: subprocess.Popen[bytes], run: Path, chance: random.Random, ear
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=50, help="default: %(default)s; 10 to 40 s each on two cores")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and targets (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=120, help="no further kill after these (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=50, metavar="N", help="number of kills, 10 to 40 s each on two cores (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments and targets (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=120, metavar="N", help="minutes after which no kill follows (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.kills < 1:
         parser.error("--kills is at least 1")
@@ -136,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     whole = start(folder, "unbroken", steps)
     code, expected, lines = whole.wait(), numbers(read_metrics(folder / "unbroken")), numbers(read_metrics(folder / "run"))
     if code or expected != lines or len(lines) != steps:
-        problems.append("its losses are not those of the unbroken run")
+        problems.append("its losses differ from the uninterrupted run")
     log = (folder / "run.log").read_text(errors="replace")
     print(next((line for line in reversed(log.splitlines()) if "goodput" in line), "no goodput was printed"))
     parts = ", ".join(f"{count} of a {target}" if target != "agent" else f"{count} of the agent" for target, count in sorted(tally.items()))
@@ -144,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     if problems:
         print(f"BROKEN: {'; '.join(problems)}; kept in {folder}", file=sys.stderr)
         return 1
-    print("it ended by itself, and every loss is that of the unbroken run bit for bit")
+    print("it ended by itself, and every loss equals the uninterrupted run's bit for bit")
     shutil.rmtree(folder)
     return 0
 

@@ -444,7 +444,7 @@ def text() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare instead of write; exit 1 if the file is out of date")
+    parser.add_argument("--check", action="store_true", help="compare the file instead of writing it; exit code 1 if it is out of date")
     arguments = parser.parse_args()
     new, old = text(), SCHEMA.read_text() if SCHEMA.exists() else ""
     if not arguments.check:

@@ -1,14 +1,14 @@
-"""Finds out which model families train in which layout, by running them; writes recipes/SUPPORT.md, SUPPORT_MLM.md and SUPPORT_IMAGES.md.
+"""Test which model families train in which layout; write recipes/SUPPORT.md, SUPPORT_MLM.md and SUPPORT_IMAGES.md.
 
-    python tools/make/support_matrix.py                                       # all of the installed transformers (hours on 2 cores)
-    python tools/make/support_matrix.py --types llama gemma2                  # these only; SUPPORT.md is not written, their marks are printed
+    python tools/make/support_matrix.py                                               # all types of the installed transformers (hours on 2 cores)
+    python tools/make/support_matrix.py --types llama gemma2                          # these only; prints their marks, writes no page
     python tools/make/support_matrix.py --task image_classification --types vit swin
 
-Causal language models (task pretrain), masked ones and image classifiers have a table each. For every model type a tiny model is made
-from the type's own config class. In each layout real processes train it for 3 optimizer steps (fp32, AdamW, clipping;
-packed documents, or random pictures) and compare with plain PyTorch in one process: every loss and grad_norm within 1e-5
-relative, every updated weight within 1e-5 absolute. A cell that fails or outlives its time limit is marked with the
-reason, and its group of processes is replaced.
+Causal language models (task pretrain), masked language models and image classifiers each have a table. Every model
+type is tested with a tiny model from its own config class. In each layout real processes train it for 3 optimizer
+steps (fp32, AdamW, clipping; packed documents, or random images). The result is compared with plain PyTorch in one
+process: every loss and grad_norm within 1e-5 relative, every updated weight within 1e-5 absolute. A cell that fails
+or exceeds its time limit is marked with the reason, and its group of processes is replaced.
 """
 
 import argparse
@@ -730,11 +730,11 @@ def main() -> None:
     from recipekit.paths import path_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help="of these types only; left out: all, and with --types " + TEXT)
-    parser.add_argument("--types", nargs="+", help="model types; left out: all")
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--results", type=path_of, help="a file of finished cells, which are not run again; new ones are added")
-    parser.add_argument("--varlen", action="store_true", help="only print whether the attention of each type is varlen, which takes a minute")
+    parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help="test only this task (default: all, with --types " + TEXT + ")")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types to test (default: all)")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="layouts to test (default: all)")
+    parser.add_argument("--results", type=path_of, metavar="FILE", help="file of finished cells, which are not run again; new cells are added")
+    parser.add_argument("--varlen", action="store_true", help="only print whether each type uses varlen attention; takes a minute")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,4 +1,4 @@
-"""Convert checkpoints between Hugging Face files and every layout, bit for bit, in bounded memory.
+"""Convert checkpoints between Hugging Face files and any layout, bit for bit, in bounded memory.
 
     recipekit convert to-hf RUN_OR_STEP_DIR OUT_DIR [--dtype bf16] [--verify | --merge]
     recipekit convert from-hf HF_DIR OUT_DIR --zero 1 --tp 2 --pp 2 --dp 1
@@ -6,7 +6,7 @@
     recipekit convert verify STEP_DIR
     recipekit convert inspect STEP_DIR
 
-The output appears complete or not at all; if a conversion is killed, the same command continues it.
+The output appears complete or not at all. To continue a conversion that was killed, repeat its command.
 `python tools/convert_checkpoint.py` is the same command.
 """
 
@@ -26,6 +26,7 @@ from ..checkpoints.copying import Effort
 from ..checkpoints.places import expected_bytes
 from ..checkpoints.step_folder import Step, open_step, target_layout
 from ..cores import usable_cores
+from ..help_page import CommandFormatter
 from ..mesh import Mesh
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer
 from ..paths import path_of
@@ -33,10 +34,10 @@ from ..refusal import Refusal, refuse
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
 DEGREES = {
-    "dp": "data parallel degree",
-    "tp": "tensor parallel degree",
-    "pp": "pipeline parallel degree",
-    "ep": "expert parallel degree, taken out of dp",
+    "dp": "data-parallel degree",
+    "tp": "tensor-parallel degree",
+    "pp": "pipeline-parallel degree",
+    "ep": "expert-parallel degree, taken out of dp",
     "zero": "ZeRO stage",
 }
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -55,41 +56,43 @@ def main(argv: list[str] | None = None, prog: str = "recipekit convert") -> int:
         where = Path(error.filename or arguments.out or arguments.source)
         free = shutil.disk_usage(existing(where)).free
         kept = arguments.out and journal.journal_file(arguments.out).exists()
-        again = "what was done is kept, start the same command again to go on" if kept else "start the same command again"
+        again = "run the same command again to continue; finished work is kept" if kept else "run the same command again"
         print(f"{where}: {error.strerror}; {free:,} bytes are free; {again}", file=sys.stderr)
         return 1
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    made = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
     commands = made.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str, *places: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        one = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", formatter_class=CommandFormatter, allow_abbrev=False)
         for place in places:
             one.add_argument(place, type=path_of, metavar=f"{place}_dir".upper())
-        one.add_argument("--workers", type=int, default=usable_cores(), help="threads (here: %(default)s)")
-        one.add_argument("--mem-limit", "--mem_limit", type=size_of, default=size_of("512M"), metavar="BYTES", help="of buffers, for example 2G (here: 512M)")
+        one.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help="number of threads (default: %(default)s)")
+        one.add_argument(
+            "--mem-limit", "--mem_limit", type=size_of, default=size_of("512M"), metavar="BYTES", help="memory for buffers, for example 2G (default: 512M)"
+        )
         one.set_defaults(run=run, out=None)
         return one
 
     def degrees(one: argparse.ArgumentParser, default: int | None) -> None:
         for name, about in DEGREES.items():
-            one.add_argument(f"--{name}", type=int, default=default, help=about + ("" if default else "; as it was, if left out"))
-        one.add_argument("--dry-run", "--dry_run", action="store_true", help="show what would be written, and stop")
+            one.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{about} (default: {default or 'as in the checkpoint'})")
+        one.add_argument("--dry-run", "--dry_run", action="store_true", help="list the output without writing it")
 
-    one = command("to-hf", to_hf, "Hugging Face files from a run's newest checkpoint, or from a step folder", "source", "out")
-    one.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; left out: what the model's own files have")
+    one = command("to-hf", to_hf, "write Hugging Face files from a run's newest checkpoint, or from a step folder", "source", "out")
+    one.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of the weights (default: as in the model's own files)")
     one.add_argument("--verify", action="store_true", help="read the output again and compare it with the checkpoint")
-    one.add_argument("--merge", action="store_true", help="of an adapter: the whole model, with the adapter merged into its weights")
-    one.add_argument("--dry-run", "--dry_run", action="store_true", help="show what would be written, and stop")
-    one = command("from-hf", from_hf, "a step folder of step 0 from Hugging Face files, for --resume", "source", "out")
+    one.add_argument("--merge", action="store_true", help="adapters only: write the full model, with the adapter merged into its weights")
+    one.add_argument("--dry-run", "--dry_run", action="store_true", help="list the output without writing it")
+    one = command("from-hf", from_hf, "write a step folder of step 0 from Hugging Face files, for --resume", "source", "out")
     degrees(one, 1)
-    one.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="training dtype (here: bf16)")
-    one = command("reshape", reshape, "a step folder in another layout, with optimizer states", "source", "out")
+    one.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="training dtype (default: bf16)")
+    one = command("reshape", reshape, "write a step folder in another layout, with optimizer states", "source", "out")
     degrees(one, None)
-    command("verify", verify, "compares every file and every tensor with what was saved", "source")
-    command("inspect", inspect, "shows layout and tensors", "source")
+    command("verify", verify, "check every file and every tensor against the manifest of the save", "source")
+    command("inspect", inspect, "show the layout and the tensors", "source")
     return made
 
 
@@ -247,7 +250,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if not faults:
         for line in manifest.say_unlisted(arguments.source, manifest.unlisted(arguments.source, manifest.read(arguments.source))):
             print(line, file=sys.stderr)
-        print(f"{arguments.source}: every file and every tensor is what was saved")
+        print(f"{arguments.source}: every file and every tensor matches the manifest of the save")
     return 1 if faults else 0
 
 

@@ -3,13 +3,14 @@
     recipekit cp qwen3_0_6b_sft_zero2 mine.py
     recipekit cp zero2.json                      # into the current folder, under its own name
 
-`recipekit ls` lists the recipes.
+To list the recipes: recipekit ls.
 """
 
 import argparse
 import difflib
 from pathlib import Path
 
+from ..help_page import CommandFormatter
 from ..paths import path_of
 from ..refusal import refuse
 from ..shadows import HIDEABLE
@@ -51,9 +52,9 @@ def copy(name: str, target: Path | None) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """Copy a file; return the exit code."""
-    parser = argparse.ArgumentParser("recipekit cp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("name", metavar="NAME", help="name of a recipe or a JSON; the ending may be left out")
-    parser.add_argument("file", nargs="?", type=path_of, metavar="FILE", help="the new file, or its folder; default: the same name, here")
+    parser = argparse.ArgumentParser("recipekit cp", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
+    parser.add_argument("name", metavar="NAME", help="name of a recipe or a JSON, with or without its ending")
+    parser.add_argument("file", nargs="?", type=path_of, metavar="FILE", help="new file or its folder (default: the same name in the current folder)")
     arguments = parser.parse_args(argv)
     file = copy(arguments.name, arguments.file)
     way = f"recipekit run {file} --tiny" if file.suffix == ".py" else f"recipekit lint {file}"

@@ -1,17 +1,20 @@
-"""Examine the hosts of a run before it costs anything: one table of each host, then every problem with its fix.
+"""Check the hosts of a run before it costs anything: print one table of each host, then every problem with its fix.
 
-    recipekit doctor                                               # this machine, with one rank for each GPU (2 without any)
-    recipekit doctor --recipe mine.py --out runs/x --tp 2          # what this run needs; the recipe's own flags may follow
+    recipekit doctor                                               # this machine, one rank for each GPU (2 without GPUs)
+    recipekit doctor --recipe mine.py --out runs/x --tp 2          # the needs of this run; flags of the recipe may follow
     python -m launch --hostfile HOSTS --doctor --recipe mine.py    # all hosts of a run
 
-The doctor looks at versions, devices, shared memory (GPUs), adapters, what compiling ops takes, the NVMe folder, logins, the master port, the
-clocks, the run folder, the room for checkpoints, and at the connections between all ranks: plain sockets first, then two
-seconds of all-reduce and point-to-point messages. A launcher starts the doctor once for each rank, as it would
-start a recipe; without a launcher the doctor starts the ranks of this machine itself. A rank that is missing, silent or slow is
-named; every wait for a rank has an end.
+The doctor checks:
+  - each host: versions, devices, shared memory (with GPUs), network adapters, requirements for compiling ops, clocks,
+    logins
+  - the run: run folder, space for checkpoints, NVMe folder, master port
+  - connections between all ranks: plain sockets first, then two seconds of all-reduce and point-to-point messages
 
-Exit code 0: healthy; 1: problems, the same on every rank; 2: wrong command line. `python tools/doctor.py` is the same
-command.
+A launcher starts the doctor once for each rank, as it starts a recipe. Without a launcher, the doctor itself starts the
+ranks of this machine. It names each rank that is missing, silent or slow. Every wait for a rank has a time limit.
+
+Exit codes: 0 healthy; 1 problems, the same on every rank; 2 wrong command line.
+`python tools/doctor.py` is the same command.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ..command import recipe_of
+from ..help_page import CommandFormatter
 from ..hosts import fabric, findings, gpus, op_cache
 from ..hosts.findings import Findings, Row
 from ..hosts.rendezvous import Chair, Line, Member, echo, meet, reach
@@ -55,14 +59,14 @@ SUSPECT = 1.5  # a rank slower than so many times the others' seconds is measure
 
 
 def read_arguments(words: list[str], prog: str) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--recipe", type=recipe_path, help="the recipe's file; flags that are not listed here are the recipe's own")
-    parser.add_argument("--out", type=path_of, help="run folder; default: the recipe's, or runs")
-    parser.add_argument("--world", type=int, help="ranks that the run will have, for its layout and memory; default: those that are examined")
-    parser.add_argument("--ranks", type=int, help="without a launcher: ranks to start on this machine; default: one for each GPU, or 2")
-    parser.add_argument("--master_port", "--master-port", type=int, help="the port that the run will use; default: MASTER_PORT, or 29500")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for ranks that have not come (60)")
-    parser.add_argument("--quick", action="store_true", help="leave out what imports torch: compiling ops, counting bytes, all-reduce")
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
+    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="the recipe's file; flags that are not listed here go to the recipe")
+    parser.add_argument("--out", type=path_of, metavar="FOLDER", help="run folder (default: the recipe's, or runs)")
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks of the run, for its layout and memory (default: the ranks that are checked)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="without a launcher: ranks to start on this machine (default: one for each GPU, or 2)")
+    parser.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="port that the run will use (default: $MASTER_PORT, or 29500)")
+    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="how long to wait for missing ranks (default: 60)")
+    parser.add_argument("--quick", action="store_true", help="skip the checks that import torch: compiling ops, counting bytes, all-reduce")
     parser.add_argument("--torch-part", "--torch_part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     arguments, flags = parser.parse_known_args(words)
@@ -148,7 +152,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
         if isinstance(meeting, Chair):
             with left_mark(subject.out, meeting.id) as mark:
                 meeting.tell(mark)
-                report = Report(slot.local_world, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "what its host is like"))
+                report = Report(slot.local_world, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "the state of its host"))
             return conduct(arguments, slot, subject, meeting, report, listener)
         mark = meeting.hear(LOOK + 1.5 * arguments.patience)  # rank 0 may still wait for other ranks
         meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
@@ -291,7 +295,7 @@ def prepare(subject: Subject, slot: Slot) -> Findings:
     if slot.local_rank == 0:
         try:
             prepare_ops(subject.plan.ds_config, print)
-            yield Row("ops", f"those of the recipe are compiled in {op_cache.folder()}")
+            yield Row("ops", f"the ops of the recipe are compiled in {op_cache.folder()}")
         except Refusal as refusal:
             yield from refusal.problems
 

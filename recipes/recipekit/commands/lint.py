@@ -1,14 +1,16 @@
 """Check a DeepSpeed JSON, alone or for one recipe on a number of ranks, without starting anything.
 
     recipekit lint zero3.json --recipe mine.py --world 16
-    recipekit lint my_config.json --json-only --world 8       # any JSON, handed to DeepSpeed by a script of anyone
+    recipekit lint my_config.json --json-only --world 8       # any JSON that your own script gives to DeepSpeed
     recipekit lint my_config.json --filled-by trainer         # the same, but Trainer (or accelerate) fills "auto" first
-    recipekit lint my_config.json --fix                       # writes my_config.fixed.json beside it, and lists the changes
-    recipekit lint --table                                    # writes the support table into ds_configs/README.md
+    recipekit lint my_config.json --fix                       # write my_config.fixed.json, and list the changes
+    recipekit lint --table                                    # write the support table into ds_configs/README.md
 
-Print every problem with its fix and what DeepSpeed alone would do: fail, ignore the key, replace the value, or train with
-wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules are in strategy/rules.py, the keys in
-strategy/schema.json. `python tools/lint.py` is the same command.
+Each problem is printed with its fix and with the result in DeepSpeed alone: it fails, ignores the key, replaces the
+value, or trains with wrong numbers. The rules are in strategy/rules.py, the keys in strategy/schema.json.
+
+Exit codes: 0 clean; 1 problems; 2 wrong command line.
+`python tools/lint.py` is the same command.
 """
 
 import argparse
@@ -27,6 +29,7 @@ import hjson
 from ..architectures.lookup import model_config
 from ..command import recipe_of
 from ..data.mixture import domains_of
+from ..help_page import CommandFormatter
 from ..mesh import Mesh, make_mesh
 from ..optim.facts import FACTORS, FACTS, GRADIENT
 from ..optim.facts import Facts as OptimizerFacts
@@ -258,17 +261,17 @@ def with_table(page: str) -> str:
 
 def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
     """Check the JSON of a command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter)
     parser.add_argument(
-        "config", nargs="?", type=lambda text: str(path_of(text)), help="the JSON: a path, or a name of ds_configs/; left out: the recipe's own"
+        "config", nargs="?", type=lambda text: str(path_of(text)), help="the JSON: a path, or a name of ds_configs/ (default: the recipe's own)"
     )
-    parser.add_argument("--recipe", type=recipe_path, help="the recipe's file: batch, model and schedule are checked with it")
-    parser.add_argument("--world", type=int, help="number of ranks: layout and batch are checked for it")
-    parser.add_argument("--json-only", "--json_only", action="store_true", help="a script hands the JSON to DeepSpeed, and no recipe")
-    parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='who fills "auto" in such a script')
+    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="the recipe's file: check batch, model and schedule as well")
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks: check layout and batch for it")
+    parser.add_argument("--json-only", "--json_only", action="store_true", help="the JSON belongs to your own script, not to a recipe")
+    parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='library that fills "auto" in your own script')
     for axis in ("tp", "pp", "sp", "ep"):
-        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"the {axis} degree of such a script")
-    parser.add_argument("--fix", action="store_true", help="write NAME.fixed.json beside the JSON, with every problem fixed whose fix is plain")
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{axis} degree of your own script")
+    parser.add_argument("--fix", action="store_true", help="write NAME.fixed.json beside the JSON, with every problem fixed that has one clear fix")
     parser.add_argument("--table", action="store_true", help="write the support table into ds_configs/README.md")
     given = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(given)

@@ -2,7 +2,7 @@
 
     recipekit ls
 
-On a terminal a long goal is cut at the right edge. `recipekit cp NAME mine.py` copies a recipe.
+A terminal cuts long lines at its right edge. To copy a recipe: recipekit cp NAME mine.py.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..command import recipe_of
+from ..help_page import CommandFormatter
 from ..mesh import make_mesh
 from ..shipped import recipes
 
@@ -61,7 +62,7 @@ def cut(line: str, room: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the list; return the exit code."""
-    parser = argparse.ArgumentParser("recipekit ls", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("recipekit ls", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
     parser.parse_args(argv)
     lines = [read_line(file).columns for file in recipes().values()]
     widths = [min(28, max(map(len, column))) for column in zip(*lines, strict=True)][:-1]

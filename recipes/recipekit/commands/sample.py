@@ -1,10 +1,10 @@
-"""Generate text with the model of a run, in plain transformers, and peft for an adapter.
+"""Generate text with the model of a run, in plain transformers (and peft for an adapter).
 
     recipekit sample runs/mine --prompt "Once upon a time"
     recipekit sample runs/mine/hf_merged --max_new_tokens 200
 
-Give a run folder, or a folder of Hugging Face files. The text is greedy: the same command writes the same text.
-A model that was trained on chats gets the prompt as a chat, other models continue it.
+Give a run folder, or a folder of Hugging Face files. Decoding is greedy: the same command writes the same text.
+A model that was trained on chats gets the prompt as a chat. Other models continue the prompt.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures.export_folder import Export, base_of, check_files, find_export
+from ..help_page import CommandFormatter
 from ..hub import hub_is_away, hub_refusal
 from ..paths import path_of
 from ..refusal import Refusal, refuse
@@ -92,14 +93,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    about, raw = __doc__, argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog="recipekit sample", description=about, formatter_class=raw, allow_abbrev=False)
-    made.add_argument("folder", type=path_of, metavar="RUN_OR_HF")
-    about = f'what the model answers or continues (default: "{OF_CHAT}" or "{OF_TEXT}")'
+    made = argparse.ArgumentParser(prog="recipekit sample", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
+    made.add_argument("folder", type=path_of, metavar="RUN_OR_HF", help="run folder, or folder of Hugging Face files")
+    about = f'text that the model answers or continues (default: "{OF_CHAT}" or "{OF_TEXT}")'
     made.add_argument("--prompt", metavar="TEXT", help=about)
-    about = f"tokens to generate, unless the stop token comes first (default: {LENGTH})"
+    about = f"tokens to generate if no stop token comes before (default: {LENGTH})"
     made.add_argument("--max_new_tokens", "--max-new-tokens", type=int, metavar="N", help=about)
-    about = "use the tokenizer's chat template, or not (default: unless the run trained on plain text)"
+    about = "use the tokenizer's chat template (default: yes, except after training on plain text)"
     made.add_argument("--chat", action=argparse.BooleanOptionalAction, help=about)
     return made
 

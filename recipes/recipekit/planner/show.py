@@ -82,7 +82,7 @@ def steps_of(plan: Plan) -> list[str]:
         begins = "batch    " if first == 1 else f"ramp     from step {first} on "
         lines.append(f"{begins}{step} a step = {ranks} x {rows // (mesh.dp * recipe.micro_batch)} accumulation")
     if not recipe.steps:
-        return [*lines, f"schedule {recipe.epochs:g} epochs; the start counts the data, and says how many steps these are"]
+        return [*lines, f"schedule {recipe.epochs:g} epochs; a run counts the data at its start and prints the number of steps"]
     lines.append(f"schedule {recipe.steps} steps = {whole}")
     if "scheduler" not in plan.ds_config:
         numbers = recipe.lr, recipe.min_lr, recipe.warmup_steps, recipe.decay_steps
@@ -115,7 +115,7 @@ def show_activations(activations: list[Term], terms: list[Term]) -> None:
     if not activations:
         return
     both = total([*terms, *activations], ACCELERATOR, bounds=True)
-    print(f"memory   predicted besides, of a micro-batch: {gib(total(activations, ACCELERATOR))}, at most {gib(both)} with all of the above")
+    print(f"memory   predicted activations of a micro-batch: {gib(total(activations, ACCELERATOR))}, at most {gib(both)} with the states above")
     for term in activations:
         when = WHEN[term.when[-1]] if term.when else ""
         notes = "; ".join(filter(None, (when, "at most" if term.bound else "")))

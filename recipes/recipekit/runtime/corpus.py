@@ -61,7 +61,7 @@ def check_tokens(processor: Any, say: Say) -> None:
     """Report a tokenizer with more tokens than the model has embeddings."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if (fewer := num_embeddings(tokenizer)) < len(tokenizer):
-        say(f"tokenizer: it has {len(tokenizer)} tokens, the model has embeddings for {fewer}; data with one of the others are refused")
+        say(f"tokenizer: {len(tokenizer)} tokens, but the model has embeddings for {fewer}; data with other tokens are refused")
 
 
 def opener(request: Request, task: Task, processor: Any) -> Callable[[Say], Corpus]:
@@ -94,7 +94,7 @@ def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: Strea
         if plan.recipe.resume == "auto":
             raise
         stream = opened()
-        say(f"other data than the checkpoint's, read from its beginning: {'; '.join(problem.where for problem in refusal.problems)}")
+        say(f"the data differ from the checkpoint's and are read from the beginning: {'; '.join(problem.where for problem in refusal.problems)}")
         return stream
 
 

@@ -47,7 +47,7 @@ def finished(plan: Plan, step: int) -> Ending:
 
 def stopped(plan: Plan, reason: str, step: int, problems: Sequence[object] = ()) -> Ending:
     """Return the ending by a signal, a launcher that has gone, or by `problems` of the data of the next step."""
-    text = f"stopped by {reason} after step {step} of {plan.recipe.steps}; the checkpoint of it is complete"
+    text = f"stopped by {reason} after step {step} of {plan.recipe.steps}; its checkpoint is complete"
     if reason == "bad data":
         return Ending(REASONS[reason], "; ".join([text, *(f"step {step + 1} cannot be made: {problem}" for problem in problems)]))
     return Ending(REASONS[reason], f"{text}; {onward(plan)}")
@@ -56,7 +56,7 @@ def stopped(plan: Plan, reason: str, step: int, problems: Sequence[object] = ())
 def diverged(plan: Plan, step: int, loss: float, grad_norm: float, saved: int) -> Ending:
     """Return the ending by a loss or a gradient that is not finite."""
     kept = f"the last good checkpoint is step {saved}" if saved else "no checkpoint was written before it"
-    text = f"stopped: step {step} has loss {loss} and grad_norm {grad_norm}; nothing of it is saved, {kept}"
+    text = f"stopped: step {step} has loss {loss} and grad_norm {grad_norm}; this step is not saved, {kept}"
     ways = f"--resume {plan.out}, or a new --out" if saved else "a new --out"
     return Ending(1, f"{text}; the same command would repeat it: try a lower --lr with {ways}")
 

@@ -141,7 +141,7 @@ def load_model(
         assert task.of_losses is not None, "a task that reads `loss` has both ways"
         task = task.of_losses(task)
     elif built.why_logits:
-        say(f"loss: of whole logits, not in chunks: {built.why_logits}")
+        say(f"loss: full logits, not in chunks: {built.why_logits}")
     sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if (domains := len(domains_of(recipe.dataset))) > 1 else None)
     compile_model(plan, model_config["model_type"], built, device, say)
     engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)

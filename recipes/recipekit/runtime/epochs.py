@@ -77,7 +77,7 @@ class Epochs:
             given = domain["epoch"]
             epoch = Epoch(given["documents"], given["tokens"], given["rows"], given.get("empty", 0), given.get("bad", 0))
             whole = {} if len(state["domains"]) > 1 else {name: (recipe.ramp.total(recipe.steps) / given["rows"], False)}
-            say(f"{line_of(self.plan, name, epoch, whole)}, by its first epoch")
+            say(f"{line_of(self.plan, name, epoch, whole)}, counted in its first epoch")
 
 
 def measured(plan: Plan, task: Task, processor: Any, source: Path | None, say: Say) -> tuple[Plan, Epochs]:
@@ -116,7 +116,7 @@ def counted(plan: Plan) -> Plan:
     reads_text = "tokenizer" in recipe.facts.reads
     tokenizer = tokenizer_here(recipe.model, recipe.tokenizer, recipe.model_revision) if reads_text else recipe.tokenizer
     if plan.model_config is None or tokenizer is None:
-        return replace(plan, notes=(*plan.notes, "data: not counted, since the tokenizer of the model is not on this machine"))
+        return replace(plan, notes=(*plan.notes, "data: not counted, because the model's tokenizer is not on this machine"))
     task, request = task_called(recipe.task), replace(request_of_plan(plan), token_cache="off", tokenizer=tokenizer)
     corpus = open_again(request, task, task.processor(request, plan.model_config), None, True, lines.append)
     found = count(plan, corpus, wanted, lines.append)
@@ -202,7 +202,7 @@ def lines_of(plan: Plan, found: Count) -> list[str]:
     if plan.recipe.epochs:
         filled = f"; the last step takes {found.more:,} of its rows from the next epoch" if found.more else ""
         lines.append(f"epochs: {plan.recipe.epochs:g} = {found.steps:,} steps{filled}")
-    lines += [f"data: not counted, since the run stops where it comes to this: {problem}" for problem in found.problems]
+    lines += [f"data: not counted, because the run will stop at this problem: {problem}" for problem in found.problems]
     return lines
 
 

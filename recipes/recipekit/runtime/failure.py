@@ -139,7 +139,7 @@ class Peers:
                 if gone := self._gone():
                     self._tell_lost(gone)
                 else:
-                    self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it is gone without a word", "code": START_AGAIN})
+                    self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it ended without a message", "code": START_AGAIN})
 
     def _gone(self) -> list[int]:
         """Lists the ranks of this host whose process has ended."""
@@ -165,7 +165,7 @@ class Peers:
 
         One rank prints the message: the rank that left the first mark or, without a store, the first rank that is left.
         """
-        mark = {"rank": lost[0], "host": platform.node(), "what": "it is gone without a word", "lost": len(lost), "teller": self._rank, "code": START_AGAIN}
+        mark = {"rank": lost[0], "host": platform.node(), "what": "it ended without a message", "lost": len(lost), "teller": self._rank, "code": START_AGAIN}
         tells = self._rank == min(rank for rank in self._here if rank not in lost)
         if self._store_lives(lost):
             with contextlib.suppress(RuntimeError):
@@ -176,7 +176,7 @@ class Peers:
             self._answered.set()
             ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} on {platform.node()}"
             pids = ", ".join(str(self._here[rank][0]) for rank in lost)
-            cause = "killed by somebody, by the kernel for want of memory (dmesg tells), or crashed"
+            cause = "killed by a user or by the kernel (out of memory: see dmesg), or crashed"
             tell(f"lost {ranks} (pid {pids}: {cause}); {self.way_on()}")
             if self._store_lives(lost):
                 with contextlib.suppress(RuntimeError):

@@ -42,4 +42,4 @@ def say_first_row(stream: Stream, tokenizer: Any, facts: Facts, say: Say) -> Non
 
 def heading(facts: Facts) -> str:
     """Return the line above the row."""
-    return f"first {'chat' if facts.chats else 'document'}; {'hidden' if facts.masked else 'learned'}: the text between {BEGIN} and {END}"
+    return f"first {'chat' if facts.chats else 'document'}; {'masked' if facts.masked else 'learned'}: the text between {BEGIN} and {END}"

@@ -60,7 +60,7 @@ class Kept:
             with safe_open(self.file, framework="numpy") as opened:
                 keys, values, covered = opened.get_tensor("keys"), opened.get_tensor("values"), json.loads(opened.metadata()["covered"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            LOG.warning("%s cannot be read, and is made again: %s", self.file, error)
+            LOG.warning("%s cannot be read and is written again: %s", self.file, error)
             return
         own, self.references.table = self.references.table, (np.empty(0, np.uint64), np.empty((0, 2), np.float32))
         self.references.add(keys.view(np.uint64), values)

@@ -69,7 +69,7 @@ def rows_of(lines: Lines, facts: Mapping[str, Any], out: Path) -> list[tuple[str
         ("memory", f"peak {gib(max(line['peak_mem_bytes'] for line in lines))} of a rank{on_cpu}{planned(facts)}"),
     ]
     newest = newest_complete(out / CHECKPOINTS)
-    rows += [("checkpoint", str(newest) if newest else "none is complete"), ("model", model_in(out))]
+    rows += [("checkpoint", str(newest) if newest else "no checkpoint is complete"), ("model", model_in(out))]
     return [(name, value) for name, value in rows if value]
 
 

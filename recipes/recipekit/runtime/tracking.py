@@ -97,7 +97,7 @@ class Tracker:
         if importlib.util.find_spec("wandb") is not None:
             self._wandb = WandbCopy(run, self._run_dir, artifact, self.say, stopping)
         else:
-            self.say("the package wandb is not installed, so there is no W&B run; metrics.jsonl holds the same (--no-wandb says that this is meant)")
+            self.say("the package wandb is not installed, so there is no W&B run; metrics.jsonl has the same numbers (--no-wandb hides this line)")
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Records one optimizer step. Floats are written unrounded, non-finite ones as "NaN", "Infinity", "-Infinity" (JSON has none)."""
@@ -200,7 +200,7 @@ class WandbCopy:
             except (self._wandb.Error, MailboxClosedError, HandleAbandonedError, ServerResponseError, OSError) as error:
                 if self._left:
                     return
-                then = "starting it again" if attempt + 1 < WANDB_STARTS else "given up; metrics.jsonl goes on"
+                then = "starting it again" if attempt + 1 < WANDB_STARTS else "given up; metrics.jsonl continues"
                 if attempt + 1 == WANDB_STARTS or not self._stopping():  # in a stop this is no failure: launchers end every process below a rank
                     self._say(f"W&B stopped recording ({' '.join(str(error).split())}), {then}")
             finally:
@@ -257,7 +257,7 @@ class WandbCopy:
             mode = None if logged_in or "WANDB_MODE" in os.environ else "offline"
             run = self._wandb.init(**self._run, mode=mode, settings=settings)
         except self._wandb.Error as error:
-            self._say(f"{_trouble(' '.join(str(error).split()), host)}; the run goes on without it")
+            self._say(f"{_trouble(' '.join(str(error).split()), host)}; the run continues without W&B")
             self._wandb.teardown()  # the failed attempt still holds the run's id
             run = self._wandb.init(**self._run, mode="offline", settings=settings)
         if run.offline:
@@ -311,7 +311,7 @@ def _wandb_id(path: Path, say: Say) -> str:
     chosen = os.environ.get("WANDB_RUN_ID", "").strip()
     used = chosen or (kept if not copied else "") or secrets.token_hex(4)
     if kept and chosen and chosen != kept:
-        say(f"W&B run {chosen}, as WANDB_RUN_ID says; until now this folder was recorded in run {kept}")
+        say(f"W&B run {chosen}, from WANDB_RUN_ID; until now this folder was recorded in run {kept}")
     elif kept and used != kept:
         say(f"W&B run {used}, because this folder is a copy of {where[1]}; to continue run {kept}, set WANDB_RUN_ID={kept}")
     if (used, where) != (kept, [inode, str(folder)]):

@@ -83,7 +83,7 @@ TASKS = {
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
     ),
     "sft": Facts(
-        about="chats, loss on the answers only",
+        about="chats, loss on the assistant's answers only",
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
         columns=("messages_field",),
@@ -93,7 +93,7 @@ TASKS = {
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
     ),
     "preference": Facts(
-        about="pairs of answers, the chosen one made likelier than the rejected one (DPO)",
+        about="pairs of answers, DPO makes the chosen one more likely",
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
         columns=("prompt_field", "chosen_field", "rejected_field"),
@@ -110,7 +110,7 @@ TASKS = {
         },
     ),
     "reward": Facts(
-        about="pairs of answers, a score that is higher for the chosen one (Bradley-Terry)",
+        about="pairs of answers, a reward model scores the chosen one higher (Bradley-Terry)",
         auto_class="AutoModelForSequenceClassification",
         inputs=("input_ids", "position_ids"),
         columns=("prompt_field", "chosen_field", "rejected_field"),
@@ -129,7 +129,7 @@ TASKS = {
         plans=Plans(pp={"score": "last"}),
     ),
     "masked_lm": Facts(
-        about="loss on masked tokens, with attention both ways",
+        about="loss on masked tokens, with bidirectional attention",
         auto_class="AutoModelForMaskedLM",
         inputs=("input_ids", "position_ids"),
         columns=("text_field",),
@@ -164,7 +164,7 @@ TASKS = {
         ),
     ),
     "image_classification": Facts(
-        about="images, loss on their class",
+        about="images, loss on the class of each image",
         auto_class="AutoModelForImageClassification",
         inputs=("pixel_values",),
         floats=("pixel_values",),
