@@ -180,59 +180,74 @@ def length_of(sentence: str) -> int:
 # Markdown
 
 Marked = list[tuple[int, str]]  # lines of a block with their numbers
+ITEM = r"\s*([-*+]|\d+[.)])\s+(?=\S)"  # start of a list item
+SPAN = r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)"  # code within a line or paragraph
+
+LINK = r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\](?:\(([^()\s]*(?:\([^()]*\))?)[^()]*\)|\[[^\]]*\])"
 
 
 def markdown(text: str, kind: str = PAGE, first: int = 1) -> list[Block]:
     """Return the blocks of a Markdown text outside code; `first` is the number of its first line."""
-    text = re.sub(r"<!--.*?-->", lambda found: re.sub(r"[^\n]", "", found[0]), text, flags=re.DOTALL)
     found: list[Block] = []
     open_block: Marked = []
-    fence, code, blank, indent = "", False, True, 0
 
     def close() -> None:
         if open_block:
             found.append(_plain(open_block, kind))
             open_block.clear()
 
-    for number, line in enumerate(text.split("\n"), first):
+    for number, line in enumerate(outside_code(text, kind), first):
         stripped = line.strip()
-        depth = len(line) - len(line.lstrip())
-        if fence:
-            fence = "" if stripped.startswith(fence) and not stripped.strip(fence[0]) else fence
-        elif opening := re.match(r"(`{3,}|~{3,})[^`]*$", stripped):
+        if not stripped:
             close()
-            fence = opening[1]
-        elif not stripped:
+        elif item := re.match(ITEM, line):
             close()
-            blank = True
-            continue
-        elif depth >= indent + 4 and (blank or code or kind != PAGE):
-            code, blank = True, False
-            continue
-        elif item := re.match(r"\s*([-*+]|\d+[.)])\s+(?=\S)", line):
-            close()
-            indent = item.end()
             open_block.append((number, line[item.end() :]))
         elif stripped.startswith("|"):
             close()
             found += _cells(number, stripped, kind)
         elif stripped.startswith("#") or re.fullmatch(r"[-*_]{3,}", stripped):
             close()
-            indent = 0
             open_block.append((number, stripped.lstrip("#").rstrip("#-*_ ")))
             close()
         else:
-            indent = 0 if blank and not depth else indent
             open_block.append((number, re.sub(r"^(> ?)+", "", stripped)))
-        code = blank = False
     close()
     return [block for block in found if block.text]
+
+
+def outside_code(text: str, kind: str = PAGE) -> list[str]:
+    """Return the lines of a Markdown text, with empty ones for comments and for fenced or indented code.
+
+    In strings and docstrings indented lines are code without an empty line before them as well.
+    """
+    comment = r"<!--.*?-->"
+    text = re.sub(comment, lambda found: re.sub(r"[^\n]", "", found[0]), text, flags=re.DOTALL)
+    lines: list[str] = []
+    fence, code, blank, indent = "", False, True, 0
+    for line in text.split("\n"):
+        stripped, depth = line.strip(), len(line) - len(line.lstrip())
+        opening = re.match(r"(`{3,}|~{3,})[^`]*$", stripped)
+        if fence or opening:
+            closes = stripped.startswith(fence) and not stripped.strip(fence[:1])
+            fence = opening[1] if not fence and opening else "" if closes else fence
+            lines.append("")
+            blank = True
+            continue
+        code = depth >= indent + 4 and (blank or code or kind != PAGE) if stripped else code
+        if item := re.match(ITEM, line) if not code else None:
+            indent = item.end()
+        elif stripped and blank and not depth:
+            indent = 0
+        lines.append("" if code else line)
+        blank = not stripped
+    return lines
 
 
 def _cells(number: int, row: str, kind: str) -> list[Block]:
     if re.fullmatch(r"[|:\s-]+", row):
         return []
-    cells = re.split(r"(?<!\\)\|", re.sub(r"(`+).+?\1", lambda span: CODE * len(span[0]), row))
+    cells = re.split(r"(?<!\\)\|", re.sub(SPAN, CODE, row))
     found = [_plain([(number, cell.replace("\\|", "|").strip())], kind) for cell in cells]
     return [block for block in found if len(words_of(block.text)) >= FEWEST_OF_CELL]
 
@@ -242,10 +257,11 @@ def _plain(marked: Marked, kind: str) -> Block:
     text = " ".join(line.strip() for _, line in marked)
     lines = [number for number, line in marked for _ in range(len(line.strip()) + 1)][: len(text)]
     for pattern, replaced in (
-        (r"(`+)(?!`).+?(?<!`)\1(?!`)", lambda span: CODE),
-        (r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\](?:\([^()\s]*(?:\([^()]*\))?[^()]*\)|\[[^\]]*\])", lambda link: link[1]),
-        (r"!?\[([^\[\]]*)\]\([^()\s]*\)", lambda link: link[1]),  # what stood inside another link
-        (r"<[^<>\s][^<>]*>|https?://\S+?(?=[.,;:)]*(?:\s|$))", lambda tag: CODE if tag[0].startswith(("http", "<http")) else ""),
+        (SPAN, lambda span: CODE),
+        (LINK, lambda link: link[1]),
+        (LINK, lambda link: link[1]),  # an image inside a link
+        (r"<?https?://[^\s<>]+?(?:>|(?=[.,;:)]*(?:\s|$)))", lambda address: CODE),
+        (r"</?[a-zA-Z][^<>]*>", lambda tag: ""),
         (r"\*\*|(?<!\w)[*_](?=\S)|(?<=\S)[*_](?!\w)", lambda emphasis: ""),
     ):
         text, lines = _replace(pattern, replaced, text, lines)
@@ -323,9 +339,10 @@ def _is_silent(node: ast.AST) -> bool:
 
 
 def _is_code(text: str) -> bool:
-    signs = r"\{%|\\[bdswDSW.()\[\]]|\(\?[:P=!<]|\[\^|\.[*+](?=[^*]|$)|#!/|\$\(|(?m:^\s*(import|from|def|class|print|set -e)\b.*$)"
+    signs = r"\{%|\\[bdswDSW.()\[\]]|\(\?[:P=!<]|\[\^|\.[*+](?=[^*]|$)|#!/|\$\("
+    program = r"^\s*(import [\w., ]+$|from [\w.]+ import|def \w+\(|class \w+[(:]|print\(|set -e)"
     query = r"\b(SELECT|INSERT|UPDATE|DELETE|CREATE)\b.*\b(FROM|INTO|SET|TABLE)\b"
-    if re.search(signs, text) or re.search(query, text, re.DOTALL):
+    if re.search(signs, text) or re.search(program, text, re.MULTILINE) or re.search(query, text, re.DOTALL):
         return True
     tokens = [token for token in text.split() if re.search(r"\w", token) and token != FIELD]
     return len(words_of(text)) < len(tokens) / 2
