@@ -1,14 +1,14 @@
-"""Check a DeepSpeed JSON, alone or for one recipe on a number of ranks, without starting anything.
+"""Check a DeepSpeed JSON, alone or for one recipe on a number of ranks. Nothing is started.
 
     recipekit lint zero3.json --recipe mine.py --world 16
-    recipekit lint my_config.json --json-only --world 8       # any JSON, handed to DeepSpeed by a script of anyone
-    recipekit lint my_config.json --filled-by trainer         # the same, but Trainer (or accelerate) fills "auto" first
-    recipekit lint my_config.json --fix                       # writes my_config.fixed.json beside it, and lists the changes
-    recipekit lint --table                                    # writes the support table into ds_configs/README.md
+    recipekit lint my_config.json --json-only --world 8       # a JSON that another script passes to DeepSpeed
+    recipekit lint my_config.json --filled-by trainer         # the same, after Trainer (or accelerate) has filled "auto"
+    recipekit lint my_config.json --fix                       # write my_config.fixed.json and list the changes
+    recipekit lint --table                                    # write the tables of ds_configs/README.md
 
-Print every problem with its fix and what DeepSpeed alone would do: fail, ignore the key, replace the value, or train with
-wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules are in strategy/rules.py, the keys in
-strategy/schema.json. `python tools/lint.py` is the same command.
+Each problem is printed with its fix and with the result in DeepSpeed alone: DeepSpeed fails, hangs, ignores the key,
+replaces the value, or trains with wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules are in
+strategy/rules.py, and the keys are in strategy/schema.json. `python tools/lint.py` is the same command.
 """
 
 import argparse
@@ -121,7 +121,9 @@ def lint(
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
     lines += [f"note: {told(problem)}" for problem in advice]
     if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
-        lines.append('note: Trainer and accelerate replace many "auto" values before DeepSpeed reads the JSON: add --filled-by trainer or --filled-by accelerate')
+        lines.append(
+            'note: Trainer and accelerate replace many "auto" values before DeepSpeed reads the JSON: add --filled-by trainer or --filled-by accelerate'
+        )
     if recipe and shape is None:
         lines.append(f"{recipe.model} is not on this machine, so its attention heads and sizes were not checked")
     if recipe and world and not problems:
@@ -184,8 +186,9 @@ def verdict(problems: list[Problem]) -> str:
 def support_table() -> str:
     """Writes the rules of combinations, and the keys that are read in some places only, as a Markdown list: no table of them fits a screen."""
     lines = [
-        f'What DeepSpeed {schema()["deepspeed"]} does with a combination, and where that is decided (files below `deepspeed/runtime`; "run": seen',
-        "by running). `lint` tells those that a JSON or a layout shows; the others depend on the script or the model.",
+        f"Each entry names a combination, the result in DeepSpeed {schema()['deepspeed']}, the rule and the fix. A source is a file below",
+        '`deepspeed/runtime`; "run" means that a run showed the result. `lint` reports every entry that a JSON or a layout',
+        "shows. The other entries depend on the script or the model.",
         "",
     ]
     for rule in ds_rules.RULES:
@@ -216,7 +219,7 @@ def optimizer_table() -> str:
     """Writes the optimizers that a recipe's JSON may name, what each keeps, and why the others are refused, as a Markdown list."""
     lines = []
     for name, facts in FACTS.items():
-        text = f"- `{name}`: refused: {facts.lacks}" if facts.lacks else f"- `{name}`: {_where(facts)}; states: {_kept(facts)}"
+        text = f"- `{name}`: refused: {facts.lacks}" if facts.lacks else f"- `{name}`: {_where(facts)}. States: {_kept(facts)}"
         lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
@@ -240,7 +243,7 @@ def _kept(facts: OptimizerFacts) -> str:
         return f"{elements} for a vector; {rows} and {columns}, with one number for each row and column, for other weights"
     if facts.acts_on == GRADIENT:
         more.append("and the unsent remainder of each rank")
-    return ", ".join([" and ".join(map(_code, facts.states)) or "nothing", *more])
+    return ", ".join([" and ".join(map(_code, facts.states)) or "none", *more])
 
 
 def _code(name: str) -> str:
@@ -262,12 +265,15 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
     parser.add_argument(
         "config", nargs="?", type=lambda text: str(path_of(text)), help="DeepSpeed JSON: a path or a name in ds_configs/ (default: the recipe's JSON)"
     )
-    parser.add_argument("--recipe", type=recipe_path, help="recipe file: also check its batch, model and schedule")
-    parser.add_argument("--world", type=int, help="number of ranks: also check the layout and the batch")
+    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="recipe file: also check its batch, model and schedule")
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks: also check the layout and the batch")
     parser.add_argument("--json-only", "--json_only", action="store_true", help="check a JSON that another script (not a recipe) passes to DeepSpeed")
-    parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='program that fills "auto" in that script (default: none)')
+    parser.add_argument(
+        "--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='program that fills "auto" in that script (default: none)'
+    )
     for axis in ("tp", "pp", "sp", "ep"):
-        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{axis} degree of that script (default: 1)")
+        default = "1" if axis == "pp" else "the JSON's, or 1"
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{axis} degree of that script (default: {default})")
     parser.add_argument("--fix", action="store_true", help="write NAME.fixed.json next to the JSON, with every unambiguous fix applied")
     parser.add_argument("--table", action="store_true", help="write the tables of rules and optimizers into ds_configs/README.md")
     given = sys.argv[1:] if argv is None else argv

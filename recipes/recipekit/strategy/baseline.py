@@ -39,7 +39,9 @@ def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
         found.append(Problem(f"--deepspeed_config {name}", rule, "leave it out (--precision sets the precision), or use --engine deepspeed"))
     for axis in AXES:
         if (degree := getattr(recipe, axis)) > 1:
-            found.append(Problem(f"{axis} = {degree} with {where}", f"{NAMES[recipe.engine]} supports only data parallelism", f"use --{axis} 1, or --engine deepspeed"))
+            found.append(
+                Problem(f"{axis} = {degree} with {where}", f"{NAMES[recipe.engine]} supports only data parallelism", f"use --{axis} 1, or --engine deepspeed")
+            )
     if recipe.save_in_background:
         rule = "requires DeepSpeed, because torch's engines gather the states from every rank while they write them"
         found.append(Problem(f"save_in_background with {where}", rule, "leave it out, or use --engine deepspeed"))

@@ -110,9 +110,7 @@ def check_device(config: dict[str, Any], device_type: str, has_fp16: bool = Fals
     facts = Facts(walk(config)[1])
     found = []
     if device_type == "cpu" and facts.dtype == "fp16" and not has_fp16:
-        found.append(
-            Problem("fp16.enabled = true", "DeepSpeed cannot train in fp16 on this CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}')
-        )
+        found.append(Problem("fp16.enabled = true", "DeepSpeed cannot train in fp16 on this CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}'))
     if device_type == "cpu" and facts.get("optimizer.params.capturable"):
         found.append(Problem("optimizer.params.capturable = true", "requires an optimizer step on a GPU", "delete it"))
     if device_type != "cuda" and facts.get("aio.use_gds"):

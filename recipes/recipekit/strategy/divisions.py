@@ -79,9 +79,7 @@ def check_pipeline(pp: int, dualpipev: bool, total: int | None, micro: int | Non
     found = []
     each = 2 if dualpipev else 1  # stages on one rank
     if dualpipev and pp == 1:
-        found.append(
-            Problem("pipeline_schedule = dualpipev", "requires a pipeline, but pp = 1", "use --pp 2 or more, or leave it out")
-        )
+        found.append(Problem("pipeline_schedule = dualpipev", "requires a pipeline, but pp = 1", "use --pp 2 or more, or leave it out"))
     if pp > 1 and 0 < layers < each * pp:
         ranks = mesh.world // mesh.tp // mesh.sp if mesh is not None else 0
         fits = {each: max((degree for degree in range(1, layers // each + 1) if ranks % degree == 0), default=1) for each in (1, 2)}

@@ -77,7 +77,9 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:  # an integer of thousands of digits
         raise refuse(str(path), f"is not usable JSON: {error}", "write smaller numbers") from None
     if not isinstance(config, dict):
-        raise refuse(str(path), f"contains {shown(config)}, not an object", 'start from a file in ds_configs/, such as {"zero_optimization": {"stage": 2}, ...}')
+        raise refuse(
+            str(path), f"contains {shown(config)}, not an object", 'start from a file in ds_configs/, such as {"zero_optimization": {"stage": 2}, ...}'
+        )
     return config
 
 

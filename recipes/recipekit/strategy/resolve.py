@@ -24,7 +24,9 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     assert not found, found
     said = literals(resolved)
     beaten = said | degrees_in(resolved)
-    lines = [f"{field}: the JSON's {value} overrides the recipe's {getattr(recipe, field)}" for field, value in beaten.items() if value != getattr(recipe, field)]
+    lines = [
+        f"{field}: the JSON's {value} overrides the recipe's {getattr(recipe, field)}" for field, value in beaten.items() if value != getattr(recipe, field)
+    ]
 
     global_batch, micro_batch = said.get("global_batch", recipe.global_batch), said.get("micro_batch", recipe.micro_batch)
     resolved["train_batch_size"] = global_batch

@@ -267,7 +267,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp16.enabled",
         lambda f: f.dtype == "fp16" and f.stage == 0 and f.get("fp16.loss_scale", 0) != 1,
-        "without ZeRO DeepSpeed divides the gradients by a loss scale that was never applied to the loss, so the weights hardly change",
+        "DeepSpeed divides the gradients by a loss scale that it never applied to the loss, so the weights hardly change",
         f'set "{ZERO}.stage": 1, or "fp16": {{"enabled": false}}, "bf16": {{"enabled": true}}',
         WRONG,
         "engine.py:3417, fp16/unfused_optimizer.py:210; run",
@@ -467,7 +467,13 @@ RULES: tuple[Rule, ...] = (
         "zero/stage_1_and_2.py:220; run",
         "ZeRO-1, 2 + optimizer offload to NVMe",
     ),
-    _told("ZeRO-2 with optimizer offload to CPU, ZeRO-3 with optimizer and parameter offload to CPU or NVMe", APPLIES, "the losses are the same as without offload", "", "run"),
+    _told(
+        "ZeRO-2 with optimizer offload to CPU, ZeRO-3 with optimizer and parameter offload to CPU or NVMe",
+        APPLIES,
+        "the losses are the same as without offload",
+        "",
+        "run",
+    ),
     *_nvme_only(OPTIMIZER, "nvme_path buffer_count pipeline_read pipeline_write fast_init"),
     *_nvme_only(PARAM, "nvme_path buffer_count buffer_size max_in_cpu"),
     *(
@@ -674,11 +680,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scheduler.type",
         lambda f: f.get("scheduler.type") in schema()["torch_schedulers"] and (f.stage > 0 or f.dtype != "fp32"),
-        "a PyTorch schedule requires a PyTorch optimizer, but DeepSpeed wraps the optimizer under ZeRO, bf16 and fp16",
+        "requires a PyTorch optimizer, but DeepSpeed wraps the optimizer under ZeRO, bf16 and fp16",
         f"write one of {', '.join(schema()['schedulers'])}, or create the schedule in the script",
         FAILS,
         "engine.py, _scheduler_from_config; run",
-        "a PyTorch schedule in the JSON + ZeRO-1, 2, 3, bf16 or fp16",
+        "a PyTorch schedule + ZeRO-1, 2, 3, bf16 or fp16",
     ),
     # parallelism
     _told("pipeline + ZeRO-0, 1", APPLIES, "the losses are the same as without a pipeline", "", "pipe/engine.py:76; run"),
@@ -847,7 +853,13 @@ RULES: tuple[Rule, ...] = (
         "engine.py:4749; run",
     ),
     _told("DataStates checkpoints + ZeRO-2, 3 or universal checkpoints", IGNORES, "DataStates was tested only with ZeRO-1", "use ZeRO-1", "docs, datastates"),
-    _told("AutoEP at ZeRO-3 + zero_to_fp32", FAILS, "zero_to_fp32 cannot merge the shards of experts", "export through Hugging Face", "docs, universal-checkpointing"),
+    _told(
+        "AutoEP at ZeRO-3 + zero_to_fp32",
+        FAILS,
+        "zero_to_fp32 cannot merge the shards of experts",
+        "export through Hugging Face",
+        "docs, universal-checkpointing",
+    ),
     # read by DeepSpeed without any effect
     _unused(f"{ZERO}.allgather_partitions", "DeepSpeed 0.19.8 reads this key and ignores it", "delete it", "engine.py:1745, which nothing calls; run"),
     _unused("vocabulary_size", "DeepSpeed warns about this key and ignores it", "delete it", "config.py:717; run"),
@@ -879,7 +891,10 @@ RECIPE_RULES: tuple[Rule, ...] = (
             ("differentiable", "Adagrad", "records the step for a second gradient, which model weights do not need"),
             ("muon_lr", "Muon", "is an option of DeepSpeed's Muon, but a recipe's Muon has one rate, which lr_scale changes by name"),
             ("adam_lr", "Muon", "is an option of DeepSpeed's Muon, but a recipe's Muon has one rate, which lr_scale changes by name"),
-            *((key, "Muon", "is an option of DeepSpeed's Muon, but a recipe uses torch's Muon") for key in ("torch_adam", "ns_method", "per_head_muon", "foreach")),
+            *(
+                (key, "Muon", "is an option of DeepSpeed's Muon, but a recipe uses torch's Muon")
+                for key in ("torch_adam", "ns_method", "per_head_muon", "foreach")
+            ),
         )
     ),
     *(
@@ -1003,7 +1018,9 @@ RECIPE_RULES: tuple[Rule, ...] = (
         APPLIES,
         "",
     ),
-    _unused("wandb", f"{OURS} record their own W&B run, and this block would start a second run", "delete the block and use --wandb --project NAME", outcome=APPLIES),
+    _unused(
+        "wandb", f"{OURS} record their own W&B run, and this block would start a second run", "delete the block and use --wandb --project NAME", outcome=APPLIES
+    ),
     _unused("hybrid_engine", "is used only for generation during reinforcement learning", "delete the block", outcome=APPLIES),
     _unused("autotuning", "is read only by `deepspeed --autotuning`, which does not start recipes", "delete the block"),
     _unused("weight_quantization", "is used only for inference", "delete the block"),
@@ -1069,7 +1086,9 @@ STOCK_RULES: tuple[Rule, ...] = (
         "activation_checkpointing/checkpointing.py, configure; run",
     ),
     *(
-        _unused(f"pipeline.{key}", "is decided by the script's PipelineModule, so DeepSpeed reads this key and ignores it", "delete it", "pipe/engine.py:135; run")
+        _unused(
+            f"pipeline.{key}", "is decided by the script's PipelineModule, so DeepSpeed reads this key and ignores it", "delete it", "pipe/engine.py:135; run"
+        )
         for key in ("stages", "partition", "seed_layers")
     ),
     *(
