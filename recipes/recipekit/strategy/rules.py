@@ -267,7 +267,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp16.enabled",
         lambda f: f.dtype == "fp16" and f.stage == 0 and f.get("fp16.loss_scale", 0) != 1,
-        "DeepSpeed divides the gradients by a loss scale that it never applied to the loss, so the weights hardly change",
+        "DeepSpeed divides the gradients by a loss scale that the loss never had, so the weights hardly change",
         f'set "{ZERO}.stage": 1, or "fp16": {{"enabled": false}}, "bf16": {{"enabled": true}}',
         WRONG,
         "engine.py:3417, fp16/unfused_optimizer.py:210; run",
