@@ -325,7 +325,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "argv", "said"),
     [
-        (config_of(3) | {"zero_optimization": {"stage": 1}}, [], 'optimizer.type = "OneBitAdam": requires each rank's gradients before'),
+        (config_of(3) | {"zero_optimization": {"stage": 1}}, [], 'optimizer.type = "OneBitAdam": requires each rank\'s gradients before'),
         (config_of(3), ["--tp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --tp 1'),
         (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --pp 1'),
         (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --sp 1'),
