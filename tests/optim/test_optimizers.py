@@ -52,9 +52,9 @@ TRAIN = {  # what every rank trains with, and the options that add a state
 WITHOUT_ZERO = ("OneBitAdam",)  # tests/optim/test_one_bit.py has more of it
 OFFLOADED = {"Lion": "cpu_lion", "Adagrad": "cpu_adagrad"}  # optimizer -> op of DeepSpeed, which computes it there
 REFUSED = {  # optimizer -> why
-    "MuAdam": "needs the package mup",
-    "MuAdamW": "needs the package mup",
-    "MuSGD": "needs the package mup",
+    "MuAdam": "requires the package mup",
+    "MuAdamW": "requires the package mup",
+    "MuSGD": "requires the package mup",
 }
 
 
