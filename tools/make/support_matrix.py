@@ -708,8 +708,8 @@ def reasons(done: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 
 def quoted(message: str) -> str:
-    """Return a recorded message as code in Markdown."""
-    return f"``{message}``" if "`" in message else f"`{message}`"
+    """Return a recorded message as code in Markdown, with single quotes for its backticks."""
+    return f"`{message.replace('`', "'")}`"
 
 
 def paragraph(text: str) -> list[str]:

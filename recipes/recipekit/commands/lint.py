@@ -121,9 +121,7 @@ def lint(
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
     lines += [f"note: {told(problem)}" for problem in advice]
     if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
-        lines.append(
-            'note: Trainer and accelerate replace many "auto" values before DeepSpeed reads the JSON: add --filled-by trainer or --filled-by accelerate'
-        )
+        lines.append('note: Trainer and accelerate fill many "auto" values before DeepSpeed reads them: add --filled-by trainer or --filled-by accelerate')
     if recipe and shape is None:
         lines.append(f"{recipe.model} is not on this machine, so its attention heads and sizes were not checked")
     if recipe and world and not problems:
@@ -194,7 +192,7 @@ def support_table() -> str:
     for rule in ds_rules.RULES:
         if rule.together:
             lines += entry(f"**{rule.together}**", rule)
-    lines += ["", "### Keys that have an effect in some places only", ""]
+    lines += ["", "### Keys that work only in some configurations", ""]
     alone = [rule for rule in ds_rules.RULES + ds_rules.STOCK_RULES if not rule.together and rule.source]
     same = lambda rule: (rule.key.rpartition(".")[0], *rule[2:6])  # noqa: E731
     for (block, *_), group in groupby(sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same):
