@@ -709,7 +709,7 @@ def reasons(done: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 def quoted(message: str) -> str:
     """Return a recorded message as code in Markdown, with single quotes for its backticks."""
-    return f"`{message.replace('`', "'")}`"
+    return "`" + message.replace("`", "'") + "`"
 
 
 def paragraph(text: str) -> list[str]:
