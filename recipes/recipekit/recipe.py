@@ -135,7 +135,9 @@ class Recipe:
     eps: float = _say("AdamW eps", 1e-8)
     gradient_clipping: float = _say("largest gradient norm; 0 disables clipping", 1.0)
 
-    eval_every: int = _say("steps between evaluations on held-out rows, whose time is not in step_s; 0: no evaluation", 0, group="evaluation, checkpoints, export")
+    eval_every: int = _say(
+        "steps between evaluations on held-out rows, whose time is not in step_s; 0: no evaluation", 0, group="evaluation, checkpoints, export"
+    )
     eval_rows: int = _say("held-out rows in an evaluation", 64)
     save_every: int = _say("steps between checkpoints, whose time is not in step_s; 0: only at the end", 0)
     keep: int = _say("number of newest checkpoints to keep; 0: all", 2)

@@ -123,7 +123,7 @@ def test_every_command_works_in_an_empty_folder(installed: Installed) -> None:
         (["recipekit", "lint", "zero9.json"], "did you mean zero3.json?"),
         (["recipekit", "lint", "--recipe", "llama_nano"], "did you mean llama_nano_zero2?"),
         (["recipekit", "run", "llama_nan_zero2.py"], "did you mean llama_nano_zero2?"),
-        (["recipekit", "lint", "--table"], "start it in a clone"),
+        (["recipekit", "lint", "--table"], "requires a clone of the repository"),
     ],
 )
 def test_a_wrong_name_gets_the_near_one_of_the_package(words: list[str], told: str, installed: Installed) -> None:

@@ -403,7 +403,7 @@ def test_nvme_path_in_memory(tmp_path: Path) -> None:
             config["zero_optimization"][block]["nvme_path"] = folder
         (tmp_path / "mine.json").write_text(json.dumps(config))
         code, text = doctor(tmp_path, "--quick", "--recipe", NANO, "--deepspeed_config", tmp_path / "mine.json", "--out", "run")
-    assert code == 1 and text.count(f"{folder} is in memory (tmpfs), so offloading there saves none; write the folder of a local drive") == 2, text
+    assert code == 1 and text.count(f"{folder} is in memory (tmpfs), so offloading there frees no memory; use a folder on a local drive") == 2, text
     others = [problem for problem in re.findall(r"^  \d+\. (.*)$", text, re.M) if folder not in problem]
     assert all(problem.startswith("libaio: ") for problem in others), text  # beside one for each of the two keys: a machine may lack it
 

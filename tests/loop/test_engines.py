@@ -132,7 +132,7 @@ def test_fp16_trains_like_fp32(pools, tmp_path, engine):
 
 def test_a_precision_is_refused_where_another_fits():
     assert "use --precision bf16" in str(check_precision("ddp", "fp16", "NVIDIA H100", True)[0])
-    assert "Tesla V100 computes no bf16; use --precision fp16" in str(check_precision("fsdp2", "bf16", "Tesla V100", False)[0])
+    assert "Tesla V100 does not support bf16; use --precision fp16" in str(check_precision("fsdp2", "bf16", "Tesla V100", False)[0])
     assert not check_precision("ddp", "bf16", "NVIDIA H100", True) + check_precision("ddp", "fp16", "Tesla V100", False)
     assert not check_precision("deepspeed", "bf16", "Tesla V100", False)
 
@@ -290,12 +290,12 @@ def test_ddp_trains_an_adapter_as_zero_does_and_resumes(pools, tmp_path):
 
 
 REFUSED = [
-    (["--engine", "ddp", "--deepspeed_config", "zero1.json"], "--deepspeed_config zero1.json: is read by DeepSpeed, and not by torch's DDP"),
-    (["--precision", "fp32"], "--precision fp32: is for ddp and fsdp2"),
-    (["--engine", "fsdp2", "--tp", "2"], "tp = 2 with engine = fsdp2: divides the data only; use --tp 1"),
+    (["--engine", "ddp", "--deepspeed_config", "zero1.json"], "--deepspeed_config zero1.json: applies only to DeepSpeed, and torch's DDP does not read it"),
+    (["--precision", "fp32"], "--precision fp32: applies only to the engines ddp and fsdp2"),
+    (["--engine", "fsdp2", "--tp", "2"], "tp = 2 with engine = fsdp2: torch's FSDP2 supports only data parallelism; use --tp 1"),
     (["--engine", "fsdp2", "--pp", "2"], "pp = 2 with engine = fsdp2"),
     (["--engine", "ddp", "--sp", "2"], "sp = 2 with engine = ddp"),
-    (["--engine", "ddp", "--save_in_background"], "save_in_background with engine = ddp: gathers the states"),
+    (["--engine", "ddp", "--save_in_background"], "save_in_background with engine = ddp: requires DeepSpeed, because torch's engines gather the states"),
     (["--engine", "fsdp"], "--engine fsdp: is not known; use --engine deepspeed or ddp or fsdp2"),
 ]
 
@@ -311,11 +311,11 @@ def test_what_an_engine_does_not_read_is_refused(monkeypatch, argv, said):
 STATED = [
     (
         {"engine": "ddp", "ds_config": "zero3.json"},
-        "--deepspeed_config zero3.json: is read by DeepSpeed",
+        "--deepspeed_config zero3.json: applies only to DeepSpeed",
         "fsdp2",
         "the recipe's JSON (zero3.json) is not used",
     ),
-    ({"precision": "fp32"}, "--precision fp32: is for ddp and fsdp2", "deepspeed", "the recipe's precision (fp32) is not used"),
+    ({"precision": "fp32"}, "--precision fp32: applies only to the engines ddp and fsdp2", "deepspeed", "the recipe's precision (fp32) is not used"),
 ]
 
 
@@ -329,7 +329,7 @@ def test_what_a_recipe_states_is_not_ignored_in_silence(fields, said, typed, not
 
 
 def test_an_adapter_is_refused_under_fsdp2():
-    with pytest.raises(Refusal, match="adapt with engine = fsdp2: divides each layer"):
+    with pytest.raises(Refusal, match="adapt with engine = fsdp2: FSDP2 shards each layer"):
         make_plan(parse(recipe_for("untied", engine="fsdp2", adapt=with_lora), Path("engines.py"), ["--tiny"]))
 
 

@@ -105,8 +105,8 @@ def test_image_classifiers_have_a_page_of_their_own():
     assert "| type | zero3 | tp2 | pp2 | pp2 x tp2 |\n" in second and "- zero3: 2 of all 3\n" in second
     assert "| vit | ✓ 2e-07 | not run | ✗ | not run |\n" in second and "| swin | ✓ 2e-07 | no plan | not run | not run |\n" in second
     assert re.findall(r"^- (\w+, \w+): (.+)$", second, re.MULTILINE) == [
-        ("cvt, reference", "refused: --tiny: cannot shrink a cvt"),
-        ("vit, pp2", "differs: loss 1.0e-03"),
+        ("cvt, reference", "`refused: --tiny: cannot shrink a cvt`"),
+        ("vit, pp2", "`differs: loss 1.0e-03`"),
     ]
 
 
@@ -124,5 +124,5 @@ def test_the_page_of_masked_language_models_says_what_was_run():
         "fnet": {"reference": {"ok": False, "reason": "refused: attention = auto: does not keep the documents of a row apart"}},
     }
     text = support_matrix.masked_page(done)
-    assert "| bert | ✓ 3e-07 | ✓ 3e-07 | not run | not run | ✗ |" in text and "- bert: it has attention dropout of 0.1" in text
-    assert "- fnet, reference: refused: attention = auto" in text and "| fnet |" not in text and "- zero3: 1 of all 2" in text
+    assert "| bert | ✓ 3e-07 | ✓ 3e-07 | not run | not run | ✗ |" in text and "- bert: `it has attention dropout of 0.1`" in text
+    assert "- fnet, reference: `refused: attention = auto" in text and "| fnet |" not in text and "- zero3: 1 of all 2" in text

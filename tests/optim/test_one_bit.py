@@ -325,15 +325,19 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "argv", "said"),
     [
-        (config_of(3) | {"zero_optimization": {"stage": 1}}, [], 'optimizer.type = "OneBitAdam": takes the gradients of each rank before'),
-        (config_of(3), ["--tp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --tp 1'),
-        (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --pp 1'),
-        (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": is of data-parallel ranks that have the whole model; use --sp 1'),
-        (config_of(3) | {"fp16": {"enabled": True}}, [], "fp16.enabled = true: skips a step where a gradient overflows"),
-        (config_of(3) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, [], 'torch_autocast.dtype = "float16": the recipes clip'),
-        (config_of(3) | {"gradient_allreduce_op": "sum"}, [], 'gradient_allreduce_op = "sum": this optimizer takes the mean'),
-        (config_of(3), ["--engine", "fsdp2"], "optimizer.type = OneBitAdam with engine = fsdp2: takes the gradients"),
-        (config_of(3), ["--engine", "ddp", "--precision", "fp16"], "optimizer.type = OneBitAdam with precision = fp16: skips"),
+        (config_of(3) | {"zero_optimization": {"stage": 1}}, [], 'optimizer.type = "OneBitAdam": requires each rank\'s gradients before'),
+        (config_of(3), ["--tp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --tp 1'),
+        (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --pp 1'),
+        (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --sp 1'),
+        (config_of(3) | {"fp16": {"enabled": True}}, [], "fp16.enabled = true: fp16 skips a step after an overflow"),
+        (
+            config_of(3) | {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+            [],
+            'torch_autocast.dtype = "float16": with fp16 autocast the recipes would clip',
+        ),
+        (config_of(3) | {"gradient_allreduce_op": "sum"}, [], 'gradient_allreduce_op = "sum": this optimizer requires the mean'),
+        (config_of(3), ["--engine", "fsdp2"], "optimizer.type = OneBitAdam with engine = fsdp2: requires each rank's gradients"),
+        (config_of(3), ["--engine", "ddp", "--precision", "fp16"], "optimizer.type = OneBitAdam with precision = fp16: fp16 skips"),
         (config_of(0), [], "optimizer.params.freeze_step = 0"),
         (config_of(2.5), [], "optimizer.params.freeze_step = 2.5"),
         (strategy("zero0") | {"optimizer": {"type": NAME, "params": {}}}, [], "optimizer.params.freeze_step"),
@@ -358,7 +362,7 @@ def test_auto_is_a_share_of_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_freeze_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     plan = make_plan(parse(dataclasses.replace(SHORT, ds_config=config_of(6)), Path("one_bit.py"), ["--tiny", "--out", str(tmp_path / "run")]))
-    assert "optimizer.params.freeze_step: 6 of 6 steps, so that no signs are sent" in plan.notes
+    assert "optimizer.params.freeze_step: 6 of 6 steps, so the run never sends 1-bit signs" in plan.notes
 
 
 def rare_rows(steps: int) -> float:

@@ -52,9 +52,9 @@ TRAIN = {  # what every rank trains with, and the options that add a state
 WITHOUT_ZERO = ("OneBitAdam",)  # tests/optim/test_one_bit.py has more of it
 OFFLOADED = {"Lion": "cpu_lion", "Adagrad": "cpu_adagrad"}  # optimizer -> op of DeepSpeed, which computes it there
 REFUSED = {  # optimizer -> why
-    "MuAdam": "needs the package mup",
-    "MuAdamW": "needs the package mup",
-    "MuSGD": "needs the package mup",
+    "MuAdam": "requires the package mup",
+    "MuAdamW": "requires the package mup",
+    "MuSGD": "requires the package mup",
 }
 
 
@@ -262,17 +262,17 @@ def test_a_recipe_writes_the_key_of_untested_optimizers_itself(monkeypatch: pyte
 UNREAD = [
     ("Lamb", {"max_coeff": 10.0}, {}, "optimizer.params.max_coeff = 10.0: clamps the trust ratio"),
     ("Lamb", {"min_coeff": 0.01}, {}, "optimizer.params.min_coeff = 0.01: clamps the trust ratio"),
-    ("Lamb", {"eps_inside_sqrt": True}, {}, "optimizer.params.eps_inside_sqrt = true: is of DeepSpeed's LAMB"),
-    ("Lamb", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves the borders of tensors"),
-    ("Lamb", {}, {"parameter_alignment": True}, "zero_optimization.parameter_alignment = true: moves the borders of tensors"),
-    ("Adafactor", {"foreach": True}, {}, "optimizer.params.foreach = true: is of torch's own Adafactor"),
-    ("Adafactor", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves the borders of tensors"),
-    ("Muon", {"torch_adam": True}, {}, "optimizer.params.torch_adam = true: is of DeepSpeed's Muon"),
-    ("Muon", {"muon_lr": 0.02}, {}, "optimizer.params.muon_lr = 0.02: is of DeepSpeed's Muon; that of a recipe has one rate"),
-    ("Muon", {"adam_w_mode": False}, {}, "optimizer.params.adam_w_mode = false: is of DeepSpeed's Muon"),
-    ("Muon", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves the borders of tensors"),
-    ("Lion", {"set_grad_none": True}, {}, "optimizer.params.set_grad_none = true: is of DeepSpeed's Lion"),
-    ("Adagrad", {"fused": True}, {}, "optimizer.params.fused = true: is of torch's own Adagrad"),
+    ("Lamb", {"eps_inside_sqrt": True}, {}, "optimizer.params.eps_inside_sqrt = true: is an option of DeepSpeed's LAMB"),
+    ("Lamb", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves tensor boundaries"),
+    ("Lamb", {}, {"parameter_alignment": True}, "zero_optimization.parameter_alignment = true: moves tensor boundaries"),
+    ("Adafactor", {"foreach": True}, {}, "optimizer.params.foreach = true: is an option of torch's Adafactor"),
+    ("Adafactor", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves tensor boundaries"),
+    ("Muon", {"torch_adam": True}, {}, "optimizer.params.torch_adam = true: is an option of DeepSpeed's Muon"),
+    ("Muon", {"muon_lr": 0.02}, {}, "optimizer.params.muon_lr = 0.02: is an option of DeepSpeed's Muon, but a recipe's Muon has one rate"),
+    ("Muon", {"adam_w_mode": False}, {}, "optimizer.params.adam_w_mode = false: is an option of DeepSpeed's Muon"),
+    ("Muon", {}, {"round_robin_gradients": True}, "zero_optimization.round_robin_gradients = true: moves tensor boundaries"),
+    ("Lion", {"set_grad_none": True}, {}, "optimizer.params.set_grad_none = true: is an option of DeepSpeed's CUDA Lion"),
+    ("Adagrad", {"fused": True}, {}, "optimizer.params.fused = true: is an option of torch's Adagrad"),
 ]
 
 
@@ -288,7 +288,7 @@ def test_what_ours_do_not_read_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 def test_what_needs_whole_tensors_is_refused_where_experts_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     said = planned(monkeypatch, config_of("zero2", name, {}), tmp_path, "--model", "Qwen/Qwen3-30B-A3B", "--ep", "2")
-    assert f'optimizer.type = "{name}": takes sums over whole weights, and DeepSpeed splits those of divided experts' in said, said
+    assert f'optimizer.type = "{name}": requires sums over full tensors, but DeepSpeed splits the weights of sharded experts' in said, said
 
 
 def test_deepspeeds_own_adam_without_zero_is_refused_in_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -176,13 +176,13 @@ def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="lr_scale of 'a' = 0: must be a positive number"):
         planned(tmp_path, lr_scale={"a": 0})
     scheduled = strategy("zero2") | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
-    with pytest.raises(Refusal, match="the scheduler block of the JSON sets the rates itself"):
+    with pytest.raises(Refusal, match="the JSON's scheduler block sets the rates"):
         planned(tmp_path, lr_scale={"*": 0.5}, ds_config=scheduled, warmup_steps=0)
 
     for value in (0, -0.5, 1.5):
         with pytest.raises(Refusal, match=rf"layer_decay = {value}: must lie above 0, and not above 1"):
             planned(tmp_path, layer_decay=value)
-    with pytest.raises(Refusal, match=r"layer_decay = 0\.5: scales the rate of the recipe's schedule, and the scheduler block"):
+    with pytest.raises(Refusal, match=r"layer_decay = 0\.5: scales the rate of the recipe's schedule, but the JSON's scheduler block"):
         planned(tmp_path, layer_decay=0.5, ds_config=scheduled, warmup_steps=0)
     unknown = Plans(layer_decay=0.5, pp={"nowhere": "split"})
     with pytest.raises(Refusal, match=r"layer_decay = 0\.5: no list of layers of LlamaForCausalLM is known; leave it out, or give the recipe a pp_plan"):

@@ -344,11 +344,11 @@ def test_every_row_of_a_ramp_that_does_not_divide_is_named(capsys):
     with pytest.raises(Refusal) as refusal:  # micro_batch 2 and dp 2: steps of 4, 6, 10 and 16 micro-batches, where eight are needed
         dry(dataclasses.replace(RAMPED, global_batch=32), "--pp", "4", "--pipeline_schedule", "dualpipev", "--deepspeed_config", "zero1.json", world=8)
     (problem,) = refusal.value.problems
-    assert "24 rows from step 11 on leave fewer than the 2 * pp = 8 micro-batches of a step that dualpipev needs" in problem.rule
+    assert "24 rows from step 11 on give fewer than the 2 * pp = 8 micro-batches that dualpipev requires" in problem.rule
     assert problem.fix.startswith('use --batch_ramp "11:32, 21:40, 31:64"')
     with pytest.raises(Refusal) as refusal:
         dry(dataclasses.replace(RAMPED, ds_config={"gradient_accumulation_steps": 2}))
-    assert "batch_ramp = 11:24, 21:40, 31:64: its steps take other numbers of micro-batches than gradient_accumulation_steps = 2" in str(refusal.value)
+    assert "batch_ramp = 11:24, 21:40, 31:64: its steps cannot all use the JSON's gradient_accumulation_steps = 2" in str(refusal.value)
 
 
 def test_a_trial_has_a_ramp_of_its_size():

@@ -66,7 +66,7 @@ def test_a_rank_takes_the_gpu_of_its_number_on_its_host(asked: Asked) -> None:
     names = [call[0] for call in asked]
     assert ("set_device", GPU) in asked and ("is_bf16_supported", False) in asked and ("get_device_name", GPU) in asked
     assert ("manual_seed", 3) in asked and names.index("init_distributed") < names.index("check_memory") < names.index("set_device")
-    with pytest.raises(Refusal, match="Tesla V100 computes no bf16"):
+    with pytest.raises(Refusal, match="Tesla V100 does not support bf16"):
         start.start(plan_of(engine="ddp"))
 
 

@@ -91,7 +91,7 @@ BROKEN = {
         "zero_optimization.cpu_offload",
         'write "zero_optimization.offload_optimizer": {"device": "cpu"} instead',
     ),
-    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it; bf16 is there"),
+    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it; bf16 is already set"),
     "number in quotes": ("zero2", {"gradient_clipping": "1.0"}, {}, 'gradient_clipping = "1.0"', "1.0 without quotes"),
     "1 for true": ("zero2", {"bf16.enabled": 1}, {}, "bf16.enabled = 1", "write true"),
     "word for true": ("zero2", {"zero_optimization.overlap_comm": "True"}, {}, 'zero_optimization.overlap_comm = "True"', "write true"),
@@ -185,7 +185,7 @@ BROKEN = {
     "NVMe folder with CPU offload": ("zero3_cpu", {"zero_optimization.offload_param.nvme_path": "/x"}, {}, "offload_param.nvme_path", '"device": "nvme"'),
     "disk settings without a disk": ("zero3_cpu", {"aio": {"queue_depth": 16}}, {}, "aio", "delete the block"),
     "key of stage 3 at stage 2": ("zero2", {"zero_optimization.stage3_max_reuse_distance": 1000}, {}, "zero_optimization.stage3_max_reuse_distance", "stage 3"),
-    "key of stage 2 at stage 3": ("zero3", {"zero_optimization.round_robin_gradients": True}, {}, "zero_optimization.round_robin_gradients", "stage 1 and 2"),
+    "key of stage 2 at stage 3": ("zero3", {"zero_optimization.round_robin_gradients": True}, {}, "zero_optimization.round_robin_gradients", "stage 1 or 2"),
     "second name of a stage 3 key": (
         "zero3",
         {"zero_optimization.max_live_parameters": 5},
@@ -205,7 +205,7 @@ BROKEN = {
         {"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}},
         {"json_only": True, "filled_by": "trainer"},
         "optimizer.type",
-        "use AdamW; a recipe has a LAMB and an Adafactor of its own",
+        "use AdamW, or a recipe, which computes LAMB and Adafactor",
     ),
     "one number as Adafactor's eps": ("zero1", {"optimizer": {"type": "Adafactor", "params": {"eps": 1e-8}}}, {}, "optimizer.params.eps", "[null, 0.001]"),
     "a negative eps of Adafactor": ("zero1", {"optimizer": {"type": "Adafactor", "params": {"eps": [-1, 0.1]}}}, {}, "optimizer.params.eps", "[null, 0.001]"),
@@ -225,15 +225,15 @@ BROKEN = {
     ),
     "pre-scaled gradients": ("zero2", {"prescale_gradients": True}, {}, "prescale_gradients", "delete it"),
     "hpZ on one host": ("zero3_hosts", {}, {"world": 8}, "zero_hpz_partition_size = 8", "use zero3.json"),
-    "hpZ that does not divide": ("zero3_hosts", {}, {"world": 12}, "zero_hpz_partition_size = 8", "GPUs of one host"),
-    "hpZ across hosts": ("zero3_hosts", {}, {"world": 16, "local": 4}, "zero_hpz_partition_size = 8", "GPUs of one host"),
+    "hpZ that does not divide": ("zero3_hosts", {}, {"world": 12}, "zero_hpz_partition_size = 8", "GPUs per host"),
+    "hpZ across hosts": ("zero3_hosts", {}, {"world": 16, "local": 4}, "zero_hpz_partition_size = 8", "GPUs per host"),
     "hpZ among tensor peers": ("zero3_hosts", {"tensor_parallel.autotp_size": 2}, {"world": 16}, "zero_hpz_partition_size = 8", "--tp 1"),
     "hpZ with offload": (
         "zero3_hosts",
         {"zero_optimization.offload_param": {"device": "cpu"}},
         {"world": 16},
         "zero_hpz_partition_size = 8",
-        "blocks that offload",
+        "offload blocks",
     ),
     "summed gradients at ZeRO-3": ("zero3", {"gradient_allreduce_op": "sum"}, {}, "gradient_allreduce_op", 'write "mean"'),
     "no norm to clip by": ("zero2", {"zero_optimization.compute_grad_norm": False}, {}, "zero_optimization.compute_grad_norm", "gradient_clipping"),
@@ -349,7 +349,7 @@ UNREADABLE = {
     "trailing comma": (b'{"zero_optimization": {"stage": 1},}', "line 1", "not strict JSON"),
     "NaN": (b'{"wandb": {"team": "NaN"},\n "gradient_clipping": NaN}', "line 2, column 23", "NaN"),
     "Infinity": (b'{"gradient_clipping": -Infinity}', "line 1, column 23", "-Infinity"),
-    "list": (b"[1, 2]", "holds [1, 2]", "not an object"),
+    "list": (b"[1, 2]", "contains [1, 2]", "not an object"),
     "nothing": (b"", "line 1", "not strict JSON"),
     "latin-1": (b'{"wandb": {"team": "\xe9"}}', "cannot be read", "UTF-8"),
     "deep": (b'{"a":' * 100_000, "nested too deeply", "see ds_configs/README.md"),
@@ -440,7 +440,7 @@ def test_a_plan_knows_the_ranks_of_its_host(monkeypatch: pytest.MonkeyPatch, tmp
     """From what torchrun and `python -m launch` set, or deepspeed; a dry run is for other hosts."""
     monkeypatch.setattr("os.environ", {**os.environ, "WORLD_SIZE": "16", "LOCAL_SIZE": "4"})
     recipe = Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero3_hosts.json", out=str(tmp_path / "run"))
-    with pytest.raises(Refusal, match="does not divide the ranks of this host"):
+    with pytest.raises(Refusal, match="must divide the number of ranks on this host"):
         make_plan(parse(recipe, tmp_path / "x.py", ["--tiny"]))
     assert make_plan(parse(recipe, tmp_path / "x.py", ["--tiny", "--dry_run"])).mesh.dp == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -451,7 +451,7 @@ def test_a_literal_beats_the_recipe_and_says_so() -> None:
     config = put(put(shipped("zero2"), "optimizer.params.lr", 1e-4), "train_micro_batch_size_per_gpu", 4)
     resolved, lines = resolve.resolve(config, RECIPE, Mesh(dp=2), LLAMA)
     assert resolved["optimizer"]["params"]["lr"] == 1e-4 and resolved["gradient_accumulation_steps"] == 3
-    assert lines == ["micro_batch: the JSON's 4 beats the recipe's 3", "lr: the JSON's 0.0001 beats the recipe's 0.0007"]
+    assert lines == ["micro_batch: the JSON's 4 overrides the recipe's 3", "lr: the JSON's 0.0001 overrides the recipe's 0.0007"]
 
 
 def test_a_typed_flag_that_equals_the_literal_is_fine() -> None:
@@ -464,7 +464,7 @@ def test_degrees_are_read_and_taken_out() -> None:
     assert numbers.degrees(config) == {"tp": 2, "sp": 1}
     resolved, lines = resolve.resolve(config, RECIPE, Mesh(dp=2, tp=2), LLAMA)
     assert not {"tensor_parallel", "sequence_parallel_size"} & set(resolved)
-    assert lines == ["tp: the JSON's 2 beats the recipe's 1"]
+    assert lines == ["tp: the JSON's 2 overrides the recipe's 1"]
 
 
 def test_micro_batches_are_counted_of_data_parallel_ranks_only() -> None:
@@ -487,7 +487,7 @@ def test_a_json_without_an_optimizer_gets_adamw() -> None:
         "type": "AdamW",
         "params": {"torch_adam": True, "fused": True, "lr": 7e-4, "weight_decay": 0.07, "betas": [0.8, 0.97], "eps": 3e-7},
     }
-    assert resolved["zero_optimization"] == {"stage": 0} and lines == ["optimizer: the JSON has none, so AdamW"]
+    assert resolved["zero_optimization"] == {"stage": 0} and lines == ["optimizer: the JSON names no optimizer, so the run uses AdamW"]
 
 
 def test_a_json_of_another_script_may_use_what_recipes_do_not() -> None:
@@ -538,7 +538,7 @@ def test_a_swap_folder_must_be_a_writable_drive(tmp_path: Path) -> None:
         return [problem.rule for problem in swap.check_swap(config, tmp_path) if "offload_optimizer" in problem.where]
 
     assert rules("nvme_swap") == [] and rules(str(tmp_path)) == []
-    assert "no folder" in rules(str(tmp_path / "absent"))[0]
+    assert "does not exist" in rules(str(tmp_path / "absent"))[0]
     assert "in memory" in rules("/dev/shm")[0]
 
 

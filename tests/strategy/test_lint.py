@@ -21,9 +21,9 @@ def test_a_clean_file_exits_0_and_shows_the_batch() -> None:
 def test_the_recipe_s_own_file_is_checked_when_none_is_named() -> None:
     code, text = lint("--recipe", "recipes/llama_nano_zero2.py", "--world", "3")
     assert code == 1 and "1 problem in recipes/llama_nano_zero2.py" in text and "use global_batch 12 or 24" in text
-    assert "; the recipe fits 2 or 4 ranks as it is (DeepSpeed" in text
+    assert "; the recipe fits 2 or 4 ranks without changes (DeepSpeed" in text
     code, text = lint("--recipe", "recipes/llama3_1_405b_zero1_pp16_tp8.py", "--world", "9")
-    assert code == 1 and "or start a multiple of 128 ranks; the recipe fits 128 ranks as it is\n" in text
+    assert code == 1 and "or start a multiple of 128 ranks; the recipe fits 128 ranks without changes\n" in text
 
 
 def test_problems_of_the_json_and_the_recipe_are_told_together(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_of_a_stage_that_is_auto_only_the_stage_is_told(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": "auto", "reduce_bucket_size": 500000000, "allgather_bucket_size": 500000000, "overlap_comm": true}}')
     code, text = lint(str(file))
-    assert code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": "auto" is filled by nobody here; write 2' in text, text
+    assert code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": nothing fills "auto" here; write 2' in text, text
 
 
 def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
@@ -88,16 +88,16 @@ def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
     file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     assert lint(str(file), "--json-only", "--world", "4")[0] == 0
     code, text = lint(str(file), "--world", "4", "--pp", "2")
-    assert code == 1 and "ZeRO stages 2 and 3 do not work with pipeline parallelism" in text
+    assert code == 1 and "ZeRO stages 2 and 3 cannot be combined with pipeline parallelism" in text
 
 
 def test_the_shipped_files_are_clean_for_whoever_fills_them() -> None:
     """But for those of optimizers that are recipes' own: DeepSpeed has no 1-bit Adam, its LAMB and Adafactor would be
     other algorithms under ZeRO, its Muon does not read what ours does."""
-    own = {"zero0_onebit": "a recipe has a 1-bit Adam of its own"} | {
+    own = {"zero0_onebit": "has its own 1-bit Adam"} | {
         "zero1_lamb": "another algorithm",
         "zero2_adafactor": "another algorithm",
-        "zero2_muon": "is of the Muon of a recipe",
+        "zero2_muon": "is an option of a recipe's Muon",
     }
     for file in sorted((ROOT / "ds_configs").glob("*.json")):
         for library in ("trainer", "accelerate"):

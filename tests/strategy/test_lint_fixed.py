@@ -89,8 +89,8 @@ def test_each_change_is_said_with_its_rule(tmp_path: Path) -> None:
     lines = said.splitlines()
     assert lines == [
         "wrote my.fixed.json: 2 changes",
-        "  1. zero_optimization.overlap_com = true: renamed overlap_comm (DeepSpeed knows no such key here)",
-        "  2. dump_sate = false: renamed dump_state (DeepSpeed knows no such key here)",
+        "  1. zero_optimization.overlap_com = true: renamed overlap_comm (DeepSpeed has no such key here)",
+        "  2. dump_sate = false: renamed dump_state (DeepSpeed has no such key here)",
         "my.fixed.json: clean",
     ]
 
@@ -99,7 +99,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "my.json").write_text('{"dump_sate": false}')
     (tmp_path / "my.fixed.json").write_text("mine")
     code, said = command("my.json", "--fix", cwd=tmp_path)
-    assert code == 1 and "--fix my.fixed.json: is there already; delete it or give it another name" in said, said
+    assert code == 1 and "--fix my.fixed.json: already exists; delete it or rename it" in said, said
     assert (tmp_path / "my.fixed.json").read_text() == "mine"
 
 

@@ -14,10 +14,10 @@ from recipekit.strategy import check, rules
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 BLOCKS = {  # path -> (the block, package as pip names it, fix)
-    "tensorboard.enabled": ({"enabled": True}, "tensorboard", 'set "tensorboard.enabled": false, or pip install tensorboard'),
-    "comet.enabled": ({"enabled": True, "project": "p"}, "comet_ml", 'set "comet.enabled": false, or pip install comet_ml'),
-    "expert_parallel.comm_backend": ({"enabled": True, "autoep_size": 1, "comm_backend": "deepep"}, "deep_ep", 'write "comm", or pip install deep_ep'),
-    "tensor_parallel.vocab_parallel_ce_backend": ({"vocab_parallel_ce_backend": "liger"}, "liger-kernel", 'write "torch", or pip install liger-kernel'),
+    "tensorboard.enabled": ({"enabled": True}, "tensorboard", 'set "tensorboard.enabled": false, or run pip install tensorboard'),
+    "comet.enabled": ({"enabled": True, "project": "p"}, "comet_ml", 'set "comet.enabled": false, or run pip install comet_ml'),
+    "expert_parallel.comm_backend": ({"enabled": True, "autoep_size": 1, "comm_backend": "deepep"}, "deep_ep", 'write "comm", or run pip install deep_ep'),
+    "tensor_parallel.vocab_parallel_ce_backend": ({"vocab_parallel_ce_backend": "liger"}, "liger-kernel", 'write "torch", or run pip install liger-kernel'),
 }
 
 
@@ -33,7 +33,7 @@ def test_lint_names_the_package_and_both_ways_out(path: str, tmp_path: Path) -> 
     file = file_of(tmp_path, {**BATCH, path.partition(".")[0]: block})
     for json_only in (True, False):
         problem = next(problem for problem in lint.lint(str(file), json_only=json_only)[0] if problem.where.startswith(f"{path} = "))
-        assert (problem.rule, problem.fix, problem.outcome) == (f"needs the package {package}, which is not installed", fix, FAILS)
+        assert (problem.rule, problem.fix, problem.outcome) == (f"requires the package {package}, which is not installed", fix, FAILS)
 
 
 @pytest.mark.parametrize("block", [{"enabled": "true"}, {"enabled": 1}, {"enabled": "on", "output_path": "logs"}])
@@ -65,4 +65,4 @@ def test_a_start_refuses_it_before_a_model_is_built(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         make_plan(parse(recipe, tmp_path / "x.py", ["--tiny", "--dry_run"]))
     told = [str(problem) for problem in refused.value.problems if "tensorboard" in problem.where]
-    assert len(told) == 1 and told[0].startswith("tensorboard.enabled = true: needs the package tensorboard, which is not installed; set ")
+    assert len(told) == 1 and told[0].startswith("tensorboard.enabled = true: requires the package tensorboard, which is not installed; set ")

@@ -98,23 +98,28 @@ def page(found: dict[str, dict[str, str]], dates: dict[str, str], words: list[st
                 lines.append(f"| {stage} | {micro_batch} | " + " | ".join("=" if cell == "equal" else "**no**" if cell else "" for cell in row) + " |")
         lines += [f"- {case}: {cell}" for case, cell in wrong.items()]
     made = f"{os.cpu_count()} CPU cores, torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}"
-    return f"""# Every layout beside plain PyTorch
+    return f"""# Every layout compared with plain PyTorch
 
 Written by `python tests/support/all_layouts.py {" ".join(words)}`
 with {made}.
 
-A cell is a run of ten steps in fp32 of a tiny model that has the parts of the real one: `=` where the losses and norms
-of each step are within 1e-5 (relative) of those of plain PyTorch in one process, all weights within 1e-5, and the
-metrics of held-out rows the same. Empty: DeepSpeed has no pipeline under ZeRO-2 and -3, no plan cuts the
-convolutions of a ResNet over ranks, and an adapter goes round a whole model (all weights of the adapter are compared).
+Each cell is a run of ten steps in fp32. The model is a tiny copy with the parts of the real model. `=` means that the
+run agrees with plain PyTorch in one process:
+
+- the losses and norms of each step are within 1e-5 (relative)
+- all weights are within 1e-5 (for an adapter, all weights of the adapter)
+- the metrics of held-out rows are the same
+
+Empty cells cannot run. DeepSpeed has no pipeline under ZeRO-2 and -3. No plan shards the convolutions of a ResNet over
+ranks. An adapter wraps the full model, so it has no pipeline and no tensor parallelism.
 {chr(10).join(lines)}
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--results", type=Path, required=True, help="a file of JSON lines, which a later run goes on with")
-    parser.add_argument("--page", type=Path, required=True, help="where the page goes")
+    parser.add_argument("--results", type=Path, required=True, help="file of JSON lines; a later run continues with it")
+    parser.add_argument("--page", type=Path, required=True, help="the page to write")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     arguments = parser.parse_args()
     arguments.results.touch()

@@ -165,7 +165,7 @@ FLAGS = {
     "no run to resume": Input("--resume gone", "resume = gone: is neither a run folder nor a step folder"),
     "two precisions": Input(
         "--deepspeed_config d.json",
-        "bf16.enabled = true: bf16 and fp16 cannot both be on",
+        "bf16.enabled = true: bf16 and fp16 cannot both be enabled",
         content("d.json", json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "fp16": {"enabled": True}})),
     ),
     "a trailing comma": Input(

@@ -1,14 +1,14 @@
-"""Test which model families train in which layout; write recipes/SUPPORT.md, SUPPORT_MLM.md and SUPPORT_IMAGES.md.
+"""Run each model family in each layout and write recipes/SUPPORT.md, SUPPORT_MLM.md and SUPPORT_IMAGES.md.
 
-    python tools/make/support_matrix.py                                               # all types of the installed transformers (hours on 2 cores)
-    python tools/make/support_matrix.py --types llama gemma2                          # these only; prints their marks, writes no page
+    python tools/make/support_matrix.py                                       # all types of the installed transformers (hours on 2 cores)
+    python tools/make/support_matrix.py --types llama gemma2                  # only these: print their marks, write no page
     python tools/make/support_matrix.py --task image_classification --types vit swin
 
-Causal language models (task pretrain), masked language models and image classifiers each have a table. Every model
-type is tested with a tiny model from its own config class. In each layout real processes train it for 3 optimizer
-steps (fp32, AdamW, clipping; packed documents, or random images). The result is compared with plain PyTorch in one
-process: every loss and grad_norm within 1e-5 relative, every updated weight within 1e-5 absolute. A cell that fails
-or exceeds its time limit is marked with the reason, and its group of processes is replaced.
+Causal language models (task pretrain), masked language models and image classifiers have one table each. For every model
+type the tool makes a tiny model from the type's config class. In each layout real processes train it for 3 optimizer steps
+(fp32, AdamW, clipping; packed documents or random images). The tool compares the result with plain PyTorch in one process:
+every loss and grad_norm within 1e-5 relative, every updated weight within 1e-5 absolute. If a cell fails or exceeds its
+time limit, its mark gives the reason, and the tool starts a new group of processes.
 """
 
 import argparse
@@ -42,8 +42,8 @@ MICRO_BATCH = {TEXT: 1, MASKED: 1, IMAGES: 2}  # rows of each of the BATCHES
 NORMED = 16
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
 WHY = {  # (beginning of a type, part of a layout) -> found by hand
-    ("gemma3n", "tp"): "Gemma3nTextMLP._gaussian_topk takes mean and deviation over the dimension that is cut",
-    ("reformer", ""): "LSHSelfAttention draws its hashes anew in every forward",
+    ("gemma3n", "tp"): "Gemma3nTextMLP._gaussian_topk computes mean and deviation over the dimension that tp shards",
+    ("reformer", ""): "LSHSelfAttention samples new hashes in every forward pass",
 }
 ROUNDED = 1e-6  # relative, of a gradient in fp64: the loss and some norms are computed in fp32 whatever the weights are
 ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}  # said by a refusal -> its mark
@@ -569,39 +569,47 @@ def versions() -> str:
     return f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}, {time.strftime('%Y-%m-%d')}."
 
 
+def made(task: str, model: str, rows: str) -> str:
+    """Return how the cells of a page are run, and when a cell gets a mark."""
+    of_task = "" if task == TEXT else f" --task {task}"
+    return (
+        f"Written by `python tools/make/support_matrix.py{of_task}`, which runs every cell. Do not edit this page. A tiny model of each type ({model}) "
+        f"trains {STEPS} steps on {rows} in real processes (CPU, fp32). ✓ means that the run agrees with plain PyTorch in one process: every loss and grad_norm "
+        f"within {LOSS:.0e} relative, every updated weight within {WEIGHT:.0e}. The number is the largest deviation. ✗ means that the cell fails."
+    )
+
+
 def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Writes recipes/SUPPORT.md, of causal language models."""
+    """Return the text of recipes/SUPPORT.md, of causal language models."""
     ran = [name for name in done if done[name]["reference"]["ok"]]
     planned = [name for name in ran if publishes_pipeline_plan(name)]
     ahead = [name for name in done if AHEAD in done[name]["reference"].get("reason", "")]
     lines = [
         "# Which families train in which layout",
         "",
-        *paragraph(
-            "Made by `python tools/make/support_matrix.py`, which runs every cell; do not edit. A tiny model of each type (its own config class, every kind of "
-            f"layer kept) trains {STEPS} steps on packed documents in real processes (CPU, fp32). A mark means: every loss and grad_norm within {LOSS:.0e} "
-            f"relative of plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. The number is the largest of the deviations."
-        ),
+        *paragraph(made(TEXT, "its config class, with every kind of layer", "packed documents")),
         "",
         versions(),
-        "No family has code of its own: stages and cuts come from the plans that the model publishes.",
+        "",
+        "No family has its own code: the stages and shards come from the plans that the model publishes.",
         "",
         *paragraph(
-            "- Packed rows: whether a document's logits depend on another document of its row in transformers itself; where they leak, give each row one "
-            "document, or know that they do."
+            "- packed rows: `isolated` means that a document's logits do not depend on other documents in its row. `leak` means that they do, in transformers "
+            "itself. Then put one document in each row, or accept the leak."
         ),
+        *paragraph("- varlen: ✓ means that `--attention auto` computes packed rows without a mask. For ✗ the reason is below, and a mask is used."),
         *paragraph(
-            "- varlen: whether `--attention auto` computes packed rows without a mask; else it says why, and makes one. sdpa: with varlen the cell's "
-            "roundings exceed the tolerance, with sdpa, the attention of plain PyTorch here, they do not; what they are is told below."
+            "- sdpa: with varlen the rounding differences of the cell exceed the tolerance. With sdpa, the attention of plain PyTorch here, they do not. "
+            "The differences are listed below."
         ),
-        *paragraph("- no plan: the family publishes none for that degree; a recipe can give its own for pp (gpt2_xl_zero1_pp4.py)."),
-        "- no preset: DeepSpeed's AutoEP has none for its experts. no experts: there is nothing to divide.",
+        *paragraph("- no plan: the family publishes no plan for that degree. A recipe can set its own plan for pp (`gpt2_xl_zero1_pp4.py`)."),
+        "- no preset: DeepSpeed's AutoEP has no preset for its experts. no experts: there are no experts to shard.",
         "",
-        *paragraph(f"Refused, since they read the tokens that they should predict: {', '.join(sorted(ahead))}."),
+        *paragraph(f"Refused, because they read the tokens that they should predict: {', '.join(sorted(ahead))}."),
         "",
         *paragraph(
-            f"Encoder-decoders are refused, too. Of {', '.join(sorted(decoders_alone(ran)))} the rows below are of the decoder alone, "
-            'whose config.json says `"is_encoder_decoder": false`.'
+            "Encoder-decoders are also refused. For the following types the rows below describe only the decoder, whose config.json says "
+            f'`"is_encoder_decoder": false`: {", ".join(sorted(decoders_alone(ran)))}.'
         ),
         "",
     ]
@@ -618,30 +626,30 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
             leak = done[name]["reference"].get("leak")
             isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"  # below 1e-6 is rounding
             lines.append(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in LAYOUTS) + f" | {isolated} | {_varlen(done[name])} |")
-    others = [line for name in sorted(ran) if (why := done[name]["reference"].get("varlen")) for line in paragraph(f"- {name}: {why}")]
-    return "\n".join([*lines, "", "## Why attention keeps a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)]) + "\n"
+    others = [line for name in sorted(ran) if (why := done[name]["reference"].get("varlen")) for line in paragraph(f"- {name}: {quoted(why)}")]
+    return "\n".join([*lines, "", "## Why attention needs a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)]) + "\n"
 
 
 def masked_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Writes recipes/SUPPORT_MLM.md, of masked language models."""
+    """Return the text of recipes/SUPPORT_MLM.md, of masked language models."""
     layouts, ran = layouts_of(MASKED), sorted(name for name in done if done[name]["reference"]["ok"])
-    others = [line for name in ran if (why := done[name]["reference"].get("varlen")) for line in paragraph(f"- {name}: {why}")]
+    others = [line for name in ran if (why := done[name]["reference"].get("varlen")) for line in paragraph(f"- {name}: {quoted(why)}")]
     lines = [
         "# Which masked language models train in which layout",
         "",
-        *paragraph(
-            f"Made by `python tools/make/support_matrix.py --task {MASKED}`, which runs every cell; do not edit. A tiny model of each type (its own config "
-            f"class, without dropout) trains {STEPS} steps on packed documents, 30 % of whose tokens are hidden, in real processes (CPU, fp32). A mark means: "
-            f"every loss and grad_norm within {LOSS:.0e} relative of plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. The number is "
-            "the largest of the deviations."
-        ),
+        *paragraph(made(MASKED, "its config class, without dropout", "packed documents with 30 % masked tokens")),
         "",
         versions(),
         "",
         *paragraph(
-            "A type is here if an attention keeps its documents apart: a tiny copy's logits of packed documents are those of each alone, as transformers "
-            "computes them. varlen: without a mask, by the default config; else the reason is below, and there is a mask. no plan: it publishes none, and "
-            "that of the task (recipekit/tasks/facts.py) names other modules; a recipe can give its own (pp_plan, tp_plan)."
+            "The table lists each type whose attention keeps packed documents apart. In transformers, the logits of packed documents from a tiny copy then equal "
+            "the logits of each document alone."
+        ),
+        "",
+        *paragraph("- varlen: ✓ means that the default config runs without a mask. For ✗ the reason is below, and a mask is used."),
+        *paragraph(
+            "- no plan: the type publishes no plan, and the task's plan (recipekit/tasks/facts.py) names other modules. A recipe can set its own plan "
+            "(`pp_plan`, `tp_plan`)."
         ),
         "",
         *(f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}" for layout in layouts),
@@ -649,30 +657,26 @@ def masked_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
         "| type | " + " | ".join(layouts) + " | varlen |",
         "|---|" + "---|" * (len(layouts) + 1),
         *(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in layouts) + f" | {_varlen(done[name])} |" for name in ran),
-        *["", "## Why attention makes a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)],
+        *["", "## Why attention needs a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)],
     ]
     return "\n".join(lines) + "\n"
 
 
 def image_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Writes recipes/SUPPORT_IMAGES.md, of image classifiers."""
+    """Return the text of recipes/SUPPORT_IMAGES.md, of image classifiers."""
     layouts, ran = layouts_of(IMAGES), sorted(name for name in done if done[name]["reference"]["ok"])
     lines = [
         "# Which image classifiers train in which layout",
         "",
-        *paragraph(
-            f"Made by `python tools/make/support_matrix.py --task {IMAGES}`, which runs every cell; do not edit. A tiny model of each type "
-            f"(its own config class) trains {STEPS} steps on micro-batches of {MICRO_BATCH[IMAGES]} random pictures ({NORMED}, and SiLU for ReLU, where it has BatchNorm) "
-            "in real processes (CPU, fp32). "
-            f"A mark means: every loss and grad_norm within {LOSS:.0e} relative of plain PyTorch in one process, every updated weight within {WEIGHT:.0e}. "
-            "The number is the largest of the deviations."
-        ),
+        *paragraph(made(IMAGES, "its config class", f"micro-batches of {MICRO_BATCH[IMAGES]} random images")),
+        "",
+        f"Types with BatchNorm train on micro-batches of {NORMED} images, with SiLU instead of ReLU.",
         "",
         versions(),
         "",
         *paragraph(
-            "Where a type publishes no plan, that of the task is taken (recipekit/tasks/facts.py). no plan: its modules have other names, "
-            "and a recipe can give its own (pp_plan, tp_plan)."
+            "If a type publishes no plan, the task's plan (recipekit/tasks/facts.py) is used. no plan: the modules of the type have other names. A recipe can set "
+            "its own plan (`pp_plan`, `tp_plan`)."
         ),
         "",
         *(f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}" for layout in layouts),
@@ -689,18 +693,23 @@ def image_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def reasons(done: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """An entry for each cell that failed otherwise than for want of a plan."""
+    """Return an entry for each failed cell and its recorded message, except cells without a plan or preset."""
     lines = []
     for name in sorted(done):
         for layout, result in done[name].items():
             if result["ok"] and layout in LAYOUTS and result.get("varlen"):
-                lines += paragraph(f"- {name}, {layout}: as sdpa computes; with varlen it {result['varlen']}")
+                lines += paragraph(f"- {name}, {layout}: equal with sdpa; with varlen: {quoted(result['varlen'])}")
             if not result["ok"] and not _absent(result):
-                why = next(
+                cause = next(
                     (f"; {why}" for (start, part), why in WHY.items() if name.startswith(start) and part in layout and "differs" in result["reason"]), ""
                 )
-                lines += paragraph(f"- {name}, {layout}: {result['reason']}{why}")
+                lines += paragraph(f"- {name}, {layout}: {quoted(result['reason'])}{cause}")
     return lines
+
+
+def quoted(message: str) -> str:
+    """Return a recorded message as code in Markdown, with single quotes for its backticks."""
+    return "`" + message.replace("`", "'") + "`"
 
 
 def paragraph(text: str) -> list[str]:
@@ -730,11 +739,11 @@ def main() -> None:
     from recipekit.paths import path_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help="test only this task (default: all, with --types " + TEXT + ")")
-    parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types to test (default: all)")
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="layouts to test (default: all)")
-    parser.add_argument("--results", type=path_of, metavar="FILE", help="file of finished cells, which are not run again; new cells are added")
-    parser.add_argument("--varlen", action="store_true", help="only print whether each type uses varlen attention; takes a minute")
+    parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help=f"only the models of this task (default: all tasks, or {TEXT} with --types)")
+    parser.add_argument("--types", nargs="+", help="model types (default: all)")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="layouts to run (default: all)")
+    parser.add_argument("--results", type=path_of, help="file of finished cells: they are not run again, and new cells are added")
+    parser.add_argument("--varlen", action="store_true", help="only print for each type whether its attention is varlen (takes a minute)")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

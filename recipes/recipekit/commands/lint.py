@@ -1,16 +1,14 @@
-"""Check a DeepSpeed JSON, alone or for one recipe on a number of ranks, without starting anything.
+"""Check a DeepSpeed JSON, alone or for one recipe on a number of ranks. Nothing is started.
 
     recipekit lint zero3.json --recipe mine.py --world 16
-    recipekit lint my_config.json --json-only --world 8       # any JSON that your own script gives to DeepSpeed
-    recipekit lint my_config.json --filled-by trainer         # the same, but Trainer (or accelerate) fills "auto" first
-    recipekit lint my_config.json --fix                       # write my_config.fixed.json, and list the changes
-    recipekit lint --table                                    # write the support table into ds_configs/README.md
+    recipekit lint my_config.json --json-only --world 8       # a JSON that another script passes to DeepSpeed
+    recipekit lint my_config.json --filled-by trainer         # the same, after Trainer (or accelerate) has filled "auto"
+    recipekit lint my_config.json --fix                       # write my_config.fixed.json and list the changes
+    recipekit lint --table                                    # write the tables of ds_configs/README.md
 
-Each problem is printed with its fix and with the result in DeepSpeed alone: it fails, ignores the key, replaces the
-value, or trains with wrong numbers. The rules are in strategy/rules.py, the keys in strategy/schema.json.
-
-Exit codes: 0 clean; 1 problems; 2 wrong command line.
-`python tools/lint.py` is the same command.
+Each problem is printed with its fix and with the result in DeepSpeed alone: DeepSpeed fails, hangs, ignores the key,
+replaces the value, or trains with wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules are in
+strategy/rules.py, and the keys are in strategy/schema.json. `python tools/lint.py` is the same command.
 """
 
 import argparse
@@ -124,9 +122,9 @@ def lint(
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
     lines += [f"note: {told(problem)}" for problem in advice]
     if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
-        lines.append('note: Trainer and accelerate turn many an "auto" into a number before DeepSpeed sees it: --filled-by trainer, --filled-by accelerate')
+        lines.append('note: Trainer and accelerate fill many "auto" values before DeepSpeed reads them: add --filled-by trainer or --filled-by accelerate')
     if recipe and shape is None:
-        lines.append(f"{recipe.model} is not on this machine, so its heads and sizes were not checked")
+        lines.append(f"{recipe.model} is not on this machine, so its attention heads and sizes were not checked")
     if recipe and world and not problems:
         degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
         mesh = make_mesh(world, **degrees)
@@ -156,9 +154,9 @@ def fix(name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, 
         with target.open("x", encoding="utf-8", errors="backslashreplace") as stream:  # half a surrogate pair as it was: \ud800
             stream.write(json.dumps(fixed, indent=2, ensure_ascii=False) + "\n")
     except FileExistsError:
-        raise refuse(f"--fix {target}", "is there already", "delete it or give it another name") from None
+        raise refuse(f"--fix {target}", "already exists", "delete it or rename it") from None
     except OSError as error:
-        raise refuse(f"--fix {target}", f"cannot be written: {error.strerror}", "copy the JSON to a folder you may write to") from None
+        raise refuse(f"--fix {target}", f"cannot be written: {error.strerror}", "copy the JSON to a folder that you can write to") from None
     return target, [f"wrote {target}: {len(lines)} change{'s' if len(lines) > 1 else ''}", *(f"  {number}. {line}" for number, line in enumerate(lines, 1))]
 
 
@@ -171,7 +169,7 @@ def batches(mesh: Mesh, resolved: dict[str, Any], ramp: Ramp) -> list[str]:
 
 
 def told(problem: Problem) -> str:
-    """Writes a problem as it is printed, with what DeepSpeed alone would do."""
+    """Return a problem as it is printed, with the outcome under DeepSpeed alone."""
     return f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})" if problem.outcome else str(problem)
 
 
@@ -187,14 +185,15 @@ def verdict(problems: list[Problem]) -> str:
 def support_table() -> str:
     """Writes the rules of combinations, and the keys that are read in some places only, as a Markdown list: no table of them fits a screen."""
     lines = [
-        f'What DeepSpeed {schema()["deepspeed"]} does with a combination, and where that is decided (files below `deepspeed/runtime`; "run": seen',
-        "by running). `lint` tells those that a JSON or a layout shows; the others depend on the script or the model.",
+        f"Each entry names a combination, the result in DeepSpeed {schema()['deepspeed']}, the rule and the fix. A source is a file below",
+        '`deepspeed/runtime`; "run" means that a run showed the result. `lint` reports every entry that a JSON or a layout',
+        "shows. The other entries depend on the script or the model.",
         "",
     ]
     for rule in ds_rules.RULES:
         if rule.together:
             lines += entry(f"**{rule.together}**", rule)
-    lines += ["", "### Keys that have an effect in some places only", ""]
+    lines += ["", "### Keys that work only in some configurations", ""]
     alone = [rule for rule in ds_rules.RULES + ds_rules.STOCK_RULES if not rule.together and rule.source]
     same = lambda rule: (rule.key.rpartition(".")[0], *rule[2:6])  # noqa: E731
     for (block, *_), group in groupby(sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same):
@@ -219,31 +218,31 @@ def optimizer_table() -> str:
     """Writes the optimizers that a recipe's JSON may name, what each keeps, and why the others are refused, as a Markdown list."""
     lines = []
     for name, facts in FACTS.items():
-        text = f"- `{name}`: refused: {facts.lacks}" if facts.lacks else f"- `{name}`: {_where(facts)}; keeps {_kept(facts)}"
+        text = f"- `{name}`: refused: {facts.lacks}" if facts.lacks else f"- `{name}`: {_where(facts)}. States: {_kept(facts)}"
         lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
 def _where(facts: OptimizerFacts) -> str:
     if facts.acts_on == GRADIENT:
-        return "ZeRO-0, and torch's DDP, computed by a class of recipekit/optim"
+        return "ZeRO-0 and torch's DDP (implemented in recipekit/optim)"
     stages = "ZeRO-0, -1, -2 and -3"
-    return f"{stages}, and torch's DDP and FSDP2, computed by a class of recipekit/optim" if facts.ours else stages
+    return f"{stages}, torch's DDP and FSDP2 (implemented in recipekit/optim)" if facts.ours else stages
 
 
 def _kept(facts: OptimizerFacts) -> str:
     """Names the states, for a weight of which each takes 4 bytes."""
     more = [f"with {option} also {' and '.join(map(_code, names))}" for option, names in facts.added.items()]
     if facts.host is not None and facts.host.states != facts.states:
-        more.append(f"offloaded, where DeepSpeed computes it, {' and '.join(map(_code, facts.host.states))}")
+        more.append(f"with offload (computed by DeepSpeed) {' and '.join(map(_code, facts.host.states))}")
     if facts.matrices is not None:
-        more.append(f"but for a matrix {' and '.join(map(_code, facts.matrices))}")
+        more.append(f"for a matrix {' and '.join(map(_code, facts.matrices))}")
     if facts.states == FACTORS:
         rows, columns, elements = map(_code, FACTORS)
-        return f"of a vector {elements}, of other weights {rows} and {columns}, a number for each row and column"
+        return f"{elements} for a vector; {rows} and {columns}, with one number for each row and column, for other weights"
     if facts.acts_on == GRADIENT:
-        more.append("and for each rank what it has still to send")
-    return ", ".join([" and ".join(map(_code, facts.states)) or "nothing", *more])
+        more.append("and the unsent remainder of each rank")
+    return ", ".join([" and ".join(map(_code, facts.states)) or "none", *more])
 
 
 def _code(name: str) -> str:
@@ -263,38 +262,41 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
     """Check the JSON of a command line; return the exit code."""
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter)
     parser.add_argument(
-        "config", nargs="?", type=lambda text: str(path_of(text)), help="the JSON: a path, or a name of ds_configs/ (default: the recipe's own)"
+        "config", nargs="?", type=lambda text: str(path_of(text)), help="DeepSpeed JSON: a path or a name in ds_configs/ (default: the recipe's JSON)"
     )
-    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="the recipe's file: check batch, model and schedule as well")
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks: check layout and batch for it")
-    parser.add_argument("--json-only", "--json_only", action="store_true", help="the JSON belongs to your own script, not to a recipe")
-    parser.add_argument("--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='library that fills "auto" in your own script')
+    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="recipe file: also check its batch, model and schedule")
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks: also check the layout and the batch")
+    parser.add_argument("--json-only", "--json_only", action="store_true", help="check a JSON that another script (not a recipe) passes to DeepSpeed")
+    parser.add_argument(
+        "--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='program that fills "auto" in that script (default: none)'
+    )
     for axis in ("tp", "pp", "sp", "ep"):
-        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{axis} degree of your own script")
-    parser.add_argument("--fix", action="store_true", help="write NAME.fixed.json beside the JSON, with every problem fixed that has one clear fix")
-    parser.add_argument("--table", action="store_true", help="write the support table into ds_configs/README.md")
+        default = "1" if axis == "pp" else "the JSON's, or 1"
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{axis} degree of that script (default: {default})")
+    parser.add_argument("--fix", action="store_true", help="write NAME.fixed.json next to the JSON, with every unambiguous fix applied")
+    parser.add_argument("--table", action="store_true", help="write the tables of rules and optimizers into ds_configs/README.md")
     given = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(given)
     if arguments.table:
         if len(given) > 1:
-            parser.error("--table writes a page and takes no other argument")
+            parser.error("--table cannot be combined with other arguments")
         if IS_WHEEL:
-            parser.error("--table writes a page of the repository, which an installed package does not have; start it in a clone")
+            parser.error("--table requires a clone of the repository, because an installed package has no ds_configs/README.md")
         README.write_text(with_table(README.read_text()))
-        print(f"wrote the support table into {README.relative_to(README.parents[1])}")
+        print(f"wrote the tables of rules and optimizers into {README.relative_to(README.parents[1])}")
         return 0
     if arguments.config is None and arguments.recipe is None:
-        parser.error("give a JSON, a --recipe, or both")
+        parser.error("give a JSON, or --recipe, or both")
     layout = {axis: degree for axis in ("tp", "pp", "sp", "ep") if (degree := getattr(arguments, axis)) is not None}
     json_only = bool(arguments.json_only or arguments.filled_by or layout)
     if arguments.recipe and json_only:
-        parser.error("--recipe checks for a recipe; --json-only, --filled-by and degrees are for a script that is none")
+        parser.error("--recipe cannot be combined with --json-only, --filled-by and degrees, which are for other scripts")
     if any(degree < 1 for degree in layout.values()):
-        parser.error("a degree is at least 1")
+        parser.error("a degree must be at least 1")
     if arguments.world is not None and arguments.world < 1:
-        parser.error("--world is at least 1")
+        parser.error("--world must be at least 1")
     if arguments.fix and arguments.config is None:
-        parser.error("--fix needs the JSON to fix")
+        parser.error("--fix requires the path of a JSON")
 
     def linted(config: str | dict[str, Any] | None) -> tuple[list[Problem], list[str]]:
         return lint(config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout)

@@ -45,7 +45,7 @@ class Facts:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FACTORS = ("row_var", "col_var", "variance")  # a number for each row and column of a tensor, or for each element of a vector
 ADAM = Facts(MOMENTS, added={"amsgrad": ("max_exp_avg_sq",)}, family="Adam", host=Facts(MOMENTS, family="Adam"), tested=True, copies=1)
-MU = Facts(MOMENTS, lacks="needs the package mup, which is not pinned here", read="everywhere")
+MU = Facts(MOMENTS, lacks="requires the package mup, which is not pinned here", read="everywhere")
 FACTS: dict[str, Facts] = {
     "AdamW": ADAM,
     "Adam": ADAM,

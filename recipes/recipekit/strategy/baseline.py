@@ -29,22 +29,24 @@ def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     """Refuses what the recipe's engine does not read, or does not have."""
     if recipe.engine not in NAMES:
         stated = "precision" in typed or (recipe.precision != Recipe.precision and "engine" not in typed)
-        rule = "is for ddp and fsdp2; DeepSpeed's JSON sets the precision"
+        rule = "applies only to the engines ddp and fsdp2, because DeepSpeed's JSON sets the precision"
         fix = f"leave it out, or add --engine {' or '.join(NAMES)}"
         return [Problem(f"--precision {recipe.precision}", rule, fix)] if stated else []
     found, where = [], f"engine = {recipe.engine}"
     if "ds_config" in typed or (recipe.ds_config not in ({}, Recipe.ds_config) and "engine" not in typed):
-        name = recipe.ds_config if isinstance(recipe.ds_config, str) else "of the recipe"
-        rule = f"is read by DeepSpeed, and not by {NAMES[recipe.engine]}"
+        name = recipe.ds_config if isinstance(recipe.ds_config, str) else "(in the recipe)"
+        rule = f"applies only to DeepSpeed, and {NAMES[recipe.engine]} does not read it"
         found.append(Problem(f"--deepspeed_config {name}", rule, "leave it out (--precision sets the precision), or use --engine deepspeed"))
     for axis in AXES:
         if (degree := getattr(recipe, axis)) > 1:
-            found.append(Problem(f"{axis} = {degree} with {where}", "divides the data only", f"use --{axis} 1, or --engine deepspeed"))
+            found.append(
+                Problem(f"{axis} = {degree} with {where}", f"{NAMES[recipe.engine]} supports only data parallelism", f"use --{axis} 1, or --engine deepspeed")
+            )
     if recipe.save_in_background:
-        rule = "gathers the states while it writes them, in which every rank takes part"
+        rule = "requires DeepSpeed, because torch's engines gather the states from every rank while they write them"
         found.append(Problem(f"save_in_background with {where}", rule, "leave it out, or use --engine deepspeed"))
     if recipe.adapt is not None and recipe.engine == "fsdp2":
-        rule = "divides each layer when its weights are read, and an adapter is added to whole layers"
+        rule = "FSDP2 shards each layer when it reads the weights, but an adapter requires unsharded layers"
         found.append(Problem(f"adapt with {where}", rule, "use --engine ddp, or ZeRO-3 with --engine deepspeed"))
     return found
 
@@ -55,19 +57,19 @@ def check_optimizer(engine: str, precision: str, optimizer: dict[str, Any] | Non
         return []
     found, where = [], f"optimizer.type = {optimizer['type']} with"
     if engine == "fsdp2":
-        rule = "takes the gradients of each rank before they are added up, which FSDP2 does while it divides them"
+        rule = "requires each rank's gradients before they are reduced, but FSDP2 reduces gradients while it shards them"
         found.append(Problem(f"{where} engine = fsdp2", rule, "use --engine ddp, or a JSON with AdamW"))
     if precision == "fp16":
-        rule = "skips a step where a gradient overflows, and the gradients of the ranks are not the same with this optimizer"
+        rule = "fp16 skips a step after an overflow, but with this optimizer the gradients differ between ranks"
         found.append(Problem(f"{where} precision = fp16", rule, "use --precision bf16 or fp32"))
     return found
 
 
 def check_precision(engine: str, precision: str, device: str, has_bf16: bool) -> list[Problem]:
-    """Refuses fp16 on a device that has bf16, which needs no scaling of the loss, and bf16 on one that lacks it."""
+    """Refuses fp16 on a device that supports bf16, which requires no loss scaling, and bf16 on one that lacks it."""
     if engine not in NAMES or precision == "fp32" or (precision == "bf16") == has_bf16:
         return []
-    rule, other = (f"{device} has bf16, which needs no scaling of the loss", "bf16") if has_bf16 else (f"{device} computes no bf16", "fp16")
+    rule, other = (f"{device} supports bf16, which requires no loss scaling", "bf16") if has_bf16 else (f"{device} does not support bf16", "fp16")
     return [Problem(f"precision = {precision}", rule, f"use --precision {other}")]
 
 
@@ -78,5 +80,5 @@ def say_engine(engine: str, precision: str, ds_config: Any, typed: frozenset[str
     if engine not in NAMES:
         return [f"engine: DeepSpeed; the recipe's precision ({precision}) is not used"] if precision != Recipe.precision else []
     name = ds_config if isinstance(ds_config, str) else "in the recipe"
-    but = f", but for its optimizer, {optimizer['type']}" if optimizer else ""
+    but = f", except its optimizer {optimizer['type']}" if optimizer else ""
     return [f"engine: {NAMES[engine]} in {precision}; the recipe's JSON ({name}) is not used{but}"]

@@ -23,8 +23,8 @@ def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, me
     steps = clean.get("gradient_accumulation_steps", "auto")
     steps = None if steps == "auto" else steps
     if total is not None and mesh is None and not of_recipe and micro and steps and total % (micro * steps):
-        rule = f"no number of ranks makes micro_batch {micro} * {steps} micro-batches = {micro * steps} of it"
-        return [Problem(f"train_batch_size = {total}", rule, f"write {_near(total, micro * steps)}, or leave one of the three keys out", FAILS)]
+        rule = f"is not divisible by micro_batch {micro} * {steps} micro-batches = {micro * steps} on any number of ranks"
+        return [Problem(f"train_batch_size = {total}", rule, f"write {_near(total, micro * steps)}, or delete one of the three keys", FAILS)]
     if total is None or mesh is None or min(total, micro or 1) < 1:
         return []
     dp, literal = mesh.dp, {key for key, value in clean.items() if value != "auto"}
@@ -34,7 +34,7 @@ def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, me
         parts = dp * (steps or 1)
         if total % parts:
             return [
-                Problem(f"train_batch_size = {total}", f"does not divide by {product_of(dp, None, steps)} = {parts}", f"write {_near(total, parts)}", FAILS)
+                Problem(f"train_batch_size = {total}", f"is not divisible by {product_of(dp, None, steps)} = {parts}", f"write {_near(total, parts)}", FAILS)
             ]
         return []
     if total % (dp * micro):
@@ -44,9 +44,9 @@ def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, me
             ways.append(f"{one} {fitting}")
         if "train_batch_size" in literal and "train_micro_batch_size_per_gpu" not in literal:
             ways.reverse()  # the JSON's own number stays
-        return [Problem(where, f"does not divide by {product_of(dp, micro, None)} = {dp * micro}", f"use {', or '.join(ways)}", FAILS)]
+        return [Problem(where, f"is not divisible by {product_of(dp, micro, None)} = {dp * micro}", f"use {', or '.join(ways)}", FAILS)]
     if steps is not None and total != dp * micro * steps:
-        rule = f"{product_of(dp, micro, steps)} = {dp * micro * steps}, not the {total} rows of a step"
+        rule = f"{product_of(dp, micro, steps)} = {dp * micro * steps}, but a step must have {total} rows"
         auto = f'write "auto" or {total // (dp * micro)}' if of_recipe else f"write {total // (dp * micro)}"
         rows = f"use {all_rows} {dp * micro * steps}"
         ways = (
@@ -65,7 +65,7 @@ def check_ramp(clean: dict[str, Any], ramp: Ramp, micro: int | None, dp: int, le
     changes, steps = ramp.table[1:], clean.get("gradient_accumulation_steps", "auto")
     where = f"batch_ramp = {written(changes)}"
     if changes and steps != "auto":
-        return [Problem(where, f"its steps take other numbers of micro-batches than gradient_accumulation_steps = {steps} of the JSON", 'write "auto" there')]
+        return [Problem(where, f"its steps cannot all use the JSON's gradient_accumulation_steps = {steps}", 'write "auto" in the JSON')]
     each = dp * (micro or 0)
     if each < 1:
         return []
@@ -74,7 +74,7 @@ def check_ramp(clean: dict[str, Any], ramp: Ramp, micro: int | None, dp: int, le
     if odd := [(first, rows) for first, rows in changes if rows % each]:
         rules.append(f"{_listed(odd)} do not divide by {product_of(dp, micro, None)} = {each}")
     if few := [(first, rows) for first, rows in changes if rows % each == 0 and rows // each < least]:
-        rules.append(f"{_listed(few)} leave fewer than the 2 * pp = {least} micro-batches of a step that dualpipev needs")
+        rules.append(f"{_listed(few)} give fewer than the 2 * pp = {least} micro-batches that dualpipev requires")
     fix = f'use --batch_ramp "{written((first, fitting[rows] if rows % each or rows // each < least else rows) for first, rows in changes)}"'
     return [Problem(where, "; ".join(rules), fix)] if rules else []
 
@@ -89,7 +89,7 @@ def no_batch(config: dict[str, Any], filled_by: str) -> list[Problem]:
         return []
     value = shown(config["gradient_accumulation_steps"]) if "gradient_accumulation_steps" in config else "(missing)"
     where = f"{'gradient_accumulation_steps' if 'gradient_accumulation_steps' in config else 'train_batch_size'} = {value}"
-    rule = "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu"
+    rule = "DeepSpeed requires train_batch_size or train_micro_batch_size_per_gpu"
     return [Problem(where, rule, 'add "train_micro_batch_size_per_gpu": 1' if not filled_by else 'add "train_micro_batch_size_per_gpu": "auto"', FAILS)]
 
 

@@ -110,15 +110,13 @@ def check_device(config: dict[str, Any], device_type: str, has_fp16: bool = Fals
     facts = Facts(walk(config)[1])
     found = []
     if device_type == "cpu" and facts.dtype == "fp16" and not has_fp16:
-        found.append(
-            Problem("fp16.enabled = true", "DeepSpeed does not train in fp16 on this CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}')
-        )
+        found.append(Problem("fp16.enabled = true", "DeepSpeed cannot train in fp16 on this CPU", 'set "fp16": {"enabled": false}, "bf16": {"enabled": true}'))
     if device_type == "cpu" and facts.get("optimizer.params.capturable"):
-        found.append(Problem("optimizer.params.capturable = true", "is for steps on a GPU", "delete it"))
+        found.append(Problem("optimizer.params.capturable = true", "requires an optimizer step on a GPU", "delete it"))
     if device_type != "cuda" and facts.get("aio.use_gds"):
-        found.append(Problem("aio.use_gds = true", "GPU direct storage needs CUDA", "set it to false"))
+        found.append(Problem("aio.use_gds = true", "GPU direct storage requires CUDA", "set it to false"))
     if device_type != "cuda" and facts.get("zero_optimization.offload_optimizer.super_offload"):
-        found.append(Problem("zero_optimization.offload_optimizer.super_offload = true", "needs CUDA", "set it to false"))
+        found.append(Problem("zero_optimization.offload_optimizer.super_offload = true", "requires CUDA", "set it to false"))
     return found
 
 
@@ -139,7 +137,7 @@ def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any
         if steps is None or total in (None, steps):
             return found
         fix = f"write {steps}, or delete the scheduler block and use --schedule"
-        return [*found, Problem(f"{where}total_num_steps = {total}", f"differs from the {steps} steps of the run", fix, APPLIES)]
+        return [*found, Problem(f"{where}total_num_steps = {total}", f"must equal the {steps} steps of the run", fix, APPLIES)]
     clean.pop("scheduler", None)
     numbers: dict[str, Any] = {"schedule": SCHEDULES[name]}
     if SCHEDULES[name] == "constant" and min_lr:
@@ -147,7 +145,7 @@ def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any
     for field, key in (("warmup_steps", "warmup_num_steps"), ("lr", "warmup_max_lr")):
         if isinstance(value := params.get(key), (int, float)):
             numbers[field] = value
-    rule = f'"auto" in {", ".join(autos)} is filled by nobody here: a recipe makes its own schedule'
+    rule = f'a recipe does not fill "auto" in {", ".join(autos)}, because it has its own schedule'
     flags = " ".join(f"--{field} {value}" for field, value in numbers.items())
     others = [problem for problem in found if not problem.where.startswith(where)]
     return [*others, Problem(f"scheduler = {shown(config['scheduler'])}", rule, f"delete the block and use {flags}", FAILS)]
@@ -186,13 +184,13 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
         ]
     for field, nothing in (("lr_scale", None), ("layer_decay", 1.0)):
         if "scheduler" in clean and (value := getattr(recipe, field) or nothing) != nothing:
-            rule = "scales the rate of the recipe's schedule, and the scheduler block of the JSON sets the rates itself"
+            rule = "scales the rate of the recipe's schedule, but the JSON's scheduler block sets the rates"
             found.append(Problem(f"{field} = {value}", rule, "leave it out, or delete the block"))
     name = optimizer_name(clean)
     if name:
         takes = optimizer_params(clean, name)
         for field, key in (("weight_decay", "weight_decay"), ("beta1", "betas"), ("beta2", "betas"), ("eps", "eps")):
             if field in typed and not takes_number(takes, key):
-                rule = f"{name} takes {'a pair as' if key in takes else 'no'} {key}, so it would be ignored"
+                rule = f"{name} takes {'a pair as' if key in takes else 'no'} {key}, so the flag would be ignored"
                 found.append(Problem(f"--{field} {getattr(recipe, field)}", rule, "drop the flag, or use AdamW"))
     return found

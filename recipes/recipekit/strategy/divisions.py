@@ -24,7 +24,7 @@ def check_divisions(degrees: dict[str, int], facts: Facts, seq_len: int, model_c
     for axis, kind, beside in (("sp", "sequence", ("tp", "pp")), ("ep", "expert", ("tp", "pp", "sp"))) if not facts.stock else ():
         others = {other: degrees[other] for other in beside if degrees[other] > 1}
         if degrees[axis] > 1 and others:
-            rule = f"{kind} parallelism goes with data parallelism and ZeRO only"
+            rule = f"{kind} parallelism can be combined only with data parallelism and ZeRO"
             fix = f"use --{axis} 1, or {' '.join(f'--{other} 1' for other in others)}"
             found.append(Problem(f"{axis} = {degrees[axis]} with {' and '.join(f'{other} = {degree}' for other, degree in others.items())}", rule, fix))
     if ep > 1 and model_config is not None and not experts:
@@ -41,7 +41,7 @@ def check_divisions(degrees: dict[str, int], facts: Facts, seq_len: int, model_c
         largest = shape_of(model_config, "vocab_size") * shape_of(model_config, "hidden_size", "n_embd", "d_model")
         part = math.ceil(largest / mesh.dp / mesh.sp / mesh.tp)
         if part > (size := facts.get(key, 100_000_000)):
-            found.append(Problem(f"{key} = {size}", f"is less than the {part} elements that a rank holds of the embedding", f"write {part} or more"))
+            found.append(Problem(f"{key} = {size}", f"must be at least the {part} elements of the embedding that a rank holds", f"write {part} or more"))
     return found
 
 
@@ -70,7 +70,7 @@ def name_worlds(found: list[Problem], world: int, step: int, check_on: Callable[
     if not worlds:
         return found
     ranks = f"{' or '.join(map(str, worlds))} rank{'s' if worlds != [1] else ''}"
-    named = dataclasses.replace(mended[-1], fix=f"{mended[-1].fix}; the recipe fits {ranks} as it is")
+    named = dataclasses.replace(mended[-1], fix=f"{mended[-1].fix}; the recipe fits {ranks} without changes")
     return [named if problem == mended[-1] else problem for problem in found]
 
 
@@ -79,18 +79,16 @@ def check_pipeline(pp: int, dualpipev: bool, total: int | None, micro: int | Non
     found = []
     each = 2 if dualpipev else 1  # stages on one rank
     if dualpipev and pp == 1:
-        found.append(
-            Problem("pipeline_schedule = dualpipev", "orders the micro-batches of a pipeline, and pp = 1 is none", "use --pp 2 or more, or leave it out")
-        )
+        found.append(Problem("pipeline_schedule = dualpipev", "requires a pipeline, but pp = 1", "use --pp 2 or more, or leave it out"))
     if pp > 1 and 0 < layers < each * pp:
         ranks = mesh.world // mesh.tp // mesh.sp if mesh is not None else 0
         fits = {each: max((degree for degree in range(1, layers // each + 1) if ranks % degree == 0), default=1) for each in (1, 2)}
         ways = [f"--pp {fits[2]}"] if dualpipev and fits[2] > 1 else []
         ways += [f"--pp {fits[1]} --pipeline_schedule 1f1b" if dualpipev else f"--pp {fits[1]}"]
-        rule = f"makes {each * pp} stages{', two on each rank under dualpipev' if dualpipev else ''}, more than the model's {layers} layers"
+        rule = f"makes {each * pp} stages{' (two on each rank under dualpipev)' if dualpipev else ''}, but the model has only {layers} layers"
         found.append(Problem(f"pp = {pp}", rule, f"use {' or '.join(ways)}"))
     if dualpipev and pp > 1 and mesh is not None and total and micro and total % (rows := mesh.dp * micro) == 0 and total // rows < 2 * pp:
-        rule = f"{product_of(mesh.dp, micro, None)} leaves {total // rows} micro-batches of a step, and dualpipev needs 2 * pp = {2 * pp}"
+        rule = f"{product_of(mesh.dp, micro, None)} leaves {total // rows} micro-batches in a step, but dualpipev requires 2 * pp = {2 * pp}"
         fix = f"use global_batch {2 * pp * rows}"
         fix += f", or micro_batch {total // (2 * pp * mesh.dp)}" if total % (2 * pp * mesh.dp) == 0 else ""
         found.append(Problem(f"global_batch (train_batch_size) = {total}", rule, f"{fix}, or --pipeline_schedule 1f1b"))
@@ -103,8 +101,8 @@ def check_dense_mask(attention: str, seq_len: int, rows: int, width: int) -> lis
     if size <= MOST_MASK_BYTES:
         return []
     fits = max((1 << power for power in range(seq_len.bit_length()) if mask_bytes(attention, rows, 1 << power, width) <= MOST_MASK_BYTES), default=1)
-    most = f"more than {MOST_MASK_BYTES / 1e9:.0f} GB are refused"
-    rule = f"the dense mask that keeps packed documents apart takes {size / 1e9:.1f} GB on every rank, and {most}"
-    fix = f"use --seq_len {fits}, or --attention varlen, which makes no mask"
+    most = f"the limit is {MOST_MASK_BYTES / 1e9:.0f} GB"
+    rule = f"the dense mask that separates packed documents takes {size / 1e9:.1f} GB on every rank, but {most}"
+    fix = f"use --seq_len {fits}, or --attention varlen, which requires no mask"
     where = f"seq_len = {seq_len} with micro_batch = {rows} and attention = {attention}"
     return [Problem(where, rule, fix)]

@@ -28,7 +28,7 @@ def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path
     beside = {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
     known = sorted(beside | strategies().keys())
     near = difflib.get_close_matches(Path(name).name, known, 1)
-    fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}" if known else "give the path of a DeepSpeed JSON"
+    fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}" if known else "use the path of a DeepSpeed JSON"
     looked = ", ".join(str(path) for path in dict.fromkeys(places))
     raise refuse(f"deepspeed_config = {name}", f"no such file (looked for {looked})", fix)
 
@@ -67,7 +67,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(str(path), f"cannot be read: {error}", "give a readable JSON file in UTF-8") from None
+        raise refuse(str(path), f"cannot be read: {error}", "use a readable JSON file in UTF-8") from None
     try:
         config = _StrictDecoder(text).decode(text)
     except json.JSONDecodeError as error:
@@ -77,7 +77,9 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:  # an integer of thousands of digits
         raise refuse(str(path), f"is not usable JSON: {error}", "write smaller numbers") from None
     if not isinstance(config, dict):
-        raise refuse(str(path), f"holds {shown(config)}, not an object", 'start from a file of ds_configs/: {"zero_optimization": {"stage": 2}, ...}')
+        raise refuse(
+            str(path), f"contains {shown(config)}, not an object", 'start from a file in ds_configs/, such as {"zero_optimization": {"stage": 2}, ...}'
+        )
     return config
 
 
@@ -93,7 +95,7 @@ def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Prob
     def where(spot: int) -> str:
         return f"{path}, line {text.count(chr(10), 0, spot) + 1}, column {spot - text.rfind(chr(10), 0, spot)}"
 
-    problems = [Problem(where(spot), f"is not strict JSON, which has no {what}", fix) for spot, (what, fix) in sorted(found.items())]
+    problems = [Problem(where(spot), f"is not strict JSON, which allows no {what}", fix) for spot, (what, fix) in sorted(found.items())]
     try:
         _StrictDecoder(text).decode(text)
     except json.JSONDecodeError as other:
@@ -101,7 +103,7 @@ def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Prob
     else:
         if problems:
             return problems
-    fix = "JSON has no NaN and no single quotes, a comma between two keys, and no key twice"
+    fix = "use double quotes, a comma between keys, no NaN, and each key only once"
     return [*problems, Problem(where(error.pos), f"is not strict JSON: {error.msg}", fix)]
 
 
@@ -121,7 +123,7 @@ class _StrictDecoder(json.JSONDecoder):
     def _constant(self, name: str) -> Any:
         strings_or_name = re.finditer(rf'"(?:\\.|[^"\\])*"|({re.escape(name)})', self.text)
         start = next(match.start() for match in strings_or_name if match.group(1))
-        raise json.JSONDecodeError(f"{name} is no JSON number", self.text, start)
+        raise json.JSONDecodeError(f"{name} is not a JSON number", self.text, start)
 
     def _object(self, s_and_end: tuple[str, int], strict: bool, scan_once: Any, _hook: Any, _pairs_hook: Any, memo: Any) -> Any:
         pairs: list[tuple[str, Any]] = []

@@ -24,7 +24,9 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     assert not found, found
     said = literals(resolved)
     beaten = said | degrees_in(resolved)
-    lines = [f"{field}: the JSON's {value} beats the recipe's {getattr(recipe, field)}" for field, value in beaten.items() if value != getattr(recipe, field)]
+    lines = [
+        f"{field}: the JSON's {value} overrides the recipe's {getattr(recipe, field)}" for field, value in beaten.items() if value != getattr(recipe, field)
+    ]
 
     global_batch, micro_batch = said.get("global_batch", recipe.global_batch), said.get("micro_batch", recipe.micro_batch)
     resolved["train_batch_size"] = global_batch
@@ -38,7 +40,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     if "optimizer" not in resolved:
         offloaded = Facts(resolved).offload != "none"
         resolved["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True, "fused": True}}
-        lines.append("optimizer: the JSON has none, so AdamW")
+        lines.append("optimizer: the JSON names no optimizer, so the run uses AdamW")
     params = resolved["optimizer"].setdefault("params", {})
     takes = optimizer_params(resolved, optimizer_name(resolved))
     numbers = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps}
@@ -49,7 +51,7 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     if params.get("freeze_step") == "auto":
         params["freeze_step"] = max(1, recipe.steps * FREEZE_PERCENT // 100)
     if params.get("freeze_step", 0) >= recipe.steps > 0:
-        lines.append(f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so that no signs are sent")
+        lines.append(f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so the run never sends 1-bit signs")
 
     kept = facts_of(resolved)
     if facts.stage > 0 and not kept.tested:

@@ -87,9 +87,9 @@ def canonical_dtype(name: str | None, default: str) -> str:
 
 def _stages(stages: set[int], keys: str) -> list[Rule]:
     """Makes rules for keys that are read at some ZeRO stages only."""
-    listed = " and ".join(str(stage) for stage in sorted(stages)) if len(stages) < 3 else "1, 2 and 3"
-    rule = f"is read at ZeRO stage {listed} only, and ignored otherwise"
-    fix = f"delete it or use a JSON of stage {listed}"
+    listed = " or ".join(str(stage) for stage in sorted(stages)) if len(stages) < 3 else "1, 2 or 3"
+    rule = f"is read only at ZeRO stage {listed} and ignored otherwise"
+    fix = f"delete it or use a JSON with stage {listed}"
     source = "engine.py, _configure_zero_optimizer; run"
     return [Rule(f"{ZERO}.{key}", lambda facts: facts.stage not in stages, rule, fix, IGNORES, source) for key in keys.split()]
 
@@ -100,7 +100,7 @@ def _nvme_only(block: str, keys: str) -> list[Rule]:
     def broken(facts: Facts) -> bool:
         return facts.get(f"{block}.device", "none") != "nvme" or (block == OPTIMIZER and facts.stage != 3)
 
-    rule, fix = "is read with device nvme at ZeRO stage 3 only, and ignored otherwise", 'delete it, or set "device": "nvme" at stage 3'
+    rule, fix = "is read only with NVMe offload at ZeRO stage 3 and ignored otherwise", 'delete it, or set "device": "nvme" and use stage 3'
     return [Rule(f"{block}.{key}", broken, rule, fix, IGNORES, "zero/offload_config.py; run") for key in keys.split()]
 
 
@@ -115,7 +115,7 @@ def _of_an_op(key: str, name: str, why: str) -> Rule:
 
 def _packaged(key: str, package: str, on: Callable[[Facts], Any], without: str, source: str) -> Rule:
     """Make the rule for a key that makes DeepSpeed import a package which its own installation does not bring."""
-    rule, fix = f"needs the package {package}, which is not installed", f"{without}, or pip install {package}"
+    rule, fix = f"requires the package {package}, which is not installed", f"{without}, or run pip install {package}"
     return Rule(key, lambda facts: on(facts) and not installed(package), rule, fix, FAILS, source)
 
 
@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "bf16.enabled",
         lambda f: f.get("bf16.enabled") and f.get("fp16.enabled"),
-        "bf16 and fp16 cannot both be on",
+        "bf16 and fp16 cannot both be enabled",
         'set one of them to "enabled": false',
         FAILS,
         "config.py:511; run",
@@ -218,16 +218,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data_types.grad_accum_dtype",
         lambda f: f.stage == 0 and canonical_dtype(f.get("data_types.grad_accum_dtype"), f.dtype) != f.dtype,
-        "ZeRO stage 0 accumulates gradients in the model's dtype only",
+        "ZeRO stage 0 can accumulate gradients only in the model's dtype",
         "delete it, or use ZeRO stage 1, 2 or 3",
         FAILS,
         "engine.py:2323; run",
-        "ZeRO-0 + grad_accum_dtype of another dtype",
+        "ZeRO-0 + a grad_accum_dtype that is not the model's dtype",
     ),
     Rule(
         "data_types.param_dtype",
         lambda f: canonical_dtype(f.get("data_types.param_dtype"), f.dtype) != f.dtype,
-        "contradicts the dtype that the bf16 and fp16 blocks set",
+        "contradicts the dtype set by the bf16 and fp16 blocks",
         "delete it",
         FAILS,
         "engine.py:1827",
@@ -235,7 +235,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "bf16.bf16_master_weights_and_grads",
         lambda f: f.get("bf16.bf16_master_weights_and_grads") and f.stage == 0,
-        "needs ZeRO stage 1, 2 or 3",
+        "requires ZeRO stage 1, 2 or 3",
         "set it to false",
         FAILS,
         "config.py:706",
@@ -243,15 +243,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "bf16.bf16_optimizer_states",
         lambda f: f.get("bf16.bf16_optimizer_states") and not f.get("bf16.bf16_master_weights_and_grads"),
-        "needs bf16.bf16_master_weights_and_grads",
-        "set that to true, or this to false",
+        "requires bf16.bf16_master_weights_and_grads",
+        "set that key to true, or set this key to false",
         FAILS,
         "config.py:710; run",
     ),
     Rule(
         "bf16.immediate_grad_update",
         lambda f: not f.bf16_optimizer,
-        "is read at ZeRO stage 1 with grad_accum_dtype fp32 and no offload only, and ignored otherwise",
+        "is read only at ZeRO stage 1 with grad_accum_dtype fp32 and without offload, and ignored otherwise",
         "delete it",
         IGNORES,
         "engine.py:2299",
@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp16.fp16_master_weights_and_grads",
         lambda f: f.get("fp16.fp16_master_weights_and_grads") and not (f.stage > 0 and f.cpu_adam),
-        "needs ZeRO stage 1, 2 or 3 with offload_optimizer and DeepSpeed's CPU Adam",
+        "requires ZeRO stage 1, 2 or 3 with offload_optimizer and DeepSpeed's CPU Adam",
         "set it to false",
         FAILS,
         "config.py:702, zero/stage3.py:300",
@@ -267,7 +267,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp16.enabled",
         lambda f: f.dtype == "fp16" and f.stage == 0 and f.get("fp16.loss_scale", 0) != 1,
-        "without ZeRO the gradients are divided by a loss scale that the loss was never multiplied by, so the weights hardly move",
+        "DeepSpeed divides the gradients by a loss scale that the loss never had, so the weights hardly change",
         f'set "{ZERO}.stage": 1, or "fp16": {{"enabled": false}}, "bf16": {{"enabled": true}}',
         WRONG,
         "engine.py:3417, fp16/unfused_optimizer.py:210; run",
@@ -276,7 +276,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "torch_autocast.dtype",
         lambda f: _autocast(f, "fp16") and f.stage > 0,
-        "under ZeRO the gradients are clipped while they are scaled, and after an overflow the loss scale never falls",
+        "under ZeRO DeepSpeed clips the gradients before it unscales them, and the loss scale never falls after an overflow",
         'write "bfloat16", or use the fp16 block',
         WRONG,
         "zero/stage_1_and_2.py:2976, zero/stage3.py:1240; run",
@@ -302,7 +302,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gradient_allreduce_op",
         lambda f: f.get("gradient_allreduce_op").lower() == "sum" and (f.stage == 3 or f.get(f"{ZERO}.zenflow") or f.get("compile.deepcompile")),
-        "sum does not work with ZeRO stage 3, ZenFlow or DeepCompile",
+        "sum cannot be combined with ZeRO stage 3, ZenFlow or DeepCompile",
         'write "mean" or delete it',
         FAILS,
         "config.py:694; run",
@@ -311,19 +311,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.compute_grad_norm",
         lambda f: f.get(f"{ZERO}.compute_grad_norm") is False and f.stage in (1, 2) and f.get("gradient_clipping", 1.0) != 0,
-        "false leaves no norm to clip by",
-        'set it to true, or "gradient_clipping": 0',
+        "gradient clipping requires the norm, which false disables",
+        'set it to true, or set "gradient_clipping": 0',
         FAILS,
         "zero/stage_1_and_2.py:213",
     ),
     # ZeRO
-    _told("ZeRO-0, 1, 2, 3 in fp32 and bf16", APPLIES, "losses equal to 1e-6 on one to eight ranks", "", "run"),
+    _told("ZeRO-0, 1, 2, 3 in fp32 and bf16", APPLIES, "the losses agree within 1e-6 on one to eight ranks", "", "run"),
     *_stages({1, 2, 3}, "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm load_from_fp32_weights zenflow"),
     *(
         Rule(
             f"{ZERO}.{key}",
             lambda f: f.bf16_optimizer,
-            "is ignored at stage 1 in bf16 with grad_accum_dtype fp32, where BF16_Optimizer reduces gradients its own way",
+            "is ignored at stage 1 in bf16 with grad_accum_dtype fp32, because BF16_Optimizer reduces gradients in a different way",
             "delete it",
             IGNORES,
             "engine.py, _configure_bf16_optimizer; run",
@@ -341,7 +341,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.contiguous_gradients",
         lambda f: f.stage in (1, 2) and f.offload != "none",
-        "is ignored with optimizer offload at stage 1 and 2, where gradients are always contiguous",
+        "is ignored with optimizer offload at stages 1 and 2, where gradients are always contiguous",
         "delete it",
         IGNORES,
         "zero/stage_1_and_2.py:300; run",
@@ -349,7 +349,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.allgather_bucket_size",
         lambda f: f.stage in (1, 2) and isinstance(size := f.get(f"{ZERO}.allgather_bucket_size"), int) and size % 2 == 1,
-        "must be even: DeepSpeed aligns its buckets to 2 elements",
+        "must be even, because DeepSpeed aligns its buckets to 2 elements",
         "add 1",
         FAILS,
         "zero/stage_1_and_2.py; run",
@@ -359,8 +359,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.compute_grad_norm",
         lambda f: f.stage not in (1, 2),
-        "is read at ZeRO stage 1 and 2 only",
-        "delete it or use a JSON of stage 1 and 2",
+        "is allowed only at ZeRO stage 1 or 2",
+        "delete it or use a JSON with stage 1 or 2",
         FAILS,
         "zero/config.py:391",
     ),
@@ -374,8 +374,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and f.world and f.world % min(_hpz(f), f.world),
-        "does not divide the number of ranks",
-        "write the number of GPUs of one host",
+        "must divide the number of ranks",
+        "write the number of GPUs per host",
         FAILS,
         "utils/groups.py:925",
         "ZeRO-3 with hpZ + a number of ranks that its groups do not divide",
@@ -383,7 +383,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and f.world and _hpz(f) >= f.world,
-        "is for more ranks than one host has: each rank would keep its part of the weights twice",
+        "must be smaller than the number of ranks, because otherwise each rank keeps its shard of the weights twice",
         "use zero3.json, or delete it",
         APPLIES,
         "utils/groups.py:925; run",
@@ -391,15 +391,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and f.local and f.local % _hpz(f) and f.world and f.world > f.local,
-        "does not divide the ranks of this host, so weights would be gathered from other hosts",
-        "write the number of GPUs of one host",
+        "must divide the number of ranks on this host, because otherwise weights are gathered from other hosts",
+        "write the number of GPUs per host",
         APPLIES,
         "utils/groups.py:925",
     ),
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and (f.degree("tp") > 1 or f.degree("ep") > 1),
-        "its groups are neighbouring ranks, which with tensor or expert parallelism hold other weights",
+        "cannot be combined with tensor or expert parallelism, where the neighbouring ranks of a group hold different weights",
         "delete it, or use --tp 1 and --ep 1",
         FAILS,
         "utils/groups.py:925, engine.py:2225",
@@ -408,7 +408,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_quantized_gradients",
         lambda f: f.stage == 3 and f.get(f"{ZERO}.zero_quantized_gradients") and f.get(f"{ZERO}.reduce_scatter") is False,
-        "needs reduce_scatter",
+        "requires reduce_scatter",
         f'set "{ZERO}.reduce_scatter": true',
         FAILS,
         "zero/stage3.py:390",
@@ -416,7 +416,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_quantized_gradients",
         _reads_as_fp16,
-        "its kernel reads the bits of every gradient as fp16, and they are sent in another dtype",
+        "requires gradients in fp16, because its kernel reads the bits of every gradient as fp16",
         'set "communication_data_type": "fp16", or delete it',
         WRONG,
         "runtime/comm/coalesced_collectives.py:57, ops/csrc/quantization/pt_binding.cpp:153; run",
@@ -425,7 +425,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_quantized_gradients",
         lambda f: f.stage == 3 and f.get(f"{ZERO}.zero_quantized_gradients") and _autocast(f, "fp16", "bf16") and not _reads_as_fp16(f),
-        "its kernel reads the bits of every gradient as fp16, and torch_autocast sends some in another dtype",
+        "requires gradients in fp16 for its kernel, but torch_autocast sends some in another dtype",
         'set "torch_autocast.enabled": false, or delete it',
         WRONG,
         "base_optimizer.py:394, runtime/comm/coalesced_collectives.py:57",
@@ -433,7 +433,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.reduce_scatter",
         lambda f: f.stage == 2 and f.get(f"{ZERO}.reduce_scatter") is False and f.get(f"{ZERO}.overlap_comm") is True,
-        "with overlap_comm a gradient larger than the bucket is freed while the other stream still reduces it",
+        "cannot be combined with overlap_comm, which frees a gradient larger than the bucket while the other stream still reduces it",
         f'set "{ZERO}.reduce_scatter": true, or "{ZERO}.overlap_comm": false',
         WRONG,
         "zero/stage_1_and_2.py:1600, clear_grad_attribute",
@@ -443,8 +443,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         OPTIMIZER,
         lambda f: f.offload != "none" and f.stage == 0,
-        "needs ZeRO stage 1, 2 or 3; without, nothing is offloaded, but AdamW becomes DeepSpeed's CPU Adam",
-        "delete the block or use a JSON of stage 1, 2 or 3",
+        "requires ZeRO stage 1, 2 or 3, because at stage 0 nothing is offloaded and AdamW becomes DeepSpeed's CPU Adam",
+        "delete the block or use a JSON with stage 1, 2 or 3",
         IGNORES,
         "engine.py, zero_use_cpu_optimizer; run",
         "ZeRO-0 + optimizer offload",
@@ -452,8 +452,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         PARAM,
         lambda f: f.param_offload != "none" and f.stage != 3,
-        "needs ZeRO stage 3",
-        "delete the block or use a JSON of stage 3",
+        "requires ZeRO stage 3",
+        "delete the block or use a JSON with stage 3",
         IGNORES,
         "engine.py, _configure_zero_optimizer; run",
         "ZeRO-0, 1, 2 + parameter offload",
@@ -461,20 +461,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{OPTIMIZER}.device",
         lambda f: f.offload == "nvme" and f.stage in (1, 2),
-        "ZeRO stage 1 and 2 keep it in CPU memory and ignore nvme",
+        "requires ZeRO stage 3, because stages 1 and 2 ignore nvme and keep the optimizer states in CPU memory",
         'write "cpu", or use stage 3',
         REPLACES,
         "zero/stage_1_and_2.py:220; run",
         "ZeRO-1, 2 + optimizer offload to NVMe",
     ),
-    _told("ZeRO-2 with optimizer offload to CPU, ZeRO-3 with both to CPU or NVMe", APPLIES, "losses as without offload", "", "run"),
+    _told(
+        "ZeRO-2 with optimizer offload to CPU, ZeRO-3 with optimizer and parameter offload to CPU or NVMe",
+        APPLIES,
+        "the losses are the same as without offload",
+        "",
+        "run",
+    ),
     *_nvme_only(OPTIMIZER, "nvme_path buffer_count pipeline_read pipeline_write fast_init"),
     *_nvme_only(PARAM, "nvme_path buffer_count buffer_size max_in_cpu"),
     *(
         Rule(
             f"{block}.pin_memory",
             lambda f, block=block: f.get(f"{block}.device", "none") == "none",
-            "nothing is offloaded, so it is ignored",
+            "is ignored, because nothing is offloaded",
             'set "device": "cpu" or delete it',
             IGNORES,
             "zero/offload_config.py",
@@ -485,7 +491,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             f"{block}.device",
             lambda f, block=block: f.get(f"{block}.device") == "nvme" and not f.get(f"{block}.nvme_path"),
-            "nvme needs a folder",
+            "nvme requires a folder in nvme_path",
             f'set "{block}.nvme_path"',
             FAILS,
             "runtime/swap_tensor",
@@ -495,7 +501,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{OPTIMIZER}.ratio",
         lambda f: f.get(f"{OPTIMIZER}.ratio") < 1 and f.stage != 3,
-        "is read at ZeRO stage 3 with DeepSpeed's CPU Adam only",
+        "requires ZeRO stage 3 and DeepSpeed's CPU Adam",
         "delete it",
         FAILS,
         "zero/config.py:399",
@@ -503,7 +509,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{OPTIMIZER}.ratio",
         lambda f: not (f.get(f"{OPTIMIZER}.ratio") < 1 and f.stage != 3) and (f.stage != 3 or not f.cpu_adam),
-        "is read at ZeRO stage 3 with DeepSpeed's CPU Adam only, and ignored otherwise",
+        "is read only at ZeRO stage 3 with DeepSpeed's CPU Adam, and ignored otherwise",
         "delete it",
         IGNORES,
         "zero/stage3.py:316",
@@ -511,7 +517,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{OPTIMIZER}.super_offload",
         lambda f: f.stage != 3 or f.offload != "cpu",
-        "is read at ZeRO stage 3 with device cpu only",
+        "is read only at ZeRO stage 3 with device cpu",
         "delete it",
         IGNORES,
         "engine.py, _configure_zero_optimizer",
@@ -519,7 +525,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{OPTIMIZER}.cpuadam_cores_perc",
         lambda f: not f.get(f"{OPTIMIZER}.super_offload"),
-        "is read with super_offload only, and ignored otherwise",
+        "is read only with super_offload, and ignored otherwise",
         'delete it or set "super_offload": true',
         IGNORES,
         "engine.py, _configure_zero_optimizer",
@@ -527,7 +533,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zenflow",
         lambda f: f.get(f"{ZERO}.zenflow") is not None and f.offload != "cpu",
-        "needs offload_optimizer with device cpu",
+        "requires offload_optimizer with device cpu",
         f'set "{OPTIMIZER}.device": "cpu"',
         FAILS,
         "runtime/zenflow",
@@ -536,8 +542,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "aio",
         lambda f: "nvme" not in (f.offload if f.stage == 3 else "none", f.param_offload) and f.get("checkpoint.writer") is None,
-        "is read by NVMe offload and checkpoint.writer only, and ignored otherwise",
-        "delete the block or offload to nvme",
+        "is read only by NVMe offload and checkpoint.writer, and ignored otherwise",
+        "delete the block or use NVMe offload",
         IGNORES,
         "runtime/swap_tensor; run",
     ),
@@ -545,8 +551,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stock and _untested(f) and not f.get("zero_allow_untested_optimizer"),
-        "DeepSpeed has not tested this optimizer under ZeRO, and asks whether it may",
-        'add "zero_allow_untested_optimizer": true at the top level (a recipe does so itself)',
+        "DeepSpeed has not tested this optimizer under ZeRO and requires your consent",
+        'add "zero_allow_untested_optimizer": true at the top level (recipes add it themselves)',
         FAILS,
         "zero/utils.py:45; run",
         "ZeRO-1, 2, 3 + an optimizer of PyTorch other than Adam, AdamW, Adagrad",
@@ -554,8 +560,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stock and f.stage > 0 and f.optimizer in ("Lamb", "Adafactor"),
-        "takes sums over whole weights, whose borders ZeRO hides in flat pieces: it would silently become another algorithm",
-        "use AdamW; a recipe has a LAMB and an Adafactor of its own, which know the borders",
+        "requires sums over full tensors, but ZeRO flattens the weights, so this would silently become another algorithm",
+        "use AdamW, or a recipe, which computes LAMB and Adafactor over full tensors",
         REPLACES,
         "zero/stage_1_and_2.py, zero/stage3.py; run",
         "ZeRO-1, 2, 3 + LAMB or Adafactor",
@@ -563,7 +569,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stock and f.optimizer == "Lamb" and f.offload != "none",
-        "has no CPU implementation, so it cannot be offloaded",
+        "cannot be offloaded, because it has no CPU implementation",
         f"delete {OPTIMIZER} or use AdamW",
         FAILS,
         "ops/lamb",
@@ -572,7 +578,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stock and f.optimizer == "Lamb" and f.get("fp16.loss_scale", 0) != 0,
-        "needs dynamic loss scaling",
+        "requires dynamic loss scaling",
         'set "fp16.loss_scale": 0',
         FAILS,
         "engine.py:2022",
@@ -590,7 +596,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.legacy_fusion",
         lambda f: f.get("optimizer.legacy_fusion") and not _flat_masters(f),
-        "is read without ZeRO, in fp16 or bf16 and with DeepSpeed's own Adam only",
+        "is read only by DeepSpeed's own Adam in fp16 or bf16 without ZeRO",
         "delete it",
         IGNORES,
         "engine.py:2589; run",
@@ -602,7 +608,7 @@ RULES: tuple[Rule, ...] = (
             and f.get("optimizer.params.nesterov") is True
             and (not f.get("optimizer.params.momentum") or f.get("optimizer.params.dampening", 0))
         ),
-        "needs a momentum, and no dampening",
+        "requires a momentum and cannot be combined with dampening",
         'write "momentum": 0.9 and delete dampening, or delete nesterov',
         FAILS,
         "torch/optim/sgd.py; run",
@@ -610,7 +616,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.params.etas",
         lambda f: not 0 < min(f.get("optimizer.params.etas")) < 1 < f.get("optimizer.params.etas")[1],
-        "the first must lie in (0, 1), the second above 1",
+        "the first number must be between 0 and 1, and the second must be above 1",
         "write [0.5, 1.2]",
         FAILS,
         "torch/optim/rprop.py; run",
@@ -618,15 +624,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.params.foreach",
         lambda f: f.get("optimizer.params.foreach") is True and f.get("optimizer.params.fused") is True,
-        "foreach and fused are two implementations of one step",
-        "delete one",
+        "cannot be combined with fused, which is another implementation of the same step",
+        "delete one of the two",
         FAILS,
         "torch/optim/optimizer.py; run",
     ),
     Rule(
         "optimizer.params.differentiable",
         lambda f: f.get("optimizer.params.differentiable") is True,
-        "records the step for a second gradient, which torch refuses for the weights of a model",
+        "records the step for a second gradient, which torch refuses for model weights",
         "delete it",
         FAILS,
         "torch/optim/optimizer.py; run",
@@ -634,7 +640,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.params.capturable",
         lambda f: f.get("optimizer.params.capturable") is True and f.offload != "none",
-        "is for steps on a GPU, and the offloaded ones are not",
+        "requires an optimizer step on a GPU, but offload moves the step to the CPU",
         "delete it",
         FAILS,
         "torch/optim/optimizer.py; run",
@@ -642,8 +648,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stock and f.optimizer == "OneBitAdam",
-        "was removed from DeepSpeed, with 0/1 Adam and 1-bit LAMB; older versions refuse ZeRO with them",
-        "use AdamW, or a DeepSpeed below 0.19; a recipe has a 1-bit Adam of its own, without ZeRO",
+        "was removed from DeepSpeed together with 0/1 Adam and 1-bit LAMB, and older versions refuse all three under ZeRO",
+        "use AdamW, or a DeepSpeed version below 0.19, or a recipe, which has its own 1-bit Adam without ZeRO",
         FAILS,
         "config.py, DEEPSPEED_OPTIMIZERS; run",
         "1-bit Adam, 0/1 Adam, 1-bit LAMB",
@@ -658,7 +664,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scheduler.params.warmup_num_steps",
         lambda f: f.get("scheduler.params.warmup_num_steps") > f.get("scheduler.params.total_num_steps", float("inf")),
-        "the warm-up is longer than total_num_steps",
+        "must not exceed total_num_steps",
         "write a smaller number",
         APPLIES,
         "lr_schedules.py",
@@ -666,7 +672,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scheduler.type",
         lambda f: f.get("scheduler.type") == "WarmupDecayLR" and f.get("scheduler.params.warmup_max_lr") is None,
-        "WarmupDecayLR without warmup_max_lr peaks at 0.001, whatever the learning rate is",
+        "WarmupDecayLR without warmup_max_lr peaks at 0.001 for every learning rate",
         'add "warmup_max_lr" to scheduler.params',
         APPLIES,
         "lr_schedules.py; run",
@@ -674,19 +680,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scheduler.type",
         lambda f: f.get("scheduler.type") in schema()["torch_schedulers"] and (f.stage > 0 or f.dtype != "fp32"),
-        "a schedule of PyTorch takes no optimizer but PyTorch's, which DeepSpeed wraps under ZeRO, bf16 and fp16",
-        f"write one of {', '.join(schema()['schedulers'])}, or make the schedule in the script",
+        "requires a PyTorch optimizer, but DeepSpeed wraps the optimizer under ZeRO, bf16 and fp16",
+        f"write one of {', '.join(schema()['schedulers'])}, or create the schedule in the script",
         FAILS,
         "engine.py, _scheduler_from_config; run",
-        "a schedule of PyTorch in the JSON + ZeRO-1, 2, 3, bf16 or fp16",
+        "a PyTorch schedule + ZeRO-1, 2, 3, bf16 or fp16",
     ),
     # parallelism
-    _told("pipeline + ZeRO-0, 1", APPLIES, "losses as without a pipeline", "", "pipe/engine.py:76; run"),
+    _told("pipeline + ZeRO-0, 1", APPLIES, "the losses are the same as without a pipeline", "", "pipe/engine.py:76; run"),
     Rule(
         f"{ZERO}.stage",
         lambda f: f.degree("pp") > 1 and f.stage > 1,
-        "ZeRO stages 2 and 3 do not work with pipeline parallelism",
-        "use --pp 1, or a JSON of stage 0 or 1",
+        "ZeRO stages 2 and 3 cannot be combined with pipeline parallelism",
+        "use --pp 1, or a JSON with stage 0 or 1",
         FAILS,
         "pipe/engine.py:76; run; DeepSpeed#823 #1629 #4164",
         "pipeline + ZeRO-2, 3",
@@ -694,7 +700,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{OPTIMIZER}.device",
         lambda f: f.degree("pp") > 1 and f.offload == "nvme",
-        "NVMe offload does not work with pipeline parallelism",
+        "NVMe offload cannot be combined with pipeline parallelism",
         "use --pp 1",
         REPLACES,
         "zero/stage_1_and_2.py:220",
@@ -703,40 +709,40 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "managed_gradient_accumulation",
         lambda f: f.get("managed_gradient_accumulation") is False and (f.degree("pp") > 1 or f.get("compile.deepcompile")),
-        "false does not work with pipeline parallelism or DeepCompile",
+        "false cannot be combined with pipeline parallelism or DeepCompile",
         "set it to true or delete it",
         FAILS,
         "engine.py:2033",
         "pipeline or DeepCompile + managed_gradient_accumulation false",
     ),
-    _told("pipeline + an mpu of the script", FAILS, "PipelineModule makes its own grid, mpu must be None", "leave mpu out", "deepspeed/__init__.py"),
-    _told("pipeline + coalesce_grad_reduction", FAILS, "reduces its gradients itself", "do not call it", "engine.py:3261"),
+    _told("pipeline + an mpu of the script", FAILS, "mpu must be None, because PipelineModule creates its own grid", "omit mpu", "deepspeed/__init__.py"),
+    _told("pipeline + coalesce_grad_reduction", FAILS, "a pipeline reduces its gradients itself", "do not call it", "engine.py:3261"),
     _told(
         "pipeline + Megatron-style tensor-parallel layers",
         APPLIES,
-        "with PipeModelDataParallelTopology(pp, mp, dp)",
+        "the script must use PipeModelDataParallelTopology(pp, mp, dp)",
         "",
         "pipe/topology.py:244; run",
     ),
     Rule(
         "tensor_parallel.autotp_size",
         lambda f: f.stock and f.get("tensor_parallel.autotp_size", 1) > 1 and f.degree("pp") > 1,
-        "AutoTP lays out (dp, tp) over all ranks and overwrites mpu, so it does not go with a pipeline",
-        "set it to 1, or use --pp 1; the recipes here have tensor-parallel layers of their own",
+        "AutoTP cannot be combined with a pipeline, because it lays out (dp, tp) over all ranks and overwrites mpu",
+        "set it to 1, or use --pp 1; the recipes have their own tensor-parallel layers",
         FAILS,
         "engine.py, _configure_tensor_parallel_states; run",
         "pipeline + AutoTP",
     ),
-    _told("AutoTP + ZeRO-0, 1, 2, 3", APPLIES, "losses equal to 1e-6 (the AutoTP tutorial still says 0, 1, 2)", "", "run"),
+    _told("AutoTP + ZeRO-0, 1, 2, 3", APPLIES, "the losses agree within 1e-6, although the AutoTP tutorial still lists only 0, 1 and 2", "", "run"),
     _told(
         "AutoTP + a data loader by global rank",
         FAILS,
-        "ranks of one tensor group must see the same batch; the first forward pass checks it",
-        "key the sampler on the data-parallel rank",
+        "all ranks of a tensor group must receive the same batch, which the first forward pass checks",
+        "shard the sampler by data-parallel rank",
         "engine.py:994; DeepSpeed#7199",
     ),
-    _told("AutoTP + tied output layer", APPLIES, "both stay whole on every rank, which saves no memory there", "untie them", "docs, autotp-training"),
-    _told("AutoTP degree above the key-value heads", APPLIES, "surplus ranks idle, with a warning", "lower the degree", "docs, autotp-training"),
+    _told("AutoTP + tied output layer", APPLIES, "both layers stay unsharded on every rank and save no memory", "untie them", "docs, autotp-training"),
+    _told("AutoTP degree above the key-value heads", APPLIES, "DeepSpeed warns, and the surplus ranks stay idle", "lower the degree", "docs, autotp-training"),
     _told(
         "AutoTP + transformers 5 weight conversions (fused experts) under ZeRO-3",
         FAILS,
@@ -747,11 +753,11 @@ RULES: tuple[Rule, ...] = (
     _told(
         "AutoTP universal checkpoint + another tensor-parallel degree",
         FAILS,
-        "not every version can",
-        "load it at the same degree, or convert it to Hugging Face first",
+        "not every DeepSpeed version supports this",
+        "load it at the same degree, or convert it to the Hugging Face format first",
         "DeepSpeed#8474",
     ),
-    _told("AutoEP + ZeRO-0, 1, 2", APPLIES, "losses of the dense run to 1e-6", "", "run"),
+    _told("AutoEP + ZeRO-0, 1, 2", APPLIES, "the losses agree with the dense run within 1e-6", "", "run"),
     Rule(
         "expert_parallel.autoep_size",
         lambda f: (
@@ -760,8 +766,8 @@ RULES: tuple[Rule, ...] = (
             and f.stage == 3
             and (f.degree("tp") > 1 or f.degree("sp") > 1 or f.get(f"{ZERO}.zero_hpz_partition_size", 1) > 1 or f.get(f"{ZERO}.zero_quantized_gradients"))
         ),
-        "AutoEP at ZeRO stage 3 goes with neither AutoTP, sequence parallelism, hpZ nor quantised gradients",
-        "use ZeRO stage 0, 1 or 2, or drop the other one",
+        "AutoEP at ZeRO stage 3 cannot be combined with AutoTP, sequence parallelism, hpZ or quantised gradients",
+        "use ZeRO stage 0, 1 or 2, or remove the other feature",
         FAILS,
         "engine.py:2220",
         "AutoEP at ZeRO-3 + AutoTP, sequence parallelism, hpZ or quantised gradients",
@@ -774,8 +780,8 @@ RULES: tuple[Rule, ...] = (
             and f.degree("tp") > 1
             and (f.degree("pp") > 1 or f.degree("sp") > 1 or f.offload != "none" or f.param_offload != "none" or f.get("compile.deepcompile"))
         ),
-        "AutoEP with AutoTP goes with neither pipeline, sequence parallelism, offload nor DeepCompile",
-        "drop the other one, or set tensor_parallel.autotp_size to 1",
+        "AutoEP with AutoTP cannot be combined with a pipeline, sequence parallelism, offload or DeepCompile",
+        "remove the other feature, or set tensor_parallel.autotp_size to 1",
         FAILS,
         "module_inject/auto_ep_folding.py",
         "AutoEP + AutoTP + pipeline, sequence parallelism, offload or DeepCompile",
@@ -783,30 +789,30 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "expert_parallel.expert_tensor_parallel_size",
         lambda f: f.get("expert_parallel.expert_tensor_parallel_size") > 1,
-        "is reserved: experts are not split by tensor parallelism yet",
+        "must be 1, because DeepSpeed does not split experts by tensor parallelism yet",
         "set it to 1",
         FAILS,
         "module_inject/auto_ep_folding.py",
     ),
-    _told("deepspeed.moe.MoE + ZeRO-3", FAILS, "its own experts have no placement under stage 3", "use ZeRO-1 or 2, or AutoEP", "engine.py:2215"),
+    _told("deepspeed.moe.MoE + ZeRO-3", FAILS, "stage 3 has no placement for the experts of this layer", "use ZeRO-1 or 2, or AutoEP", "engine.py:2215"),
     _told(
         "ZeRO-3 + a mixture-of-experts model without leaf modules",
         HANGS,
-        "an expert that gets no tokens gathers nothing while the other ranks wait",
-        'name its block in "zero_optimization.leaf_module", or set_z3_leaf_modules',
+        "an expert without tokens gathers no weights, and the other ranks wait for it",
+        'name the expert block in "zero_optimization.leaf_module", or call set_z3_leaf_modules',
         "DeepSpeed#7461 #4808",
     ),
     _told(
         "Ulysses sequence parallelism",
         APPLIES,
-        "heads and row length must divide by the degree, and every batch needs position_ids",
-        "lower sequence_parallel_size; use UlyssesSPDataLoaderAdapter",
+        "attention heads and row length must be divisible by the degree, and every batch requires position_ids",
+        "reduce sequence_parallel_size and use UlyssesSPDataLoaderAdapter",
         "sequence_parallel/ulysses_sp.py",
     ),
     Rule(
         "expert_parallel.enabled",
         lambda f: f.get("expert_parallel.enabled") and f.get("expert_parallel.autoep_size") is None,
-        "without autoep_size it is a degree of 1, which changes nothing",
+        "changes nothing without autoep_size, because the degree is then 1",
         'add "autoep_size"',
         APPLIES,
         "module_inject/auto_ep_config.py",
@@ -814,7 +820,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "compile.deepcompile",
         lambda f: f.get("compile.deepcompile") and f.stage == 0,
-        "DeepCompile needs ZeRO stage 1, 2 or 3",
+        "DeepCompile requires ZeRO stage 1, 2 or 3",
         "set it to false",
         IGNORES,
         "engine.py, is_deepcompile_enabled",
@@ -823,7 +829,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "compile.deepcompile",
         lambda f: f.get("compile.deepcompile") and f.degree("pp") > 1,
-        "DeepCompile does not work with pipeline parallelism",
+        "DeepCompile cannot be combined with pipeline parallelism",
         "set it to false, or use --pp 1",
         FAILS,
         "engine.py:5902",
@@ -832,8 +838,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "compile.passes",
         lambda f: "autotp" in (passes := f.get("compile.passes")) and len(set(passes)) > 1,
-        "the autotp pass goes with no other pass",
-        "leave autotp alone, or take it out",
+        "the autotp pass cannot be combined with another pass",
+        "keep only autotp, or remove autotp",
         FAILS,
         "engine.py:5843",
         "DeepCompile's autotp pass + autosp or a ZeRO pass",
@@ -842,16 +848,22 @@ RULES: tuple[Rule, ...] = (
     _told(
         "another number of ranks on resume",
         FAILS,
-        "a ZeRO checkpoint holds the parts of its ranks",
-        "ds_to_universal --inject_missing_state, then checkpoint.load_universal",
+        "a ZeRO checkpoint holds one shard for each rank",
+        "run ds_to_universal --inject_missing_state, then set checkpoint.load_universal",
         "engine.py:4749; run",
     ),
-    _told("DataStates checkpoints + ZeRO-2, 3 or universal checkpoints", IGNORES, "tested with ZeRO-1 only", "use ZeRO-1", "docs, datastates"),
-    _told("AutoEP at ZeRO-3 + zero_to_fp32", FAILS, "the parts of experts cannot be joined", "export through Hugging Face", "docs, universal-checkpointing"),
+    _told("DataStates checkpoints + ZeRO-2, 3 or universal checkpoints", IGNORES, "DataStates was tested only with ZeRO-1", "use ZeRO-1", "docs, datastates"),
+    _told(
+        "AutoEP at ZeRO-3 + zero_to_fp32",
+        FAILS,
+        "zero_to_fp32 cannot merge the shards of experts",
+        "export through Hugging Face",
+        "docs, universal-checkpointing",
+    ),
     # read by DeepSpeed without any effect
-    _unused(f"{ZERO}.allgather_partitions", "DeepSpeed 0.19.8 reads it and ignores it", "delete it", "engine.py:1745, which nothing calls; run"),
-    _unused("vocabulary_size", "DeepSpeed only warns about it, and ignores it", "delete it", "config.py:717; run"),
-    _unused("disable_allgather", "DeepSpeed 0.19.8 reads it and ignores it", "delete it", "config.py:491; run"),
+    _unused(f"{ZERO}.allgather_partitions", "DeepSpeed 0.19.8 reads this key and ignores it", "delete it", "engine.py:1745, which nothing calls; run"),
+    _unused("vocabulary_size", "DeepSpeed warns about this key and ignores it", "delete it", "config.py:717; run"),
+    _unused("disable_allgather", "DeepSpeed 0.19.8 reads this key and ignores it", "delete it", "config.py:491; run"),
 )
 
 OURS = "the recipes"
@@ -861,7 +873,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "zero_allow_untested_optimizer",
         lambda f: f.stage > 0 and not _kept(f).tested and f.get("zero_allow_untested_optimizer") is False,
-        "forbids this optimizer under ZeRO, where it is what it is without",
+        "forbids this optimizer under ZeRO, although ZeRO does not change its results",
         "delete the key",
         FAILS,
         "",
@@ -870,23 +882,26 @@ RECIPE_RULES: tuple[Rule, ...] = (
     *(
         _of_an_op(key, name, why)
         for key, name, why in (
-            ("max_coeff", "Lamb", "clamps the trust ratio in DeepSpeed's LAMB; the one of a recipe is the paper's, which does not clamp"),
-            ("min_coeff", "Lamb", "clamps the trust ratio in DeepSpeed's LAMB; the one of a recipe is the paper's, which does not clamp"),
-            ("eps_inside_sqrt", "Lamb", "is of DeepSpeed's LAMB; the one of a recipe is the paper's, with eps outside of the root"),
-            ("set_grad_none", "Lion", "is of DeepSpeed's Lion for CUDA; that of a recipe leaves gradients to the engine"),
-            ("fused", "Adagrad", "is of torch's own Adagrad, which DeepSpeed makes anew without its groups; that of a recipe has no fused step"),
-            ("foreach", "Adafactor", "is of torch's own Adafactor; that of a recipe takes a part of one tensor after the other"),
-            ("differentiable", "Adagrad", "records the step for a second gradient, which the weights of a model do not need"),
-            ("muon_lr", "Muon", "is of DeepSpeed's Muon; that of a recipe has one rate, of which lr_scale makes others by name"),
-            ("adam_lr", "Muon", "is of DeepSpeed's Muon; that of a recipe has one rate, of which lr_scale makes others by name"),
-            *((key, "Muon", "is of DeepSpeed's Muon; that of a recipe is torch's") for key in ("torch_adam", "ns_method", "per_head_muon", "foreach")),
+            ("max_coeff", "Lamb", "clamps the trust ratio in DeepSpeed's LAMB, but a recipe's LAMB follows the paper and does not clamp"),
+            ("min_coeff", "Lamb", "clamps the trust ratio in DeepSpeed's LAMB, but a recipe's LAMB follows the paper and does not clamp"),
+            ("eps_inside_sqrt", "Lamb", "is an option of DeepSpeed's LAMB, but a recipe's LAMB follows the paper and adds eps outside the root"),
+            ("set_grad_none", "Lion", "is an option of DeepSpeed's CUDA Lion, but a recipe's Lion leaves gradients to the engine"),
+            ("fused", "Adagrad", "is an option of torch's Adagrad, which DeepSpeed recreates without its groups, and a recipe's Adagrad has no fused step"),
+            ("foreach", "Adafactor", "is an option of torch's Adafactor, but a recipe's Adafactor updates a part of one tensor at a time"),
+            ("differentiable", "Adagrad", "records the step for a second gradient, which model weights do not need"),
+            ("muon_lr", "Muon", "is an option of DeepSpeed's Muon, but a recipe's Muon has one rate, which lr_scale changes by name"),
+            ("adam_lr", "Muon", "is an option of DeepSpeed's Muon, but a recipe's Muon has one rate, which lr_scale changes by name"),
+            *(
+                (key, "Muon", "is an option of DeepSpeed's Muon, but a recipe uses torch's Muon")
+                for key in ("torch_adam", "ns_method", "per_head_muon", "foreach")
+            ),
         )
     ),
     *(
         Rule(
             f"optimizer.params.{key}",
             lambda f, key=key: _ours(f, "Muon") and f.get(f"optimizer.params.{key}") is False,
-            "is of DeepSpeed's Muon; that of a recipe decays as AdamW does, and keeps its states in fp32",
+            "is an option of DeepSpeed's Muon, but a recipe's Muon decays weights as AdamW does and keeps its states in fp32",
             "delete it",
             APPLIES,
             "",
@@ -897,7 +912,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
         Rule(
             f"{ZERO}.{key}",
             lambda f, key=key: f.get(f"{ZERO}.{key}") and f.stage > 0 and _kept(f).acts_on == TENSOR and _kept(f).ours,
-            "moves the borders of tensors within ZeRO's flat pieces, and this optimizer adds up tensor by tensor",
+            "moves tensor boundaries inside ZeRO's flat partitions, but this optimizer sums over each tensor",
             "delete it",
             APPLIES,
             "",
@@ -907,8 +922,8 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stage > 0 and _kept(f).acts_on == GRADIENT,
-        "takes the gradients of each rank before they are added up, which ZeRO does while it divides them",
-        "use a JSON of stage 0, or AdamW",
+        "requires each rank's gradients before they are reduced, but ZeRO reduces gradients while it partitions them",
+        "use a JSON with stage 0, or AdamW",
         APPLIES,
         "",
     ),
@@ -916,7 +931,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
         Rule(
             "optimizer.type",
             lambda f, axis=axis: f.degree(axis) > 1 and _kept(f).acts_on == GRADIENT,
-            "is of data-parallel ranks that have the whole model",
+            "requires data-parallel ranks that each hold the full model",
             f"use --{axis} 1, or AdamW",
             APPLIES,
             "",
@@ -926,7 +941,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "fp16.enabled",
         lambda f: f.dtype == "fp16" and _kept(f).acts_on == GRADIENT,
-        "skips a step where a gradient overflows, and the gradients of the ranks are not the same with this optimizer",
+        "fp16 skips a step after an overflow, but with this optimizer the gradients differ between ranks",
         'set "fp16": {"enabled": false}, "bf16": {"enabled": true}',
         APPLIES,
         "",
@@ -934,7 +949,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "torch_autocast.dtype",
         lambda f: _autocast(f, "fp16") and f.stage == 0,
-        f"{OURS} clip and report scaled gradients here, and checkpoints lack the loss scale",
+        f"with fp16 autocast {OURS} would clip and report scaled gradients, and checkpoints would lack the loss scale",
         'write "bfloat16", or set "torch_autocast.enabled" to false',
         APPLIES,
         "",
@@ -942,7 +957,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "gradient_allreduce_op",
         lambda f: f.get("gradient_allreduce_op").lower() == "sum" and _kept(f).acts_on == GRADIENT,
-        "this optimizer takes the mean over the ranks",
+        "this optimizer requires the mean over the ranks",
         'write "mean" or delete it',
         APPLIES,
         "",
@@ -950,7 +965,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.degree("ep") > 1 and _kept(f).acts_on == TENSOR and _kept(f).ours,
-        "takes sums over whole weights, and DeepSpeed splits those of divided experts into others",
+        "requires sums over full tensors, but DeepSpeed splits the weights of sharded experts into other tensors",
         "use --ep 1, or AdamW",
         APPLIES,
         "",
@@ -958,7 +973,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.params.bias_correction",
         _flat_masters,
-        "is known to DeepSpeed's own Adam only, and without ZeRO torch's has to be taken, which always corrects",
+        "is an option of DeepSpeed's own Adam, but without ZeRO a recipe requires torch's Adam, which always corrects the bias",
         "delete it",
         FAILS,
         "",
@@ -966,7 +981,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         _flat_masters,
-        "DeepSpeed's own Adam keeps the masters of a group as one tensor here, which the checkpoints have no place for",
+        "DeepSpeed's own Adam keeps the master weights of a group in one tensor here, which checkpoints cannot store",
         'add "optimizer.params.torch_adam": true',
         APPLIES,
         "",
@@ -974,7 +989,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.offload == "nvme" and f.optimizer is not None and (FACTS[f.optimizer].family not in SWAPPED or f.get("optimizer.params.amsgrad")),
-        "only Adam's two moments are kept in swap files here",
+        "NVMe offload requires Adam, because the swap files here hold only Adam's two moments",
         f'use AdamW, or "{OPTIMIZER}.device": "cpu"',
         APPLIES,
         "",
@@ -982,43 +997,45 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and (f.offload != "none" or f.param_offload != "none"),
-        "was never tried with offload here",
-        "delete it, or the blocks that offload",
+        "was never tested with offload in a recipe",
+        "delete it, or delete the offload blocks",
         APPLIES,
         "",
     ),
-    _unused("data_efficiency", f"{OURS} stream their own data and ignore it", "delete the block", outcome=APPLIES),
-    _unused("dataloader_drop_last", f"{OURS} stream their own data and ignore it", "delete it", outcome=APPLIES),
+    _unused("data_efficiency", f"{OURS} stream their own data and ignore this setting", "delete the block", outcome=APPLIES),
+    _unused("dataloader_drop_last", f"{OURS} stream their own data and ignore this setting", "delete it", outcome=APPLIES),
     _unused(
         "activation_checkpointing",
-        f"{OURS} checkpoint activations with the model's own method and ignore it",
+        f"{OURS} recompute activations with the model's own method and ignore this block",
         "delete the block and use --activation_checkpointing",
         outcome=APPLIES,
     ),
     Rule(
         "scheduler.type",
         lambda f: f.get("scheduler.type") in schema()["torch_schedulers"],
-        f"{OURS} take DeepSpeed's schedules only",
+        f"{OURS} accept only DeepSpeed's schedules",
         f"write one of {', '.join(schema()['schedulers'])}, or delete the block and use --schedule",
         APPLIES,
         "",
     ),
-    _unused("wandb", f"{OURS} record their own W&B run, this would be a second one", "delete the block and use --wandb --project NAME", outcome=APPLIES),
-    _unused("hybrid_engine", "serves generation during reinforcement learning", "delete the block", outcome=APPLIES),
-    _unused("autotuning", "is read by `deepspeed --autotuning` only, which does not start recipes", "delete the block"),
-    _unused("weight_quantization", "serves inference", "delete the block"),
-    _unused("datastates_ckpt", f"{OURS} write checkpoints of their own and ignore it", "delete the block", outcome=APPLIES),
+    _unused(
+        "wandb", f"{OURS} record their own W&B run, and this block would start a second run", "delete the block and use --wandb --project NAME", outcome=APPLIES
+    ),
+    _unused("hybrid_engine", "is used only for generation during reinforcement learning", "delete the block", outcome=APPLIES),
+    _unused("autotuning", "is read only by `deepspeed --autotuning`, which does not start recipes", "delete the block"),
+    _unused("weight_quantization", "is used only for inference", "delete the block"),
+    _unused("datastates_ckpt", f"{OURS} write their own checkpoints and ignore this block", "delete the block", outcome=APPLIES),
     _unused("use_data_before_expert_parallelism", f"{OURS} lay out the ranks themselves", "delete it", outcome=APPLIES),
     _unused(
         "seq_parallel_communication_data_type",
-        f"{OURS} reduce gradients in communication_data_type, over sequence ranks too",
+        f"{OURS} also reduce gradients over sequence ranks in communication_data_type",
         "delete it",
         outcome=APPLIES,
     ),
     Rule(
         "managed_gradient_accumulation",
         lambda f: not f.get("managed_gradient_accumulation"),
-        "the training loop lets DeepSpeed count micro-batches",
+        "must be true, because the training loop lets DeepSpeed count micro-batches",
         "set it to true or delete it",
         APPLIES,
         "",
@@ -1026,7 +1043,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "gradient_allreduce_op",
         lambda f: f.get("gradient_allreduce_op").lower() != "mean",
-        "the loss is averaged over tokens, which takes the mean",
+        "must be mean, because the loss is averaged over tokens",
         'write "mean" or delete it',
         APPLIES,
         "",
@@ -1034,7 +1051,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.compute_grad_norm",
         lambda f: f.get(f"{ZERO}.compute_grad_norm") is False,
-        "grad_norm is logged at every step",
+        "must be true, because grad_norm is logged at every step",
         "set it to true or delete it",
         APPLIES,
         "",
@@ -1047,7 +1064,7 @@ STOCK_RULES: tuple[Rule, ...] = (
     Rule(
         "weight_quantization",
         lambda f: f.get("weight_quantization") and f.stage != 3,
-        "is read by zero.Init, which only ZeRO stage 3 uses",
+        "is read only by zero.Init, which requires ZeRO stage 3",
         "delete the block",
         IGNORES,
         "zero/partition_parameters.py:355; run",
@@ -1055,7 +1072,7 @@ STOCK_RULES: tuple[Rule, ...] = (
     Rule(
         "activation_checkpointing.contiguous_memory_optimization",
         lambda f: f.get("activation_checkpointing.contiguous_memory_optimization") and not f.get("activation_checkpointing.partition_activations"),
-        "needs partition_activations, if the script calls deepspeed.checkpointing.configure",
+        "requires partition_activations if the script calls deepspeed.checkpointing.configure",
         'set "partition_activations": true, or "contiguous_memory_optimization": false',
         FAILS,
         "activation_checkpointing/checkpointing.py, configure; run",
@@ -1063,20 +1080,22 @@ STOCK_RULES: tuple[Rule, ...] = (
     Rule(
         "activation_checkpointing.contiguous_memory_optimization",
         lambda f: f.get("activation_checkpointing.contiguous_memory_optimization") and f.get("activation_checkpointing.number_checkpoints") is None,
-        "needs number_checkpoints, if the script calls deepspeed.checkpointing.configure",
+        "requires number_checkpoints if the script calls deepspeed.checkpointing.configure",
         "set it to false, or write the model's number of layers as number_checkpoints",
         FAILS,
         "activation_checkpointing/checkpointing.py, configure; run",
     ),
     *(
-        _unused(f"pipeline.{key}", "the PipelineModule of the script decides this; DeepSpeed reads and ignores it", "delete it", "pipe/engine.py:135; run")
+        _unused(
+            f"pipeline.{key}", "is decided by the script's PipelineModule, so DeepSpeed reads this key and ignores it", "delete it", "pipe/engine.py:135; run"
+        )
         for key in ("stages", "partition", "seed_layers")
     ),
     *(
         Rule(
             f"optimizer.params.{key}",
             lambda f: f.optimizer == "Muon",
-            "is of the Muon of a recipe, and DeepSpeed's Muon does not read it",
+            "is an option of a recipe's Muon, and DeepSpeed's Muon does not read it",
             "delete it",
             IGNORES,
             "engine.py, _muon_param_groups",

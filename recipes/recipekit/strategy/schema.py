@@ -113,13 +113,13 @@ def walk(config: dict[str, Any], auto: Collection[str] = AUTO, stock: bool = Fal
                 found.append(_unknown_name(block, given, list(names)))
         elif "needs_package" in names[name]:
             package = names[name]["needs_package"]
-            found.append(Problem(f"{block}.type = {given}", f"needs the package {package}, which is not installed", "use AdamW", FAILS))
+            found.append(Problem(f"{block}.type = {given}", f"requires the package {package}, which is not installed", "use AdamW", FAILS))
         else:
             params["keys"] = optimizer_params(config, name) if block == "optimizer" else names[name]
             params["of"], params["strict"] = name, True
             if "params" not in config[block] and (needed := [key for key, node in params["keys"].items() if node.get("required")] or block == "scheduler"):
                 listed = ", ".join(needed) if isinstance(needed, list) else "an object"
-                found.append(Problem(f"{block}.params = (missing)", f"{name} needs it", f'add "params" with {listed}', FAILS))
+                found.append(Problem(f"{block}.params = (missing)", f"{name} requires it", f'add "params" with {listed}', FAILS))
     root["keys"] |= {key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]}
     clean = _block(root, config, "", found, auto)
     if stock:
@@ -172,7 +172,7 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
                 known.get("works", True) or (key == "allgather_size" and config.get("zero_optimization") is True),
                 *_renamed(known["use_instead"], key, value, config),
             )
-            found.append(Problem(f"{here} = {shown(value)}", "is an old or second name", fix, APPLIES if works else IGNORES))
+            found.append(Problem(f"{here} = {shown(value)}", "is an old or alternative name", fix, APPLIES if works else IGNORES))
             clean |= renamed if works else {}
         elif problem := wrong(known, value, here, auto, strict):
             if off and key != "enabled":
@@ -188,11 +188,11 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
             clean[key] = int(value) if isinstance(value, float) and "integer" in known["type"] and "number" not in known["type"] else copy.deepcopy(value)
     for key, known in node["keys"].items():
         if known.get("required") and key not in config:
-            found.append(Problem(f"{path}.{key} = (missing)", f"{node.get('of', path)} needs it", f'add "{key}": {example(known)}', FAILS))
+            found.append(Problem(f"{path}.{key} = (missing)", f"{node.get('of', path)} requires it", f'add "{key}": {example(known)}', FAILS))
     enabled = node["keys"].get("enabled", {})
     unknown = config.keys() - node["keys"].keys()
     if config and "enabled" not in config and enabled.get("default") is False and not resembled("enabled", unknown):
-        rule = 'has no "enabled", so DeepSpeed leaves it off and ignores the rest'
+        rule = 'has no "enabled", so DeepSpeed disables the block and ignores its other keys'
         found.append(Problem(f"{path} = {shown(config)}", rule, 'add "enabled": true or delete the block', IGNORES))
     return clean
 
@@ -214,7 +214,7 @@ def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[st
     if " or " in new:
         return f"delete it, and write it as pin_memory in {new}", {}
     if name in config:
-        return f"delete it; {new} is there", {}
+        return f"delete it; {new} is already set", {}
     if key in ("cpu_offload", "cpu_offload_param"):  # a switch has become a block
         if not value or value == "false":
             return "delete it", {}
@@ -229,7 +229,7 @@ def resembled(key: str, names: Iterable[str]) -> bool:
 
 def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     here = f"{path}.{key}" if path else key
-    kind = f"{node['of']} does not take this key" if "of" in node else "DeepSpeed knows no such key here"
+    kind = f"{node['of']} does not take this key" if "of" in node else "DeepSpeed has no such key here"
     valid = [name for name, known in node["keys"].items() if "removed" not in known and "use_instead" not in known]
     near = difflib.get_close_matches(key, [name for name in valid if fits(node["keys"][name], value)], 1, 0.7)
     old = [name for name in difflib.get_close_matches(key, node["keys"], 1, 0.9) if "use_instead" in node["keys"][name]]
@@ -261,7 +261,7 @@ def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
     if given is None:
         return Problem(
             f"{block}.type = (missing)",
-            f"without it DeepSpeed ignores the {block} block",
+            f"DeepSpeed ignores the {block} block without a type",
             f'add "type": "{"AdamW" if block == "optimizer" else "WarmupLR"}"',
             IGNORES,
         )
@@ -269,7 +269,7 @@ def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
     inside = [name for name in by_lower if name in given.lower()]  # DeepSpeed_Adam, adamw_torch
     near = [max(inside, key=len)] if inside else difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
     fix = f"did you mean {by_lower[near[0]]}?" if near else f"write one of {', '.join(names)}"
-    return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} has no such {block} that a JSON could set up", fix, FAILS)
+    return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} supports no such {block} in a JSON", fix, FAILS)
 
 
 def _node(path: str) -> Node:

@@ -28,11 +28,11 @@ def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
         while relative and not there.exists():  # the run makes folders under `out`
             there = there.parent
         if not there.is_dir():
-            found.append(Problem(where, f"no folder {folder} on this host", "write the folder of a local drive"))
+            found.append(Problem(where, f"the folder {folder} does not exist on this host", "use a folder on a local drive"))
         elif not os.access(there, os.W_OK):
-            found.append(Problem(where, f"{there} is not writable", "write a folder this user may write to"))
+            found.append(Problem(where, f"{there} is not writable", "use a folder that you can write to"))
         elif file_system(there) in ("tmpfs", "ramfs"):
-            found.append(Problem(where, f"{there} is in memory ({file_system(there)}), so offloading there saves none", "write the folder of a local drive"))
+            found.append(Problem(where, f"{there} is in memory ({file_system(there)}), so offloading there frees no memory", "use a folder on a local drive"))
     return found
 
 

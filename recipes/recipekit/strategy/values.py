@@ -40,13 +40,13 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
     if value == "auto" and path in auto:
         return None
     if value == "auto" and path == "pipeline.stages":
-        return Problem(where, '"auto" is DeepSpeed\'s word for a missing key', "delete it", IGNORES)
+        return Problem(where, '"auto" means the same as a missing key', "delete it", IGNORES)
     if value == "auto" and node.get("default") != "auto":
         drops = strict and not path.startswith(("optimizer.", "scheduler."))
         word = "boolean" in types and path not in CHECKED  # any word counts as true
-        return Problem(where, '"auto" is filled by nobody here', f"write {example(node)}", REPLACES if drops or word else FAILS)
+        return Problem(where, 'nothing fills "auto" here', f"write {example(node)}", REPLACES if drops or word else FAILS)
     if path == "zero_optimization" and isinstance(value, bool):
-        return Problem(where, "is the format of 2020, a switch between stage 0 and 1", f'write {{"stage": {int(value)}}}', APPLIES)
+        return Problem(where, "is the old format of 2020, which only switches between stage 0 and 1", f'write {{"stage": {int(value)}}}', APPLIES)
     if not any(_is(value, name) for name in types):
         names = " or ".join(
             {"object": "a block {...}", "array": "a list [...]", "integer": "a whole number", "number": "a number", "null": "null"}.get(name, f"a {name}")
@@ -76,7 +76,7 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
         ):
             if word in node and bad(node[word]):
                 if path == "gradient_clipping":
-                    return Problem(where, "must be at least 0", "write 0, which clips nothing either", APPLIES)
+                    return Problem(where, "must be at least 0", "write 0, which also disables clipping", APPLIES)
                 outcome = {"activation_checkpointing.number_checkpoints": APPLIES, "flops_profiler.profile_step": IGNORES}.get(path, FAILS)
                 return Problem(where, f"must be {says} {node[word]:g}", f"write {example(node)}", outcome)
     return _wrong_list(node, value, path, where) if isinstance(value, list) else None
@@ -85,15 +85,15 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
 def _wrong_list(node: Node, value: list[Any], path: str, where: str) -> Problem | None:
     """Find what is wrong with the items of a list."""
     if not all(_is(item, node.get("items", "any")) for item in value):
-        return Problem(where, f"must hold nothing but items of type {node['items']}", f"write {example(node)}", FAILS)
+        return Problem(where, f"must contain only items of type {node['items']}", f"write {example(node)}", FAILS)
     if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
-        return Problem(where, f"{shown(odd[0])} is none of {', '.join(node['items_enum'])}", "write one of these", FAILS)
+        return Problem(where, f"{shown(odd[0])} is not one of {', '.join(node['items_enum'])}", "write one of these", FAILS)
     if "length" in node and len(value) != node["length"]:
-        return Problem(where, f"must hold {node['length']} numbers", f"write {example(node)}", FAILS)
+        return Problem(where, f"must contain {node['length']} numbers", f"write {example(node)}", FAILS)
     if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
-        return Problem(where, "each must lie in [0, 1)", "write [0.9, 0.95]", FAILS)
+        return Problem(where, "each number must be at least 0 and less than 1", "write [0.9, 0.95]", FAILS)
     if path.endswith(".eps") and not all(_is(item, "number") and item >= 0 for item in (0 if value[0] is None else value[0], value[1])):
-        return Problem(where, "each must be at least 0, and the first may be null", "write [null, 0.001]", FAILS)
+        return Problem(where, "each number must be at least 0, and the first may be null", "write [null, 0.001]", FAILS)
     return None
 
 
