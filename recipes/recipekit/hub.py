@@ -224,6 +224,6 @@ def not_cached(name: str, revision: str = "", kind: str = MODELS) -> str:
     """Return the end of a message about a repository that is not in the cache: what is there, and how to fill it."""
     others = sorted(path.name for path in repository(name, kind).glob("snapshots/*"))
     of_kind = "--repo-type dataset " if kind == DATASETS else ""
-    fix = f"download it where there is a network: hf download {of_kind}{name}" + (f" --revision {revision}" if revision else "")
+    fix = f"download it on a machine with network access: hf download {of_kind}{name}" + (f" --revision {revision}" if revision else "")
     flag = "--dataset_revision" if kind == DATASETS else "--model_revision"
     return f"{fix}; or use the cached commit with {flag} {others[-1]}" if others else fix

@@ -119,8 +119,8 @@ def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
     hub.hub_is_away.cache_clear()
     found = refused("--dry_run", "--model", name)
-    why = "HF_HUB_OFFLINE forbids to download it" if offline else "the hub cannot be reached"
-    assert found.startswith(f"model = {name}: there is no such folder, it is not in the cache {hub.cache_folder()}, and {why}; check the path, or ")
+    why = "HF_HUB_OFFLINE prevents a download" if offline else "the hub cannot be reached"
+    assert found.startswith(f"model = {name}: the folder does not exist, the model is not in the cache {hub.cache_folder()}, and {why}; check the path, or ")
 
 
 def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -122,7 +122,7 @@ def test_the_folders_of_caches_are_looked_at(monkeypatch: pytest.MonkeyPatch, na
         ("s3://b/x.jsonl", "s3://b/x.jsonl", "only https:// and http:// addresses can be read"),
         ("a=gs://b/x.parquet?key=1@1; b=builtin@1", "gs://b/x.parquet", "only https:// and http:// addresses can be read"),
         ("https://h/x.jsonl, hf://datasets/a/b", "hf://datasets/a/b", "only https:// and http:// addresses can be read"),
-        ("https://h/x.jsonl, x.jsonl", "x.jsonl", "is a path, and cannot be combined with addresses"),
+        ("https://h/x.jsonl, x.jsonl", "x.jsonl", "a path cannot be combined with addresses"),
     ],
 )
 def test_data_that_no_run_reads_is_refused_by_a_plan(dataset: str, where: str, rule: str) -> None:

@@ -227,12 +227,12 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--dataset", "{tmp}/missing.jsonl", ["--dataset {tmp}/missing.jsonl: there is no such file"]),
+        ("--dataset", "{tmp}/missing.jsonl", ["--dataset {tmp}/missing.jsonl: the file does not exist"]),
         ("--dataset", "{tmp}/tables", ["--dataset {tmp}/tables: "]),
-        ("--dataset", "{tmp}/tables/a.xml", ["a.xml: .xml is not read; convert it to one of .txt, "]),
+        ("--dataset", "{tmp}/tables/a.xml", ["a.xml: .xml files are not supported; convert the file to one of .txt, "]),
         ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
-        ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["holds files of several kinds"]),
-        ("--dataset", "a=x; b=y", ["is no part of a mixture"]),
+        ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["contains files of several formats"]),
+        ("--dataset", "a=x; b=y", ["is not a valid part of a mixture"]),
         ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be made: {tmp}/good/a.txt is no folder"]),
         ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory; choose a folder of yours with --out"]),
         ("--out", "{tmp}/good/a.txt/run", ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt; choose"]),

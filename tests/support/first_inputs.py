@@ -91,8 +91,8 @@ GOOD = {
 }
 MODELS = {
     "no such folder": Input("--model ./gone", "model = ./gone: is no folder on this machine"),
-    "a mistyped folder": Input("--model models/llama", "model = models/llama: there is no such folder, it is not in the cache"),
-    "a mistyped name": Input("--model llama-32-1b", "model = llama-32-1b: there is no such folder, it is not in the cache"),
+    "a mistyped folder": Input("--model models/llama", "model = models/llama: the folder does not exist, the model is not in the cache"),
+    "a mistyped name": Input("--model llama-32-1b", "model = llama-32-1b: the folder does not exist, the model is not in the cache"),
     "a file": Input("--model docs.jsonl", "model = docs.jsonl: is no folder on this machine"),
     "no config.json": Input("--model ./m", "model = ./m: the folder holds no config.json", model(lambda folder: (folder / "config.json").unlink())),
     "a cut config.json": Input("--model ./m", "m/config.json: is not JSON", model(lambda folder: (folder / "config.json").write_text('{"model_type": '))),
@@ -131,13 +131,17 @@ def no_template(folder: Path) -> None:
 
 
 DATA = {
-    "no such file": Input("--dataset gone.jsonl", "--dataset gone.jsonl: there is no such file"),
+    "no such file": Input("--dataset gone.jsonl", "--dataset gone.jsonl: the file does not exist"),
     "an empty text": Input("--dataset d.txt", "--dataset d.txt: ", content("d.txt", "")),
-    "rows of no text": Input("--dataset d.jsonl", "--dataset d.jsonl: holds no document", lines("d.jsonl", [{"text": ""}, {"text": None}])),
+    "rows of no text": Input("--dataset d.jsonl", "--dataset d.jsonl: contains no document", lines("d.jsonl", [{"text": ""}, {"text": None}])),
     "an empty file": Input("--dataset d.jsonl", "d.jsonl: is empty", content("d.jsonl", "")),
     "another column, not named": Input("--dataset d.jsonl", "d.jsonl, row 1: has no column 'text'", lines("d.jsonl", [{"body": "a"}])),
-    "a list": Input("--dataset d.json", "d.json: is one JSON list", content("d.json", json.dumps(TEXTS))),
-    "rows in a key": Input("--dataset d.json", "d.json: is one JSON object with its rows in 'data'", content("d.json", json.dumps({"data": TEXTS}))),
+    "a list": Input("--dataset d.json", "d.json: must have one JSON object per line, but is a single JSON list", content("d.json", json.dumps(TEXTS))),
+    "rows in a key": Input(
+        "--dataset d.json",
+        "d.json: must have one JSON object per line, but is a single object with its rows in 'data'",
+        content("d.json", json.dumps({"data": TEXTS})),
+    ),
     "latin 1": Input("--dataset d.txt", "d.txt, row 1: is not UTF-8", content("d.txt", "über".encode("latin1") * 99)),
     "gzip without the ending": Input("--dataset d.jsonl", "", content("d.jsonl", gzip.compress(b'{"text": "a"}\n'))),
     "text named .gz": Input("--dataset d.jsonl.gz", "", content("d.jsonl.gz", '{"text": "a"}\n')),

@@ -116,7 +116,7 @@ def base_of(folder: Path) -> tuple[str, str]:
     if not Path(base).is_dir() and hub_is_away() and commit_of(base, revision) is None:
         at = f" --revision {revision}" if revision else ""
         rule = f"the base model {base} is not in the cache, and the hub cannot be reached"
-        raise refuse(where, rule, f"hf download {base}{at} where there is a network, or {fix}")
+        raise refuse(where, rule, f"run hf download {base}{at} on a machine with network access, or {fix}")
     return base, revision
 
 

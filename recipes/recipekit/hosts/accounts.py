@@ -89,7 +89,7 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
     page = f"https://huggingface.co/{model}"
     yield Row("Hugging Face", f"{'' if token else 'not '}logged in, {model} {'may be read' if not found else 'may not be read'}")
     if found.startswith("unreachable"):
-        yield Problem(f"model = {model}", f"is not on this host, and the hub is {found}", f"download it where there is a network: hf download {model}")
+        yield Problem(f"model = {model}", f"is not on this host, and the hub is {found}", f"download it on a machine with network access: hf download {model}")
     elif found == "GatedRepo":
         fix = f"ask for access at {page}, then `hf auth login`"
         yield Problem(f"model = {model}", "is gated, and this host is not logged in with an account that may read it", fix)
