@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "bnb, block deleted": ("llama", lambda folder: quantise(folder, NF4), "weight.absmax: is F32 of a quantised model"),
     "bin only": ("llama", save_as_bin, "holds pytorch_model.bin, which is not read, and no .safetensors file"),
     "truncated": ("llama", cut_off, "model.safetensors: has "),
-    "git lfs": ("llama", point, "model.safetensors: is a pointer of Git LFS, not the file; fetch the file: git lfs pull"),
+    "git lfs": ("llama", point, "model.safetensors: is a Git LFS pointer, not the file itself; fetch the file: git lfs pull"),
     "shard missing": ("llama", lambda folder: lose_a_shard(folder, True), "model-00002-of-00"),
     "shard and index missing": ("llama", lambda folder: lose_a_shard(folder, False), "lacks part 2 of "),
     "no weights": ("llama", lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file; download its safetensors"),
@@ -305,7 +305,7 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     ("vit", "{}", "image_classification"): "",
     ("vit", '{"architectures": ["ViTModel"]}', "image_classification"): "",
     ("vit", '{"quantization_config": {"quant_method": "gptq"}}', "image_classification"): "has a quantization_config of gptq; use the unquantised model; "
-    "if the weights in its files are whole, delete the block",
+    "if its files contain unquantised weights, delete the block",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_my.MyViT"}}', "image_classification"): "(modeling_my.MyViT), which recipes never run; "
     "use an image classification model of transformers, whose class is in transformers itself",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_vit.ViTForImageClassification"}}', "image_classification"): "",

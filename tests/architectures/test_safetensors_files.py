@@ -97,5 +97,5 @@ def test_what_the_index_and_the_files_disagree_on_is_named(folder: Path) -> None
         safetensors_files.open_folder(folder)
     (folder / safetensors_files.INDEX).write_text(json.dumps(index))
     (folder / "two.safetensors").unlink()
-    with pytest.raises(Refusal, match="is missing, though the index names it"):
+    with pytest.raises(Refusal, match="is missing, but the index names it"):
         safetensors_files.open_folder(folder)

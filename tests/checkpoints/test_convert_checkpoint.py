@@ -86,11 +86,11 @@ def test_verify_and_inspect(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["to-hf", "runs/none", "out"], 1, "runs/none: there is no such folder; give a run folder"),
+        (["to-hf", "runs/none", "out"], 1, "runs/none: the folder does not exist; give a run folder"),
         (["to-hf", "runs/walk", "runs/walk_hf"], 1, "already exists"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--pp", "2"], 1, "use --zero 1, or --pp 1"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--mem-limit", "3"], 2, "is too little to work in"),
-        (["to-hf", "runs", "out"], 1, "holds no complete checkpoint"),
+        (["to-hf", "runs", "out"], 1, "contains no complete checkpoint"),
         (["from-hf", "runs", "out"], 1, "the folder holds no config.json"),
         (["to-hf", "runs/walk"], 2, "required"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "/proc/out", "--dp", "1"], 1, "/proc"),
@@ -121,9 +121,9 @@ def test_a_disk_with_an_error(trained: Path, tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, broken, failing)
         assert tool.main(words) == 1
     (told,) = capsys.readouterr().err.splitlines()
-    kept = "what was done is kept, start the same command again to go on"
+    kept = "run the same command again to continue; finished work is kept"
     assert f"{tmp_path}/.out.part/model.safetensors: Input/output error; " in told and told.endswith(
-        kept if when == "writing" else "free; start the same command again"
+        kept if when == "writing" else "free; run the same command again"
     )
     assert not (tmp_path / "out").exists() and journal.journal_file(tmp_path / "out").exists() == (when == "writing")
     assert tool.main([*words, "--verify"]) == 0 and (tmp_path / "out" / "model.safetensors").exists()

@@ -220,8 +220,8 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, t
         ({"ep": 3, "dp": 3}, "ep = 3: does not divide the model's 4 experts; use --ep 1"),
         ({"ep": 4}, "ep = 4: does not divide the 2 data-parallel ranks; use --dp 4, or --ep 1"),
         ({"dp": 3}, "ep = 2: does not divide the 3 data-parallel ranks; use --dp 4, or --ep 1"),
-        ({"tp": 2}, "ep = 2 with tp = 2: expert parallelism goes with data parallelism and ZeRO only; use --ep 1, or --tp 1"),
-        ({"ep": 0}, "ep = 0: a degree is at least 1"),
+        ({"tp": 2}, "ep = 2 with tp = 2: expert parallelism can be combined with data parallelism and ZeRO only; use --ep 1, or --tp 1"),
+        ({"ep": 0}, "ep = 0: must be at least 1"),
     ],
 )
 def test_an_impossible_layout_is_refused(run: Path, degrees: dict[str, int], says: str) -> None:

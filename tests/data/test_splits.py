@@ -299,8 +299,8 @@ def test_split_and_subset_of_the_file_belong_to_its_own_data_set(tmp_path: Path)
         ("{tmp}/folder/train.jsonl", ("--split", "test"), "--split test: .*train.jsonl is not a folder, so all its rows are in the split train"),
         ("{tmp}/folder/*.jsonl", ("--split", "test"), "--split test: .* is not a folder, so all its rows are in the split train; use --split train"),
         ("{tmp}/folder/train.jsonl", ("--subset", "de"), "--subset de: .*train.jsonl is not a folder, so it has no subsets; omit --subset"),
-        ("https://example.org/a.jsonl?key=1", ("--split", "test"), "--split test: https://example.org/a.jsonl is no folder"),
-        ("one={tmp}/folder@1; two={tmp}/folder/train.jsonl@1", ("--split", "test"), "--split test: .*train.jsonl is no folder"),
+        ("https://example.org/a.jsonl?key=1", ("--split", "test"), "--split test: https://example.org/a.jsonl is not a folder"),
+        ("one={tmp}/folder@1; two={tmp}/folder/train.jsonl@1", ("--split", "test"), "--split test: .*train.jsonl is not a folder"),
         ("{tmp}/only", (), "--split train: .*only does not have this split, only test; use --split test, or name the files"),
     ],
 )

@@ -219,7 +219,7 @@ def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
         (4, "--pp 2 --pipeline_schedule dualpipev --global_batch 16 --micro_batch 4", "leaves 2 micro-batches of a step, and dualpipev needs 2 * pp = 4; use "
          "global_batch 32, or micro_batch 2, or --pipeline_schedule 1f1b"),
         (4, "--pp 2 --sp 2", "sp = 2 with pp = 2: sequence parallelism goes with data parallelism and ZeRO only; use --sp 1, or --pp 1"),
-        (4, "--pp 2 --ep 2", "ep = 2 with pp = 2: expert parallelism goes with data parallelism and ZeRO only; use --ep 1, or --pp 1"),
+        (4, "--pp 2 --ep 2", "ep = 2 with pp = 2: expert parallelism can be combined with data parallelism and ZeRO only; use --ep 1, or --pp 1"),
     ],
 )  # fmt: skip
 def test_a_pipeline_that_cannot_be_is_refused(monkeypatch, world, flags, text):

@@ -136,7 +136,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.M
         hub.hub_is_away.cache_clear()
         plan = planned("--dry_run", "--model", "org/tiny")
         assert plan.model_config == CONFIG
-        rule = "there is no such folder, and https://huggingface.co/org/other does not exist or is private"
+        rule = "the folder does not exist, and https://huggingface.co/org/other does not exist or is private"
         assert refused("--dry_run", "--model", "org/other") == f"model = org/other: {rule}; check the path or the name, or log in with: hf auth login"
     assert not (folder / "cache").exists(), "the question changes nothing"
 
@@ -193,7 +193,7 @@ def test_the_json_is_printed_if_asked_for(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [("--show json", "goes with --dry_run only"), ("--dry_run --show yaml", "use --show json"), ("--dry_run --show", "needs a value")]
+    ("words", "says"), [("--show json", "requires --dry_run"), ("--dry_run --show yaml", "use --show json"), ("--dry_run --show", "requires a value")]
 )
 def test_show_is_json_of_a_dry_run(words: str, says: str) -> None:
     assert says in refused(*words.split())

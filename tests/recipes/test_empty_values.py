@@ -171,4 +171,4 @@ def test_a_folder_that_is_missing_is_no_hub_id(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "docs.jsonl").write_text("{}")
     for model in ("./nope", "nope/", "/nope", "a/b/", "models/a/b", "data/docs.jsonl"):
-        assert any(f"model = {model}: is no folder on this machine" in problem for problem in problems("--model", model))
+        assert any(f"model = {model}: is not a folder on this machine" in problem for problem in problems("--model", model))

@@ -37,7 +37,7 @@ def test_a_ramp_is_cut_and_scaled() -> None:
         ("5:16, 4:20", 0, "it has 4 after 5"),
         ("5:0", 0, "from step 5 on"),
         ("5:1", 0, ""),
-        ("5:16, 9:20", 8, "step 9 lies after the last step, 8"),
+        ("5:16, 9:20", 8, "step 9 is after the last step, 8"),
         ("5:16, 8:20", 8, ""),
         ("5;16", 0, "is no table"),
     ],

@@ -218,7 +218,7 @@ def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[s
         job.close()
     step = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
     (line,) = [line for line in job.output.splitlines() if "lost rank" in line]
-    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(f"; the same command goes on from step {step}"), line
+    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(f"; the same command resumes from step {step}"), line
     assert "onnection" not in job.output
 
 

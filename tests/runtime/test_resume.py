@@ -212,7 +212,7 @@ def test_without_a_whole_checkpoint_the_run_is_refused_and_kept(go: Callable[...
     for step in (2, 4):
         flip_a_bit(run / "checkpoints" / f"step_{step:08d}")
     refusal = go(run, refused=True)
-    assert "holds no complete checkpoint" in refusal and "--resume never" in refusal
+    assert "contains no complete checkpoint" in refusal and "--resume never" in refusal
     assert (run / "metrics.jsonl").read_bytes() == before
 
 

@@ -90,10 +90,10 @@ GOOD = {
     "another model type beside": Input("--model ./m", "", model(lambda folder: (folder / "adapter_config.json").write_text("{}"))),
 }
 MODELS = {
-    "no such folder": Input("--model ./gone", "model = ./gone: is no folder on this machine"),
+    "no such folder": Input("--model ./gone", "model = ./gone: is not a folder on this machine"),
     "a mistyped folder": Input("--model models/llama", "model = models/llama: the folder does not exist, the model is not in the cache"),
     "a mistyped name": Input("--model llama-32-1b", "model = llama-32-1b: the folder does not exist, the model is not in the cache"),
-    "a file": Input("--model docs.jsonl", "model = docs.jsonl: is no folder on this machine"),
+    "a file": Input("--model docs.jsonl", "model = docs.jsonl: is not a folder on this machine"),
     "no config.json": Input("--model ./m", "model = ./m: the folder holds no config.json", model(lambda folder: (folder / "config.json").unlink())),
     "a cut config.json": Input("--model ./m", "m/config.json: is not JSON", model(lambda folder: (folder / "config.json").write_text('{"model_type": '))),
     "an unknown type": Input("--model ./m", "model = ./m: a lama is no causal language model", model(model_type="lama")),

@@ -67,7 +67,7 @@ def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
         return None
     where = f"--dataset: {domain} = {dataset!r}" if domain else f"--dataset {dataset!r}"
     rule = "must not be empty or blank" if len(entries) == 1 else f"entry {[bool(entry.strip()) for entry in entries].index(False) + 1} of the list is empty"
-    return Problem(where, rule, "name a file, a folder or ORG/NAME (an unset shell variable leaves an empty entry)")
+    return Problem(where, rule, "name a file, a folder or ORG/NAME; check the variables of your shell")
 
 
 def _has_subset(corpus: str) -> bool:
