@@ -135,7 +135,9 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if not Path(words[0]).is_file():
         before = argv[: len(argv) - len(arguments.words)]
         if arguments.sbatch and before[-1].endswith(flag := arguments.sbatch[-1]) and "=" not in flag:
-            raise Refused(f"{words[0]}: the file does not exist; if it is the value of {flag}, write both as one word for sbatch, for example --sbatch=--partition=gpu")
+            raise Refused(
+                f"{words[0]}: the file does not exist; if it is the value of {flag}, write both as one word for sbatch, for example --sbatch=--partition=gpu"
+            )
         raise Refused(f"{words[0]}: the file does not exist; {nearest(Path(words[0]))}")
     if arguments.doctor and (late := next((word for word in arguments.words if word in ("--dry-run", "--dry_run")), "")):
         raise Refused(f"{late}: must come before --doctor, because the doctor reads the rest of the line; move it before --doctor")
@@ -173,7 +175,9 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
         if getattr(arguments, flag) and where not in places
     ]
     if arguments.max_restarts and (arguments.once or arguments.doctor):
-        problems.append(f"--max_restarts {arguments.max_restarts}: cannot be combined with a program that runs once on each host, because launch does not restart it; leave it out")
+        problems.append(
+            f"--max_restarts {arguments.max_restarts}: cannot be combined with a program that runs once on each host, because launch does not restart it; leave it out"
+        )
     if arguments.wait_hosts and not arguments.max_restarts and where in READ_BY["wait_hosts"]:
         problems.append(f"--wait_hosts {arguments.wait_hosts}: only a restart waits for hosts; add --max_restarts N, or leave it out")
     if arguments.bind_cores and (arguments.once or arguments.doctor):

@@ -129,7 +129,9 @@ def scalar(value: object) -> str:
     """Writes a value as JSON that every YAML reader takes: characters that YAML does not print are escaped one by one (JSON's surrogate pairs are not YAML)."""
     text = json.dumps(value, ensure_ascii=False)
     if lone := re.search("[\ud800-\udfff]", text):
-        raise Refused(f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is not valid text; remove it, because a manifest cannot contain it")
+        raise Refused(
+            f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is not valid text; remove it, because a manifest cannot contain it"
+        )
     return "".join(character if "\x20" <= character <= "\x7e" else f"\\U{ord(character):08x}" for character in text)
 
 

@@ -174,7 +174,9 @@ def check_variables(environment: Mapping[str, str]) -> list[Problem]:
             problems += refusal.problems
             continue
         if name in UNEXPANDED and value.startswith(("~", "$")):
-            problems.append(Problem(where, "must be a path without ~ and $, because programs would create a folder with that literal name", f"set it to {path}"))
+            problems.append(
+                Problem(where, "must be a path without ~ and $, because programs would create a folder with that literal name", f"set it to {path}")
+            )
     return problems
 
 

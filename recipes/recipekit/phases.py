@@ -102,7 +102,9 @@ def check_rates(schedule: str, steps: int, warmup: int, decay: int, lr: float, m
     if min_lr > lr > 0:
         problems.append(Problem(f"min_lr = {min_lr}", f"must not be larger than lr = {lr}", f"use --min_lr {lr / 10} or less"))
     if min_lr and schedule == "constant":
-        problems.append(Problem(f"min_lr = {min_lr}", "cannot be combined with a constant schedule, which never reaches it", "use --schedule cosine, or omit min_lr"))
+        problems.append(
+            Problem(f"min_lr = {min_lr}", "cannot be combined with a constant schedule, which never reaches it", "use --schedule cosine, or omit min_lr")
+        )
     if schedule != "wsd" and decay > 0:
         rule = f"applies only to schedule = wsd, not to {schedule}, which {'never falls' if schedule == 'constant' else 'falls from its warm-up on'}"
         problems.append(Problem(f"decay_steps = {decay}", rule, "use --decay_steps 0, or --schedule wsd"))

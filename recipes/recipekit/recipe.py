@@ -265,14 +265,14 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.pp > 1 and recipe.adapt is not None:
         problems.append(Problem(f"pp = {recipe.pp}", "an adapter wraps the whole model, and a pipeline stage holds only part of it", "use --pp 1"))
     if recipe.checkpoint_every > 1 and not recipe.activation_checkpointing:
-        problems.append(
-            Problem(f"checkpoint_every = {recipe.checkpoint_every}", "requires activation_checkpointing", "add --activation_checkpointing")
-        )
+        problems.append(Problem(f"checkpoint_every = {recipe.checkpoint_every}", "requires activation_checkpointing", "add --activation_checkpointing"))
     problems += _check_rates(recipe.lr_scale or {}, recipe.layer_decay, recipe.adapt is not None)
     for needed in ("wandb", "export") if recipe.wandb_artifact else ():
         if not getattr(recipe, needed):
             where = f"wandb_artifact = True with {needed} = False"
-            problems.append(Problem(where, "wandb_artifact uploads the export to W&B, so it requires both", f"use --{needed}, or --no-wandb_artifact"))
+            problems.append(
+                Problem(where, "wandb_artifact uploads the export to W&B, so it requires --export and --wandb", f"use --{needed}, or --no-wandb_artifact")
+            )
     if recipe.merge and recipe.adapt is None:
         problems.append(Problem("merge = True", "requires a recipe that trains an adapter", "omit --merge"))
     return problems

@@ -133,7 +133,11 @@ def find_resume(
     )
     taken = {STATISTICS: OF_NORMS}
     problems = [
-        Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}{taken.get(name, '')}", "see the first problem for the ways to continue")
+        Problem(
+            f"{name} = {shown(now[name])}",
+            f"the run in {out} has {shown(before.get(name))}{taken.get(name, '')}",
+            "see the first problem for the ways to continue",
+        )
         for name in others
     ]
     raise Refusal([dataclasses.replace(problems[0], fix=f"resume with {flags}, {ways}" if flags else ways), *problems[1:]])
@@ -170,7 +174,11 @@ def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
     stated = lambda config, name: json.dumps(config.get(name) or None)  # noqa: E731
     names = [name for name in {**found, **before} if stated(found, name) != stated(before, name)]
     problems = [
-        Problem(f"adapt: {name} = {found.get(name)}", f"the run in {out} has {before.get(name)}", ways if number == 0 else "see the first problem for the ways to continue")
+        Problem(
+            f"adapt: {name} = {found.get(name)}",
+            f"the run in {out} has {before.get(name)}",
+            ways if number == 0 else "see the first problem for the ways to continue",
+        )
         for number, name in enumerate(names)
     ]
     if problems:
@@ -204,7 +212,9 @@ def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[
         raise refuse(f"model = {now['model']}", rule, f"use --model {before.get('model')}, or start a new run with --out NEW")
     if before and before.get(STATISTICS, micro_batch) != micro_batch:
         rule = f"the checkpoint in {chosen} has {before[STATISTICS]}{OF_NORMS}"
-        raise refuse(f"{STATISTICS} = {micro_batch}", rule, f"resume with --{STATISTICS} {before[STATISTICS]}, or start a new run from its export with --out NEW")
+        raise refuse(
+            f"{STATISTICS} = {micro_batch}", rule, f"resume with --{STATISTICS} {before[STATISTICS]}, or start a new run from its export with --out NEW"
+        )
     if before:
         _check_not_finished(last_step, chosen, before, now)
     return chosen

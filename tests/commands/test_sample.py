@@ -263,7 +263,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an empty tokenizer": (lambda path: changed(path, lambda folder: (folder / "tokenizer.json").write_text("")), r"tokenizer.json: is empty"),
     "no tokenizer": (lambda path: changed(path, lambda folder: [file.unlink() for file in folder.glob("tokenizer*")]), "holds no tokenizer"),
     "an empty config": (lambda path: with_text(path / "config.json", "").parent, "config.json: is empty"),
-    "a base that is gone": (lambda path: with_base(path, "/nowhere/base"), "the base model /nowhere/base does not exist on this machine; put it there, or write its "),
+    "a base that is gone": (
+        lambda path: with_base(path, "/nowhere/base"),
+        "the base model /nowhere/base does not exist on this machine; put it there, or write its ",
+    ),
     "a base of another folder": (lambda path: with_base(path, "./base"), "the base model ./base does not exist on this machine"),
     "a base not in the cache": (lambda path: with_base(path, "org/base", revision="v2"), "the base model org/base is not in the cache.*--revision v2 "),
     "no base": (lambda path: with_base(path, ""), "names no base model"),

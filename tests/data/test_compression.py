@@ -148,5 +148,5 @@ def test_a_later_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
     for number in range(300):
         (tmp_path / f"{number:03}.txt").write_text("version https://example.org: a text that is no pointer")
     (tmp_path / "299.txt").write_bytes(POINTER)
-    with pytest.raises(Refusal, match=r"299.txt: is a pointer of Git LFS"):
+    with pytest.raises(Refusal, match=r"299.txt: is a Git LFS pointer"):
         rows_of(tmp_path)

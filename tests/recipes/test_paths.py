@@ -32,8 +32,8 @@ REFUSED = {
     "$NOWHERE/r": "the variable NOWHERE is not set",
     "${NOWHERE}": "the variable NOWHERE is not set",
     "$EMPTY/r": "the variable EMPTY is empty",
-    "${SCRATCH:-/tmp}/r": "${SCRATCH:-/tmp}/r is not a variable",
-    "~nobody_here/r": "there is no user nobody_here",
+    "${SCRATCH:-/tmp}/r": "${SCRATCH:-/tmp}/r is not a valid variable",
+    "~nobody_here/r": "the user nobody_here does not exist",
     "r/~/x": "~ is expanded only at the start of a path",
     **dict.fromkeys(ADDRESSES, IS_ADDRESS),
 }

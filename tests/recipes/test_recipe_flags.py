@@ -122,7 +122,7 @@ def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
         (["--steps"], "--steps"),
         (["extra"], "extra"),
         (["--world", "4"], "requires --dry_run"),
-        (["--dry_run", "--world", "0"], "at least 1 rank"),
+        (["--dry_run", "--world", "0"], "must be at least 1"),
         (["--dp", "2"], "the ranks that --tp, --pp, --sp and --ep leave are data-parallel"),
         (["--learning-rate=1e-4"], "use --lr"),
         (["--num_gpus", "2"], "write it before the recipe's file"),
@@ -278,7 +278,10 @@ def test_every_impossible_number_is_named_at_once():
         ),
         ({"schedule": "wsd", "decay_steps": 1001}, "decay_steps = 1001: takes 1001 of the 1000 steps; use --decay_steps 1000 or less, or a larger --steps"),
         ({"decay_steps": 5}, "decay_steps = 5: applies only to schedule = wsd, not to cosine, which falls from its warm-up on; use --decay_steps 0"),
-        ({"decay_steps": 5, "schedule": "constant"}, "decay_steps = 5: applies only to schedule = wsd, not to constant, which never falls; use --decay_steps 0"),
+        (
+            {"decay_steps": 5, "schedule": "constant"},
+            "decay_steps = 5: applies only to schedule = wsd, not to constant, which never falls; use --decay_steps 0",
+        ),
     ],
 )
 def test_a_decay_fits_its_schedule(fields, said):

@@ -161,7 +161,7 @@ def test_the_step_of_a_checkpoint_is_in_its_manifest() -> None:
     step = with_manifest(run / "checkpoints" / "step_99999999_best")
     assert planned("--resume", step, "--out", "runs/other", "--steps", 5, "--seed", 7).resume_from == step
     (found,) = problems("--resume", step, "--out", "runs/other", "--steps", 4, "--seed", 7)
-    assert "the checkpoint is at step 4, and this command ends at step 4" in found
+    assert "the checkpoint is at step 4, but this command ends at step 4" in found
 
 
 def finished(run: Path, step: int, *argv: object) -> Path:
@@ -184,8 +184,8 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
     (found,) = problems("--resume", run, "--out", "runs/second", "--steps", 2)
     name = other[0].removeprefix("--")
     now = getattr(RECIPE, name)
-    assert found.startswith("resume = runs/first: the checkpoint is at step 60, and this command ends at step 2; ")
-    assert f"the run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, this command {now}; " in found
+    assert found.startswith("resume = runs/first: the checkpoint is at step 60, but this command ends at step 2; ")
+    assert f"the run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this command has {now}; " in found
     convert = "--model NEW_FOLDER after recipekit convert to-hf runs/first NEW_FOLDER"
     assert found.endswith(f"use --steps 61 or more, or start from its weights with {convert}")
     (run / "hf").mkdir()

@@ -229,8 +229,8 @@ def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest").write_text("step_00000012")
     assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command begins anew"
     (step / "manifest.json").write_text(json.dumps({"step": 12}))
-    assert way_on("auto", tmp_path) == "the same command goes on from step 12"
-    assert way_on("never", tmp_path) == "the same command with --resume auto goes on from step 12"
+    assert way_on("auto", tmp_path) == "the same command resumes from step 12"
+    assert way_on("never", tmp_path) == "the same command with --resume auto resumes from step 12"
 
 
 # Ranks that do nothing but watch each other ------------------------------------------------------------------------

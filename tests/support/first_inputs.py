@@ -107,7 +107,7 @@ MODELS = {
         model(lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
     ),
     "cut weights": Input("--model ./m", "m/model.safetensors: has ", model(halved)),
-    "a pointer": Input("--model ./m", "m/model.safetensors: is a pointer of Git LFS", model(lambda folder: (folder / "model.safetensors").write_text(POINTER))),
+    "a pointer": Input("--model ./m", "m/model.safetensors: is a Git LFS pointer", model(lambda folder: (folder / "model.safetensors").write_text(POINTER))),
     "a cut tokenizer": Input("--model ./m", "m/tokenizer.json: is not JSON", model(lambda folder: (folder / "tokenizer.json").write_text('{"model": {'))),
     "an empty tokenizer": Input("--model ./m", "m/tokenizer.json: is empty (0 bytes)", model(lambda folder: (folder / "tokenizer.json").write_text(""))),
     "a tokenizer of another kind": Input(
@@ -166,7 +166,7 @@ FLAGS = {
     "a seed too long": Input("--seed 99999999999999999999", "seed = 99999999999999999999: "),
     "the model's folder": Input("--out base", "out = base: is the folder of --model ./base"),
     "no disk": Input("--out /proc/run", "out = /proc/run: cannot be written"),
-    "no run to resume": Input("--resume gone", "resume = gone: is neither a run folder nor a step folder"),
+    "no run to resume": Input("--resume gone", "resume = gone: must be a run folder or one of its step folders"),
     "two precisions": Input(
         "--deepspeed_config d.json",
         "bf16.enabled = true: bf16 and fp16 cannot both be on",

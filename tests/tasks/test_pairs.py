@@ -279,7 +279,7 @@ def test_what_the_start_said_comes_with_the_pair():
     own.references.add(keys[:1], values[1:])  # what is there stays
     own.references.complete = True
     assert preference.collate(own, [GOOD_ROW, None, row], None)["reference"].tolist() == [[-3.0, -4.0], [0.0, 0.0], [-1.5, -20.25]]
-    with pytest.raises(RuntimeError, match="of which the start of the run was not asked"):
+    with pytest.raises(RuntimeError, match="no reference log-probability for a training pair"):
         preference.collate(own, [GOOD_ROW | {"prompt": "3+1="}], None)
 
 

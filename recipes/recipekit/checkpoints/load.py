@@ -65,7 +65,9 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
         if same:
             return state, True
         rule = f"was written by another layout ({was}) than this one ({layout}), and {UNDESCRIBED}"
-        raise refuse(f"resume from {step}", rule, "resume once with the same ranks, degrees and strategy, then convert a checkpoint that this run saves")
+        raise refuse(
+            f"resume from {step}", rule, "resume once with the same ranks, degrees and strategy; a checkpoint that this run saves can change the layout"
+        )
     before = Blueprint.from_json(saved)
     differ = _differences(before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0)
     if differ:

@@ -145,7 +145,9 @@ def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
                     raise refuse(str(folder / piece.file), "is missing", "copy the whole folder")
                 opened[piece.file] = OpenedFile(folder / piece.file)
             if opened[piece.file].tensors.get(piece.keys) is None or opened[piece.file].tensors[piece.keys].numel() < piece.offset + piece.stop - piece.start:
-                raise _undecided(f"{folder / piece.file}: {'/'.join(map(str, piece.keys))}", "does not have the size that the layout states", "use another copy")
+                raise _undecided(
+                    f"{folder / piece.file}: {'/'.join(map(str, piece.keys))}", "does not have the size that the layout states", "use another copy"
+                )
     for tp_rank in range(layout.mesh.tp if layout.zero_stage == 3 else 0):
         for index, (_, size, _) in enumerate(flat_groups(groups_of(held(blueprint, layout, 0), layout, tp_rank), layout)):
             found = opened[optimizer_file(layout, 0, tp_rank, 0)].tensors["optimizer_state_dict", "fp32_flat_groups", index].numel()
@@ -155,7 +157,9 @@ def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
                 )
     extra = {path.name for path in folder.glob("*_states.pt")} - set(opened) - {model_file(layout, 0, tp_rank) for tp_rank in range(layout.mesh.tp)}
     if extra := sorted(name for name in extra if not (layout.zero_stage == 3 and name.endswith("model_states.pt"))):
-        raise refuse(str(folder / extra[0]), "does not belong to this checkpoint: it was saved by a different number of ranks", "remove it, or give the correct folder")
+        raise refuse(
+            str(folder / extra[0]), "does not belong to this checkpoint: it was saved by a different number of ranks", "remove it, or give the correct folder"
+        )
 
 
 def _undecided(where: Any, rule: str, fix: str) -> Exception:

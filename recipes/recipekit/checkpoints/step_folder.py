@@ -59,7 +59,9 @@ class Step:
         for key, (_, _, read) in digests.items():
             if key in self.tensors and self.tensors[key][2] != read:
                 name, role = key.split("|")
-                raise refuse(f"{self.folder}: {name} ({role})", "differs from what was saved: its digest does not match", "use another checkpoint; nothing was written")
+                raise refuse(
+                    f"{self.folder}: {name} ({role})", "differs from what was saved: its digest does not match", "use another checkpoint; nothing was written"
+                )
 
 
 def open_step(path: Path) -> Step:
@@ -108,7 +110,13 @@ def target_layout(
     if zero not in range(4):
         problems.append(Problem(f"zero = {zero}", "must be a ZeRO stage from 0 to 3", "use --zero 1"))
     if pp > 1 and zero > 1:
-        problems.append(Problem(f"pp = {pp} with zero = {zero}", "cannot be combined: a pipeline stage keeps its full gradients, and ZeRO-2 and ZeRO-3 shard them", "use --zero 1, or --pp 1"))
+        problems.append(
+            Problem(
+                f"pp = {pp} with zero = {zero}",
+                "cannot be combined: a pipeline stage keeps its full gradients, and ZeRO-2 and ZeRO-3 shard them",
+                "use --zero 1, or --pp 1",
+            )
+        )
     if tp > 1 and not blueprint.can_tp:
         problems.append(Problem(f"tp = {tp}", "this model publishes no tensor-parallel plan", "use --tp 1"))
     else:

@@ -182,7 +182,11 @@ def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
     from ..runtime.merge import adapted_model, to_merged  # imports transformers and peft
 
     if arguments.verify:
-        raise refuse("--verify with --merge", "cannot be combined: merged weights are computed, so they have no copy to compare with", "use only one of them; --merge verifies the files that it reads")
+        raise refuse(
+            "--verify with --merge",
+            "cannot be combined: merged weights are computed, so they have no copy to compare with",
+            "use only one of them; --merge verifies the files that it reads",
+        )
     adapted_model(step)
     frozen = sum(tensor.numel for tensor in step.blueprint.tensors if tensor.group is None)
     nbytes = frozen * (4 if dtype == "float32" else 2)

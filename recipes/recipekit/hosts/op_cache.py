@@ -139,7 +139,9 @@ def _opened(place: Path, part: str) -> IO[str]:
 
 
 def cannot_write(place: Path, why: str) -> Problem:
-    return Problem(f"the folder of compiled ops {place}", f"cannot be written: {why}", f"set {VARIABLE} to a folder that you can write to and that has free space")
+    return Problem(
+        f"the folder of compiled ops {place}", f"cannot be written: {why}", f"set {VARIABLE} to a folder that you can write to and that has free space"
+    )
 
 
 def check(place: Path) -> list[Problem]:
