@@ -139,7 +139,7 @@ def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], 
 def meant(parser: argparse.ArgumentParser, flag: str) -> str:
     options = {option.lstrip("-"): option for option in parser._option_string_actions}
     near = difflib.get_close_matches(flag.partition("=")[0].lstrip("-"), options, 1, cutoff=0.75)
-    return f"{flag}: is no flag of launch; {f'did you mean {options[near[0]]}?' if near else 'flags of the recipe come after its file'}"
+    return f"{flag}: is not a flag of launch; {f'did you mean {options[near[0]]}?' if near else 'write the flags of the recipe after its file'}"
 
 
 def nearest(missing: Path) -> str:
@@ -171,14 +171,16 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if not Path(words[0]).is_file():
         before = argv[: len(argv) - len(arguments.words)]
         if arguments.sbatch and before[-1].endswith(flag := arguments.sbatch[-1]) and "=" not in flag:
-            raise Refused(f"{words[0]}: no such file; if it is the value of {flag}, write both as one word for sbatch, for example --sbatch=--partition=gpu")
-        raise Refused(f"{words[0]}: no such file; {nearest(Path(words[0]))}")
+            raise Refused(
+                f"{words[0]}: the file does not exist; if it is the value of {flag}, write both as one word for sbatch, for example --sbatch=--partition=gpu"
+            )
+        raise Refused(f"{words[0]}: the file does not exist; {nearest(Path(words[0]))}")
     if arguments.doctor and (late := next((word for word in arguments.words if word in ("--dry-run", "--dry_run")), "")):
-        raise Refused(f"{late}: stands after --doctor, and the rest of the line is the doctor's, which has no such flag; put it before --doctor")
+        raise Refused(f"{late}: must come before --doctor, because the doctor reads the rest of the line; move it before --doctor")
     if problems := misplaced(arguments, where, variables):
         raise Refused(*problems)
     if arguments.hostfile and where != "hostfile":
-        raise Refused(f"--hostfile {arguments.hostfile}: --where {where} knows its hosts itself; leave one of the two out")
+        raise Refused(f"--hostfile {arguments.hostfile}: --where {where} finds its hosts itself, so they cannot be combined; use only one of them")
     if where == "slurm" and "SLURM_JOB_ID" not in variables:
         return slurm.submit(arguments, argv, variables)
     if where == "k8s" and "JOB_COMPLETION_INDEX" not in variables:
@@ -209,17 +211,19 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
         if getattr(arguments, flag) and where not in places
     ]
     if arguments.max_restarts and (arguments.once or arguments.doctor):
-        problems.append(f"--max_restarts {arguments.max_restarts}: what runs once on each host is not started again; leave it out")
+        problems.append(
+            f"--max_restarts {arguments.max_restarts}: cannot be combined with a program that runs once on each host, because launch does not restart it; leave it out"
+        )
     if arguments.wait_hosts and not arguments.max_restarts and where in READ_BY["wait_hosts"]:
         problems.append(f"--wait_hosts {arguments.wait_hosts}: only a restart waits for hosts; add --max_restarts N, or leave it out")
     if arguments.bind_cores and (arguments.once or arguments.doctor):
-        problems.append("--bind_cores: what runs once on each host has all its cores; leave it out")
+        problems.append("--bind_cores: cannot be combined with a program that runs once on each host, because it uses all cores; leave it out")
     starts_there = (where == "slurm" and "SLURM_JOB_ID" not in variables) or (where == "k8s" and "JOB_COMPLETION_INDEX" not in variables)
-    keep = "Slurm keeps what is exported in files" if where == "slurm" else "a manifest is kept and shown as it is"
+    keep = "Slurm keeps what is exported in files" if where == "slurm" else "a manifest is stored and shown in plain text"
     for before, word in itertools.pairwise(("the recipe's words", *arguments.words)) if starts_there else ():
         if "://" in word and environment.holds_secret(word):
             flag = word.partition("=")[0] if word.startswith("--") else before
-            problems.append(f"{flag}: the address holds a key or a password, and {keep}; use an address without one, or a path of the cluster")
+            problems.append(f"{flag}: the address contains a key or a password, and {keep}; use an address without one, or a path of the cluster")
     for name in arguments.env:
         if name not in variables:
             problems.append(f"--env {name}: is not set; export it first")
@@ -236,7 +240,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
     node, master_addr, master_port = None, arguments.master_addr, arguments.master_port
     if where == "hostfile":
         if not arguments.hostfile:
-            raise Refused("--where hostfile: which hosts? give --hostfile FILE, see launch/hostfile.example")
+            raise Refused("--where hostfile: requires the hosts; give --hostfile FILE (example: launch/hostfile.example)")
         machines = hosts.read_hostfile(arguments.hostfile, arguments.nodes, arguments.gpus)
     elif where == "slurm":
         machines = hosts.slurm_hosts(variables, arguments.gpus)
@@ -246,7 +250,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
         machines, node, master_addr, master_port = kubernetes.pods(arguments, variables)
     else:
         if arguments.nodes not in (None, 1):
-            raise Refused(f"--nodes {arguments.nodes}: this is one machine; name the others with --hostfile FILE, or use --where slurm or k8s")
+            raise Refused(f"--nodes {arguments.nodes}: requires several hosts; name them with --hostfile FILE, or use --where slurm or k8s")
         machines = [Host("localhost", arguments.gpus or hosts.devices(variables) or 1, "127.0.0.1")]
     python = arguments.python or sys.executable
     given = environment.needed(variables, arguments.env)

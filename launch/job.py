@@ -169,7 +169,9 @@ class Start:
                 first = hellos.get(0, {})
                 address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
                 if len(self.job.hosts) > 1 and self.job.where == "hostfile" and is_loopback(address):
-                    raise Refused(f"{self.job.hosts[0].name}: was reached at {address}, where no other host finds it; give its address with --master_addr")
+                    raise Refused(
+                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts cannot reach; give its address with --master_addr"
+                    )
                 port = self.job.master_port or first["port"]
                 self.began = time.monotonic()
                 for connection in self.connections.values():

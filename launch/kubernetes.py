@@ -55,11 +55,11 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
     name, folder, nodes = job_name(arguments, words), arguments.folder or FOLDER, arguments.nodes or 1
     runs, problems = posixpath.join(folder, "runs"), []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
-        problems.append(f"--name {name}: is no Kubernetes name; use up to 52 lower-case letters, digits and hyphens, the first a letter")
+        problems.append(f"--name {name}: is not a Kubernetes name; use up to 52 lower-case letters, digits and hyphens, the first a letter")
     if not arguments.image:
-        problems.append("--where k8s: which image? give --image REGISTRY/IMAGE:TAG, with this repository and its environment in it")
+        problems.append("--where k8s: requires an image; give --image REGISTRY/IMAGE:TAG, with this repository and its environment in it")
     elif not arguments.gpus:
-        problems.append("--where k8s: how many GPUs has a pod? give --gpus N")
+        problems.append("--where k8s: requires the number of GPUs in a pod; give --gpus N")
     if not (arguments.once or arguments.doctor):
         problems += check_out(words, folder, runs)
     if problems:
@@ -107,7 +107,7 @@ def check_out(words: tuple[str, ...], folder: str, runs: str) -> list[str]:
         return [f"out = {text}: only {runs} outlives a pod, where the claim is mounted; {fix}"]
     path = posixpath.normpath(posixpath.join(folder, text)) if text else f"{runs}/default"
     if not path.startswith(f"{posixpath.normpath(runs)}/"):
-        return [f"out = {text}: lies outside {runs}, where the claim is mounted, and is lost with the pod; {fix}"]
+        return [f"out = {text}: is outside {runs}, where the claim is mounted, so it is lost with the pod; {fix}"]
     return []
 
 
@@ -117,7 +117,7 @@ def in_image(script: str, folder: str) -> str:
     for root in (REPOSITORY, Path(folder)):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
-    raise Refused(f"{script}: lies outside the repository, which is all that the image has; copy it into recipes/ and build the image with it")
+    raise Refused(f"{script}: is outside the repository, and the image contains only the repository; copy it into recipes/ and build the image with it")
 
 
 def unexpanded(word: str) -> str:
@@ -129,13 +129,15 @@ def scalar(value: object) -> str:
     """Writes a value as JSON that every YAML reader takes: characters that YAML does not print are escaped one by one (JSON's surrogate pairs are not YAML)."""
     text = json.dumps(value, ensure_ascii=False)
     if lone := re.search("[\ud800-\udfff]", text):
-        raise Refused(f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is no text; a manifest cannot carry it")
+        raise Refused(
+            f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is not valid text; remove it, because a manifest cannot contain it"
+        )
     return "".join(character if "\x20" <= character <= "\x7e" else f"\\U{ord(character):08x}" for character in text)
 
 
 def number(name: str, value: str) -> int:
     if not value.isascii() or not value.isdigit():
-        raise Refused(f"--where k8s: {name} = {value!r} is no number, as the manifest sets it; render it with --dry-run")
+        raise Refused(f"--where k8s: {name} = {value!r} must be a number, as the manifest sets it; render it with --dry-run")
     return int(value)
 
 

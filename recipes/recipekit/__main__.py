@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         if name == "--completion":
             return complete(words)
         if name not in COMMANDS:
-            return wrong(f"recipekit {name}", "is no subcommand", nearest(name))
+            return wrong(f"recipekit {name}", "is not a subcommand", nearest(name))
         code = call(name, words)
         sys.stdout.flush()
         return code
@@ -80,7 +80,7 @@ def wrong(where: str, rule: str, fix: str) -> int:
 
 
 def nearest(name: str) -> str:
-    """Return the fix for a word that is no subcommand."""
+    """Return the fix for a word that is not a subcommand."""
     if name.endswith(".py"):
         return f"did you mean recipekit run {name}?"
     near = difflib.get_close_matches(name, COMMANDS, 2)
@@ -90,7 +90,7 @@ def nearest(name: str) -> str:
 def complete(words: list[str]) -> int:
     """Print the completion script of a shell."""
     if len(words) != 1 or words[0] not in SHELLS:
-        return wrong(" ".join(["--completion", *words]), "needs the name of a shell", f"use one of {', '.join(SHELLS)}")
+        return wrong(" ".join(["--completion", *words]), "requires the name of a shell", f"use one of {', '.join(SHELLS)}")
     from .completion import script
 
     print(script(words[0], tuple(COMMANDS)), end="")

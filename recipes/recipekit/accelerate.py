@@ -22,16 +22,16 @@ ACCELERATE = {
     "ACCELERATE_USE_FSDP": (
         "use_fsdp",
         ("false",),
-        "write --engine fsdp2 after the recipe's file, or --deepspeed_config zero3.json, which divides a model alike",
+        "write --engine fsdp2 after the recipe's file, or --deepspeed_config zero3.json, which shards the model in the same way",
     ),
     "ACCELERATE_USE_MEGATRON_LM": ("use_megatron_lm", ("false",), "write --tp and --pp after the recipe's file"),
-    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "a recipe compiles nothing"),
+    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "recipes do not use it"),
 }
 
 
 def check_accelerate(variables: Mapping[str, str]) -> list[Problem]:
     """Refuses flags of `accelerate launch` that only a script with an Accelerator reads. --use_deepspeed alone changes nothing."""
-    rule = "is read by a script with an Accelerator, and not by a recipe, which starts DeepSpeed itself"
+    rule = "applies to scripts that use an Accelerator, but a recipe starts DeepSpeed itself"
     return [
         Problem(f"accelerate launch --{flag}{f' {value}' if value != 'true' else ''}", rule, f"leave it out; {fix}")
         for name, (flag, idle, fix) in ACCELERATE.items()
@@ -52,5 +52,5 @@ def check_launcher(variables: Mapping[str, str]) -> list[Problem]:
         return []
     if any(entry.startswith(b"MASTER_PORT=") for entry in above):
         return []
-    fix = "write accelerate launch --multi_gpu --num_processes N (on a CPU, too), or deepspeed --num_gpus N"
+    fix = "write accelerate launch --multi_gpu --num_processes N (also on a CPU), or deepspeed --num_gpus N"
     return [Problem("accelerate launch", "has started 1 of several processes, as it does where it sees fewer than two GPUs", fix)]

@@ -37,14 +37,14 @@ def wrong_names(values: Collection[Any], fields: Mapping[str, Any], names: Colle
         frame = frame.f_back
     place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}: Recipe"
 
-    problems = [Problem(f"{place}({_short(value)})", "every value needs the name of its field", "write NAME=VALUE") for value in values]
+    problems = [Problem(f"{place}({_short(value)})", "every value requires the name of its field", "write NAME=VALUE") for value in values]
     for name in [name for name in fields if name not in names]:
         fix = as_fields(advice(name)) or "recipes/recipekit/recipe.py lists the fields"
         if name in COMMAND_ONLY:
-            fix = f"leave it out, and write --{name} on the command line"
+            fix = f"omit it, and write --{name} on the command line"
         elif not advice(name) and (near := nearest(name, names)):
             fix = f"did you mean {near}?"
-        problems.append(Problem(f"{place}({name}={_short(fields[name])})", "there is no such field", fix))
+        problems.append(Problem(f"{place}({name}={_short(fields[name])})", "the field does not exist", fix))
     return problems
 
 

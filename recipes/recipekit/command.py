@@ -75,7 +75,7 @@ class Command:
 def recipe_of(path: Path) -> Recipe:
     """Returns the `RECIPE` of a recipe's file; importing the file starts nothing. Raises `Refusal` if there is none."""
     if not path.is_file():
-        rule = "is a folder" if path.is_dir() else "no such file on this host"
+        rule = "is a folder" if path.is_dir() else "the file does not exist on this host"
         raise refuse(f"--recipe {path}", rule, _nearest_file(path) or "give a file of recipes/")
     if hidden := shadows(str(path.resolve().parent)):
         raise Refusal([Problem(*problem) for problem in hidden])
@@ -101,7 +101,7 @@ def one_recipe(value: Any, path: Path) -> Recipe:
         return value
     kind, fix = type(value).__name__, "write RECIPE = Recipe(...)"
     if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], Recipe):
-        fix = "remove the comma behind Recipe(...)"
+        fix = "remove the comma after Recipe(...)"
     elif isinstance(value, tuple | list) and any(isinstance(one, Recipe) for one in value):
         fix = "keep one Recipe(...) in a file"
     elif value is Recipe:
@@ -198,21 +198,21 @@ def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
     if "device" in given and not given["device"].strip():
         parser.wrong("--device ''", "must not be empty or blank", "for example --device H200; check the variables of your shell")
     for name in given.keys() & OF_DRY_RUNS if not given["dry_run"] else ():
-        parser.wrong(f"--{name}", "goes with --dry_run only", OF_DRY_RUNS[name])
+        parser.wrong(f"--{name}", "requires --dry_run", OF_DRY_RUNS[name])
     if "world" in given:
         world = given["world"]
         if world < 1:
-            parser.wrong(f"--world {world}", "a job has at least 1 rank", "write --world 1 or more")
+            parser.wrong(f"--world {world}", "must be at least 1", "write --world 1 or more")
     if {"steps", "epochs"} <= given.keys():
         where = f"--epochs {given['epochs']:g} with --steps {given['steps']}"
-        parser.wrong(where, "cannot be combined: a run has a number of steps or of epochs", "leave one of them out")
+        parser.wrong(where, "cannot be combined: a run is limited by steps or by epochs", "use only one of them")
     if "activation_checkpointing" in given and given.get("recompute_every", -1) >= 0:
         switch, every = given["activation_checkpointing"], given["recompute_every"]
         if switch != (every > 0):
             where = f"--{'' if switch else 'no-'}activation_checkpointing with --recompute_every {every}"
             parser.wrong(where, "contradict each other: one switches recomputation on, the other switches it off", "leave one of them out")
     if given["dry_run"] and given["show_row"]:
-        parser.wrong("--show_row with --dry_run", "cannot be combined: each prints its own and ends", "leave one of them out")
+        parser.wrong("--show_row with --dry_run", "cannot be combined: each prints its own output and exits", "use only one of them")
     return world
 
 
@@ -234,7 +234,7 @@ def _help_asked(words: list[str]) -> str:
     if page.startswith("-"):
         page = "first"
     if page not in ("first", "all"):
-        raise Refusal([Problem(f"--help {shown(page)}", "there is no such page", "use --help or --help all")], exit_code=2)
+        raise Refusal([Problem(f"--help {shown(page)}", "the page does not exist", "use --help or --help all")], exit_code=2)
     return page
 
 
@@ -304,11 +304,11 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(words)
         for flag, *values in _with_values(unknown):
             if flag.startswith("-"):
-                self.wrong(" ".join([flag, *values]), "there is no such flag here", self._meant(flag))
+                self.wrong(" ".join([flag, *values]), "is not a flag of this command", self._meant(flag))
             else:
-                self.wrong(flag, "is not a flag", "flags begin with --, and a value follows its flag")
+                self.wrong(flag, "is not a flag", "write --NAME VALUE: a flag begins with --, and its value follows it")
         for name in [name for name, value in vars(found).items() if value is self]:
-            self.wrong(f"--{name}", "needs a value", f"write --{name} VALUE")
+            self.wrong(f"--{name}", "requires a value", f"write --{name} VALUE")
         return {name: value for name, value in vars(found).items() if value is not None and value is not self}
 
     def _switch(self, flag: str, value: str) -> str:

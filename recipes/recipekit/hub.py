@@ -27,7 +27,7 @@ POINTER, POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024  # 
 def check_pointer(file: Path, begin: bytes) -> None:
     """Raise `Refusal` for a file whose first bytes are a pointer of Git LFS: a clone has it instead of a file that was not fetched."""
     if begin.startswith(POINTER):
-        raise refuse(str(file), "is a pointer of Git LFS, not the file", "fetch the file: git lfs pull")
+        raise refuse(str(file), "is a Git LFS pointer, not the file itself", "fetch the file: git lfs pull")
 
 
 @functools.cache
@@ -81,13 +81,13 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
     names = {type(link).__name__ for link in chain}
     if Path(name).expanduser().exists() or not is_hub_id(name):
         exists = Path(name).expanduser().exists()
-        return refuse(where, text if exists else "there is no such folder, and it is not a hub id (ORG/NAME)", "check the path")
+        return refuse(where, text if exists else "the folder does not exist, and the name is not a hub id (ORG/NAME)", "check the path")
     if any(isinstance(link, GatedRepoError) for link in chain) or "gated" in text:
         return refuse(where, "is gated, and this machine is not logged in with an account that may read it", f"ask for access at {page}, then `hf auth login`")
     if any(isinstance(link, RepositoryNotFoundError) for link in chain) or "DatasetNotFoundError" in names:
         return refuse(where, f"does not exist at {page}, or is private or gated", "check the name; if it is right, `hf auth login`")
     if names & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"}:
-        fix = f"go online (and leave HF_HUB_OFFLINE unset), or give a local folder; if {page} asks for it, `hf auth login`"
+        fix = f"connect to the network and unset HF_HUB_OFFLINE, or give a local folder; if {page} asks for it, `hf auth login`"
         return refuse(where, "is not in the local cache, and the hub cannot be reached", fix)
     return refuse(where, text, f"see {page}")
 
@@ -104,18 +104,18 @@ def ask_for_model(name: str, revision: str, fetch: Callable[[bool], T], is_away:
     try:
         return fetch(away)
     except GatedRepoError:
-        raise refuse(where, f"is gated: its licence has to be accepted at {page}", "then log in with: hf auth login") from None
+        raise refuse(where, f"is gated: you must accept its licence at {page}", "then log in with: hf auth login") from None
     except RevisionNotFoundError:
-        raise refuse(f"--model_revision {revision}", f"{page} has no such branch, tag or commit", f"see {page}/commits/main") from None
+        raise refuse(f"--model_revision {revision}", f"{page} does not have this branch, tag or commit", f"see {page}/commits/main") from None
     except RepositoryNotFoundError:
-        rule = f"there is no such folder, and {page} does not exist or is private"
+        rule = f"the folder does not exist, and {page} does not exist or is private"
         raise refuse(where, rule, "check the path or the name, or log in with: hf auth login") from None
     except HFValidationError:
-        raise refuse(where, "there is no such folder, and it is not a hub id (ORG/NAME)", "check the path") from None
+        raise refuse(where, "the folder does not exist, and the name is not a hub id (ORG/NAME)", "check the path") from None
     except (LocalEntryNotFoundError, OSError) as error:
         why = "the hub cannot be reached" if away else f"the hub did not send it ({type(error).__name__})"
         at = f" at {revision}" if revision else ""
-        rule = f"there is no such folder, it is not in the cache {cache_folder()}{at}, and {why}"
+        rule = f"the folder does not exist, the model is not in the cache {cache_folder()}{at}, and {why}"
         raise refuse(where, rule, f"check the path, or {not_cached(name, revision)}") from None
 
 
@@ -174,7 +174,9 @@ def check_variables(environment: Mapping[str, str]) -> list[Problem]:
             problems += refusal.problems
             continue
         if name in UNEXPANDED and value.startswith(("~", "$")):
-            problems.append(Problem(where, "must be a path without ~ and $: programs make a folder of that name", f"set it to {path}"))
+            problems.append(
+                Problem(where, "must be a path without ~ and $, because programs would create a folder with that literal name", f"set it to {path}")
+            )
     return problems
 
 
@@ -224,6 +226,6 @@ def not_cached(name: str, revision: str = "", kind: str = MODELS) -> str:
     """Return the end of a message about a repository that is not in the cache: what is there, and how to fill it."""
     others = sorted(path.name for path in repository(name, kind).glob("snapshots/*"))
     of_kind = "--repo-type dataset " if kind == DATASETS else ""
-    fix = f"download it where there is a network: hf download {of_kind}{name}" + (f" --revision {revision}" if revision else "")
+    fix = f"download it on a machine with network access: hf download {of_kind}{name}" + (f" --revision {revision}" if revision else "")
     flag = "--dataset_revision" if kind == DATASETS else "--model_revision"
     return f"{fix}; or use the cached commit with {flag} {others[-1]}" if others else fix

@@ -49,7 +49,7 @@ class Mesh:
 def make_mesh(world: int, tp: int = 1, pp: int = 1, sp: int = 1, ep: int = 1) -> Mesh:
     """Makes the mesh of `world` ranks with the given degrees; dp takes what is left. Raises `Refusal` if the degrees do not fit."""
     problems = [
-        Problem(f"{name} = {degree}", "a degree is at least 1", f"use --{name} 1")
+        Problem(f"{name} = {degree}", "must be at least 1", f"use --{name} 1")
         for name, degree in (("tp", tp), ("pp", pp), ("sp", sp), ("ep", ep))
         if degree < 1
     ]

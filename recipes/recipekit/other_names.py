@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 _LORA = "set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"
 _PRECISION = "the JSON sets the precision: use --deepspeed_config with a JSON that has a bf16 or fp16 block"
-_OPTIMIZER = "the optimizer block of the JSON sets it: use --deepspeed_config with a JSON of yours"
+_OPTIMIZER = "the optimizer block of the JSON sets it: use --deepspeed_config with your own JSON"
 _FSDP = "use --engine fsdp2"
 _LAUNCHER = "it is a flag of the launcher: write it before the recipe's file"
-_PACKED = "leave it out: rows are always packed, and no document sees another"
+_PACKED = "leave it out: rows are always packed, and documents never attend to each other"
 _TOKENIZER = "set it in the tokenizer's files, and use --tokenizer with their folder"
 _EVERY_STEP = "leave it out: OUT/metrics.jsonl has every step"
 _UPLOAD = "leave it out, and upload the folder OUT/hf after the run: hf upload"
@@ -30,7 +30,7 @@ ADVICE = {
     **dict.fromkeys(("attn_implementation", "attn_impl", "flash_attn"), "use --attention"),
     **dict.fromkeys(("flash_attention", "sdp_attention", "eager_attention"), "use --attention"),
     **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "bf16", "fp16", "bfloat16", "float16"), _PRECISION),
-    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "leave it out: evaluations compute as training does"),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "leave it out: evaluations use the same precision as training"),
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode", "compile_model"), "use --compile on or off"),
     **dict.fromkeys(("use_liger_kernel", "liger_kernel_config", "liger", "enable_liger_kernel"), "use --loss chunked, which never holds all logits"),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs", "recompute_activations"), "use --activation_checkpointing"),
@@ -51,7 +51,7 @@ ADVICE = {
     **dict.fromkeys(("label_column_name", "label_names"), "use --label_field for images"),
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "sequence_len", "sequence_length", "block_size"), "use --seq_len"),
     **dict.fromkeys(("cutoff_len", "model_max_length", "max_position_embeddings", "context_length"), "use --seq_len"),
-    **dict.fromkeys(("max_prompt_length", "max_completion_length", "max_prompt_len"), "use --seq_len: it limits prompt and answer together"),
+    **dict.fromkeys(("max_prompt_length", "max_completion_length", "max_prompt_len"), "use --seq_len: it limits the total length of prompt and answer"),
     **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free", "sample_packing", "eval_sample_packing"), _PACKED),
     **dict.fromkeys(("pad_to_sequence_len", "pad_to_multiple_of", "pad_to_max_length", "neat_packing", "batch_flattening"), _PACKED),
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "train_on_inputs", "train_on_prompt"), "use --task sft, which learns the answers only"),
@@ -68,8 +68,8 @@ ADVICE = {
     **dict.fromkeys(("do_train", "do_predict", "prediction_loss_only"), "leave it out: a recipe always trains"),
     **dict.fromkeys(("do_eval", "eval_on_start"), "use --eval_every"),
     # Batch and layout
-    "dp": "leave it out: data parallelism takes the ranks that are left by --tp, --pp, --sp and --ep",
-    **dict.fromkeys(("data_parallel_size", "dp_degree", "dp_replicate_size"), "leave it out: data parallelism takes the ranks that --tp, --pp and --sp leave"),
+    "dp": "leave it out: the ranks that --tp, --pp, --sp and --ep leave are data-parallel",
+    **dict.fromkeys(("data_parallel_size", "dp_degree", "dp_replicate_size"), "leave it out: the ranks that --tp, --pp and --sp leave are data-parallel"),
     **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tp_degree"), "use --tp"),
     **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size", "pp_degree"), "use --pp"),
     **dict.fromkeys(("sequence_parallel_degree", "sequence_parallel_size", "context_parallel_size"), "use --sp"),
@@ -114,7 +114,7 @@ ADVICE = {
     **dict.fromkeys(("save_steps", "save_strategy", "saves_per_epoch", "save_interval", "checkpointing_steps"), "use --save_every"),
     **dict.fromkeys(("save_total_limit", "keep_last", "keep_last_n"), "use --keep"),
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "use --keep_best: the lowest eval_loss is best"),
-    **dict.fromkeys(("save_only_model", "save_safetensors"), "leave it out: OUT/hf has the model alone, in safetensors"),
+    **dict.fromkeys(("save_only_model", "save_safetensors"), "leave it out: OUT/hf contains only the model, in safetensors"),
     "enable_jit_checkpoint": "leave it out: a signal to stop saves a checkpoint",
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"), _UPLOAD),
     **dict.fromkeys(("hub_always_push", "hub_revision"), _UPLOAD),
@@ -175,7 +175,7 @@ WITHOUT = frozenset(
     }
 )
 COMMAND_ONLY = ("tiny", "dry_run", "show", "show_row", "world", "device")  # flags that are no fields of a recipe
-NOTHING_LIKE_IT = "leave it out: there is nothing like it here"
+NOTHING_LIKE_IT = "leave it out: recipes have no such setting"
 
 
 def advice(name: str) -> str:

@@ -29,7 +29,7 @@ def local_path(where: str, text: str) -> Path:
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         if not name:
-            raise refuse(where, f"{text[found.start() :]} is not a variable", "write $NAME or ${NAME}")
+            raise refuse(where, f"{text[found.start() :]} is not a valid variable", "write $NAME or ${NAME}")
         if not os.environ.get(name, "").strip():
             state = "is empty" if name in os.environ else "is not set"
             raise refuse(where, f"the variable {name} {state}", f"export {name}, or write the path itself")
@@ -39,16 +39,16 @@ def local_path(where: str, text: str) -> Path:
         raise refuse(where, "must not be empty or blank", "check the variables of your shell")
     expanded = VARIABLE.sub(value, text)
     if ADDRESS.match(expanded):
-        rule = "is an address, and only paths of this machine can be used here"
-        raise refuse(where, rule, "use a local or mounted folder, and copy from or to the address yourself")
+        rule = "must be a path on this machine, not an address"
+        raise refuse(where, rule, "use a local or mounted folder, and copy to or from the address yourself")
     path = Path(expanded)
     if expanded.startswith("~"):
         try:
             path = path.expanduser()
         except RuntimeError:
-            raise refuse(where, f"there is no user {path.parts[0][1:]}", "write the path of the folder") from None
+            raise refuse(where, f"the user {path.parts[0][1:]} does not exist", "write the full path of the folder") from None
     if "~" in path.parts:
-        raise refuse(where, "~ is read at the beginning of a path only", "write the path of the folder")
+        raise refuse(where, "~ is expanded only at the start of a path", "write the full path of the folder")
     return path
 
 
@@ -76,9 +76,9 @@ def check_cache(where: str, text: str) -> None:
     folder = local_path(where, text).absolute()
     there = next(above for above in (folder, *folder.parents) if above.exists())
     if not there.is_dir():
-        raise refuse(where, f"cannot be made: {there} is no folder", "name a folder you may write to, or off")
+        raise refuse(where, f"cannot be made: {there} is not a folder", "name a folder that you can write to, or use off")
     if there != folder and not os.access(there, os.W_OK):
-        raise refuse(where, f"cannot be made: {there} is not yours to write to", "name a folder you may write to, or off")
+        raise refuse(where, f"cannot be made: {there} is not writable for this user", "name a folder that you can write to, or use off")
 
 
 def path_of(text: str) -> Path:
@@ -114,8 +114,8 @@ def run_folder(text: str, default: str, is_dry_run: bool = False) -> Path:
     is_own = any(found[1].lower() == "wandb_run_id" for found in PLACEHOLDER.finditer(text))
     if sweep and not is_own:
         if not os.environ.get(RUN_ID) and not is_dry_run:
-            rule = f"{RUN_ID} is not set, so that this trial has no folder of its own"
-            raise refuse(f"{SWEEP_ID} = {sweep}", rule, f"set both, as `wandb agent` does, or unset {SWEEP_ID}")
+            rule = f"{RUN_ID} is not set, so this trial has no separate folder"
+            raise refuse(f"{SWEEP_ID} = {sweep}", rule, f"set both variables, as `wandb agent` does, or unset {SWEEP_ID}")
         base = f"{text}_sweep_{_folder_name(where, sweep)}" if text == default else text
         text = f"{base}/{{wandb_run_id}}"
     # ${NAME} is a variable, not a placeholder
@@ -131,5 +131,5 @@ def say_trial(out: Path) -> list[str]:
 
 def _folder_name(where: str, text: str) -> str:
     if not FOLDER_NAME.fullmatch(text):
-        raise refuse(where, f"{text!r} cannot be the name of a folder", "use letters, digits, - and _ in the id")
+        raise refuse(where, f"{text!r} is not a valid folder name", "use letters, digits, - and _ in the id")
     return text

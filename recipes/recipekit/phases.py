@@ -79,17 +79,17 @@ def check_ramp(batch_ramp: str, steps: int = 0) -> list[Problem]:
     """Refuses a table that is written wrong, whose steps do not ascend, or that goes beyond the last step (0: not known)."""
     where, changes = f"batch_ramp = {batch_ramp}", read(batch_ramp)
     if changes is None:
-        return [Problem(where, "is no table of steps and rows", FORM)]
+        return [Problem(where, "is not a valid table of steps and rows", FORM)]
     problems, firsts = [], [first for first, _ in changes]
     if firsts and firsts[0] < 2:
-        problems.append(Problem(where, f"step {firsts[0]} begins a run, with the rows of global_batch", "leave it out, and set --global_batch"))
+        problems.append(Problem(where, f"step {firsts[0]} starts the run, and its rows are set by global_batch", "omit this entry, and set --global_batch"))
     if falling := [f"{later} after {first}" for first, later in pairwise(firsts) if later <= first]:
-        problems.append(Problem(where, f"its steps must ascend, and it has {', '.join(falling)}", FORM))
+        problems.append(Problem(where, f"its steps must ascend, but it has {', '.join(falling)}", FORM))
     if empty := [str(first) for first, rows in changes if rows < 1]:
-        problems.append(Problem(where, f"from step {', '.join(empty)} on a step would have no rows", "a step has at least 1"))
+        problems.append(Problem(where, f"from step {', '.join(empty)} on, the batch must have at least 1 row", "use a larger number of rows"))
     if beyond := [str(first) for first in firsts if first > steps > 0]:
         fix = f'use --batch_ramp "{cut(batch_ramp, steps)}", or a larger --steps'
-        problems.append(Problem(where, f"step {', '.join(beyond)} lies after the last step, {steps}", fix))
+        problems.append(Problem(where, f"step {', '.join(beyond)} is after the last step, {steps}", fix))
     return problems
 
 
@@ -100,14 +100,16 @@ def check_rates(schedule: str, steps: int, warmup: int, decay: int, lr: float, m
         rule = f"the warm-up must be shorter than the schedule of {steps} steps"
         problems.append(Problem(f"warmup_steps = {warmup}", rule, f"use --warmup_steps {steps // 10} or a larger --steps"))
     if min_lr > lr > 0:
-        problems.append(Problem(f"min_lr = {min_lr}", f"is larger than lr = {lr}", f"use --min_lr {lr / 10} or less"))
+        problems.append(Problem(f"min_lr = {min_lr}", f"must not be larger than lr = {lr}", f"use --min_lr {lr / 10} or less"))
     if min_lr and schedule == "constant":
-        problems.append(Problem(f"min_lr = {min_lr}", "a constant schedule never reaches it", "use --schedule cosine or leave min_lr out"))
+        problems.append(
+            Problem(f"min_lr = {min_lr}", "cannot be combined with a constant schedule, which never reaches it", "use --schedule cosine, or omit min_lr")
+        )
     if schedule != "wsd" and decay > 0:
-        rule = f"is read by schedule = wsd, and not by {schedule}, which {'never falls' if schedule == 'constant' else 'falls from its warm-up on'}"
+        rule = f"applies only to schedule = wsd, not to {schedule}, which {'never falls' if schedule == 'constant' else 'falls from its warm-up on'}"
         problems.append(Problem(f"decay_steps = {decay}", rule, "use --decay_steps 0, or --schedule wsd"))
     if schedule == "wsd" and decay == 0:
-        rule = "a wsd schedule ends with a decay of some steps"
+        rule = "must be at least 1 with a wsd schedule, which ends with a decay"
         problems.append(Problem("decay_steps = 0", rule, f"use --decay_steps {max(1, steps // 10)}, or --schedule constant"))
     if schedule == "wsd" and warmup + decay > steps > max(0, warmup):
         rule = f"{f'with warmup_steps = {warmup} it ' if warmup else ''}takes {warmup + decay} of the {steps} steps"
@@ -121,7 +123,7 @@ def check_epochs(epochs: float, num_corpora: int, streamed: list[str]) -> list[P
         return []
     where, fix = f"epochs = {epochs:g}", "use --steps"
     if num_corpora > 1:
-        rule = f"a mixture of {num_corpora} corpora has no epochs: its weights say how often each corpus is read"
+        rule = f"cannot be combined with a mixture of {num_corpora} corpora: its weights set how often each corpus is read"
         return [Problem(where, rule, fix)]
     rule = "only local data can be counted before step 1, and --dataset {} is streamed"
     return [Problem(where, rule.format(dataset), f"{fix}, or download the data and give the files") for dataset in streamed]

@@ -206,7 +206,7 @@ def _config_of_model(
         notes.append("auto_map: the model's own code is never run; transformers' class is used instead")
     reads_text = "tokenizer" in facts.reads
     if model_config is None and tiny:
-        rule = f"needs the config.json of {revision or 'the model'}, which is {'not' if revision else 'neither shipped nor'} in the local cache"
+        rule = f"requires the config.json of {revision or 'the model'}, which is {'not' if revision else 'neither shipped nor'} in the local cache"
         fix = f"give {'a folder' if revision else 'its folder'} with --model, or {'leave --model_revision out' if revision else SHIP}"
         problems.append(Problem(f"--tiny with model = {model}", rule, fix))
     elif model_config is not None and tiny:
@@ -242,7 +242,7 @@ def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -
         limit -= (1 if padding is None else padding) + 1
     if not isinstance(limit, int) or seq_len <= limit:
         return []
-    return [Problem(f"seq_len = {seq_len}", f"a {kind} has positions for {limit} tokens ({key} in its config.json)", f"use --seq_len {limit} or less")]
+    return [Problem(f"seq_len = {seq_len}", f"must not exceed the {limit} positions of a {kind} ({key} in its config.json)", f"use --seq_len {limit} or less")]
 
 
 def _check_inputs(recipe: Recipe, model_config: dict[str, Any] | None, tiny: bool, notes: list[str]) -> list[Problem]:
@@ -308,7 +308,7 @@ def check_mixture(facts: Facts, domains: list[Domain]) -> list[Problem]:
     """Refuses several corpora where a task takes one."""
     if len(domains) < 2 or "mixture" not in facts.lacks:
         return []
-    return [Problem(f"--dataset of {len(domains)} corpora", facts.lacks["mixture"], "give one of them")]
+    return [Problem(f"--dataset of {len(domains)} corpora", facts.lacks["mixture"], "use one data set")]
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     told = {problem.where.partition(" = ")[0] for problem in problems} & Recipe.__dataclass_fields__.keys()
     recipe = dataclasses.replace(recipe, **{name: Recipe.__dataclass_fields__[name].default for name in told})  # what follows compares numbers
     if recipe.seq_len == 1 and "seq_len" in recipe.facts.reads and not recipe.facts.masked:
-        rule = "a row of one token holds no target: a token is learned from the tokens before it in its row"
+        rule = "a row of one token has no target, because each token is predicted from the tokens before it"
         problems.append(Problem("seq_len = 1", rule, "use --seq_len 2 or more"))
     for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "threads"):
         if (value := getattr(recipe, name)) < 1 and not (name == "steps" and recipe.epochs):
@@ -251,12 +251,12 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             problems.append(Problem(f"{name} = {value}", "must be a positive number", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
     for name in ("beta1", "beta2"):
         if not 0 <= (value := getattr(recipe, name)) < 1:
-            problems.append(Problem(f"{name} = {value}", "must lie in [0, 1)", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
+            problems.append(Problem(f"{name} = {value}", "must be in [0, 1)", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
     if not 0 < recipe.mask_rate < 1:
-        problems.append(Problem(f"mask_rate = {recipe.mask_rate}", "must lie between 0 and 1", f"for example --mask_rate {Recipe.mask_rate}"))
+        problems.append(Problem(f"mask_rate = {recipe.mask_rate}", "must be between 0 and 1", f"for example --mask_rate {Recipe.mask_rate}"))
     if recipe.stop_at > recipe.steps > 0:
         problems.append(
-            Problem(f"stop_at = {recipe.stop_at}", f"lies after the last step, {recipe.steps}", f"use --stop_at {recipe.steps} or less, or a larger --steps")
+            Problem(f"stop_at = {recipe.stop_at}", f"is after the last step, {recipe.steps}", f"use --stop_at {recipe.steps} or less, or a larger --steps")
         )
     if recipe.keep_best and not recipe.eval_every:
         fix = "use --eval_every N with the steps between evaluations, or --no-keep_best"
@@ -265,18 +265,20 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     problems += check_ramp(recipe.batch_ramp, recipe.steps)
     if recipe.facts.rows == PACKED and recipe.attention == "flash_attention_2" and recipe.micro_batch > 1 and recipe.sp == 1:
         # transformers 5.22.2 looks for documents in position_ids only where there is one row (_is_packed_sequence)
-        rule = "FlashAttention keeps the documents of a row apart only if the row is alone; packed documents would see each other"
+        rule = "FlashAttention separates packed documents only if the micro-batch has one row"
         problems.append(Problem(f"micro_batch = {recipe.micro_batch} with attention = flash_attention_2", rule, "use --micro_batch 1, or --attention sdpa"))
     problems += check_lacks(recipe.facts, {axis: getattr(recipe, axis) for axis in AXES}, recipe.adapt is not None)
     if recipe.pp > 1 and recipe.adapt is not None:
-        problems.append(Problem(f"pp = {recipe.pp}", "an adapter goes round the whole model, of which a stage has a part", "use --pp 1"))
+        problems.append(Problem(f"pp = {recipe.pp}", "an adapter wraps the whole model, and a pipeline stage holds only part of it", "use --pp 1"))
     problems += _check_rates(recipe.lr_scale or {}, recipe.layer_decay, recipe.adapt is not None)
     for needed in ("wandb", "export") if recipe.wandb_artifact else ():
         if not getattr(recipe, needed):
             where = f"wandb_artifact = True with {needed} = False"
-            problems.append(Problem(where, "the artifact is the export, uploaded to W&B", f"use --{needed}, or --no-wandb_artifact"))
+            problems.append(
+                Problem(where, "wandb_artifact uploads the export to W&B, so it requires --export and --wandb", f"use --{needed}, or --no-wandb_artifact")
+            )
     if recipe.merge and recipe.adapt is None:
-        problems.append(Problem("merge = True", "this recipe trains no adapter, there is nothing to merge", "leave --merge out"))
+        problems.append(Problem("merge = True", "requires a recipe that trains an adapter", "omit --merge"))
     return problems
 
 
@@ -293,8 +295,8 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
             fix = f"use --{flag} with {examples.get(name, 'a value')}; check the variables of your shell"
             found.append(Problem(f"{flag} = {value!r}", "must not be empty or blank", fix))
         if isinstance(value, str) and name in PATHS and (long := max(re.split("[/,;]", value), key=len)) and len(os.fsencode(long)) > LONGEST_NAME:
-            rule = f"has a name of {len(os.fsencode(long))} bytes, and file systems take at most {LONGEST_NAME}"
-            found.append(Problem(f"{flag} = {value[:30]}...", rule, f"check the value of --{flag}"))
+            rule = f"has a file name of {len(os.fsencode(long))} bytes, but file systems allow at most {LONGEST_NAME}"
+            found.append(Problem(f"{flag} = {value[:30]}...", rule, f"use a shorter path for --{flag}"))
         most = MOST_RANKS if name in AXES else LARGEST
         if type(value) is int and abs(value) > most:
             fix = f"for example --{flag} {Recipe.__dataclass_fields__[name].default}"
@@ -311,9 +313,9 @@ def _check_rates(scales: dict[str, Any], layer_decay: float, adapted: bool) -> l
     ]
     where = f"layer_decay = {layer_decay}"
     if layer_decay != 1 and adapted:
-        found.append(Problem(where, "is for the layers themselves, and this recipe trains an adapter of them", "leave it out"))
+        found.append(Problem(where, "cannot be combined with an adapter: it scales the learning rates of the model's own layers", "leave it out"))
     if not 0 < layer_decay <= 1:
-        found.append(Problem(where, "must lie above 0, and not above 1", "for example --layer_decay 0.75"))
+        found.append(Problem(where, "must be above 0 and at most 1", "for example --layer_decay 0.75"))
     return found
 
 
@@ -338,7 +340,7 @@ def check_kinds(values: dict[str, Any]) -> list[Problem]:
             names = " or ".join(kind.__name__ for kind in kinds)
             problems.append(Problem(where, f"must be of type {names}, not {type(value).__name__}", f"for example {item.name}={item.default!r}"))
         elif isinstance(value, float) and not math.isfinite(value):
-            problems.append(Problem(where, "is not a finite number", f"for example --{item.name} {item.default}"))
+            problems.append(Problem(where, "must be a finite number", f"for example --{item.name} {item.default}"))
         elif choices and value not in choices:
             problems.append(Problem(where, "is not known", f"use --{item.name} {' or '.join(choices)}"))
     return problems

@@ -67,13 +67,13 @@ def check_out(out: Path, is_blank: bool, read: list[tuple[str, Path]]) -> list[P
     Files of a run inside a folder of data are data for the next start, and `--resume never` moves a run folder with all
     that it contains. `is_blank`: an empty value was typed.
     """
-    where, fix = f"out = {out}", "choose a folder of its own with --out"
+    where, fix = f"out = {out}", "choose a separate folder with --out"
     if is_blank:
         return [Problem("out = ''", "must not be empty or blank", f"{fix}; check the variables of your shell")]
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if os.path.exists(folder))
     if not there.is_dir():
         rule = f"cannot be written: Not a directory{f': {there}' if there != out.absolute() else ''}"
-        return [Problem(where, rule, "choose a folder of yours with --out")]
+        return [Problem(where, rule, "choose a folder that you can write to with --out")]
     problems, out = [], out.resolve()
     for what, path in [*read, ("the repository", REPOSITORY)]:
         inside = path.is_dir() and path != REPOSITORY and path in out.parents
@@ -94,7 +94,7 @@ def check_writable(out: Path) -> list[Problem]:
 
 def unwritable(out: Path, error: OSError) -> Problem:
     """Return the problem of a run folder that cannot be written."""
-    return Problem(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder of yours with --out")
+    return Problem(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder that you can write to with --out")
 
 
 def find_resume(
@@ -124,8 +124,8 @@ def find_resume(
     accepts = "" if STATISTICS in others else f"accept the differences with --resume {out}, "
     ways = f"start a new run with --out NEW, {accepts}or put the old run aside with --resume never"
     if tiny != facts_of_run(out).get("recipe", {}).get("tiny", tiny):
-        where, rule, other = ("--tiny", "was begun without it", "leave it out") if tiny else ("no --tiny", "is a trial with --tiny", "add --tiny")
-        raise refuse(where, f"the run in {out} {rule}", f"{other} to go on with that run, {ways}")
+        where, rule, other = ("--tiny", "was started without it", "omit it") if tiny else ("no --tiny", "was started with --tiny", "add --tiny")
+        raise refuse(where, f"the run in {out} {rule}", f"{other} to resume that run, {ways}")
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
     own = {*IDENTITY, *OF_TASKS, STATISTICS} - {"lr_scale"}  # fields that are flags
     flags = shlex.join(
@@ -133,10 +133,14 @@ def find_resume(
     )
     taken = {STATISTICS: OF_NORMS}
     problems = [
-        Problem(f"{name} = {shown(now[name])}", f"the run in {out} has {shown(before.get(name))}{taken.get(name, '')}", "see the ways on above")
+        Problem(
+            f"{name} = {shown(now[name])}",
+            f"the run in {out} has {shown(before.get(name))}{taken.get(name, '')}",
+            "see the first problem for the ways to continue",
+        )
         for name in others
     ]
-    raise Refusal([dataclasses.replace(problems[0], fix=f"go on with {flags}, {ways}" if flags else ways), *problems[1:]])
+    raise Refusal([dataclasses.replace(problems[0], fix=f"resume with {flags}, {ways}" if flags else ways), *problems[1:]])
 
 
 def _check_no_checkpoints(out: Path) -> None:
@@ -170,7 +174,11 @@ def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
     stated = lambda config, name: json.dumps(config.get(name) or None)  # noqa: E731
     names = [name for name in {**found, **before} if stated(found, name) != stated(before, name)]
     problems = [
-        Problem(f"adapt: {name} = {found.get(name)}", f"the run in {out} has {before.get(name)}", ways if number == 0 else "see the ways above")
+        Problem(
+            f"adapt: {name} = {found.get(name)}",
+            f"the run in {out} has {before.get(name)}",
+            ways if number == 0 else "see the first problem for the ways to continue",
+        )
         for number, name in enumerate(names)
     ]
     if problems:
@@ -192,19 +200,21 @@ def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[
     is_run = (chosen / CHECKPOINTS).is_dir()
     if not is_run and not (chosen / MANIFEST).is_file():
         fix = f"give runs/NAME or runs/NAME/{CHECKPOINTS}/step_00000010"
-        raise refuse(f"resume = {resume}", "is neither a run folder nor a step folder of one", fix)
+        raise refuse(f"resume = {resume}", "must be a run folder or one of its step folders", fix)
     checkpoints = (out / CHECKPOINTS).resolve()  # a link in there may lead anywhere
     inside = chosen.resolve() == out.resolve() or checkpoints in (chosen.resolve().parent, chosen.absolute().parent.resolve())
     if not inside and (out / FACTS).exists() and not _same_beginning(resume, out):
-        raise refuse(f"out = {out}", f"already holds a run, which is not {resume}", "choose a new folder with --out NEW")
+        raise refuse(f"out = {out}", f"already contains a different run than {resume}", "choose a new folder with --out NEW")
     before = _saved_identity(chosen if is_run else chosen.parent.parent)
     same = "model_config" if "model_config" in now else "model"
     if before and before.get(same) != now[same]:
-        rule = f"the checkpoint in {chosen} is of another model, {before.get('model')}"
-        raise refuse(f"model = {now['model']}", rule, f"use --model {before.get('model')}, or start anew with --out NEW")
+        rule = f"the checkpoint in {chosen} is from another model, {before.get('model')}"
+        raise refuse(f"model = {now['model']}", rule, f"use --model {before.get('model')}, or start a new run with --out NEW")
     if before and before.get(STATISTICS, micro_batch) != micro_batch:
         rule = f"the checkpoint in {chosen} has {before[STATISTICS]}{OF_NORMS}"
-        raise refuse(f"{STATISTICS} = {micro_batch}", rule, f"go on with --{STATISTICS} {before[STATISTICS]}, or begin anew from its export with --out NEW")
+        raise refuse(
+            f"{STATISTICS} = {micro_batch}", rule, f"resume with --{STATISTICS} {before[STATISTICS]}, or start a new run from its export with --out NEW"
+        )
     if before:
         _check_not_finished(last_step, chosen, before, now)
     return chosen
@@ -217,7 +227,7 @@ def _check_not_finished(last: int, chosen: Path, before: dict[str, Any], now: di
     if not last or step < last or not others:
         return
     name = others[0]
-    rule = f"the checkpoint is at step {step}, and this command ends at step {last}; the run has {name} = {before.get(name)}, this command {now[name]}"
+    rule = f"the checkpoint is at step {step}, but this command ends at step {last}; the run has {name} = {before.get(name)}, and this command has {now[name]}"
     run = chosen if (chosen / CHECKPOINTS).is_dir() else chosen.parent.parent
     weights = f"--model {run / EXPORT}"
     if not (run / EXPORT).is_dir():
@@ -237,12 +247,12 @@ def _newest_step(chosen: Path) -> int:
 def way_on(resume: str, out: Path) -> str:
     """Says how to go on with a run that ended early, as the end of a line."""
     if (newest := newest_complete(out / CHECKPOINTS)) is None:
-        start = "begins anew" if resume in ("auto", "never") else f"starts again from {resume}"
+        start = "starts from the beginning" if resume in ("auto", "never") else f"starts again from {resume}"
         return f"no checkpoint is complete yet: the same command {start}"
     step = step_of(newest.name)
     if resume == "auto":
-        return f"the same command goes on from step {step}"
-    return f"the same command with --resume auto goes on from step {step}"
+        return f"the same command resumes from step {step}"
+    return f"the same command with --resume auto resumes from step {step}"
 
 
 def _same_beginning(resume: str, out: Path) -> bool:

@@ -299,5 +299,5 @@ def test_an_unusable_config_is_refused(tmp_path, text, rule):
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(Refusal, match="is no folder on this machine"):
+    with pytest.raises(Refusal, match="is not a folder on this machine"):
         model_config(str(tmp_path / "nothing"))

@@ -120,16 +120,20 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "vit": ("vit", lambda folder: None, "a vit is no causal language model that transformers"),
     "auto_map": ("llama", lambda folder: rewrite(folder, model_type="mylm", auto_map=CODE), "code of the model's own (modeling_mylm.MyModel)"),
     "auto_map of a known type": ("llama", lambda folder: rewrite(folder, auto_map=CODE), "code of the model's own (modeling_mylm.MyModel)"),
-    "gguf": ("llama", only_gguf, "the folder holds model.Q4_K_M.gguf, and GGUF is a format for inference"),
+    "gguf": ("llama", only_gguf, "the folder holds model.Q4_K_M.gguf, a format for inference, and no config.json"),
     "gptq, weights whole": ("llama", lambda folder: rewrite(folder, **GPTQ), "is quantised: its config.json has a quantization_config of gptq"),
     "gptq": ("llama", lambda folder: (rewrite(folder, **GPTQ), quantise(folder, PACKED)), "a quantization_config of gptq"),
     "gptq, block deleted": ("llama", lambda folder: quantise(folder, PACKED), "q_proj.qweight: is I32 of a quantised model; use the unquantised model"),
-    "bnb, weights whole": ("llama", lambda folder: rewrite(folder, **BNB), "a quantization_config of bitsandbytes; use the unquantised model; if the weights"),
+    "bnb, weights whole": (
+        "llama",
+        lambda folder: rewrite(folder, **BNB),
+        "a quantization_config of bitsandbytes; use the unquantised model; if its files contain",
+    ),
     "bnb": ("llama", lambda folder: (rewrite(folder, **BNB), quantise(folder, NF4)), "a quantization_config of bitsandbytes"),
     "bnb, block deleted": ("llama", lambda folder: quantise(folder, NF4), "weight.absmax: is F32 of a quantised model"),
     "bin only": ("llama", save_as_bin, "holds pytorch_model.bin, which is not read, and no .safetensors file"),
     "truncated": ("llama", cut_off, "model.safetensors: has "),
-    "git lfs": ("llama", point, "model.safetensors: is a pointer of Git LFS, not the file; fetch the file: git lfs pull"),
+    "git lfs": ("llama", point, "model.safetensors: is a Git LFS pointer, not the file itself; fetch the file: git lfs pull"),
     "shard missing": ("llama", lambda folder: lose_a_shard(folder, True), "model-00002-of-00"),
     "shard and index missing": ("llama", lambda folder: lose_a_shard(folder, False), "lacks part 2 of "),
     "no weights": ("llama", lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file; download its safetensors"),
@@ -305,7 +309,7 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     ("vit", "{}", "image_classification"): "",
     ("vit", '{"architectures": ["ViTModel"]}', "image_classification"): "",
     ("vit", '{"quantization_config": {"quant_method": "gptq"}}', "image_classification"): "has a quantization_config of gptq; use the unquantised model; "
-    "if the weights in its files are whole, delete the block",
+    "if its files contain unquantised weights, delete the block",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_my.MyViT"}}', "image_classification"): "(modeling_my.MyViT), which recipes never run; "
     "use an image classification model of transformers, whose class is in transformers itself",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_vit.ViTForImageClassification"}}', "image_classification"): "",
@@ -435,7 +439,7 @@ def test_a_row_longer_than_the_positions_of_a_model_is_refused(tmp_path: Path, k
     with pytest.raises(Refusal) as refusal:
         plan(33)
     assert [str(problem) for problem in refusal.value.problems] == [
-        f"seq_len = 33: a {kind} has positions for 32 tokens ({POSITIONS[kind]} in its config.json); use --seq_len 32 or less"
+        f"seq_len = 33: must not exceed the 32 positions of a {kind} ({POSITIONS[kind]} in its config.json); use --seq_len 32 or less"
     ]
 
 
@@ -460,7 +464,7 @@ def test_a_row_longer_than_the_positions_of_an_encoder_is_refused(tmp_path: Path
 
     plan(32)
     with pytest.raises(
-        Refusal, match=f"seq_len = 33: a {kind} has positions for 32 tokens .max_position_embeddings in its config.json.; use --seq_len 32 or less"
+        Refusal, match=f"seq_len = 33: must not exceed the 32 positions of a {kind} .max_position_embeddings in its config.json.; use --seq_len 32 or less"
     ):
         plan(33)
 

@@ -44,7 +44,7 @@ def test_an_index_that_leaves_the_folder_is_refused(folder: Path) -> None:
     save_file({"a": torch.ones(2)}, folder.parent / "outside.safetensors")
     for name in ("../outside.safetensors", str(folder.parent / "outside.safetensors"), "sub/one.safetensors", "one.bin"):
         (folder / safetensors_files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(Refusal, match="is no file of this folder"):
+        with pytest.raises(Refusal, match="is not a file of this folder"):
             safetensors_files.open_folder(folder)
 
 
@@ -86,7 +86,7 @@ def test_a_truncated_file_is_refused(folder: Path, size: int) -> None:
 
 def test_a_header_larger_than_the_file_is_not_read(folder: Path) -> None:
     (folder / "one.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
-    with pytest.raises(Refusal, match="is no safetensors file"):
+    with pytest.raises(Refusal, match="is not a safetensors file"):
         safetensors_files.open_folder(folder)
 
 
@@ -97,5 +97,5 @@ def test_what_the_index_and_the_files_disagree_on_is_named(folder: Path) -> None
         safetensors_files.open_folder(folder)
     (folder / safetensors_files.INDEX).write_text(json.dumps(index))
     (folder / "two.safetensors").unlink()
-    with pytest.raises(Refusal, match="is missing, though the index names it"):
+    with pytest.raises(Refusal, match="is missing, but the index names it"):
         safetensors_files.open_folder(folder)

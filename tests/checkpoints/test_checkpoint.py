@@ -347,7 +347,7 @@ def test_a_manifest_of_another_form_is_no_manifest(run: Path, content: Any) -> N
         full.pop("sha256")
         content = full | {"sha256": manifest._digest(full)}
     (step / "manifest.json").write_text(json.dumps(content))
-    assert faults(step) == convert.verify(step) == ["manifest.json is not what was written"]
+    assert faults(step) == convert.verify(step) == ["manifest.json differs from what was written"]
 
 
 # Full disks and failing writes ------------------------------------------------------------------------------------

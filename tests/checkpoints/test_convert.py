@@ -341,8 +341,8 @@ def step(published: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     [
         ({"pp": 2, "zero": 2}, "use --zero 1, or --pp 1"),
         ({"pp": 9, "zero": 1}, "the model has 4 layers"),
-        ({"tp": 0}, "a degree is at least 1"),
-        ({"zero": 4}, "ZeRO has the stages 0 to 3"),
+        ({"tp": 0}, "must be at least 1"),
+        ({"zero": 4}, "must be a ZeRO stage from 0 to 3"),
     ],
 )
 def test_an_impossible_layout_is_refused(step: Path, degrees: dict[str, int], says: str) -> None:
@@ -370,9 +370,9 @@ def test_a_changed_tensor_is_named_and_nothing_comes_out(step: Path, tmp_path: P
     facts = {name: manifest.facts(tmp_path / "step" / name) for name in listed["files"]}
     manifest.write(tmp_path / "step", 0, facts, listed["tensors"])
     assert manifest.faults(tmp_path / "step") == []
-    assert convert.verify(tmp_path / "step") == [f"{tensor.name} (master) has another digest than when it was saved"]
+    assert convert.verify(tmp_path / "step") == [f"{tensor.name} (master) has a different digest than when it was saved"]
     for work in (lambda: convert.to_hf(tmp_path / "step", tmp_path / "out"), lambda: convert.reshape(tmp_path / "step", tmp_path / "out", opened.layout)):
-        with pytest.raises(Refusal, match=f"{tensor.name} \\(master\\): is not what was saved"):
+        with pytest.raises(Refusal, match=f"{tensor.name} \\(master\\): differs from what was saved"):
             work()
         assert not (tmp_path / "out").exists()
 

@@ -86,11 +86,11 @@ def test_verify_and_inspect(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["to-hf", "runs/none", "out"], 1, "runs/none: there is no such folder; give a run folder"),
+        (["to-hf", "runs/none", "out"], 1, "runs/none: the folder does not exist; give a run folder"),
         (["to-hf", "runs/walk", "runs/walk_hf"], 1, "already exists"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--pp", "2"], 1, "use --zero 1, or --pp 1"),
-        (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--mem-limit", "3"], 2, "is too little to work in"),
-        (["to-hf", "runs", "out"], 1, "holds no complete checkpoint"),
+        (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--mem-limit", "3"], 2, "is too small"),
+        (["to-hf", "runs", "out"], 1, "contains no complete checkpoint"),
         (["from-hf", "runs", "out"], 1, "the folder holds no config.json"),
         (["to-hf", "runs/walk"], 2, "required"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "/proc/out", "--dp", "1"], 1, "/proc"),

@@ -34,7 +34,7 @@ def test_an_error_has_whole_bytes_of_signs_for_each_rank(numel: int, ranks: int,
 @pytest.mark.parametrize(("freeze", "step", "refused"), [(3, 2, True), (3, 3, True), (3, 4, False), (1, 100, False)])
 def test_a_step_with_errors_lies_behind_the_freeze(freeze: int, step: int, refused: bool) -> None:
     if refused:
-        with pytest.raises(Refusal, match=f"freeze_step = {freeze}: the checkpoint of step {step} has sent signs"):
+        with pytest.raises(Refusal, match=f"freeze_step = {freeze}: the checkpoint of step {step} has already sent compressed signs"):
             errors.check_frozen(freeze, step)
     else:
         errors.check_frozen(freeze, step)
@@ -61,7 +61,7 @@ def test_other_ranks_and_weights_in_another_order_do_not_go_on(tmp_path: Path) -
         (tmp_path / errors.file_of(rank)).write_bytes(b"")
     errors.check(tmp_path, layout(2), MADE, MADE)
     for dp in (1, 3):
-        with pytest.raises(Refusal, match=f"holds what 2 ranks have still to send each other, which {dp} cannot"):
+        with pytest.raises(Refusal, match=f"contains compression errors of 2 ranks, which {dp} ranks cannot continue"):
             errors.check(tmp_path, layout(dp), MADE, MADE)
     with pytest.raises(Refusal, match="of weights in another order"):
         errors.check(tmp_path, layout(2), MADE, scaled)

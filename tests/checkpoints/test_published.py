@@ -52,7 +52,7 @@ def test_a_file_has_at_most_the_bytes_of_a_shard(monkeypatch: pytest.MonkeyPatch
 def test_the_dtype_is_that_of_the_runs_exports_unless_another_is_asked() -> None:
     step = step_of(Blueprint(TENSORS[:1], {}, 1, True), "float16")
     assert [published_as(step, dtype)[1]["model.safetensors"]["embed"] for dtype in (None, "float32", "bfloat16")] == ["F16", "F32", "BF16"]
-    with pytest.raises(Refusal, match="dtype = int3: is no dtype of weights"):
+    with pytest.raises(Refusal, match="dtype = int3: is not a supported dtype"):
         published_as(step, "int3")
 
 

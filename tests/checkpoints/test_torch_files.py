@@ -158,7 +158,7 @@ def short(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "File is not a zip file"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"FloatStorage", b"LongsStorage")), "Bad CRC-32"),
         (short, "has 6 bytes for 3 elements of float32"),
-        (lambda path: torch.save({"path": Path("a")}, path), "it names pathlib.PosixPath, which is not among what checkpoints are known to hold"),
+        (lambda path: torch.save({"path": Path("a")}, path), "it names pathlib.PosixPath, which is not a known object of a checkpoint"),
         (
             lambda path: torch.save(
                 {

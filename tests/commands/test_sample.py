@@ -225,13 +225,13 @@ def with_base(folder: Path, base: str, **more: Any) -> Path:
 WAY = "write the files with recipekit convert to-hf"
 GENERATES_NONE = "generates no text; give a run of the task pretrain or sft or preference"
 FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "nothing": (lambda path: path / "none", "there is no such folder; give a run folder"),
-    "a hub id": (lambda path: Path("org/name"), "there is no such folder; give a run folder, .* hf download org/name --local-dir FOLDER"),
+    "nothing": (lambda path: path / "none", "the folder does not exist; give a run folder"),
+    "a hub id": (lambda path: Path("org/name"), "the folder does not exist; give a run folder, .* hf download org/name --local-dir FOLDER"),
     "a file": (lambda path: with_text(path / "x.txt", "x"), "is a file, not a folder"),
     "empty": (lambda path: path, "holds no config.json, no adapter_config.json and no run.json; give a run folder"),
     "runs": (lambda path: run_of(path / "one").parent, "holds no config.json.*; give one of its folders, such as .*one"),
-    "no export": (without_export, f"has no hf/: the run has written none; its newest checkpoint is step_00000012; {WAY} "),
-    "no checkpoint": (run_of, "has no hf/ and no complete checkpoint: the run has written none; wait for its first checkpoint"),
+    "no export": (without_export, f"has no hf/: the run has not written one; its newest checkpoint is step_00000012; {WAY} "),
+    "no checkpoint": (run_of, "has no hf/ and no complete checkpoint: the run has not written one; wait for its first checkpoint"),
     "a checkpoint": (lambda path: checkpoint_of(run_of(path)), f"is a checkpoint, which .*; {WAY} "),
     "all checkpoints": (lambda path: without_export(path) / "checkpoints", f"has no hf/: .*; {WAY} "),
     **{
@@ -263,8 +263,11 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an empty tokenizer": (lambda path: changed(path, lambda folder: (folder / "tokenizer.json").write_text("")), r"tokenizer.json: is empty"),
     "no tokenizer": (lambda path: changed(path, lambda folder: [file.unlink() for file in folder.glob("tokenizer*")]), "holds no tokenizer"),
     "an empty config": (lambda path: with_text(path / "config.json", "").parent, "config.json: is empty"),
-    "a base that is gone": (lambda path: with_base(path, "/nowhere/base"), "the base model /nowhere/base is no folder here; put it there, or write its "),
-    "a base of another folder": (lambda path: with_base(path, "./base"), "the base model ./base is no folder here"),
+    "a base that is gone": (
+        lambda path: with_base(path, "/nowhere/base"),
+        "the base model /nowhere/base does not exist on this machine; put it there, or write its ",
+    ),
+    "a base of another folder": (lambda path: with_base(path, "./base"), "the base model ./base does not exist on this machine"),
     "a base not in the cache": (lambda path: with_base(path, "org/base", revision="v2"), "the base model org/base is not in the cache.*--revision v2 "),
     "no base": (lambda path: with_base(path, ""), "names no base model"),
 }

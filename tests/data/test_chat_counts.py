@@ -38,14 +38,14 @@ def test_counts_are_added_and_names_are_sorted():
         (
             Counts(1200, 1100, 30, 400, 50, ("A", "B")),
             [
-                "chats: of the first 1,200 rows, read as A and B, 1,100 are longer than seq_len = 64 and cut, 30 have no answer to learn; "
+                "chats: of the first 1,200 rows, read as A and B, 1,100 are longer than seq_len = 64 and cut, 30 have no answer to train on; "
                 "the chat template leaves out 12.5% of the answers' text"
             ],
         ),
         (
             Counts(3, forms=("A",), keys=("k", "l")),
             [
-                "chats: of the first 3 rows, read as A, 0 are longer than seq_len = 64 and cut, 0 have no answer to learn; "
+                "chats: of the first 3 rows, read as A, 0 are longer than seq_len = 64 and cut, 0 have no answer to train on; "
                 "the chat template leaves out 0.0% of the answers' text",
                 "chats: neither training nor the chat template reads these keys: k, l",
             ],
@@ -57,10 +57,10 @@ def test_lines_about_chats(counts, expected):
 
 
 WHERE = "--dataset, the first 11 rows: "
-NEEDED = "an answer has the role assistant, is not excluded by weight or train, and begins within --seq_len tokens"
-CUT = "chats are longer than seq_len = 64, which cuts off their ends; use a longer --seq_len, or train on the rest with --bad_rows skip"
-NONE = f"chats have no answer to learn; {NEEDED}: change the rows, or train on the rest with --bad_rows skip"
-DROPPED = "of the answers' text (thoughts, calls or content); use a tokenizer whose chat template writes it, or train on the rest with --bad_rows skip"
+NEEDED = "an answer must have the role assistant, must not be excluded by weight or train, and must begin within --seq_len tokens"
+CUT = "chats are longer than seq_len = 64, so their ends are cut off; use a longer --seq_len, or train on the rest with --bad_rows skip"
+NONE = f"chats have no answer to train on; change the rows ({NEEDED}), or train on the rest with --bad_rows skip"
+DROPPED = "of the answers' text (thoughts, calls or content); use a tokenizer whose chat template includes it, or train on the rest with --bad_rows skip"
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_only_a_whole_epoch_without_documents_is_refused(place, reads):
     reader = Chunks(empty=True)
     with pytest.raises(Refusal) as refused:
         taken(reader, 1, place)
-    needed = "a chat needs a message of the role assistant that is not excluded by weight or train, and begins within --seq_len tokens"
-    assert str(refused.value) == f"--dataset: {reads} documents in a row hold no token to train on; {needed}" and len(reader.read) == reads
+    needed = "each chat needs a message of the role assistant that is not excluded by weight or train and begins within --seq_len tokens"
+    assert str(refused.value) == f"--dataset: {reads} consecutive documents contain no token to train on; {needed}" and len(reader.read) == reads
 
 
 @pytest.mark.parametrize("task", ["sft", "pretrain"])

@@ -105,20 +105,26 @@ def test_nulls_of_a_table_are_dropped_from_tools_and_calls_alone():
 @pytest.mark.parametrize(
     "row, says",
     [
-        ({"messages": PAIR, "system": 5}, "its system holds int '5', which must be text"),
-        ({"messages": "q", "system": 5}, r"holds str 'q' where a list of messages \(--messages_field\) should be"),
-        ({"conversations": {"from": "human"}}, "holds dict .* where a list of messages"),
-        ({"instruction": 5, "output": "a"}, "its instruction holds int '5', which must be text"),
-        ({"instruction": "q", "input": ["i"], "output": "a"}, "its input holds list"),
-        ({"instruction": "q", "output": {"a": 1}}, "its output holds dict"),
-        ({"instruction": "q", "output": "a", "history": [["q", "a"], "qa"]}, "its history holds list"),
-        ({"instruction": "q", "output": "a", "history": [["q", "a", "b"]]}, "its history holds list"),
-        ({"instruction": "q", "output": "a", "history": [[1, "a"]]}, "its history holds list"),
-        ({"instruction": "q", "output": "a", "history": {"q": "a"}}, "its history holds dict"),
-        ({"prompt": [user("q")], "completion": "a"}, "its completion holds str 'a', which must be a list of messages, or both must be texts"),
-        ({"prompt": "q", "completion": [assistant("a")]}, "its prompt holds str 'q'"),
-        ({"prompt": ["q"], "completion": [assistant("a")]}, "its prompt holds list"),
-        ({"prompt": [user("q")], "completion": [assistant("a"), "b"]}, "its completion holds list"),
+        ({"messages": PAIR, "system": 5}, "its system must be text, not int '5'"),
+        ({"messages": "q", "system": 5}, r"must be a list of messages \(--messages_field\), not str 'q'"),
+        ({"conversations": {"from": "human"}}, "must be a list of messages .*, not dict"),
+        ({"instruction": 5, "output": "a"}, "its instruction must be text, not int '5'"),
+        ({"instruction": "q", "input": ["i"], "output": "a"}, "its input must be text, not list"),
+        ({"instruction": "q", "output": {"a": 1}}, "its output must be text, not dict"),
+        (
+            {"instruction": "q", "output": "a", "history": [["q", "a"], "qa"]},
+            "its history must be a list of pairs of texts: a question and its answer, not list",
+        ),
+        (
+            {"instruction": "q", "output": "a", "history": [["q", "a", "b"]]},
+            "its history must be a list of pairs of texts: a question and its answer, not list",
+        ),
+        ({"instruction": "q", "output": "a", "history": [[1, "a"]]}, "its history must be a list of pairs of texts: a question and its answer, not list"),
+        ({"instruction": "q", "output": "a", "history": {"q": "a"}}, "its history must be a list of pairs of texts: a question and its answer, not dict"),
+        ({"prompt": [user("q")], "completion": "a"}, r"its completion must be a list of messages \(or prompt and completion both text\), not str 'a'"),
+        ({"prompt": "q", "completion": [assistant("a")]}, "its prompt must be a list of messages"),
+        ({"prompt": ["q"], "completion": [assistant("a")]}, "its prompt must be a list of messages"),
+        ({"prompt": [user("q")], "completion": [assistant("a"), "b"]}, "its completion must be a list of messages"),
     ],
 )
 def test_wrong_value_of_a_column_is_refused(row, says):
@@ -141,7 +147,7 @@ def test_tools_of_a_row(value, expected):
 
 @pytest.mark.parametrize("value", ["f(x)", '{"name": "f"}', {"name": "f"}, [1], "[1]", [[F]], 5, [F, "f"], ["5"]])
 def test_unreadable_tools_are_refused(value):
-    with pytest.raises(Refusal, match=r"^row 7: its tools (cannot be read|hold)"):
+    with pytest.raises(Refusal, match=r"^row 7: its tools (cannot be read|must be a list of tool descriptions, not)"):
         tools_of(value, "row 7")
 
 
@@ -190,24 +196,24 @@ def test_message_in_its_one_form(message, expected):
 @pytest.mark.parametrize(
     "message, says",
     [
-        ("q", "a message must hold the strings 'role' and 'content', this is q"),
-        ({"role": 5, "content": "q"}, "a message must hold the strings"),
-        ({"from": 5, "value": "q"}, "a message must hold the strings"),
-        ({"role": "user"}, "a message must hold the strings"),
-        ({"from": "human"}, "a message must hold the strings"),
-        ({"role": "assistant", "reasoning": ["t"]}, "a message must hold the strings"),
-        (assistant(None, tool_calls=[]), "a message must hold the strings"),
-        (assistant("", tool_calls=[CALL]) | {"content": 5}, "a message must hold the strings"),
-        *((user("q") | {"content": [entry]}, "a message must hold the strings") for entry in ("q", part(5), {"type": "text"}, part("q", type="image"))),
-        (user("q") | {"content": [part("q"), part("x", type="image")]}, "a message must hold the strings"),
-        *((assistant("", tool_calls=calls), "the tool_calls of a message must be a list of functions with a name") for calls in ({"name": "f"}, "f", ["f"])),
+        ("q", "a message requires the strings 'role' and 'content', but this one is q"),
+        ({"role": 5, "content": "q"}, "a message requires the strings"),
+        ({"from": 5, "value": "q"}, "a message requires the strings"),
+        ({"role": "user"}, "a message requires the strings"),
+        ({"from": "human"}, "a message requires the strings"),
+        ({"role": "assistant", "reasoning": ["t"]}, "a message requires the strings"),
+        (assistant(None, tool_calls=[]), "a message requires the strings"),
+        (assistant("", tool_calls=[CALL]) | {"content": 5}, "a message requires the strings"),
+        *((user("q") | {"content": [entry]}, "a message requires the strings") for entry in ("q", part(5), {"type": "text"}, part("q", type="image"))),
+        (user("q") | {"content": [part("q"), part("x", type="image")]}, "a message requires the strings"),
+        *((assistant("", tool_calls=calls), "the tool_calls of a message must be a list of named functions") for calls in ({"name": "f"}, "f", ["f"])),
         *((assistant("", tool_calls=[CALL, call]), "the tool_calls of a message") for call in ({"function": "f"}, {"function": {}}, {"name": 5}, {"id": "1"})),
         ({"from": "function_call", "value": "f(x)"}, "a function_call is not JSON"),
         ({"from": "function_call", "value": "5"}, "the tool_calls of a message"),
-        *((assistant("a", weight=value), "the weight of a message must be 0 or 1, this is") for value in (True, False, 2, 0.5, -1, "1")),
+        *((assistant("a", weight=value), "the weight of a message must be 0 or 1, not") for value in (True, False, 2, 0.5, -1, "1")),
         *((assistant("a", **{key: value}), f"the {key} of a message must be true or false") for key in ("train", "training") for value in (0, 1, "true")),
         *(
-            (assistant("a", **{one: first, other: second}), "a message must not be both learned and excluded")
+            (assistant("a", **{one: first, other: second}), "a message cannot be both trained on and excluded")
             for one, first, other, second in (("weight", 1, "train", False), ("weight", 0, "training", True), ("train", True, "training", False))
         ),
     ],
@@ -233,7 +239,7 @@ def test_unknown_role_is_refused_with_the_roles_that_were_met():
     with pytest.raises(UnknownRole) as refused:
         messages_of(chat, "row 7", ("judge",))
     assert (refused.value.place, refused.value.role, refused.value.met) == ("row 7", "critic", {"user", "judge", "critic", "assistant"})
-    assert "row 7: a message has the role 'critic'; the roles of these rows are assistant, critic, judge, user, the known roles are " in str(refused.value)
+    assert "row 7: a message has the role 'critic'; these rows use the roles assistant, critic, judge, user, and the known roles are " in str(refused.value)
     assert len(messages_of(chat, "row 7", ("judge", "critic"))) == 4
 
 

@@ -156,16 +156,16 @@ def test_tools_of_a_row_reach_the_template(tmp_path, kind, as_text):
 @pytest.mark.parametrize(
     "row, says",
     [
-        ({"messages": [user("q"), {"role": "bot", "content": "a"}]}, "the roles of these rows are bot, user"),
+        ({"messages": [user("q"), {"role": "bot", "content": "a"}]}, "these rows use the roles bot, user"),
         ({"messages": [user("q"), {"role": "model", "content": "a"}]}, "an answer has the role assistant"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "claude", "value": "a"}]}, "the role 'claude'"),
         ({"messages": [user("q"), assistant("a")], "tools": "f(x)"}, "its tools cannot be read"),
-        ({"messages": [user("q"), assistant("a")], "tools": [1]}, "not descriptions of tools"),
-        ({"instruction": "q", "output": 5}, "its output holds int '5', which must be text"),
-        ({"instruction": "q", "output": "a", "history": [["q"]]}, "its history holds list"),
+        ({"messages": [user("q"), assistant("a")], "tools": [1]}, "its tools must be a list of tool descriptions"),
+        ({"instruction": "q", "output": 5}, "its output must be text, not int '5'"),
+        ({"instruction": "q", "output": "a", "history": [["q"]]}, "its history must be a list of pairs of texts: a question and its answer, not list"),
         ({"instruction": "q", "output": "a", "history": [["q", 1]]}, "a list of pairs of texts"),
-        ({"instruction": "q", "output": "a", "history": "q"}, "its history holds str 'q'"),
-        ({"prompt": "q", "completion": [assistant("a")]}, "its prompt holds str 'q'"),
+        ({"instruction": "q", "output": "a", "history": "q"}, "its history must be a list of pairs of texts: a question and its answer, not str 'q'"),
+        ({"prompt": "q", "completion": [assistant("a")]}, "its prompt must be a list of messages"),
         ({"question": "q", "answer": "a"}, "has no column 'messages', only 'question', 'answer'"),
     ],
 )
@@ -253,8 +253,8 @@ def test_numbers_of_domains_are_added():
     "chat, says",
     [
         ([user("q"), assistant("a" * 99)], "are longer than seq_len = 64"),
-        ([user("q")], "have no answer to learn"),
-        ([user("q"), assistant("a", weight=0)], "have no answer to learn"),
+        ([user("q")], "have no answer to train on"),
+        ([user("q"), assistant("a", weight=0)], "have no answer to train on"),
         ([user("q"), assistant("", {"x": "yy"})], "of the answers' text"),
         ([user("q"), assistant("a", reasoning_content="a thought")], "of the answers' text"),
     ],
@@ -323,7 +323,7 @@ def test_date_is_in_the_key_of_kept_tokens_only_where_it_is_written(tmp_path):
 def test_a_computed_format_of_the_date_is_refused():
     tokenizer = published_tokenizer("Qwen2.5")
     tokenizer.chat_template = "{% set form = '%d' %}{{ strftime_now(form) }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(Refusal, match="computes the format of today's date"):
+    with pytest.raises(Refusal, match="computes the date format"):
         Encoder(tokenizer, "sft", 64, date(2026, 3, 4))([([user("q"), assistant("a")], "row 1")])
 
 

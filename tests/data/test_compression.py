@@ -95,11 +95,11 @@ def test_a_plain_file_with_the_ending_of_a_compressed_one_is_read(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"PAR1\x15\x04", "a.jsonl: holds Parquet, and its ending says text; rename it to end in .parquet, or fetch the right file"),
-        (b"ARROW1\x00\x00", "holds Arrow, .* rename it to end in .arrow"),
-        (b"PK\x03\x04\x14\x00", "holds ZIP, .* rename it to end in .zip"),
-        (b"%PDF-1.7\n", "holds PDF, "),
-        (b"SQLite format 3\x00", "holds SQLite, "),
+        (b"PAR1\x15\x04", "a.jsonl: contains Parquet, but its ending says text; rename it to end in .parquet, or download the correct file"),
+        (b"ARROW1\x00\x00", "contains Arrow, .* rename it to end in .arrow"),
+        (b"PK\x03\x04\x14\x00", "contains ZIP, .* rename it to end in .zip"),
+        (b"%PDF-1.7\n", "contains PDF, "),
+        (b"SQLite format 3\x00", "contains SQLite, "),
     ],
 )
 def test_the_content_of_another_format_is_named(tmp_path: Path, content: bytes, says: str) -> None:
@@ -116,9 +116,9 @@ def test_the_content_of_another_format_is_named(tmp_path: Path, content: bytes, 
         (gzip.compress(gzip.compress(LINES)), "is compressed twice: gzip in gzip; decompress it once"),
         (gzip.compress(PACK["zstd"](LINES)), "is compressed twice: zstd in gzip"),
         (PACK["xz"](PACK["bzip2"](LINES)), "is compressed twice: bzip2 in xz"),
-        (b"LZIP\x01", "is compressed with lzip, which is not read; decompress it"),
-        (b"\x1f\x9d\x90", "is compressed with compress, which is not read"),
-        (gzip.compress(b"PAR1\x15\x04"), "holds Parquet, and its ending says text; decompress it, and rename it to end in .parquet"),
+        (b"LZIP\x01", "is compressed with lzip, which is not supported; decompress it"),
+        (b"\x1f\x9d\x90", "is compressed with compress, which is not supported"),
+        (gzip.compress(b"PAR1\x15\x04"), "contains Parquet, but its ending says text; decompress it and rename it to end in .parquet"),
     ],
 )
 def test_content_that_is_not_read_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
@@ -129,7 +129,7 @@ def test_content_that_is_not_read_is_named(tmp_path: Path, name: str, content: b
 
 def test_a_later_file_that_is_compressed_twice_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(PACK["zstd"](LINES)))
-    with pytest.raises(Refusal, match=r"is compressed \(zstd\) where text must be; .* decompress a file that is compressed twice"):
+    with pytest.raises(Refusal, match=r"must be text, but is compressed \(zstd\); .* if a file is compressed twice, decompress it once"):
         rows_of(tmp_path / "a.jsonl.gz")
 
 
@@ -140,7 +140,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(POINTER)
     for look in (planned, rows_of):
-        with pytest.raises(Refusal, match=f"{name}: is a pointer of Git LFS, not the file; fetch the file: git lfs pull"):
+        with pytest.raises(Refusal, match=f"{name}: is a Git LFS pointer, not the file itself; fetch the file: git lfs pull"):
             look(tmp_path / name)
 
 
@@ -148,5 +148,5 @@ def test_a_later_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
     for number in range(300):
         (tmp_path / f"{number:03}.txt").write_text("version https://example.org: a text that is no pointer")
     (tmp_path / "299.txt").write_bytes(POINTER)
-    with pytest.raises(Refusal, match=r"299.txt: is a pointer of Git LFS"):
+    with pytest.raises(Refusal, match=r"299.txt: is a Git LFS pointer"):
         rows_of(tmp_path)

@@ -491,7 +491,7 @@ def test_a_tokenizer_with_another_end_token_is_another(corpora, tmp_path):
     with contextlib.closing(open_stream(request, other, dp=1, dp_rank=0)) as own:
         ids = np.concatenate([batch["input_ids"].numpy() for batch in next(own)[0]])
     assert (ids == other.eos_token_id).any() and not (ids == END).any()
-    with pytest.raises(Refusal, match=r"^--tokenizer: is not the tokenizer of the saved run"):
+    with pytest.raises(Refusal, match=r"^--tokenizer: must match the tokenizer of the saved run"):
         open_stream(request, other, dp=1, dp_rank=0, state=state)
 
 
@@ -577,7 +577,7 @@ def test_a_ramp_that_does_not_divide_is_refused_by_the_stream(corpora):
     with pytest.raises(Refusal) as refused:
         open_stream(dataclasses.replace(of_kind(corpora, "lines", "pretrain"), batch_ramp="3:20, 4:24, 6:30"), BYTES, dp=4, dp_rank=0)
     assert [str(problem) for problem in refused.value.problems] == [
-        "batch_ramp from step 6 = 30: is no multiple of dp(4) * micro_batch(1); use --batch_ramp 6:28"
+        "batch_ramp from step 6 = 30: is not divisible by dp(4) * micro_batch(1); use --batch_ramp 6:28"
     ]
 
 
@@ -588,7 +588,7 @@ def test_fewer_documents_than_lanes(tmp_path):
 
 
 def test_global_batch_must_divide(corpora):
-    with pytest.raises(Refusal, match=r"global_batch = 12: is no multiple of dp\(5\) \* micro_batch\(1\); use --global_batch 10"):
+    with pytest.raises(Refusal, match=r"global_batch = 12: is not divisible by dp\(5\) \* micro_batch\(1\); use --global_batch 10"):
         open_stream(request_for(corpora["lines"]), BYTES, dp=5, dp_rank=0)
 
 
@@ -659,11 +659,11 @@ def test_shares_after_a_resume_with_other_weights(corpora):
 @pytest.mark.parametrize(
     "dataset, says",
     [
-        ("a=x.jsonl@5; b=y.jsonl", ["'b=y.jsonl'", "is no part of a mixture"]),
-        ("a=x.jsonl@five", ["is no part of a mixture", "@five"]),
+        ("a=x.jsonl@5; b=y.jsonl", ["'b=y.jsonl'", "is not a valid part of a mixture"]),
+        ("a=x.jsonl@five", ["is not a valid part of a mixture", "@five"]),
         ("a=x.jsonl@5|3:1|2:4; b=y.jsonl@1", ["'a=x.jsonl@5|3:1|2:4'", "70|1000:50"]),
         ("a=x.jsonl@5|3:1|3:4; b=y.jsonl@1", ["'a=x.jsonl@5|3:1|3:4'"]),
-        ("a=x.jsonl@5; a=y.jsonl@1", ["a", "names two corpora"]),
+        ("a=x.jsonl@5; a=y.jsonl@1", ["a", "is the name of two corpora"]),
         ("a=x.jsonl@0; b=y.jsonl@0", ["all weights of the mixture are 0"]),
         ("a=x.jsonl@1|9:0; b=y.jsonl@0", ["from step 9 on", "all weights of the mixture are 0"]),
     ],
@@ -707,7 +707,10 @@ def test_builtin_chats_ask_for_the_docstring():
 
 
 def test_chats_without_an_answer_within_the_row_are_refused(corpora):
-    for limit, says in ((50, r"\d+ documents in a row hold no token to train on"), (500, "90 chats have no answer to learn")):  # within an epoch, at its end
+    for limit, says in (
+        (50, r"\d+ consecutive documents contain no token to train on"),
+        (500, "90 chats have no answer to train on"),
+    ):  # within an epoch, at its end
         sizes = dataclasses.replace(SMALL, barren_documents=limit)
         with pytest.raises(Refusal, match=says):
             take(request_for(corpora["chats"], task="sft", seq_len=16, sizes=sizes), 1)
@@ -830,14 +833,14 @@ def test_any_type_of_list_holds_tokens(tmp_path, kind):
 
 def test_tokens_in_json_lines_are_refused_with_the_way(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"ids": [1, 2, 3]}\n')
-    with pytest.raises(Refusal, match=r"a.jsonl, row 1: holds token ids, which are read from Parquet and Arrow files only; .*to_parquet"):
+    with pytest.raises(Refusal, match=r"a.jsonl, row 1: contains token ids, which require a Parquet or Arrow file; .*to_parquet"):
         take(request_for(str(tmp_path / "a.jsonl"), text_field="ids"), 1)
 
 
 def test_no_held_out_document_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("a small file")
     assert not is_held_out("a small file")
-    with pytest.raises(Refusal, match="held-out 1 % is empty"):
+    with pytest.raises(Refusal, match="the 1 % held out for evaluation is empty"):
         eval_rows(request_for(str(tmp_path / "one.txt")), BYTES, dp=1, dp_rank=0)
 
 
@@ -914,12 +917,12 @@ def test_a_text_file_that_fits_a_row_is_not_cut(tmp_path):
 @pytest.mark.parametrize(
     "name, content, says",
     [
-        ("a.jsonl", '{"text": "x"}\n[1, 2]\n', ["a.jsonl, row 2", "is not a JSON object but a list"]),
+        ("a.jsonl", '{"text": "x"}\n[1, 2]\n', ["a.jsonl, row 2", "must be a JSON object, not a list"]),
         ("a.jsonl", '{"text": "x"}\n{"text": "y"}\n{"text": \n', ["a.jsonl, row 3", "is not JSON"]),
         ("a.jsonl", '{"text": "x"}\n{"body": "x"}\n', ["a.jsonl, row 2", "has no column 'text', only 'body'", "--text_field"]),
-        ("a.jsonl", '{"text": 5}\n', ["a.jsonl, row 1", "holds int '5' where text (--text_field) should be"]),
+        ("a.jsonl", '{"text": 5}\n', ["a.jsonl, row 1", "must be text (--text_field), not int '5'"]),
         ("a.parquet", "no parquet", ["a.parquet", "cannot be read"]),
-        ("a.txt", " \n", ["holds no document to train on"]),
+        ("a.txt", " \n", ["contains no document to train on"]),
         ("a.jsonl", "", ["a.jsonl", "is empty", "--bad_rows skip"]),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', ["a.jsonl, row 1", "is not UTF-8: byte 0xe9 at 13", "iconv"]),
         ("a.txt", b"caf\xe9 \xff", ["a.txt, row 1", "is not UTF-8: byte 0xe9 at 3"]),
@@ -948,13 +951,13 @@ def test_bad_columns_and_broken_files_are_named(tmp_path, corpora):
 @pytest.mark.parametrize(
     "dataset, fields, says",
     [
-        ("no/such/*.jsonl", {}, ["--dataset no/such/*.jsonl", "there is no such file"]),
+        ("no/such/*.jsonl", {}, ["--dataset no/such/*.jsonl", "the file does not exist"]),
         ("./gone.txt,./gone2.txt", {}, ["gone.txt", "gone2.txt"]),
-        ("gone.jsonl", {}, ["there is no such file"]),
-        ("{folder}", {}, ["several kinds: lines, text"]),
-        ("{folder}/c.bin", {}, ["the ending does not say"]),
-        ("{folder}/tables", {}, ["tables: holds no file of a known kind: .txt, ", ".parquet", "convert its files"]),
-        ("{folder}/a.txt", {"task": "sft"}, ["task sft needs chats"]),
+        ("gone.jsonl", {}, ["the file does not exist"]),
+        ("{folder}", {}, ["several formats: lines, text"]),
+        ("{folder}/c.bin", {}, ["the file format is not clear from the ending"]),
+        ("{folder}/tables", {}, ["tables: contains no supported files (.txt, ", ".parquet", "convert its files"]),
+        ("{folder}/a.txt", {"task": "sft"}, ["task sft requires chats"]),
         ("org/name", {}, ["--dataset org/name", "hub cannot be reached", "https://huggingface.co/datasets/org/name"]),
     ],
 )

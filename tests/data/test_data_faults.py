@@ -58,7 +58,7 @@ Fault = Callable[[Path], tuple[list[str], int, str]]
 def not_an_object(folder: Path) -> tuple[list[str], int, str]:
     own = texts(60, 1)
     (folder / "a.jsonl").write_bytes(lines(own[:30]) + b"[1]\n" + lines(own[30:]))
-    return own, 1, r"a\.jsonl, row 31: is not a JSON object but a list"
+    return own, 1, r"a\.jsonl, row 31: must be a JSON object, not a list"
 
 
 def not_json(folder: Path) -> tuple[list[str], int, str]:
@@ -138,7 +138,7 @@ def missing_parquet_column(folder: Path) -> tuple[list[str], int, str]:
 
 def number_for_text(folder: Path) -> tuple[list[str], int, str]:
     parquet(folder / "a.parquet", pa.array(range(20)))
-    return [], 20, r"a\.parquet, row \d+: holds int '\d+' where text \(--text_field\) should be"
+    return [], 20, r"a\.parquet, row \d+: must be text \(--text_field\), not int '\d+'"
 
 
 def number_of_5000_digits(folder: Path) -> tuple[list[str], int, str]:
@@ -263,14 +263,14 @@ def test_what_is_no_token_is_named_or_left_out(tmp_path, kind, wrong, says):
     broken = [*ids[:34], None, [*ids[34][:5], wrong, *ids[34][5:], wrong], *ids[35:], [], [wrong]]
     parquet(tmp_path / "a.parquet", pa.array(broken, pa.list_(kind)), "ids")
     request = request_for(tmp_path, text_field="ids")
-    rule = rf"holds token {says}, the tokenizer has 0 to {len(BYTES) - 1}; use the tokenizer \(--tokenizer\) that made"
+    rule = rf"contains token {says}, but the tokenizer's ids are 0 to {len(BYTES) - 1}; use the tokenizer that made"
     with pytest.raises(Refusal, match=rf"a\.parquet, row group (1, row 6|2, row 3): {rule}"):
         take(request, 60)
     said: list[str] = []
     rows, states = take(dataclasses.replace(request, bad_rows="skip", seq_len=20), 60, say=said.append)
     seen = {tuple(row) for row in rows.reshape(-1, 20)}
     assert seen <= {tuple(row) for row in ids[:34] + ids[35:]} and len(seen) > 50
-    assert {state["domains"][""]["bad"] for state in states} >= {2} and [f"holds token {says}" in line for line in said] == [True, True, False]
+    assert {state["domains"][""]["bad"] for state in states} >= {2} and [f"contains token {says}" in line for line in said] == [True, True, False]
     assert said[2].startswith("2 of the first 63 rows are empty")
 
 
@@ -315,7 +315,7 @@ def test_a_swapped_shard_is_named(tmp_path):
         next(own)
         state, files = own.state, json.loads(json.dumps(own.files))
     (tmp_path / "3.jsonl").write_bytes(lines(texts(20, 33)))
-    with pytest.raises(Refusal, match=r"^--dataset: files are others than the saved run read: 3\.jsonl has changed; bring the old files back"):
+    with pytest.raises(Refusal, match=r"^--dataset: the files differ from those the saved run read: 3\.jsonl has changed; restore the old files"):
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
     for number in range(4, 9):
         (tmp_path / f"{number}.jsonl").rename(tmp_path / f"n{number}.jsonl")
@@ -389,7 +389,7 @@ def test_a_dead_reader_raises_where_the_batches_are_taken():
     assert next(own)[1]["step"] == 1 and next(own)[1]["step"] == 2
     begun = time.monotonic()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="has died"):
+        with pytest.raises(RuntimeError, match="thread died"):
             next(own)
     assert time.monotonic() - begun < 60
     own.close()

@@ -191,7 +191,7 @@ def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> 
     assert [code for code, _ in results] == [0, 0], results
     (tmp_path / "2.jsonl").write_text(lines(texts(90, 6)))
     results = pools.run(2, train_small, argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12"])
-    assert all("files are others than the saved run read: 2.jsonl has changed; bring the old files back" in str(code) for code, _ in results), results
+    assert all("the files differ from those the saved run read: 2.jsonl has changed; restore the old files" in str(code) for code, _ in results), results
 
 
 def train_apart(argv: list[str], datasets: list[str], **more: Any) -> tuple[int | str, str]:
@@ -223,7 +223,7 @@ def test_data_that_one_rank_cannot_open_end_all_ranks_before_a_model_is_built(po
     for copy in copies:
         Path(copy).write_text(lines(texts(20, 1)))
     results = pools.run(2, train_apart, argv=["--out", str(tmp_path / "run")], datasets=copies, fault="lost")
-    assert all("two.jsonl: there is no such file" in str(code) for code, _ in results), results
+    assert all("two.jsonl: the file does not exist" in str(code) for code, _ in results), results
     assert "built in" not in results[0][1] and not (tmp_path / "run").exists(), results
 
 

@@ -219,8 +219,8 @@ def refusal(asked: Request) -> str:
 @pytest.mark.parametrize("write", [lines, parquet, zipped])
 def test_data_without_any_text_are_refused_with_their_columns(tmp_path: Path, write: Callable[..., str]) -> None:
     dataset = write(tmp_path, [{"text": "", "body": "words", "n": 1} for _ in range(12)])
-    rule = "holds no document to train on: of 12 rows 12 are empty, 0 cannot be read; its columns are 'text', 'body', 'n'"
-    assert refusal(request(dataset)) == f"--dataset: {rule}; give more data, or name another column (--text_field, --messages_field, ...)"
+    rule = "contains no document to train on: of 12 rows 12 are empty, 0 cannot be read; its columns are 'text', 'body', 'n'"
+    assert refusal(request(dataset)) == f"--dataset: {rule}; add more data, or name another column (--text_field, --messages_field, ...)"
 
 
 def test_data_of_broken_rows_alone_are_refused_with_their_columns(tmp_path: Path) -> None:

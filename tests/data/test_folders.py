@@ -91,7 +91,7 @@ def test_configs_of_huggingface_yaml_come_before_those_of_the_readme(tmp_path: P
     assert ours(folder) == ours(folder, subset="two") == theirs(folder) == ["b.jsonl", "c.jsonl"]
     assert "--subset one: is not in D, which has the subsets two" in refusal(folder, "--subset", "one")
     (folder / ".huggingface.yaml").write_text("configs:\n- config_name: two\n  data_files: lost.jsonl\n")
-    assert ".huggingface.yaml names lost.jsonl for its split train, and there is no such file" in refusal(folder)
+    assert ".huggingface.yaml names lost.jsonl for its split train, but that file does not exist" in refusal(folder)
     for content in ("configs: [", "- 3\nconfigs", "configs:\n- 3\n"):
         (folder / ".huggingface.yaml").write_text(content)
         assert "--dataset D: .huggingface.yaml cannot be read: " in refusal(folder)
@@ -100,7 +100,7 @@ def test_configs_of_huggingface_yaml_come_before_those_of_the_readme(tmp_path: P
 @pytest.mark.parametrize("base", ["lost", "a.jsonl", ".lost", "in/lost"])
 def test_a_missing_data_dir_is_named(tmp_path: Path, base: str) -> None:
     folder = write(tmp_path / "D", "a.jsonl in/b.jsonl", f"- config_name: one\n  data_dir: {base}\n")
-    assert f"README.md has the data_dir {base} for its subset one, and there is no such folder; download it" in refusal(folder)
+    assert f"README.md has the data_dir {base} for its subset one, but that folder does not exist; download it" in refusal(folder)
 
 
 def test_a_hidden_data_dir_is_read(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_a_run_folder_among_linked_data_is_refused(tmp_path: Path, out: str) -> 
 def test_a_saved_data_set_without_rows_is_named(tmp_path: Path) -> None:
     empty, rows = datasets.Dataset.from_dict({"text": []}), datasets.Dataset.from_dict({"text": ["x"]})
     empty.save_to_disk(tmp_path / "one")
-    assert refusal(tmp_path / "one") == "--dataset D: its split train was saved without a row; give other data"
+    assert refusal(tmp_path / "one") == "--dataset D: its split train was saved without rows; use other data"
     datasets.DatasetDict({"train": empty, "test": rows, "more": rows}).save_to_disk(tmp_path / "two")
-    assert refusal(tmp_path / "two") == "--dataset D: its split train was saved without a row; use --split test or --split more, or give other data"
+    assert refusal(tmp_path / "two") == "--dataset D: its split train was saved without rows; use --split test or --split more, or use other data"
     assert refusal(tmp_path / "two", "--split", "dev").endswith("use --split test, or name the files, for example --dataset 'D/**/*.arrow'")
     datasets.DatasetDict({"train": empty, "test": empty}).save_to_disk(tmp_path / "three")
-    assert refusal(tmp_path / "three") == "--dataset D: its split train was saved without a row; give other data"
+    assert refusal(tmp_path / "three") == "--dataset D: its split train was saved without rows; use other data"
 
 
 @pytest.mark.parametrize("content", ["", '{"_data_files": [', "[]", "{}", '{"_data_files": [{"filename": null}]}', '{"_data_files": [{"filename": 3}]}'])
@@ -193,7 +193,7 @@ def test_a_damaged_state_is_named(tmp_path: Path, content: str) -> None:
         whole = (tmp_path / "D" / state).read_text()
         (tmp_path / "D" / state).write_text(content)
         (tmp_path / "D" / "notes.txt").write_text("a text")
-        assert f"--dataset D: D/{state} is damaged: it must name the Arrow files beside it; copy the whole folder again" == refusal(tmp_path / "D")
+        assert f"--dataset D: D/{state} is damaged: it must name the Arrow files in its folder; copy the whole folder again" == refusal(tmp_path / "D")
         (tmp_path / "D" / state).write_text(whole)
     (tmp_path / "D" / "dataset_dict.json").write_text(content)
     assert refusal(tmp_path / "D") == "--dataset D: dataset_dict.json is damaged: it must hold a list of splits; copy the whole folder again"
@@ -213,8 +213,8 @@ def test_an_odd_split_of_a_state_is_none(tmp_path: Path, split: str) -> None:
 @pytest.mark.parametrize(
     ("dataset", "says"),
     [
-        ("a.jsonl,https://h.org/b.jsonl", "--dataset a.jsonl: is a path, and cannot be combined with addresses"),
-        ("https://h.org/b.jsonl,a.jsonl", "--dataset a.jsonl: is a path, and cannot be combined with addresses"),
+        ("a.jsonl,https://h.org/b.jsonl", "--dataset a.jsonl: a path cannot be combined with addresses"),
+        ("https://h.org/b.jsonl,a.jsonl", "--dataset a.jsonl: a path cannot be combined with addresses"),
         ("file:///tmp/a.jsonl", "only https:// and http:// addresses can be read; give the path, /tmp/a.jsonl"),
         ("s3://bucket/a.jsonl?key=1", "s3://bucket/a.jsonl: only https:// and http:// addresses can be read; mount it or copy it"),
         ("https://h.org/a.jsonl,gs://bucket/a.jsonl", "--dataset gs://bucket/a.jsonl: only https:// and http:// addresses"),

@@ -103,8 +103,8 @@ def test_the_commit_of_main_is_read_and_not_the_newest(cache: Path) -> None:
 def test_a_commit_without_main_is_named_in_the_way_out(cache: Path) -> None:
     write_cache(cache, "models/org/tiny", config(), ONE)
     assert not is_local("org/tiny") and is_local("org/tiny", ONE)
-    assert not_cached("org/tiny") == f"download it where there is a network: hf download org/tiny; or use the cached commit with --model_revision {ONE}"
-    assert not_cached("org/data", "v1", hub.DATASETS) == "download it where there is a network: hf download --repo-type dataset org/data --revision v1"
+    assert not_cached("org/tiny") == f"download it on a machine with network access: hf download org/tiny; or use the cached commit with --model_revision {ONE}"
+    assert not_cached("org/data", "v1", hub.DATASETS) == "download it on a machine with network access: hf download --repo-type dataset org/data --revision v1"
 
 
 def test_files_of_other_commits_are_not_mixed_in(cache: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_plan_says_what_is_not_in_the_cache(cache: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_cache(cache, "models/org/tiny", config(vocab_size=300), ONE, "v1")
     recipe = Recipe(model="org/tiny", out=str(tmp_path / "run"))
-    with pytest.raises(Refusal, match=f"model = org/tiny: there is no such folder, it is not in the cache {cache}, and HF_HUB_OFFLINE forbids"):
+    with pytest.raises(Refusal, match=f"model = org/tiny: the folder does not exist, the model is not in the cache {cache}, and HF_HUB_OFFLINE prevents"):
         make_plan(Command(recipe, "own", tmp_path, frozenset()))
     with pytest.raises(Refusal, match=f"is not in the cache {cache} at v2, .*hf download org/tiny --revision v2"):
         make_plan(Command(dataclasses.replace(recipe, model_revision="v2"), "own", tmp_path, frozenset()))
@@ -263,7 +263,7 @@ def test_a_mixture_takes_cached_data_sets(cache: Path, tmp_path: Path) -> None:
         ),
         (
             {"README.md": b"# words"},
-            r"its cached commit 2{40} cannot be read: .*; download all files where there is a network: hf download --repo-type dataset org/tiny",
+            r"its cached commit 2{40} cannot be read: .*; download all files on a machine with network access: hf download --repo-type dataset org/tiny",
         ),
         ({"test.jsonl": b'{"text": "a"}\n'}, r"its cached commit 2{40} cannot be read: "),
     ],

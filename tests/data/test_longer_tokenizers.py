@@ -18,7 +18,7 @@ from recipekit.refusal import Refusal, refuse
 from recipekit.runtime import corpus
 from recipekit.tasks.facts import TASKS
 
-SAYS = r"holds token 264 \('<image>'\): the tokenizer has 265 tokens, and the model has embeddings for 0 to 263; call resize_token_embeddings\(265\)"
+SAYS = r"contains token 264 \('<image>'\): the tokenizer has 265 tokens, but the model has embeddings for 0 to 263; call resize_token_embeddings\(265\)"
 
 
 def recipe_of(folder: Path, task: str = "pretrain", **changes) -> Recipe:
@@ -64,12 +64,12 @@ def test_only_data_with_such_a_token_are_refused(tmp_path: Path, task: str) -> N
 def test_a_row_with_such_a_token_is_named_and_can_be_left_out(tmp_path: Path, task: str) -> None:
     recipe = recipe_of(tmp_path, task)
     write(tmp_path, task, "<image>")
-    with pytest.raises(Refusal, match=r"rows\.jsonl.*151.*holds token 264"):
+    with pytest.raises(Refusal, match=r"rows\.jsonl.*151.*contains token 264"):
         read(recipe)
     without, bad = read(recipe, bad_rows="skip")
     whole, none = read(recipe, 265)  # another model's tokens are kept beside them
     assert (bad, none) == (1, 0) and 0 < whole - without < whole // 50
-    with pytest.raises(Refusal, match="holds token 264"):
+    with pytest.raises(Refusal, match="contains token 264"):
         read(recipe)
 
 
@@ -83,7 +83,7 @@ def test_tokens_of_the_task_itself_need_an_embedding(tmp_path: Path) -> None:
     assert seen.max() < 264
     tokenizer.mask_token = tokenizer.pad_token = "<image>"
     assert pad_id(tokenizer) == tokenizer.eos_token_id
-    with pytest.raises(Refusal, match="mask_token of --tokenizer: holds token 264"):
+    with pytest.raises(Refusal, match="mask_token of --tokenizer: contains token 264"):
         check_tokenizer(tokenizer, "masked_lm")
 
 
@@ -93,7 +93,7 @@ def test_a_pair_with_such_a_token_is_a_broken_row(tmp_path: Path) -> None:
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
     assert encode_pair(pairs, row)[0] >= 1
     for name in row:
-        with pytest.raises(ValueError, match="it holds token 264, and the model has embeddings for 0 to 263"):
+        with pytest.raises(ValueError, match="it contains token 264, but the model has embeddings for 0 to 263"):
             encode_pair(pairs, row | {name: "b<image>"})
     tokenizer.num_embeddings = 265
     assert encode_pair(pairs, row | {"chosen": "b<image>"})[1][1:] == [ord("b") - 33, 264, tokenizer.eos_token_id]

@@ -164,7 +164,9 @@ def broken_picture(folder: Path, images: np.ndarray) -> Path:
 
 
 def test_a_picture_that_is_cut_short_is_named(tmp_path, pixels):
-    with pytest.raises(Refusal, match=r"a.parquet, row group 1, row 11: cannot be used: is no picture: .*; mend the row, or leave it out \(--bad_rows skip\)"):
+    with pytest.raises(
+        Refusal, match=r"a.parquet, row group 1, row 11: cannot be used: is not a readable image: .*; correct the row, or leave it out \(--bad_rows skip\)"
+    ):
         take(request_for(broken_picture(tmp_path, pixels[0])), 20)
 
 
@@ -174,7 +176,7 @@ def test_a_picture_that_is_cut_short_may_count_nothing_and_is_told(tmp_path, pix
     batches, _ = take(request, 44, say=said.append)
     blank = [(number, row) for number, batch in enumerate(batches) for row in (batch["labels"] == IGNORE).nonzero().flatten().tolist()]
     assert len(blank) == 2 and not any(batches[number]["pixel_values"][row].any() for number, row in blank)  # once an epoch
-    assert len(said) == 1 and said[0].startswith(f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is no picture: ")
+    assert len(said) == 1 and said[0].startswith(f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is not a readable image: ")
     assert bits(take(request_for(path, bad_rows="skip", global_batch=4, micro_batch=1), 44, 4)[0]) == bits(batches)
 
 
@@ -293,10 +295,10 @@ def test_the_rank_that_meets_a_broken_picture_tells_and_what_one_cannot_open_all
             if any((batch["labels"] == IGNORE).any() for _ in range(22) for batch in next(own)[0]):
                 break
     results = pools.run(2, told, path=str(path), lost=str(tmp_path / "lost"), seed=seed)
-    expected = f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is no picture: "
+    expected = f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is not a readable image: "
     for number, (said, logged, refused) in enumerate(results):
         assert not said and len(logged) == number and all(line.startswith(f"rank 1: {expected}") for line in logged)
-        assert refused == f"--dataset {tmp_path / 'lost'}: there is no such file; check the path; a hub id is ORG/NAME"
+        assert refused == f"--dataset {tmp_path / 'lost'}: the file does not exist; check the path, or give a hub id as ORG/NAME"
 
 
 def plan_for(dataset: Path | str, **fields: Any) -> Plan:

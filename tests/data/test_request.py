@@ -65,18 +65,30 @@ def test_columns_that_a_task_reads(task, columns, names, expected):
     "task, columns, names, rule, fix",
     [
         ("sft", ("messages",), ["prompt", "completion"], None, None),
-        ("sft", ("talk",), ["messages"], "has no column 'talk', only 'messages'", "name the column with --messages_field; a single odd row:"),
+        (
+            "sft",
+            ("talk",),
+            ["messages"],
+            "has no column 'talk', only 'messages'",
+            "name the column with --messages_field; if only this row differs, correct it",
+        ),
         (
             "pretrain",
             ("text",),
             ["conversations"],
             "has no column 'text'",
-            "use --task sft, which reads such rows (ShareGPT (conversations)), or name a column",
+            "use --task sft, which reads such rows (ShareGPT (conversations)), or name a text column",
         ),
         ("masked_lm", ("text",), ["prompt", "completion"], "has no column 'text'", "use --task sft, which reads such rows (prompts and completions), or"),
-        ("pretrain", ("text",), ["prompt"], "has no column 'text', only 'prompt'", "name the column with --text_field; a single odd row:"),
-        ("reward", PAIR_COLUMNS, ["messages", "prompt", "chosen"], "has no column 'rejected'", "name the column with --rejected_field; a single odd row:"),
-        ("reward", PAIR_COLUMNS, ["chosen", "rejected"], "has no column 'prompt'", "name the column with --prompt_field, or --prompt_field '' where both"),
+        ("pretrain", ("text",), ["prompt"], "has no column 'text', only 'prompt'", "name the column with --text_field; if only this row differs, correct it"),
+        (
+            "reward",
+            PAIR_COLUMNS,
+            ["messages", "prompt", "chosen"],
+            "has no column 'rejected'",
+            "name the column with --rejected_field; if only this row differs, correct it",
+        ),
+        ("reward", PAIR_COLUMNS, ["chosen", "rejected"], "has no column 'prompt'", "name the column with --prompt_field, or --prompt_field '' if both"),
     ],
 )
 def test_a_missing_column_is_named_with_what_reads_such_rows(task, columns, names, rule, fix):

@@ -111,7 +111,7 @@ def test_a_text_without_a_token_is_refused_with_its_row(tmp_path: Path, name: st
         lines[6] = lines[6].replace(json.dumps(alphabet.row)[1:-1], "xyz")
         file.write_text("\n".join(lines) + "\n")
         changes = {"global_batch": 60, "micro_batch": 60} if TASKS[task].pairs else {}
-        with pytest.raises(Refusal, match=r"row 7.*the tokenizer has no token for a part of this text, and no token for unknown parts") as refused:
+        with pytest.raises(Refusal, match=r"row 7.*the tokenizer cannot encode part of this text and has no token for unknown text") as refused:
             first_step(tmp_path, task, alphabet.tokenizer, file, **changes)
         assert len(str(refused.value).splitlines()) == 1
         first_step(tmp_path, task, alphabet.tokenizer, file, bad_rows="skip", **changes)
@@ -280,7 +280,7 @@ def test_tokens_of_another_tokenizer_are_neither_read_nor_resumed(tmp_path: Path
         states.append(state)
     assert seen[0] != seen[1] and seen[0] != seen[2] and seen[1] != seen[2]
     first, second, _ = tokenizers_of_one_size()
-    with pytest.raises(OtherData, match=r"^--tokenizer: is not the tokenizer of the saved run") as refused:
+    with pytest.raises(OtherData, match=r"^--tokenizer: must match the tokenizer of the saved run") as refused:
         first_step(tmp_path / "resumed", task, second, file, states[0], seq_len=120)
     assert len(refused.value.problems) == 1
     first_step(tmp_path / "resumed", task, first, file, states[0], seq_len=120)
@@ -298,7 +298,7 @@ def test_a_run_of_an_older_version_is_resumed_with_the_check_that_it_recorded(tm
     _, after = first_step(tmp_path, task, tokenizer, file, older, **changes)
     assert after["identity"]["tokenizer"] == identity_of(tokenizer, task)
     wrong = state | {"identity": state["identity"] | {"tokenizer": "0123456789abcdef"}}
-    with pytest.raises(OtherData, match="is not the tokenizer of the saved run"):
+    with pytest.raises(OtherData, match="must match the tokenizer of the saved run"):
         first_step(tmp_path, task, tokenizer, file, wrong, **changes)
 
 

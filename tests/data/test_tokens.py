@@ -317,11 +317,11 @@ def test_long_chat_is_cut_and_one_without_answer_is_empty():
 @pytest.mark.parametrize(
     "template, chat, says",
     [
-        (CHATML, [{"speaker": "human", "value": "hi"}], "a message must hold the strings 'role' and 'content'"),
-        (CHATML, [{"role": "assistant", "content": [{"type": "text"}]}], "a message must hold the strings"),
-        (CHATML, [{"role": "assistant", "content": [{"type": "image_url", "text": "x"}]}], "a message must hold the strings"),
-        (CHATML, [ASK, {"role": "assistant", "content": None}], "a message must hold the strings"),
-        (CHATML, [ASK, {"role": "bot", "content": "x"}], "the role 'bot'; the roles of these rows are bot, user"),
+        (CHATML, [{"speaker": "human", "value": "hi"}], "a message requires the strings 'role' and 'content'"),
+        (CHATML, [{"role": "assistant", "content": [{"type": "text"}]}], "a message requires the strings"),
+        (CHATML, [{"role": "assistant", "content": [{"type": "image_url", "text": "x"}]}], "a message requires the strings"),
+        (CHATML, [ASK, {"role": "assistant", "content": None}], "a message requires the strings"),
+        (CHATML, [ASK, {"role": "bot", "content": "x"}], "the role 'bot'; these rows use the roles bot, user"),
         (CHATML, [], "a chat must be a list"),
         (CHATML, "hello", "a chat must be a list"),
         (INSTRUCT, [ASK, ASK], "roles must alternate"),

@@ -440,8 +440,8 @@ def test_a_recipe_that_is_none_is_refused_before_links_are_measured(tmp_path: Pa
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "folder.py").mkdir()
     told = {
-        "nope.py": "no such file on this host; give a file of recipes/",
-        "llama_nano_zero3.py": f"no such file on this host; did you mean {os.path.relpath(NANO, tmp_path)}?",
+        "nope.py": "the file does not exist on this host; give a file of recipes/",
+        "llama_nano_zero3.py": f"the file does not exist on this host; did you mean {os.path.relpath(NANO, tmp_path)}?",
         "folder.py": "is a folder",
         "broken.py": "cannot be imported: SyntaxError",
         "empty.py": "sets no RECIPE = Recipe(...)",

@@ -240,7 +240,7 @@ def test_the_quickstart_takes_a_free_port() -> None:
         assert launcher_port({"MASTER_PORT": str(free)}) == (free, f"master port {free}, from MASTER_PORT")
         for wanted in (str(used), "0", "99999", "x", "29577.5", "-1"):
             port, note = launcher_port({"MASTER_PORT": wanted})
-            assert note == f"master port {port}, because MASTER_PORT = {wanted} is in use or is no port"
+            assert note == f"master port {port}, because MASTER_PORT = {wanted} is in use or is not a valid port"
             socket.create_server(("", port)).close()
         for variables in ({}, {"MASTER_PORT": " "}):
             port, note = launcher_port(variables)

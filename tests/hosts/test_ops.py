@@ -163,7 +163,7 @@ def test_an_op_folder_that_cannot_be_written(tmp_path: Path) -> None:
     told = refusal(start(tmp_path, *OFFLOAD, prefix=in_mounts(f"mount -t tmpfs -o ro tmpfs {tmp_path / 'ops'}")))
     assert (
         told
-        == f"the folder of compiled ops {tmp_path / 'ops'}: cannot be written: {tmp_path / 'ops'} is not yours; set TORCH_EXTENSIONS_DIR to a folder of yours with room"
+        == f"the folder of compiled ops {tmp_path / 'ops'}: cannot be written: {tmp_path / 'ops'} belongs to another user; set TORCH_EXTENSIONS_DIR to a folder that you can write to and that has free space"
     )
 
 
@@ -185,7 +185,10 @@ def test_a_file_system_without_locks(tmp_path: Path, folder: str, where: str, fi
     """NFS without lockd answers flock so. It is told before anything is compiled or written."""
     (tmp_path / "ops").mkdir()
     told = refusal(start(tmp_path, *OFFLOAD, python=[sys.executable, "-c", NO_LOCKS, str(tmp_path / folder), str(NANO)]))
-    assert told.startswith(where) and "its file system has no file locks (No locks available); mount it with them (Lustre: -o flock, NFS: with lockd)" in told
+    assert (
+        told.startswith(where)
+        and "its file system has no file locks (No locks available); mount it with file locks (Lustre: -o flock, NFS: with lockd)" in told
+    )
     assert fix in told and list((tmp_path / "ops").iterdir()) == [] and not (tmp_path / "run").exists()
 
 
@@ -350,7 +353,7 @@ def test_what_other_processors_compiled_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "cpu_adam" / "kind").write_text(f"x86_64_00000000_{op_cache.kind().partition('_py')[2]}")
     assert not op_cache.usable(tmp_path, "cpu_adam")
     with (
-        pytest.raises(Refusal, match="was compiled for other processors than those of this host; unset TORCH_EXTENSIONS_DIR"),
+        pytest.raises(Refusal, match="was compiled for a different processor than this host's; unset TORCH_EXTENSIONS_DIR"),
         op_cache.held(tmp_path, "cpu_adam", print),
     ):
         pass

@@ -81,7 +81,7 @@ def check_recipe_flags(recipe: str, flags: list[str]) -> None:
 
 def check_subcommand(name: str = "ls", *words: str) -> None:
     """Of `recipekit`: a recipe's flags follow the file of `run`, or the name of a shipped recipe."""
-    assert name in COMMANDS or name == "COMMAND", f"{name} is no subcommand"
+    assert name in COMMANDS or name == "COMMAND", f"{name} is not a subcommand"
     if name == "run":
         at = next(number for number, word in enumerate(words) if word.endswith(".py") or word in FILES)
         check_flags(list(words[:at]), shown("-m", "launch"))

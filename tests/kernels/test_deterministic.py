@@ -124,6 +124,6 @@ def test_a_variable_that_contradicts_is_refused_before_anything_starts(monkeypat
 
 def test_cuda_that_was_used_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(Refusal, match="CUDA was used before the run began"):
+    with pytest.raises(Refusal, match="CUDA was used before the run started"):
         deterministic.switch_on()
     assert not torch.are_deterministic_algorithms_enabled()

@@ -141,7 +141,7 @@ def test_an_address_with_a_key_is_not_submitted(capsys: pytest.CaptureFixture[st
     """sacct shows a job's command line, and a manifest is a file."""
     assert main([*where, "--dry-run", NANO, *words]) == 1
     said = capsys.readouterr()
-    assert f"{flag}: the address holds a key or a password, and " in said.err and HIDDEN not in said.out + said.err
+    assert f"{flag}: the address contains a key or a password, and " in said.err and HIDDEN not in said.out + said.err
     assert main([*where, "--dry-run", NANO, "--dataset", "https://h/x.jsonl"]) == 0
 
 

@@ -127,7 +127,7 @@ def test_a_recipe_that_is_not_in_the_image_is_refused(tmp_path: Path, capsys: py
     assert main([*place, str(mine)]) == 1
     assert main([*place, "--folder", str(tmp_path), str(mine), "--out", "runs/x"]) == 0
     said = capsys.readouterr()
-    assert f"{mine}: lies outside the repository" in said.err and "the recipe computes its `out`" in said.err
+    assert f"{mine}: is outside the repository" in said.err and "the recipe computes its `out`" in said.err
     assert container(list(yaml.safe_load_all(said.out))[1])["command"][-3:] == ["mine.py", "--out", "runs/x"]
 
 
@@ -156,7 +156,7 @@ def test_a_pod_knows_how_long_it_may_take_to_end() -> None:
     assert float(own["LAUNCH_GRACE"]) == job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 600
 
 
-@pytest.mark.parametrize(("words", "told"), [(["--name", "Über"], "no Kubernetes name"), (["--image", ""], "which image")])
+@pytest.mark.parametrize(("words", "told"), [(["--name", "Über"], "is not a Kubernetes name"), (["--image", ""], "requires an image")])
 def test_a_manifest_that_cannot_be_is_refused(words: list[str], told: str) -> None:
     flags = ["--where", "k8s", "--gpus", "8", "--image", "x", *words, "--dry-run", str(NANO)]
     done = subprocess.run([sys.executable, "-m", "launch", *flags], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)

@@ -343,4 +343,4 @@ def test_flags_of_sbatch_after_a_space_or_an_equals_sign_are_the_same(
         assert sbatch[-2:] == [str(NANO), "--tiny"], "the job gets the recipe and its flags"
     for given in (["--sbatch", "-p", "gpus"], ["--sbatch=--partition", "gpus"]):
         assert main(["--where", "slurm", *given, str(NANO)]) == 1
-        assert "gpus: no such file; if it is the value of -" in capsys.readouterr().err
+        assert "gpus: the file does not exist; if it is the value of -" in capsys.readouterr().err

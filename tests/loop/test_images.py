@@ -306,7 +306,7 @@ def test_a_model_gets_a_head_for_other_classes(pools, tmp_path):
         convert("to-hf", out, tmp_path / f"converted_{folder.name}")
         again = exported(tmp_path / f"converted_{folder.name}")
         assert made.keys() == again.keys() and all(torch.equal(made[name], again[name]) for name in made)
-    with pytest.raises(CaseFailed, match=r"its files lack 2 of \d+ parameters, first classifier.*--num_labels N draws a new head"):
+    with pytest.raises(CaseFailed, match=r"its files lack 2 of \d+ parameters, first classifier.*--num_labels N randomly initialises a new head"):
         pools.run(1, tune, recipe=replace(tuned, num_labels=0, model=str(bare)), config=strategy("zero0"), out=str(tmp_path / "refused"), flags=())
 
 

@@ -324,7 +324,7 @@ def test_a_row_that_cannot_be_used_is_told_before_the_first_step(pools, tmp_path
     rows[50]["rejected"] = rows[50]["chosen"]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = replace(recipe_for("preference", eval_every=0, steps=13), dataset=str(tmp_path / "pairs.jsonl"))
-    with pytest.raises(CaseFailed, match=r"pairs.jsonl, row 51: cannot be used: its chosen and its rejected answer are equal"):
+    with pytest.raises(CaseFailed, match=r"pairs.jsonl, row 51: cannot be used: its chosen and rejected answers are identical"):
         pools.run(2, train_pairs, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / "refused"))
     assert not (tmp_path / "refused" / "metrics.jsonl").exists()
     told = []

@@ -81,13 +81,13 @@ def test_without_labels_a_model_gives_logits_bit_for_bit():
 def test_what_cannot_be_is_told_or_refused():
     config = tiny_config("prophetnet", 264)
     assert built("llama", "auto").why_logits is None and built("llama", "whole").why_logits == ""
-    with pytest.raises(ValueError, match="its logits are not those of its head"):
+    with pytest.raises(ValueError, match="its logits are not the output of its head"):
         operations_of(config, "pretrain")
     with pytest.raises(
-        Refusal, match="loss = chunked: is not exact for this prophetnet: its logits are not those of its head; use --loss auto or --loss whole"
+        Refusal, match="loss = chunked: is not exact for this prophetnet: its logits are not the output of its head; use --loss auto or --loss whole"
     ):
         built("prophetnet", "chunked")
-    assert built("prophetnet", "auto").why_logits == "its logits are not those of its head"
+    assert built("prophetnet", "auto").why_logits == "its logits are not the output of its head"
 
 
 @pytest.mark.parametrize(("target", "why"), [("q_proj", None), ("lm_head", "its head is a peft.tuners.lora.layer.Linear")])
@@ -110,7 +110,7 @@ def test_a_head_with_an_adapter_gives_logits(target, why):
 def test_an_operation_that_mixes_or_overwrites_logits_is_none_of_each_logit_by_itself():
     for spoil, told in (
         (lambda logits: logits.softmax(-1), None),  # seen by its numbers: `operations_of` compares
-        (lambda logits: logits[..., :7], "its logits are not those of its head"),
+        (lambda logits: logits[..., :7], "its logits are not the output of its head"),
         (lambda logits: logits[..., :300], "__getitem__"),
         (lambda logits: logits.mul_(2.0), "mul_"),
         (lambda logits: logits + torch.ones(264), r"add\(the logits, the logits\)"),

@@ -92,6 +92,6 @@ def test_a_recipe_may_name_its_matrices() -> None:
     assert found == {name for name, parameter in model.named_parameters() if ".mlp." in name and parameter.dim() == 2} != set()
     assert not any(group.matrix for group in draft(model, plans_of(model, own, facts.plans)).trained.values())
     plans = plans_of(model, Plans(matrices=("*.mlp.*", "*norm*")), facts.plans, facts.matrices)
-    with pytest.raises(Refusal, match=r"matrices = '\*norm\*': names no weight of two dimensions") as refused:
+    with pytest.raises(Refusal, match=r"matrices = '\*norm\*': must match a trained weight of two dimensions") as refused:
         check_named(draft(model, plans).trained, plans, ("*.mlp.*", "*norm*"))
     assert len(refused.value.problems) == 1

@@ -300,21 +300,28 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
     shutil.copytree(out, early)
     go(pools, early, "--stop_at", "3", world=1)
     go(pools, out, "--stop_at", "4")
-    go(pools, out, world=1, refused="holds what 2 ranks have still to send each other")
+    go(pools, out, world=1, refused="contains compression errors of 2 ranks")
     assert len(metrics(out)) == 4
     step = open_step(out)
-    with pytest.raises(Refusal, match="holds what 2 ranks have still to send each other"):
+    with pytest.raises(Refusal, match="contains compression errors of 2 ranks"):
         convert.reshape(out, tmp_path / "four", target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None))
     for degrees in ({"zero": 1}, {"tp": 2, "dp": 1}, {"pp": 2, "dp": 1}):
         with pytest.raises(Refusal, match=f"{next(iter(degrees))} = .*the checkpoint is of OneBitAdam, which has data-parallel ranks"):
             target_layout(step.blueprint, step.layout, **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees)
     raised = dataclasses.replace(SHORT, ds_config=config_of(5))
-    go(pools, out, recipe=raised, refused="optimizer.params.freeze_step = 5: the checkpoint of step 4 has sent signs before")
+    go(pools, out, recipe=raised, refused="optimizer.params.freeze_step = 5: the checkpoint of step 4 has already sent compressed signs")
     scaled = dataclasses.replace(SHORT, lr_scale={"*.layers.0.*": 0.5})
-    go(pools, out, "--resume", str(out), recipe=scaled, refused="of weights in another order: that of the optimizer's groups; go on with the lr_scale")
+    go(
+        pools,
+        out,
+        "--resume",
+        str(out),
+        recipe=scaled,
+        refused="of weights in another order: the order of the optimizer's groups has changed; resume with the lr_scale",
+    )
     adamw = dataclasses.replace(SHORT, ds_config=strategy("zero0"))
     go_other = pools.run(2, train, recipe=adamw, argv=["--out", str(out), "--resume", str(out)])
-    assert all("holds the states of OneBitAdam" in str(result) for result, _ in go_other), go_other
+    assert all("contains optimizer states of OneBitAdam" in str(result) for result, _ in go_other), go_other
     go(pools, out)
     assert len(metrics(out)) == 6
 

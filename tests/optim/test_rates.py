@@ -170,7 +170,7 @@ def planned(folder: Path, *argv: str, **changes: Any) -> Any:
 
 
 def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"lr_scale of '\*\.wte\.\*': names no parameter that is trained; write a name, or a pattern with \*"):
+    with pytest.raises(Refusal, match=r"lr_scale of '\*\.wte\.\*': does not match any trained parameter; write a name, or a pattern with \*"):
         plan = planned(tmp_path, lr_scale={"*.wte.*": 0.5})
         model_module.build_model(plan.recipe, plan.model_config, None, plan.ds_config, torch.device("cpu"))
     with pytest.raises(Refusal, match="lr_scale of 'a' = 0: must be a positive number"):
@@ -180,7 +180,7 @@ def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
         planned(tmp_path, lr_scale={"*": 0.5}, ds_config=scheduled, warmup_steps=0)
 
     for value in (0, -0.5, 1.5):
-        with pytest.raises(Refusal, match=rf"layer_decay = {value}: must lie above 0, and not above 1"):
+        with pytest.raises(Refusal, match=rf"layer_decay = {value}: must be above 0 and at most 1"):
             planned(tmp_path, layer_decay=value)
     with pytest.raises(Refusal, match=r"layer_decay = 0\.5: scales the rate of the recipe's schedule, but the JSON's scheduler block"):
         planned(tmp_path, layer_decay=0.5, ds_config=scheduled, warmup_steps=0)

@@ -76,7 +76,7 @@ def test_counts_that_tp_does_not_divide_are_refused():
     model = nn.Sequential(nn.Linear(6, 4))
     tensor_parallel._divide_counts(model, {"Linear": ("in_features",)}, 3)
     assert model[0].in_features == 2
-    with pytest.raises(Refusal, match=r"Linear.out_features: is 4 in 0, which tp = 3 does not divide"):
+    with pytest.raises(Refusal, match=r"Linear.out_features: is 4 in 0, which is not divisible by tp = 3"):
         tensor_parallel._divide_counts(model, {"Linear": ("out_features",)}, 3)
 
 

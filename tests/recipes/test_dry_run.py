@@ -119,8 +119,8 @@ def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
     hub.hub_is_away.cache_clear()
     found = refused("--dry_run", "--model", name)
-    why = "HF_HUB_OFFLINE forbids to download it" if offline else "the hub cannot be reached"
-    assert found.startswith(f"model = {name}: there is no such folder, it is not in the cache {hub.cache_folder()}, and {why}; check the path, or ")
+    why = "HF_HUB_OFFLINE prevents a download" if offline else "the hub cannot be reached"
+    assert found.startswith(f"model = {name}: the folder does not exist, the model is not in the cache {hub.cache_folder()}, and {why}; check the path, or ")
 
 
 def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.M
         hub.hub_is_away.cache_clear()
         plan = planned("--dry_run", "--model", "org/tiny")
         assert plan.model_config == CONFIG
-        rule = "there is no such folder, and https://huggingface.co/org/other does not exist or is private"
+        rule = "the folder does not exist, and https://huggingface.co/org/other does not exist or is private"
         assert refused("--dry_run", "--model", "org/other") == f"model = org/other: {rule}; check the path or the name, or log in with: hf auth login"
     assert not (folder / "cache").exists(), "the question changes nothing"
 
@@ -205,7 +205,7 @@ def test_a_dry_run_counts_local_data(folder: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [("--show json", "goes with --dry_run only"), ("--dry_run --show yaml", "use --show json"), ("--dry_run --show", "needs a value")]
+    ("words", "says"), [("--show json", "requires --dry_run"), ("--dry_run --show yaml", "use --show json"), ("--dry_run --show", "requires a value")]
 )
 def test_show_is_json_of_a_dry_run(words: str, says: str) -> None:
     assert says in refused(*words.split())

@@ -93,7 +93,7 @@ def test_a_list_of_files_may_be_longer_than_the_name_of_a_file(tmp_path: Path, s
 def test_a_name_that_no_file_can_have_is_refused(name: str, value: str) -> None:
     flag = "deepspeed_config" if name == "ds_config" else name
     (found,) = problems(f"--{flag}", value)
-    assert found.startswith(f"{flag} = ") and "and file systems take at most 255; " in found
+    assert found.startswith(f"{flag} = ") and "but file systems allow at most 255; " in found
 
 
 @pytest.mark.parametrize(("flag", "value"), [("bad_rows", "\n"), ("steps", "\n"), ("lr", " "), ("task", "a\tb"), ("init", "")])
@@ -127,7 +127,7 @@ def test_the_largest_seed_gives_weights_and_an_order() -> None:
 @pytest.mark.parametrize("task", ["pretrain", "sft"])
 def test_a_row_of_one_token_has_no_target(task: str) -> None:
     (found,) = problems("--seq_len", "1", "--task", task)
-    assert found.startswith("seq_len = 1: a row of one token holds no target") and found.endswith("use --seq_len 2 or more")
+    assert found.startswith("seq_len = 1: a row of one token has no target") and found.endswith("use --seq_len 2 or more")
     planned("--seq_len", "2", "--task", task)
 
 
@@ -171,4 +171,4 @@ def test_a_folder_that_is_missing_is_no_hub_id(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "docs.jsonl").write_text("{}")
     for model in ("./nope", "nope/", "/nope", "a/b/", "models/a/b", "data/docs.jsonl"):
-        assert any(f"model = {model}: is no folder on this machine" in problem for problem in problems("--model", model))
+        assert any(f"model = {model}: is not a folder on this machine" in problem for problem in problems("--model", model))

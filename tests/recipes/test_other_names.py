@@ -66,13 +66,13 @@ def test_advice_names_flags_that_exist_and_none_twice() -> None:
         ("--lora-target-linear true", "set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
         ("--logging_steps 10", "leave it out: OUT/metrics.jsonl has every step"),
         ("--logging-first-step", "leave it out: OUT/metrics.jsonl has every step"),
-        ("--packing false", "leave it out: rows are always packed, and no document sees another"),
-        ("--sample_packing=true", "leave it out: rows are always packed, and no document sees another"),
+        ("--packing false", "leave it out: rows are always packed, and documents never attend to each other"),
+        ("--sample_packing=true", "leave it out: rows are always packed, and documents never attend to each other"),
         ("--model_name_or_path ./base", "use --model"),
         ("--base_model ./base", "use --model"),
         ("--sequence_len 2048", "use --seq_len"),
         ("--warmup_ratio 0.1", "use --warmup_steps"),
-        ("--load_in_4bit", "leave it out: there is nothing like it here"),
+        ("--load_in_4bit", "leave it out: recipes have no such setting"),
         ("--deepspeed x.json", "use --deepspeed_config"),
         ("--checkpoint_every 100", "to save checkpoints use --save_every N; to recompute every N-th layer use --recompute_every N"),
         ("--checkpoint-every=2", "to save checkpoints use --save_every N; to recompute every N-th layer use --recompute_every N"),
@@ -85,7 +85,7 @@ def test_advice_names_flags_that_exist_and_none_twice() -> None:
     ],
 )
 def test_a_flag_of_another_program_is_answered_by_the_flag_to_use(typed: str, fix: str) -> None:
-    assert refused(*typed.split()) == f"{typed}: there is no such flag here; {fix}"
+    assert refused(*typed.split()) == f"{typed}: is not a flag of this command; {fix}"
 
 
 @pytest.mark.parametrize(

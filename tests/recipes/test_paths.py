@@ -25,16 +25,16 @@ from safetensors.numpy import save_file
 from launch.run_folder import out_of
 
 JOBS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
-IS_ADDRESS = "is an address, and only paths of this machine can be used here"
+IS_ADDRESS = "must be a path on this machine, not an address"
 ADDRESSES = ["s3://bucket/run", "gs://b/r", "hdfs://nn:8020/r", "az://c/r", "abfss://c@a.dfs/r", "S3://b", "file:///r", "s3:/b/r"]
 ADDRESSES += ["worker-1:/data/r", "me@worker-1:r", "$BUCKET/r", "${BUCKET}", "./s3://b/r"]
 REFUSED = {
     "$NOWHERE/r": "the variable NOWHERE is not set",
     "${NOWHERE}": "the variable NOWHERE is not set",
     "$EMPTY/r": "the variable EMPTY is empty",
-    "${SCRATCH:-/tmp}/r": "${SCRATCH:-/tmp}/r is not a variable",
-    "~nobody_here/r": "there is no user nobody_here",
-    "r/~/x": "~ is read at the beginning of a path only",
+    "${SCRATCH:-/tmp}/r": "${SCRATCH:-/tmp}/r is not a valid variable",
+    "~nobody_here/r": "the user nobody_here does not exist",
+    "r/~/x": "~ is expanded only at the start of a path",
     **dict.fromkeys(ADDRESSES, IS_ADDRESS),
 }
 READ = {
@@ -104,8 +104,8 @@ def test_every_path_that_a_run_writes_is_looked_at(tmp_path: Path, monkeypatch: 
         ("HF_HOME", "s3://b/hub", IS_ADDRESS),
         ("HF_DATASETS_CACHE", "$NOWHERE/x", "the variable NOWHERE is not set"),
         ("TORCH_EXTENSIONS_DIR", "gs://b/ops", IS_ADDRESS),
-        ("TORCH_EXTENSIONS_DIR", "~/ops", "must be a path without ~ and $: programs make a folder of that name"),
-        ("WANDB_CACHE_DIR", "$SCRATCH/wandb", "must be a path without ~ and $: programs make a folder of that name"),
+        ("TORCH_EXTENSIONS_DIR", "~/ops", "must be a path without ~ and $, because programs would create a folder with that literal name"),
+        ("WANDB_CACHE_DIR", "$SCRATCH/wandb", "must be a path without ~ and $, because programs would create a folder with that literal name"),
         ("HF_HOME", "~/hub", ""),  # huggingface_hub expands both
         ("HF_HUB_CACHE", "$SCRATCH/hub", ""),
         ("TORCH_EXTENSIONS_DIR", "/scratch/ops", ""),
@@ -122,7 +122,7 @@ def test_the_folders_of_caches_are_looked_at(monkeypatch: pytest.MonkeyPatch, na
         ("s3://b/x.jsonl", "s3://b/x.jsonl", "only https:// and http:// addresses can be read"),
         ("a=gs://b/x.parquet?key=1@1; b=builtin@1", "gs://b/x.parquet", "only https:// and http:// addresses can be read"),
         ("https://h/x.jsonl, hf://datasets/a/b", "hf://datasets/a/b", "only https:// and http:// addresses can be read"),
-        ("https://h/x.jsonl, x.jsonl", "x.jsonl", "is a path, and cannot be combined with addresses"),
+        ("https://h/x.jsonl, x.jsonl", "x.jsonl", "a path cannot be combined with addresses"),
     ],
 )
 def test_data_that_no_run_reads_is_refused_by_a_plan(dataset: str, where: str, rule: str) -> None:
@@ -159,14 +159,14 @@ def test_a_job_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.setenv(name, value)
     assert str(plan("--out", "runs/{job_id}/{JOB_ID}").out) == f"runs/{value}/{value}"
     monkeypatch.setenv(name, "../x")
-    assert refused("--out", "{job_id}") == [("out = {job_id}", "'../x' cannot be the name of a folder")]
+    assert refused("--out", "{job_id}") == [("out = {job_id}", "'../x' is not a valid folder name")]
 
 
 def test_each_trial_of_a_sweep_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("--out", "{wandb_run_id}")[0][1] == "{wandb_run_id} needs WANDB_RUN_ID, as `wandb agent` sets it"
     assert refused("--out", "{run}") == [("out = {run}", "{run} is not known")]
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
-    assert refused()[0] == ("WANDB_SWEEP_ID = s1", "WANDB_RUN_ID is not set, so that this trial has no folder of its own")
+    assert refused()[0] == ("WANDB_SWEEP_ID = s1", "WANDB_RUN_ID is not set, so this trial has no separate folder")
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
     assert str(plan().out) == "runs/llama_nano_zero2_tiny_sweep_s1/r1"
     assert "out: mine/r1, the folder of this trial of W&B sweep s1" in plan("--out", "mine").notes

@@ -32,14 +32,14 @@ def test_a_ramp_is_cut_and_scaled() -> None:
     [
         ("2:16", 2, ""),
         ("2:16", 0, ""),
-        ("1:16", 0, "step 1 begins a run"),
+        ("1:16", 0, "step 1 starts the run"),
         ("5:16, 5:20", 0, "it has 5 after 5"),
         ("5:16, 4:20", 0, "it has 4 after 5"),
         ("5:0", 0, "from step 5 on"),
         ("5:1", 0, ""),
-        ("5:16, 9:20", 8, "step 9 lies after the last step, 8"),
+        ("5:16, 9:20", 8, "step 9 is after the last step, 8"),
         ("5:16, 8:20", 8, ""),
-        ("5;16", 0, "is no table"),
+        ("5;16", 0, "is not a valid table"),
     ],
 )
 def test_a_ramp_is_refused_from_its_first_wrong_step_on(ramp: str, steps: int, says: str) -> None:

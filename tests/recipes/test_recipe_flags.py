@@ -62,7 +62,7 @@ def test_every_plain_field_is_a_flag_and_no_other():
         "matrices",
     }
     for words in (["--ds_config", "zero3.json"], ["--adapt", "x"]):
-        assert f"{' '.join(words)}: there is no such flag here" in str(refused(words))
+        assert f"{' '.join(words)}: is not a flag of this command" in str(refused(words))
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -121,9 +121,9 @@ def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
         (["--schedule", "cosinus"], "cosine"),
         (["--steps"], "--steps"),
         (["extra"], "extra"),
-        (["--world", "4"], "goes with --dry_run only"),
-        (["--dry_run", "--world", "0"], "at least 1 rank"),
-        (["--dp", "2"], "data parallelism takes the ranks that are left by --tp, --pp, --sp and --ep"),
+        (["--world", "4"], "requires --dry_run"),
+        (["--dry_run", "--world", "0"], "must be at least 1"),
+        (["--dp", "2"], "the ranks that --tp, --pp, --sp and --ep leave are data-parallel"),
         (["--learning-rate=1e-4"], "use --lr"),
         (["--num_gpus", "2"], "write it before the recipe's file"),
         (["--lr", "-1e-4", "--stepz", "1"], "lr = -0.0001: must be a positive number"),  # which argparse takes for a flag
@@ -227,16 +227,16 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--dataset", "{tmp}/missing.jsonl", ["--dataset {tmp}/missing.jsonl: there is no such file"]),
+        ("--dataset", "{tmp}/missing.jsonl", ["--dataset {tmp}/missing.jsonl: the file does not exist"]),
         ("--dataset", "{tmp}/tables", ["--dataset {tmp}/tables: "]),
-        ("--dataset", "{tmp}/tables/a.xml", ["a.xml: .xml is not read; convert it to one of .txt, "]),
+        ("--dataset", "{tmp}/tables/a.xml", ["a.xml: .xml files are not supported; convert the file to one of .txt, "]),
         ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
-        ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["holds files of several kinds"]),
-        ("--dataset", "a=x; b=y", ["is no part of a mixture"]),
-        ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be made: {tmp}/good/a.txt is no folder"]),
-        ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory; choose a folder of yours with --out"]),
+        ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["contains files of several formats"]),
+        ("--dataset", "a=x; b=y", ["is not a valid part of a mixture"]),
+        ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be made: {tmp}/good/a.txt is not a folder"]),
+        ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory; choose a folder that you can write to with --out"]),
         ("--out", "{tmp}/good/a.txt/run", ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt; choose"]),
-        ("--tokenizer", "{tmp}/tok", ["--tokenizer {tmp}/tok: there is no such folder"]),
+        ("--tokenizer", "{tmp}/tok", ["--tokenizer {tmp}/tok: the folder does not exist"]),
         ("--tokenizer", "{tmp}/tables", ["--tokenizer {tmp}/tables: the folder holds no tokenizer"]),
     ],
 )
@@ -256,7 +256,7 @@ def test_a_model_that_is_not_there_is_told_once():
     with pytest.raises(Refusal) as refusal:
         make_plan(parse(RECIPE, FILE, ["--dry_run", "--tiny", "--model", "./gone"]))
     (problem,) = refusal.value.problems
-    assert problem.where == "model = ./gone" and problem.rule == "is no folder on this machine"
+    assert problem.where == "model = ./gone" and problem.rule == "is not a folder on this machine"
 
 
 def test_every_impossible_number_is_named_at_once():
@@ -271,14 +271,17 @@ def test_every_impossible_number_is_named_at_once():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"schedule": "wsd"}, "decay_steps = 0: a wsd schedule ends with a decay of some steps; use --decay_steps 100"),
+        ({"schedule": "wsd"}, "decay_steps = 0: must be at least 1 with a wsd schedule, which ends with a decay; use --decay_steps 100"),
         (
             {"schedule": "wsd", "decay_steps": 990, "warmup_steps": 20},
             "decay_steps = 990: with warmup_steps = 20 it takes 1010 of the 1000 steps; use --decay_steps 980 or less, or a larger --steps",
         ),
         ({"schedule": "wsd", "decay_steps": 1001}, "decay_steps = 1001: takes 1001 of the 1000 steps; use --decay_steps 1000 or less, or a larger --steps"),
-        ({"decay_steps": 5}, "decay_steps = 5: is read by schedule = wsd, and not by cosine, which falls from its warm-up on; use --decay_steps 0"),
-        ({"decay_steps": 5, "schedule": "constant"}, "decay_steps = 5: is read by schedule = wsd, and not by constant, which never falls; use --decay_steps 0"),
+        ({"decay_steps": 5}, "decay_steps = 5: applies only to schedule = wsd, not to cosine, which falls from its warm-up on; use --decay_steps 0"),
+        (
+            {"decay_steps": 5, "schedule": "constant"},
+            "decay_steps = 5: applies only to schedule = wsd, not to constant, which never falls; use --decay_steps 0",
+        ),
     ],
 )
 def test_a_decay_fits_its_schedule(fields, said):
@@ -302,12 +305,12 @@ def test_a_short_trial_shortens_the_decay_that_nobody_typed(steps, warmup, decay
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("501-512", ["is no table of steps and rows; write"]),
-        ("501:512, 700", ["is no table of steps and rows; write"]),
-        ("1:64, 501:512", ["step 1 begins a run, with the rows of global_batch; leave it out, and set --global_batch"]),
-        ("501:512, 501:600, 400:700", ["its steps must ascend, and it has 501 after 501, 400 after 501; write"]),
+        ("501-512", ["is not a valid table of steps and rows; write"]),
+        ("501:512, 700", ["is not a valid table of steps and rows; write"]),
+        ("1:64, 501:512", ["step 1 starts the run, and its rows are set by global_batch; omit this entry, and set --global_batch"]),
+        ("501:512, 501:600, 400:700", ["its steps must ascend, but it has 501 after 501, 400 after 501; write"]),
         ("501:0, 600:8, 601:0", ["from step 501, 601 on a step would have no rows"]),
-        ("501:512, 1001:600, 2000:700", ['step 1001, 2000 lies after the last step, 1000; use --batch_ramp "501:512", or a larger --steps']),
+        ("501:512, 1001:600, 2000:700", ['step 1001, 2000 is after the last step, 1000; use --batch_ramp "501:512", or a larger --steps']),
         ("0:0, 2000:4", ["step 0 begins a run", "from step 0 on a step would have no rows", "step 2000 lies after"]),
     ],
 )
@@ -359,7 +362,7 @@ def test_a_trial_has_a_ramp_of_its_size():
     assert "batch_ramp: 11:24, 21:40, 31:64 of the recipe cut off after 20 steps" in small.notes
     typed = dry(RAMPED, "--tiny", "--batch_ramp", "5:32")
     assert typed.recipe.batch_ramp == "5:32"
-    with pytest.raises(Refusal, match="step 31 lies after the last step, 20"):
+    with pytest.raises(Refusal, match="step 31 is after the last step, 20"):
         dry(RAMPED, "--steps", "20", "--batch_ramp", "31:64")
 
 
@@ -471,7 +474,7 @@ def test_a_recipe_changed_within_a_second_is_read_as_it_is_now(tmp_path, monkeyp
 
 
 ONE = ["--num_processes", "1", "--num_machines", "1", "--use_deepspeed"]
-STAGE = "accelerate launch --zero_stage 3: is read by a script with an Accelerator, and not by a recipe, which starts DeepSpeed itself; leave it out; the JSON"
+STAGE = "accelerate launch --zero_stage 3: applies to scripts that use an Accelerator, but a recipe starts DeepSpeed itself; leave it out; the JSON"
 
 
 @pytest.mark.parametrize(

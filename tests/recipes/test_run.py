@@ -203,7 +203,7 @@ def test_dry_run_prints_layout_batch_json_and_memory(launch: Callable[..., Job],
     ("flags", "code", "told"),
     [
         (["--stepz", "3"], 2, "did you mean --steps?"),
-        (["--world", "8"], 2, "goes with --dry_run only"),
+        (["--world", "8"], 2, "requires --dry_run"),
         (["--tiny", "--out", __file__ + "/run"], 1, "run: cannot be written: "),
         (["--tiny", "--tp", "2"], 1, "does not divide the 1 rank"),
         (["--help"], 0, "more flags, by subject: python "),

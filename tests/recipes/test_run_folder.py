@@ -54,7 +54,7 @@ def test_out_is_not_mixed_with_the_model(tmp_path: Path, out: str, relation: str
     folder = model(tmp_path / "m")
     (tmp_path / "link").symlink_to(folder)
     (found,) = problems("--model", "./m", "--out", out)
-    assert found == f"out = {out}: {relation} the folder of --model ./m; choose a folder of its own with --out"
+    assert found == f"out = {out}: {relation} the folder of --model ./m; choose a separate folder with --out"
     assert planned("--model", "./m", "--out", "m2").out == Path("m2"), "a name that only begins alike"
 
 
@@ -74,18 +74,18 @@ def test_out_is_not_mixed_with_the_data(tmp_path: Path, dataset: str, out: str) 
     texts(tmp_path / "data" / "a.jsonl")
     texts(tmp_path / "other" / "b.jsonl")
     found = problems("--dataset", dataset, "--out", out)
-    assert all("the data of --dataset" in line and line.endswith("choose a folder of its own with --out") for line in found), found
+    assert all("the data of --dataset" in line and line.endswith("choose a separate folder with --out") for line in found), found
     assert planned("--dataset", dataset, "--out", "runs/mine").out == Path("runs/mine")
 
 
 def test_the_default_run_folder_inside_the_data_is_refused_too(tmp_path: Path) -> None:
     texts(tmp_path / "a.jsonl")
-    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset .; choose a folder of its own with --out"]
+    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset .; choose a separate folder with --out"]
 
 
 @pytest.mark.parametrize(("out", "relation"), [(ROOT, "is"), (ROOT.parent, "contains")])
 def test_out_is_not_the_repository(out: Path, relation: str) -> None:
-    assert problems("--out", out) == [f"out = {out}: {relation} the repository; choose a folder of its own with --out"]
+    assert problems("--out", out) == [f"out = {out}: {relation} the repository; choose a separate folder with --out"]
     assert planned("--out", ROOT / "runs" / "mine").out == ROOT / "runs" / "mine"
 
 
@@ -161,7 +161,7 @@ def test_the_step_of_a_checkpoint_is_in_its_manifest() -> None:
     step = with_manifest(run / "checkpoints" / "step_99999999_best")
     assert planned("--resume", step, "--out", "runs/other", "--steps", 5, "--seed", 7).resume_from == step
     (found,) = problems("--resume", step, "--out", "runs/other", "--steps", 4, "--seed", 7)
-    assert "the checkpoint is at step 4, and this command ends at step 4" in found
+    assert "the checkpoint is at step 4, but this command ends at step 4" in found
 
 
 def finished(run: Path, step: int, *argv: object) -> Path:
@@ -184,8 +184,8 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
     (found,) = problems("--resume", run, "--out", "runs/second", "--steps", 2)
     name = other[0].removeprefix("--")
     now = getattr(RECIPE, name)
-    assert found.startswith("resume = runs/first: the checkpoint is at step 60, and this command ends at step 2; ")
-    assert f"the run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, this command {now}; " in found
+    assert found.startswith("resume = runs/first: the checkpoint is at step 60, but this command ends at step 2; ")
+    assert f"the run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this command has {now}; " in found
     convert = "--model NEW_FOLDER after recipekit convert to-hf runs/first NEW_FOLDER"
     assert found.endswith(f"use --steps 61 or more, or start from its weights with {convert}")
     (run / "hf").mkdir()

@@ -135,7 +135,7 @@ def test_an_adapter_and_a_mixture_are_refused_where_a_task_lacks_them(recipe: Re
     monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], lacks={"adapt": "nothing to adapt", "mixture": "one is enough"}))
     assert refused(dataclasses.replace(recipe, adapt=lambda model: model), "--dataset", mixture) == [
         "adapt: nothing to adapt; leave adapt out of the recipe",
-        "--dataset of 2 corpora: one is enough; give one of them",
+        "--dataset of 2 corpora: one is enough; use one data set",
     ]
     plan(recipe, "--dataset", "some/one")
 
@@ -206,6 +206,6 @@ def test_a_run_that_is_older_than_a_field_goes_on(tmp_path: Path) -> None:
 def test_what_of_an_image_run_must_stay_is_compared(recipe: Recipe, tmp_path: Path, name: str) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"identity": identity(recipe, VIT), "recipe": {"tiny": False}}))
     assert find_resume(recipe, tmp_path, VIT, False) == tmp_path
-    with pytest.raises(Refusal, match=f"{name} = none: .*go on with --{name} {getattr(recipe, name)}"):
+    with pytest.raises(Refusal, match=f"{name} = none: .*resume with --{name} {getattr(recipe, name)}"):
         find_resume(dataclasses.replace(recipe, **{name: "none"}), tmp_path, VIT, False)
     assert find_resume(dataclasses.replace(recipe, threads=7), tmp_path, VIT, False) == tmp_path, "threads change no row"

@@ -79,7 +79,7 @@ def test_one_summary_is_true_after_stop_at_and_resume(pools: Any, tmp_path: Path
     results = pools.run(2, train, recipe=recipe, argv=[*argv, "--stop_at", "3"])
     assert [code for code, _ in results] == [0, 0] and "stopped at" not in results[1][1], results
     rows, printed = check_summary(run), results[0][1]
-    assert last_line(printed) == last_line((run / "summary.md").read_text()) == "stopped at step 3 of 6; the same command goes on from step 3"
+    assert last_line(printed) == last_line((run / "summary.md").read_text()) == "stopped at step 3 of 6; the same command resumes from step 3"
     assert all(f"{name:<11}{value}\n" in printed for name, value in rows.items()) and "load" not in printed
     assert ["save_stall_s" in line for line in read(run)[0]] == [False, True, True]
 

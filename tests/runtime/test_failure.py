@@ -218,7 +218,7 @@ def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[s
         job.close()
     step = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
     (line,) = [line for line in job.output.splitlines() if "lost rank" in line]
-    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(f"; the same command goes on from step {step}"), line
+    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(f"; the same command resumes from step {step}"), line
     assert "onnection" not in job.output
 
 
@@ -229,8 +229,8 @@ def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest").write_text("step_00000012")
     assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command begins anew"
     (step / "manifest.json").write_text(json.dumps({"step": 12}))
-    assert way_on("auto", tmp_path) == "the same command goes on from step 12"
-    assert way_on("never", tmp_path) == "the same command with --resume auto goes on from step 12"
+    assert way_on("auto", tmp_path) == "the same command resumes from step 12"
+    assert way_on("never", tmp_path) == "the same command with --resume auto resumes from step 12"
 
 
 # Ranks that do nothing but watch each other ------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def test_damage_is_found_and_its_file_named(run: Path, damage: Callable[[Path], 
 def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
     file = flip_a_bit(run / "checkpoints" / "step_00000004")
     printed = go(run)
-    assert f"step_00000004 is damaged, passed over: {file.name} was changed" in printed
+    assert f"step_00000004 is damaged, passed over: {file.name} has changed" in printed
     assert f"resumed from {run}/checkpoints/step_00000002" in printed
     assert numbers(metrics(run)) == unbroken
 
@@ -212,7 +212,7 @@ def test_without_a_whole_checkpoint_the_run_is_refused_and_kept(go: Callable[...
     for step in (2, 4):
         flip_a_bit(run / "checkpoints" / f"step_{step:08d}")
     refusal = go(run, refused=True)
-    assert "holds no complete checkpoint" in refusal and "--resume never" in refusal
+    assert "contains no complete checkpoint" in refusal and "--resume never" in refusal
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
@@ -318,7 +318,7 @@ def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeyp
     """`--tiny` changes many numbers; what differs then is said once. So are the flags that a run goes on with."""
     (tmp_path / "half").mkdir()
     saved = json.loads((half / "run.json").read_text())
-    for tiny, says in ((False, r"--tiny: the run in .* was begun without it; leave it out to go on"), (True, rf"seed = 5: the run in .* has {BASE.seed}")):
+    for tiny, says in ((False, r"--tiny: the run in .* was started without it; omit it to resume"), (True, rf"seed = 5: the run in .* has {BASE.seed}")):
         (tmp_path / "half" / "run.json").write_text(json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}}))
         with pytest.raises(Refusal, match=says) as refused:
             planned(monkeypatch, tmp_path / "half", "--seed", 5, "--global_batch", 8)
@@ -491,10 +491,10 @@ def test_with_batch_norm_the_micro_batch_is_part_of_the_run(tmp_path: Path) -> N
 
 
 def test_a_path_that_is_no_run_is_refused(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Refusal, match="neither a run folder nor a step folder"):
+    with pytest.raises(Refusal, match="must be a run folder or one of its step folders"):
         planned(monkeypatch, tmp_path / "new", "--resume", tmp_path)
     other = shutil.copytree(half, tmp_path / "other")
-    with pytest.raises(Refusal, match="already holds a run"):
+    with pytest.raises(Refusal, match="already contains a different run"):
         planned(monkeypatch, other, "--resume", half)
 
 
@@ -503,10 +503,10 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again_from_the_othe
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     (tmp_path / "new" / "run.json").write_text(json.dumps({"recipe": {"resume": str(half)}}))
     assert planned(monkeypatch, tmp_path / "new", "--resume", half).resume_from == half
-    with pytest.raises(Refusal, match="already holds a run"):
+    with pytest.raises(Refusal, match="already contains a different run"):
         planned(monkeypatch, tmp_path / "new", "--resume", half / "checkpoints" / "step_00000002")
     (tmp_path / "new" / "checkpoints" / "step_00000001").mkdir()
-    with pytest.raises(Refusal, match="already holds a run"):
+    with pytest.raises(Refusal, match="already contains a different run"):
         planned(monkeypatch, tmp_path / "new", "--resume", half)
 
 

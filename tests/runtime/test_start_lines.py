@@ -167,12 +167,12 @@ def refused(flags: list[str], **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--epochs", "2", "--steps", "3"], "--epochs 2 with --steps 3: cannot be combined: a run has a number of steps or of epochs; leave one of them out"),
+        (["--epochs", "2", "--steps", "3"], "--epochs 2 with --steps 3: cannot be combined: a run is limited by steps or by epochs; use only one of them"),
         (["--epochs", "2", "--dataset", "org/data"], "epochs = 2: only local data can be counted before step 1, and --dataset org/data is streamed"),
         (["--epochs", "1", "--dataset", "https://x.org/a.jsonl"], "epochs = 1: only local data can be counted before step 1"),
-        (["--epochs", "0.5", "--dataset", "a={data}@1; b={data}@2"], "epochs = 0.5: a mixture of 2 corpora has no epochs: its weights say"),
+        (["--epochs", "0.5", "--dataset", "a={data}@1; b={data}@2"], "epochs = 0.5: cannot be combined with a mixture of 2 corpora: its weights set"),
         (["--epochs", "-1", "--dataset", "{data}"], "epochs = -1.0: must not be negative"),
-        (["--epochs", "nan", "--dataset", "{data}"], "epochs = nan: is not a finite number"),
+        (["--epochs", "nan", "--dataset", "{data}"], "epochs = nan: must be a finite number"),
         (["--num_train_epochs", "3"], "use --epochs"),
     ],
 )
@@ -218,8 +218,8 @@ def test_numbers_of_the_schedule_are_checked_once_the_steps_are_known(tmp_path: 
     flags = ["--dataset", data, "--seq_len", "64", "--global_batch", "4", "--epochs", "2"]
     for typed, rule in (
         (["--warmup_steps", "13"], "warmup_steps = 13: the warm-up must be shorter than the schedule of 13 steps"),
-        (["--stop_at", "14"], "stop_at = 14: lies after the last step, 13"),
-        (["--batch_ramp", "40:8"], "step 40 lies after the last step, 13"),
+        (["--stop_at", "14"], "stop_at = 14: is after the last step, 13"),
+        (["--batch_ramp", "40:8"], "step 40 is after the last step, 13"),
     ):
         with pytest.raises(Refusal, match=rule):
             planned([*flags, *typed])
@@ -258,7 +258,7 @@ def test_show_row_prints_a_document_with_its_learned_part(tmp_path: Path, capsys
 @pytest.mark.parametrize("task", ["image_classification", "preference", "reward"])
 def test_show_row_of_a_task_without_packed_text_is_refused(task: str) -> None:
     model = "microsoft/resnet-50" if task == "image_classification" else "Qwen/Qwen3-0.6B"
-    with pytest.raises(Refusal, match=f"--show_row: a row of task {task} is not a text; leave it out"):
+    with pytest.raises(Refusal, match=f"--show_row: cannot be combined with task {task}, whose rows are not text; leave it out"):
         show_row(make_plan(parse(Recipe(model=model), Path("mine.py"), ["--tiny", "--show_row", "--task", task])))
 
 

@@ -54,7 +54,7 @@ def test_a_mixture_that_is_written_wrong_is_a_problem(tmp_path: Path) -> None:
     nano = (ROOT / "recipes" / "llama_nano_zero2.py").read_text()
     (tmp_path / "mixed.py").write_text(nano.replace('dataset="builtin"', 'dataset="a=builtin@x; b"'))
     code, text = lint("--recipe", "mixed.py", cwd=tmp_path)
-    assert code == 1 and "2 problems" in text and "'a=builtin@x': is no part of a mixture" in text and "'b': is no part" in text, text
+    assert code == 1 and "2 problems" in text and "'a=builtin@x': is not a valid part of a mixture" in text and "'b': is not a valid part" in text, text
     (tmp_path / "mixed.py").write_text("from recipekit import Recipe\nRECIPE = Recipe(model='a/b', dataset=5)")
     code, text = lint("--recipe", "mixed.py", cwd=tmp_path)
     assert code == 1 and "dataset = 5: must be of type str" in text, text

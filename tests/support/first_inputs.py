@@ -90,10 +90,10 @@ GOOD = {
     "another model type beside": Input("--model ./m", "", model(lambda folder: (folder / "adapter_config.json").write_text("{}"))),
 }
 MODELS = {
-    "no such folder": Input("--model ./gone", "model = ./gone: is no folder on this machine"),
-    "a mistyped folder": Input("--model models/llama", "model = models/llama: there is no such folder, it is not in the cache"),
-    "a mistyped name": Input("--model llama-32-1b", "model = llama-32-1b: there is no such folder, it is not in the cache"),
-    "a file": Input("--model docs.jsonl", "model = docs.jsonl: is no folder on this machine"),
+    "no such folder": Input("--model ./gone", "model = ./gone: is not a folder on this machine"),
+    "a mistyped folder": Input("--model models/llama", "model = models/llama: the folder does not exist, the model is not in the cache"),
+    "a mistyped name": Input("--model llama-32-1b", "model = llama-32-1b: the folder does not exist, the model is not in the cache"),
+    "a file": Input("--model docs.jsonl", "model = docs.jsonl: is not a folder on this machine"),
     "no config.json": Input("--model ./m", "model = ./m: the folder holds no config.json", model(lambda folder: (folder / "config.json").unlink())),
     "a cut config.json": Input("--model ./m", "m/config.json: is not JSON", model(lambda folder: (folder / "config.json").write_text('{"model_type": '))),
     "an unknown type": Input("--model ./m", "model = ./m: a lama is no causal language model", model(model_type="lama")),
@@ -107,7 +107,7 @@ MODELS = {
         model(lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
     ),
     "cut weights": Input("--model ./m", "m/model.safetensors: has ", model(halved)),
-    "a pointer": Input("--model ./m", "m/model.safetensors: is a pointer of Git LFS", model(lambda folder: (folder / "model.safetensors").write_text(POINTER))),
+    "a pointer": Input("--model ./m", "m/model.safetensors: is a Git LFS pointer", model(lambda folder: (folder / "model.safetensors").write_text(POINTER))),
     "a cut tokenizer": Input("--model ./m", "m/tokenizer.json: is not JSON", model(lambda folder: (folder / "tokenizer.json").write_text('{"model": {'))),
     "an empty tokenizer": Input("--model ./m", "m/tokenizer.json: is empty (0 bytes)", model(lambda folder: (folder / "tokenizer.json").write_text(""))),
     "a tokenizer of another kind": Input(
@@ -131,13 +131,17 @@ def no_template(folder: Path) -> None:
 
 
 DATA = {
-    "no such file": Input("--dataset gone.jsonl", "--dataset gone.jsonl: there is no such file"),
+    "no such file": Input("--dataset gone.jsonl", "--dataset gone.jsonl: the file does not exist"),
     "an empty text": Input("--dataset d.txt", "--dataset d.txt: ", content("d.txt", "")),
-    "rows of no text": Input("--dataset d.jsonl", "--dataset d.jsonl: holds no document", lines("d.jsonl", [{"text": ""}, {"text": None}])),
+    "rows of no text": Input("--dataset d.jsonl", "--dataset d.jsonl: contains no document", lines("d.jsonl", [{"text": ""}, {"text": None}])),
     "an empty file": Input("--dataset d.jsonl", "d.jsonl: is empty", content("d.jsonl", "")),
     "another column, not named": Input("--dataset d.jsonl", "d.jsonl, row 1: has no column 'text'", lines("d.jsonl", [{"body": "a"}])),
-    "a list": Input("--dataset d.json", "d.json: is one JSON list", content("d.json", json.dumps(TEXTS))),
-    "rows in a key": Input("--dataset d.json", "d.json: is one JSON object with its rows in 'data'", content("d.json", json.dumps({"data": TEXTS}))),
+    "a list": Input("--dataset d.json", "d.json: must have one JSON object per line, but is a single JSON list", content("d.json", json.dumps(TEXTS))),
+    "rows in a key": Input(
+        "--dataset d.json",
+        "d.json: must have one JSON object per line, but is a single object with its rows in 'data'",
+        content("d.json", json.dumps({"data": TEXTS})),
+    ),
     "latin 1": Input("--dataset d.txt", "d.txt, row 1: is not UTF-8", content("d.txt", "über".encode("latin1") * 99)),
     "gzip without the ending": Input("--dataset d.jsonl", "", content("d.jsonl", gzip.compress(b'{"text": "a"}\n'))),
     "text named .gz": Input("--dataset d.jsonl.gz", "", content("d.jsonl.gz", '{"text": "a"}\n')),
@@ -162,7 +166,7 @@ FLAGS = {
     "a seed too long": Input("--seed 99999999999999999999", "seed = 99999999999999999999: "),
     "the model's folder": Input("--out base", "out = base: is the folder of --model ./base"),
     "no disk": Input("--out /proc/run", "out = /proc/run: cannot be written"),
-    "no run to resume": Input("--resume gone", "resume = gone: is neither a run folder nor a step folder"),
+    "no run to resume": Input("--resume gone", "resume = gone: must be a run folder or one of its step folders"),
     "two precisions": Input(
         "--deepspeed_config d.json",
         "bf16.enabled = true: bf16 and fp16 cannot both be enabled",

@@ -105,16 +105,16 @@ def test_rows_that_only_fill_up():
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"image": b"GIF89a nothing", "label": 0}, "is no picture: cannot identify image file"),
-        ({"image": encoded(photo(64, 64))[:2000], "label": 0}, "is no picture: "),
-        ({"image": encoded(photo(64, 64), "JPEG")[:700], "label": 0}, "is no picture: image file is truncated"),
-        ({"image": encoded(Image.fromarray(np.zeros((4, 4), np.uint16))), "label": 0}, "more than 8 bits a channel"),
-        ({"image": None, "label": 0}, "is no picture: NoneType"),
+        ({"image": b"GIF89a nothing", "label": 0}, "is not a readable image: cannot identify image file"),
+        ({"image": encoded(photo(64, 64))[:2000], "label": 0}, "is not a readable image: "),
+        ({"image": encoded(photo(64, 64), "JPEG")[:700], "label": 0}, "is not a readable image: image file is truncated"),
+        ({"image": encoded(Image.fromarray(np.zeros((4, 4), np.uint16))), "label": 0}, "more than 8 bits per channel"),
+        ({"image": None, "label": 0}, "is not a readable image: NoneType"),
         ({"image": [[300]], "label": 0}, "pixels must be whole numbers from 0 to 255"),
         ({"image": [[3]], "label": 10}, "class 10 is none of the model's, 0 to 9"),
         ({"image": [[3]], "label": -1}, "class -1 is none of the model's, 0 to 9"),
-        ({"image": [[3]], "label": None}, "holds NoneType 'None' where the number of a class should be"),
-        ({"image": [[3]], "label": "cat"}, "holds str 'cat' where the number"),
+        ({"image": [[3]], "label": None}, "must be a class number, not NoneType 'None'"),
+        ({"image": [[3]], "label": "cat"}, "must be a class number, not str 'cat'"),
     ],
 )
 def test_what_cannot_be_used(row, says):
@@ -138,7 +138,7 @@ def test_any_broken_file_is_a_value_error():
             collated([{"image": bytes(content[: len(content) - 40 * (number % 5)]), "label": 0}])
         except ValueError as error:
             broken += 1
-            assert str(error).startswith("is no picture: ")
+            assert str(error).startswith("is not a readable image: ")
     assert broken > 100
 
 

@@ -152,15 +152,15 @@ def test_an_answer_begins_where_the_tokens_are_no_longer_those_of_the_prompt():
 
 GOOD_ROW = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
 UNUSABLE = {
-    "its chosen and its rejected answer are equal": {"rejected": "4"},
-    "its chosen holds int '4' where a text or a list of messages should be": {"chosen": 4},
-    "its rejected holds bool 'True' where a text or a list of messages should be": {"rejected": True},
-    "of its two answers one is a text, and one a list of messages": {"chosen": [GOOD]},
-    "its prompt is a list of messages, and its answers are texts": {"prompt": [USER]},
-    "its answers have no prompt: their first messages differ already": {"prompt": None, "chosen": [GOOD], "rejected": [BAD]},
-    "its answers have no prompt: their first messages differ": {"prompt": [], "chosen": [GOOD], "rejected": [BAD]},
+    "its chosen and rejected answers are identical": {"rejected": "4"},
+    "its chosen must be text or a list of messages, not int '4'": {"chosen": 4},
+    "its rejected must be text or a list of messages, not bool 'True'": {"rejected": True},
+    "its two answers must both be text or both be lists of messages": {"chosen": [GOOD]},
+    "its prompt is a list of messages, but its answers are text": {"prompt": [USER]},
+    "its answers have no common prompt: their first messages already differ": {"prompt": None, "chosen": [GOOD], "rejected": [BAD]},
+    "its answers have no common prompt: their first messages": {"prompt": [], "chosen": [GOOD], "rejected": [BAD]},
     **{
-        f"a message of its {name} must hold the strings 'role' and 'content', this is {{'role': 'user'}}": {
+        f"a message of its {name} requires the strings 'role' and 'content', but this one is {{'role': 'user'}}": {
             "prompt": [USER],
             "chosen": [GOOD],
             "rejected": [BAD],
@@ -168,8 +168,11 @@ UNUSABLE = {
         | {name: [USER, {"role": "user"}]}
         for name in ("prompt", "rejected")
     },
-    "a message of its chosen must hold the strings 'role' and 'content', this is {'role': 'assistant'}": {"chosen": [{"role": "assistant"}], "rejected": [BAD]},
-    "it takes 130 tokens, more than seq_len = 128; --seq_len 130 holds it": {"rejected": "5" * 125},
+    "a message of its chosen requires the strings 'role' and 'content', but this one is {'role': 'assistant'}": {
+        "chosen": [{"role": "assistant"}],
+        "rejected": [BAD],
+    },
+    "it has 130 tokens, more than seq_len = 128; use --seq_len 130 or more": {"rejected": "5" * 125},
 }
 
 
@@ -191,7 +194,7 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, told):
 def test_messages_without_a_chat_template_are_refused():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="it holds messages, and the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="it contains messages, but the tokenizer has no chat template"):
         encode_pair(Pairs(tokenizer, 128, False), {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]})
 
 
@@ -219,9 +222,9 @@ def test_a_missing_column_is_named_with_the_flag_and_the_way_without_a_prompt(tm
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(rows), file)
-    with pytest.raises(Refusal, match=r"has no column 'prompt', only 'chosen', 'rejected'; name the column with --prompt_field, or --prompt_field '' where"):
+    with pytest.raises(Refusal, match=r"has no column 'prompt', only 'chosen', 'rejected'; name the column with --prompt_field, or --prompt_field '' if"):
         first_step(request_for(str(file)))
-    with pytest.raises(Refusal, match=r"has no column 'worse', only .*; name the column with --rejected_field; a single"):
+    with pytest.raises(Refusal, match=r"has no column 'worse', only .*; name the column with --rejected_field; if only"):
         first_step(request_for(str(file), prompt_field="", rejected_field="worse"))
     batches = first_step(request_for(str(file), prompt_field=""))
     assert [int(preference.count(batch).sum()) for batch in batches] == [2, 2]
@@ -276,7 +279,7 @@ def test_what_the_start_said_comes_with_the_pair():
     own.references.add(keys[:1], values[1:])  # what is there stays
     own.references.complete = True
     assert preference.collate(own, [GOOD_ROW, None, row], None)["reference"].tolist() == [[-3.0, -4.0], [0.0, 0.0], [-1.5, -20.25]]
-    with pytest.raises(RuntimeError, match="of which the start of the run was not asked"):
+    with pytest.raises(RuntimeError, match="no reference log-probability for a training pair"):
         preference.collate(own, [GOOD_ROW | {"prompt": "3+1="}], None)
 
 

@@ -33,7 +33,7 @@ class Export:
 def find_export(path: Path) -> Export:
     """Return the Hugging Face files in a run folder, or in the folder itself. Raise `Refusal` if there are none."""
     if not path.is_dir():
-        rule = "is a file, not a folder" if path.exists() else "there is no such folder"
+        rule = "is a file, not a folder" if path.exists() else "the folder does not exist"
         fix = "give a run folder, such as runs/NAME, or a folder of Hugging Face files"
         if not path.exists() and is_hub_id(str(path)) and "/" in str(path):
             fix += f"; a model of the hub is downloaded with hf download {path} --local-dir FOLDER"
@@ -50,9 +50,9 @@ def find_export(path: Path) -> Export:
     _check_task(_task_of_run(path), str(path))
     if any((path / EXPORT / name).is_file() for name in (CONFIG, ADAPTER)):
         return Export(path / EXPORT, _task_of_run(path), tuple(_notes(path)))
-    state = "the run is still training" if is_running(path) else "the run has written none"
+    state = "the run is still training" if is_running(path) else "the run has not written one"
     if (newest := newest_complete(path / CHECKPOINTS)) is None:
-        fix = "wait for its first checkpoint (--save_every N), or start its command again"
+        fix = "wait for its first checkpoint (--save_every N), or run its command again"
         raise refuse(str(path), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
     raise refuse(str(path), f"has no {EXPORT}/: {state}; its newest checkpoint is {newest.name}", _way(path))
 
@@ -98,7 +98,7 @@ def _check_task(task: str, where: str) -> None:
     """Raise `Refusal` for a task whose models generate no text."""
     if task in TASKS and TASKS[task].auto_class != CAUSAL:
         tasks = " or ".join(name for name, facts in TASKS.items() if facts.auto_class == CAUSAL)
-        raise refuse(where, f"a model of the task {task} generates no text", f"give a run of the task {tasks}")
+        raise refuse(where, f"a model of the task {task} cannot generate text", f"give a run of the task {tasks}")
 
 
 # The model of a folder ----------------------------------------------------------------------------------------------
@@ -112,11 +112,11 @@ def base_of(folder: Path) -> tuple[str, str]:
     if not isinstance(base, str) or not base.strip():
         raise refuse(where, "names no base model", fix)
     if not Path(base).is_dir() and (Path(base).is_absolute() or not is_hub_id(base)):
-        raise refuse(where, f"the base model {base} is no folder here", f"put it there, or {fix}")
+        raise refuse(where, f"the base model {base} does not exist on this machine", f"put it there, or {fix}")
     if not Path(base).is_dir() and hub_is_away() and commit_of(base, revision) is None:
         at = f" --revision {revision}" if revision else ""
         rule = f"the base model {base} is not in the cache, and the hub cannot be reached"
-        raise refuse(where, rule, f"hf download {base}{at} where there is a network, or {fix}")
+        raise refuse(where, rule, f"run hf download {base}{at} on a machine with network access, or {fix}")
     return base, revision
 
 

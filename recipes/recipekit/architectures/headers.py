@@ -139,4 +139,4 @@ def more_layers(name: str, place: str, held: int, count: int, key: str) -> Refus
 def other_shape(name: str, key: str, held: list[int], due: list[int], more: str = "") -> Refusal:
     """Return the refusal of a tensor that has another shape than config.json gives it; `more` ends the fix."""
     rule = f"{key} is {held} in its files and {due} by its config.json"
-    return refuse(f"model = {name}", rule, f"give files and config of one model{more}")
+    return refuse(f"model = {name}", rule, f"use files and a config.json of the same model{more}")

@@ -26,7 +26,7 @@ def model_config(model: str, task: str = "pretrain", revision: str = "") -> dict
     if folder.is_dir():
         return read_config(folder / "config.json", model, task)
     if not is_hub_id(model) or folder.is_file():
-        raise refuse(f"model = {model}", "is no folder on this machine", "give a folder that holds config.json, or a hub id ORG/NAME")
+        raise refuse(f"model = {model}", "is not a folder on this machine", "give a folder that holds config.json, or a hub id ORG/NAME")
     if cached := folder_of(model, revision=revision):
         return read_config(cached / "config.json", model, task)
     shipped = SHIPPED / (model.replace("/", "--") + ".json")
@@ -116,10 +116,10 @@ def fitting_task(config: dict[str, Any]) -> str:
 
 def _no_config(folder: Path, model: str) -> Refusal:
     if not folder.is_dir():
-        return refuse(f"model = {model}", "is no folder on this machine", "give a folder that holds config.json")
+        return refuse(f"model = {model}", "is not a folder on this machine", "give a folder that holds config.json")
     if gguf := sorted(folder.glob("*.gguf")):
-        rule = f"the folder holds {gguf[0].name}, and GGUF is a format for inference, and no config.json"
-        return refuse(f"model = {model}", rule, "use the safetensors files of the model that it was made from")
+        rule = f"the folder holds {gguf[0].name}, a format for inference, and no config.json"
+        return refuse(f"model = {model}", rule, "use the safetensors files of the model that it was converted from")
     if (folder / "adapter_config.json").exists():
         return refuse(f"model = {model}", "the folder holds an adapter, and no config.json", "give the base model, or merge the adapter into it and save that")
     return refuse(f"model = {model}", *NO_CONFIG)
@@ -136,7 +136,7 @@ def _untrainable(config: dict[str, Any], task: str, where: str) -> list[Problem]
     for block in (config, text if isinstance(text, dict) else {}):
         if quantised := block.get("quantization_config") or block.get("compression_config"):
             method = (quantised.get("quant_method") or "bitsandbytes") if isinstance(quantised, dict) else quantised  # that one left its name out at first
-            fix = "use the unquantised model; if the weights in its files are whole, delete the block"
+            fix = "use the unquantised model; if its files contain unquantised weights, delete the block"
             problems.append(Problem(where, f"is quantised: its config.json has a quantization_config of {method}", fix))
     return problems
 
@@ -206,7 +206,7 @@ def local_tokenizer(model: str, tokenizer: str = "") -> Path | None:
     if name == "bytes":
         return None
     if not folder.exists() and not is_hub_id(name):
-        raise refuse(f"{flag} {name}", "there is no such folder, and it is not a hub id (ORG/NAME)", "check the path")
+        raise refuse(f"{flag} {name}", "the folder does not exist, and the name is not a hub id (ORG/NAME)", "check the path")
     if not folder.is_dir():
         return None
     if any(file for pattern in ("tokenizer*", "*.model", "vocab.*") for file in folder.glob(pattern)):

@@ -36,7 +36,7 @@ def read_header(folder: Path, file: str) -> dict[str, Entry]:
             check_pointer(path, first + stream.read())
             stream.seek(8)
         if size < 8 or length > min(size - 8, 100_000_000):
-            raise refuse(str(path), f"is no safetensors file: a header of {length} bytes in a file of {size}", AGAIN)
+            raise refuse(str(path), f"is not a safetensors file: a header of {length} bytes in a file of {size}", AGAIN)
         try:
             header = json.loads(stream.read(length))
             entries = {
@@ -46,11 +46,11 @@ def read_header(folder: Path, file: str) -> dict[str, Entry]:
             }
             ends = sorted((facts["data_offsets"][0], facts["data_offsets"][1], key) for key, facts in header.items() if key != "__metadata__")
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise refuse(str(path), "has a header that is not one of safetensors", AGAIN) from None
+            raise refuse(str(path), "does not have a safetensors header", AGAIN) from None
     position = 0
     for begin, end, key in ends:
         if entries[key].dtype not in SIZES or QUANTISED.fullmatch(key):
-            rule = f"is {entries[key].dtype} of a quantised model" if QUANTISED.fullmatch(key) else f"is {entries[key].dtype}, which is no dtype to train in"
+            rule = f"is {entries[key].dtype} of a quantised model" if QUANTISED.fullmatch(key) else f"is {entries[key].dtype}, which cannot be trained"
             raise refuse(f"{path}: {key}", rule, "use the unquantised model")
         numel = SIZES[entries[key].dtype]
         for dim in entries[key].shape:
@@ -77,9 +77,9 @@ def open_folder(folder: Path) -> dict[str, Entry]:
             raise refuse(str(folder / INDEX), "is not an index of safetensors files", AGAIN) from None
         for name in names:
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise refuse(str(folder / INDEX), f"names {name!r}, which is no file of this folder", "do not use files from this source")
+                raise refuse(str(folder / INDEX), f"names {name!r}, which is not a file of this folder", "do not use files from this source")
             if not (folder / name).is_file():
-                raise refuse(str(folder / name), "is missing, though the index names it", AGAIN)
+                raise refuse(str(folder / name), "is missing, but the index names it", AGAIN)
     else:
         found_names = sorted(path.name for path in folder.glob("*.safetensors"))
         weight_map, names = {}, [WHOLE] if WHOLE in found_names else found_names
@@ -94,7 +94,7 @@ def open_folder(folder: Path) -> dict[str, Entry]:
     for name in names:
         for key, entry in read_header(folder, name).items():
             if key in found or weight_map.get(key, name) != name:
-                raise refuse(f"{folder / name}: {key}", "is in two files, or not in the one the index names", AGAIN)
+                raise refuse(f"{folder / name}: {key}", "is in two files, or is not in the file that the index names", AGAIN)
             found[key] = entry
     if missing := sorted(set(weight_map) - set(found)):
         raise refuse(str(folder), f"lacks {len(missing)} of the tensors that its index names, first {missing[0]}", AGAIN)

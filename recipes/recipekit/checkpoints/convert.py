@@ -37,7 +37,7 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     errors.check(step.folder, layout, step.blueprint, blueprint or step.blueprint)
     if not any(tensor.group is not None for tensor in step.blueprint.tensors):
         rule = "is of ZeRO-0 and another program: its optimizer states have no names"
-        raise refuse(str(step.folder), rule, "take its weights: to-hf, then from-hf")
+        raise refuse(str(step.folder), rule, "convert only its weights: to-hf, then from-hf")
     journal = Journal(out, {"source": step.fingerprint, "layout": layout.to_json()})
     now = blueprint or step.blueprint
     with ExitStack() as stack:
@@ -127,7 +127,7 @@ def _compare(copy: Copy, read: TensorFiles, written: TensorFiles, effort: Effort
     for start, stop in chunks(copy.tensor.numel, unit_of(copy, read, written), effort.chunk):
         wanted = cast(read.read(copy.tensor, copy.role, start, stop), read.dtype_of(copy.tensor, copy.role), written.dtype_of(copy.tensor, "weight"))
         if not np.array_equal(wanted, written.read(copy.tensor, "weight", start, stop)):
-            raise refuse(f"{written.folder}: {copy.tensor.name}", "is not what was written there", "check the disk, and convert again")
+            raise refuse(f"{written.folder}: {copy.tensor.name}", "differs from what was written", "check the disk, and convert again")
 
 
 def from_hf(
@@ -189,7 +189,7 @@ def verify(folder: Path, effort: Effort | None = None) -> list[str]:
     digests, _ = run(copies(step.blueprint, read, None), read, effort)
     read.close()
     return [
-        f"{key.replace('|', ' (')}) has another digest than when it was saved"
+        f"{key.replace('|', ' (')}) has a different digest than when it was saved"
         for key in step.tensors
         if digests.get(key, [0, 0, ""])[2] != step.tensors[key][2]
     ]

@@ -36,7 +36,7 @@ def kept(optimizer: Any, step: Path, rank: int) -> list[tuple[Any, Path]]:
 def check_frozen(freeze_step: int, step: int) -> None:
     """Raises `Refusal` if errors of a step are given to an optimizer that would not send signs before a later one."""
     if freeze_step >= step:
-        rule = f"the checkpoint of step {step} has sent signs before, and keeps no second moment that could go on"
+        rule = f"the checkpoint of step {step} has already sent compressed signs, so its second moment cannot be continued"
         fix = f'write the number of the run\'s {STRATEGY} into the JSON: "auto" follows from steps'
         raise refuse(f"optimizer.params.freeze_step = {freeze_step}", rule, fix)
 
@@ -55,11 +55,11 @@ def check(step: Path, layout: Layout, was: Blueprint, now: Blueprint) -> None:
     if not (ranks := len(manifest.listed_files(step, FILES))):
         return
     if _row(was) != _row(now):
-        rule = "holds what its ranks have still to send each other, of weights in another order: that of the optimizer's groups"
-        raise refuse(str(step), rule, "go on with the lr_scale, layer_decay and no_decay that the run began with")
+        rule = "contains compression errors of weights in another order: the order of the optimizer's groups has changed"
+        raise refuse(str(step), rule, "resume with the lr_scale, layer_decay and no_decay that the run started with")
     if ranks != layout.mesh.world:
-        rule = f"holds what {ranks} ranks have still to send each other, which {layout.mesh.world} cannot take over"
-        fix = f"go on with {ranks} ranks; or begin a new run from its weights: recipekit convert to-hf, then --model"
+        rule = f"contains compression errors of {ranks} ranks, which {layout.mesh.world} ranks cannot continue"
+        fix = f"resume with {ranks} ranks, or start a new run from its weights: recipekit convert to-hf, then --model"
         raise refuse(str(step), rule, fix)
 
 

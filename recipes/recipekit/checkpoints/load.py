@@ -59,17 +59,19 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
     same = was == layout
     if state["step"] and (was.algorithm, was.states, was.of_matrices) != (layout.algorithm, layout.states, layout.of_matrices):
         kept, keeps = (f"{each.algorithm} ({each.kept})" for each in (was, layout))
-        fix = "use the JSON that it was made with; or begin a new run from its weights: recipekit convert to-hf, then --model"
-        raise refuse(f"resume from {step}", f"holds the states of {kept}, and this start's optimizer is {keeps}", fix)
+        fix = "use the JSON that it was saved with, or start a new run from its weights: recipekit convert to-hf, then --model"
+        raise refuse(f"resume from {step}", f"contains optimizer states of {kept}, but this run's optimizer is {keeps}", fix)
     if saved is None:
         if same:
             return state, True
         rule = f"was written by another layout ({was}) than this one ({layout}), and {UNDESCRIBED}"
-        raise refuse(f"resume from {step}", rule, "start once with the same ranks, degrees and strategy: what that run saves is converted")
+        raise refuse(
+            f"resume from {step}", rule, "resume once with the same ranks, degrees and strategy; a checkpoint that this run saves can change the layout"
+        )
     before = Blueprint.from_json(saved)
     differ = _differences(before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0)
     if differ:
-        raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was made with, or --out NEW")
+        raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was saved with, or start a new run with --out NEW")
     errors.check(step, layout, before, blueprint)
     return state, same and [tensor.group for tensor in before.tensors] == [tensor.group for tensor in blueprint.tensors]
 

@@ -46,9 +46,9 @@ def read(folder: Path) -> dict[str, Any]:
         assert manifest.keys() == {"step", "files", "tensors"} and all(facts.keys() == {"bytes", "sha256"} for facts in manifest["files"].values())
         return manifest
     except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is missing: it is no step folder, or the save was not finished") from None
+        raise ValueError(f"{MANIFEST} is missing: this is not a step folder, or the save did not finish") from None
     except (ValueError, AssertionError, AttributeError, TypeError):
-        raise ValueError(f"{MANIFEST} is not what was written") from None
+        raise ValueError(f"{MANIFEST} differs from what was written") from None
 
 
 def faults(folder: Path, names: Iterable[str] | None = None, seen: Callable[[int], None] = lambda _: None) -> list[str]:
@@ -76,7 +76,7 @@ def faults(folder: Path, names: Iterable[str] | None = None, seen: Callable[[int
             elif names is None or name in names:
                 with path.open("rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
-                        found.append(f"{name} was changed: its sha256 is another")
+                        found.append(f"{name} has changed: its sha256 does not match")
                 seen(size)
         except OSError as error:
             found.append(f"{name} cannot be read: {error.strerror}")

@@ -35,9 +35,9 @@ def tag_folder(path: Path) -> Path | None:
 def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
     """Returns (blueprint, layout, state) of a tag folder. Raises `Refusal` where the files do not decide them."""
     if any(folder.glob("layer_*")):
-        raise _undecided(folder, "is of a pipeline, whose layer files do not say which model they make", "export it with the program that wrote it")
+        raise _undecided(folder, "is from a pipeline, and pipeline layer files do not name their model", "export it with the program that wrote it")
     if any(folder.glob("*expp_rank_*")) or any(folder.glob("*_expert_*")):
-        raise _undecided(folder, "has experts that DeepSpeed divided", "export it with the program that wrote it")
+        raise _undecided(folder, "has experts that DeepSpeed sharded", "export it with the program that wrote it")
     stage = 3 if any(folder.glob("zero_pp_rank_*_model_states.pt")) else 2 if any(folder.glob("*_optim_states.pt")) else 0
     model = read(folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"))
     tp, dp, config = model["mp_world_size"], model["dp_world_size"], model["ds_config"]
@@ -53,9 +53,9 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
         stage = stage if "zero_stage" in saved and stage == 3 else 1 if "zero_stage" not in saved else int(saved["zero_stage"].values[0])
         base = saved["optimizer_state_dict"] if stage == 3 else saved["base_optimizer_state"]
         if any(any(paddings) for paddings in saved.get("param_alignment_paddings", [])):
-            raise _undecided(folder, "was saved with zero_optimization.parameter_alignment", "save it once without")
+            raise _undecided(folder, "was saved with zero_optimization.parameter_alignment", "save it once more without that setting")
         if isinstance(base, list):
-            raise _undecided(folder, "was saved with zero_optimization.elastic_checkpoint", "save it once without")
+            raise _undecided(folder, "was saved with zero_optimization.elastic_checkpoint", "save it once more without that setting")
         states = next(iter(base["state"].values()), {})
         counted = {"step"} if any("step" in group for group in base["param_groups"]) else set()  # by Adams that count in a group
         kept, int_step = optimizer_of(config, counted | set(states), folder), isinstance(states.get("step", 0), int)
@@ -125,7 +125,7 @@ def _autotp_cuts(folder: Path, model: dict[str, Any], tp: int) -> dict[str, tupl
             for piece in sorted(facts["ranks"][rank]["pieces"], key=lambda piece: piece["dest"][0]):
                 differ = [dim for dim, size in enumerate(piece["shape"]) if size != whole[dim]]
                 if len(differ) > 1 or list(piece["source"][1]) != strides or "scale" in piece:
-                    raise _undecided(f"{folder}: {name}", "is cut in a way that is no range of one dimension", "export it with the program that wrote it")
+                    raise _undecided(f"{folder}: {name}", "is split in a way that is not a range of one dimension", "export it with the program that wrote it")
                 dim = differ[0] if differ else 0
                 start = piece["source"][0] // strides[dim]
                 own.append((start, start + piece["shape"][dim]))
@@ -145,7 +145,9 @@ def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
                     raise refuse(str(folder / piece.file), "is missing", "copy the whole folder")
                 opened[piece.file] = OpenedFile(folder / piece.file)
             if opened[piece.file].tensors.get(piece.keys) is None or opened[piece.file].tensors[piece.keys].numel() < piece.offset + piece.stop - piece.start:
-                raise _undecided(f"{folder / piece.file}: {'/'.join(map(str, piece.keys))}", "is not as large as the layout says", "use another copy")
+                raise _undecided(
+                    f"{folder / piece.file}: {'/'.join(map(str, piece.keys))}", "does not have the size that the layout states", "use another copy"
+                )
     for tp_rank in range(layout.mesh.tp if layout.zero_stage == 3 else 0):
         for index, (_, size, _) in enumerate(flat_groups(groups_of(held(blueprint, layout, 0), layout, tp_rank), layout)):
             found = opened[optimizer_file(layout, 0, tp_rank, 0)].tensors["optimizer_state_dict", "fp32_flat_groups", index].numel()
@@ -155,7 +157,9 @@ def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
                 )
     extra = {path.name for path in folder.glob("*_states.pt")} - set(opened) - {model_file(layout, 0, tp_rank) for tp_rank in range(layout.mesh.tp)}
     if extra := sorted(name for name in extra if not (layout.zero_stage == 3 and name.endswith("model_states.pt"))):
-        raise refuse(str(folder / extra[0]), "does not belong to this checkpoint: it is of another number of ranks", "remove it, or give the right folder")
+        raise refuse(
+            str(folder / extra[0]), "does not belong to this checkpoint: it was saved by a different number of ranks", "remove it, or give the correct folder"
+        )
 
 
 def _undecided(where: Any, rule: str, fix: str) -> Exception:

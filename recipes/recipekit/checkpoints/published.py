@@ -17,7 +17,7 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
     blueprint = step.blueprint
     wanted = NAMES.get(dtype or step.state["export_dtype"], "")
     if not wanted:
-        raise refuse(f"dtype = {dtype}", "is no dtype of weights", "use --dtype bfloat16, float16 or float32")
+        raise refuse(f"dtype = {dtype}", "is not a supported dtype", "use --dtype bfloat16, float16 or float32")
     if blueprint.files:
         known = shapes_of(blueprint)
         contents = {

@@ -17,7 +17,7 @@ from ..strategy.shapes import divisors
 from . import errors, manifest, other_programs
 from .state import State
 
-UNDESCRIBED = "its divided experts were saved before checkpoints described them"
+UNDESCRIBED = "its sharded experts were saved before checkpoints described them"
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,15 @@ class Step:
         for key, (_, _, read) in digests.items():
             if key in self.tensors and self.tensors[key][2] != read:
                 name, role = key.split("|")
-                raise refuse(f"{self.folder}: {name} ({role})", "is not what was saved, its digest is another", "use another checkpoint; nothing was written")
+                raise refuse(
+                    f"{self.folder}: {name} ({role})", "differs from what was saved: its digest does not match", "use another checkpoint; nothing was written"
+                )
 
 
 def open_step(path: Path) -> Step:
     """Opens the step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
     if not path.is_dir():
-        raise refuse(str(path), "there is no such folder", "give a run folder, such as runs/NAME, or a step folder of one")
+        raise refuse(str(path), "the folder does not exist", "give a run folder, such as runs/NAME, or a step folder of one")
     steps = step_folders(path / CHECKPOINTS)[::-1] or [path]
     found: list[str] = []
     if not (steps[0] / manifest.MANIFEST).exists() and not (steps[0] / manifest.STATE).exists() and (folder := other_programs.tag_folder(steps[0])):
@@ -82,7 +84,7 @@ def open_step(path: Path) -> Step:
             raise refuse(
                 str(step),
                 UNDESCRIBED,
-                "go on in the same layout: what that run saves is converted",
+                "resume in the same layout, then convert a checkpoint that the resumed run saves",
             )
         listed = manifest.read(step)
         return Step(step, state, Blueprint.from_json(saved), layout, listed["tensors"], tuple(manifest.unlisted(step, listed)))
@@ -104,11 +106,17 @@ def target_layout(
     pairs = (dp, was.mesh.dp), (tp, was.mesh.tp), (pp, was.mesh.pp), (ep, was.mesh.ep), (zero, was.zero_stage)
     dp, tp, pp, ep, zero = (now if now is not None else before for now, before in pairs)
     degrees = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
-    problems = [Problem(f"{name} = {value}", "a degree is at least 1", f"use --{name} 1") for name, value in degrees.items() if value < 1]
+    problems = [Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1") for name, value in degrees.items() if value < 1]
     if zero not in range(4):
-        problems.append(Problem(f"zero = {zero}", "ZeRO has the stages 0 to 3", "use --zero 1"))
+        problems.append(Problem(f"zero = {zero}", "must be a ZeRO stage from 0 to 3", "use --zero 1"))
     if pp > 1 and zero > 1:
-        problems.append(Problem(f"pp = {pp} with zero = {zero}", "a pipeline keeps its gradients, which ZeRO-2 and -3 divide", "use --zero 1, or --pp 1"))
+        problems.append(
+            Problem(
+                f"pp = {pp} with zero = {zero}",
+                "cannot be combined: a pipeline stage keeps its full gradients, and ZeRO-2 and ZeRO-3 shard them",
+                "use --zero 1, or --pp 1",
+            )
+        )
     if tp > 1 and not blueprint.can_tp:
         problems.append(Problem(f"tp = {tp}", "this model publishes no tensor-parallel plan", "use --tp 1"))
     else:
@@ -117,7 +125,7 @@ def target_layout(
         rule = f"the model has {blueprint.num_layers} layers" if blueprint.num_layers else "this model publishes no pipeline plan"
         problems.append(Problem(f"pp = {pp}", rule, f"use --pp {max(1, blueprint.num_layers)}"))
     if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, pp):
-        problems.append(Problem("fp16", "its loss scaler is not carried from one ZeRO stage to another", "use the same --zero"))
+        problems.append(Problem("fp16", "its loss scaler cannot be converted to another ZeRO stage", "use the same --zero"))
     problems += _check_ep(blueprint, degrees) if ep > 1 else []
     problems += errors.check_degrees(was, degrees, zero)
     if problems:
@@ -142,7 +150,7 @@ def _check_ep(blueprint: Blueprint, degrees: dict[str, int]) -> list[Problem]:
     if others := {name: degrees[name] for name in ("tp", "pp") if degrees[name] > 1}:
         where = f"ep = {ep} with {' and '.join(f'{name} = {degree}' for name, degree in others.items())}"
         fix = f"use --ep 1, or {' '.join(f'--{name} 1' for name in others)}"
-        found.append(Problem(where, "expert parallelism goes with data parallelism and ZeRO only", fix))
+        found.append(Problem(where, "expert parallelism can be combined only with data parallelism and ZeRO", fix))
     if not experts:
         found.append(Problem(f"ep = {ep}", "the checkpoint names no experts that DeepSpeed's AutoEP divides", "use --ep 1"))
     elif experts % ep:

@@ -34,7 +34,7 @@ class OpenedFile:
     def offset(self, keys: Keys) -> int:
         """Returns where a tensor begins, in bytes from the beginning of the file. Raises `Refusal` if the file has no such tensor."""
         if keys not in self.tensors:
-            raise refuse(str(self.path), f"has no tensor {'/'.join(map(str, keys))}, which its layout says is there", "use another copy of the checkpoint")
+            raise refuse(str(self.path), f"has no tensor {'/'.join(map(str, keys))}, but its layout names it", "use another copy of the checkpoint")
         if (start := self.tensors[keys].start) < 0:
             raise refuse(f"{self.path}: {'/'.join(map(str, keys))}", "is not stored in row-major order", "save it once more after .contiguous()")
         return start
@@ -76,7 +76,7 @@ class TensorFiles:
                 try:
                     handle = os.open(self.folder / file, os.O_RDWR if self.writable else os.O_RDONLY)
                 except FileNotFoundError:
-                    raise refuse(str(self.folder / file), "is missing, which its layout says is there", "use another copy of the checkpoint") from None
+                    raise refuse(str(self.folder / file), "is missing, but its layout names it", "use another copy of the checkpoint") from None
                 if kept:
                     self._handles[file] = handle
         try:

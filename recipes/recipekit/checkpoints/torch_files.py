@@ -143,7 +143,7 @@ class _Reader(_PythonUnpickler):
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (name := f"{module_name}.{global_name}") not in self.known:
-            raise pickle.UnpicklingError(f"it names {name}, which is not among what checkpoints are known to hold")
+            raise pickle.UnpicklingError(f"it names {name}, which is not a known object of a checkpoint")
         return self.known[name]
 
     def _build(self) -> None:

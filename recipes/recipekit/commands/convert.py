@@ -103,9 +103,9 @@ def size_of(text: str) -> int:
     try:
         size = int(float(number.removesuffix(unit)) * UNITS[unit])
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 512M or 2G") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 512M or 2G") from None
     if size < 2**24:
-        raise argparse.ArgumentTypeError(f"{text!r} is too little to work in; give at least 16M")
+        raise argparse.ArgumentTypeError(f"{text!r} is too small; give at least 16M")
     return size
 
 
@@ -132,7 +132,7 @@ class Bar:
 
 def effort(arguments: argparse.Namespace, bar: Bar) -> Effort:
     if arguments.workers < 1:
-        raise refuse(f"--workers {arguments.workers}", "there must be at least one", "use --workers 2")
+        raise refuse(f"--workers {arguments.workers}", "must be at least 1", "use --workers 2")
     return Effort(arguments.workers, arguments.mem_limit, bar)
 
 
@@ -185,7 +185,11 @@ def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
     from ..runtime.merge import adapted_model, to_merged  # imports transformers and peft
 
     if arguments.verify:
-        raise refuse("--verify with --merge", "merged weights are computed, not copied", "use one of the two; --merge verifies what it reads")
+        raise refuse(
+            "--verify with --merge",
+            "cannot be combined: merged weights are computed, so they have no copy to compare with",
+            "use only one of them; --merge verifies the files that it reads",
+        )
     adapted_model(step)
     frozen = sum(tensor.numel for tensor in step.blueprint.tensors if tensor.group is None)
     nbytes = frozen * (4 if dtype == "float32" else 2)
@@ -241,7 +245,7 @@ def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, w
 
 def verify(arguments: argparse.Namespace) -> int:
     if not arguments.source.is_dir():
-        raise refuse(str(arguments.source), "is no folder", "give a step folder, such as runs/NAME/checkpoints/step_00000010")
+        raise refuse(str(arguments.source), "is not a folder", "give a step folder, such as runs/NAME/checkpoints/step_00000010")
     bar = Bar()
     with bar.progress:
         faults = convert.verify(arguments.source, effort(arguments, bar))

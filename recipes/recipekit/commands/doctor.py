@@ -76,7 +76,7 @@ def read_arguments(words: list[str], prog: str) -> tuple[argparse.ArgumentParser
         parser.error(f"unknown: {' '.join(arguments.flags)}; flags of a recipe need --recipe FILE")
     for name in ("world", "ranks", "master_port"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            parser.error(f"--{name} is at least 1")
+            parser.error(f"--{name} must be at least 1")
     if arguments.ranks and os.environ.get("WORLD_SIZE", str(arguments.ranks)) != str(arguments.ranks):
         parser.error(f"--ranks {arguments.ranks}: the launcher has started {os.environ['WORLD_SIZE']} ranks")
     return parser, arguments

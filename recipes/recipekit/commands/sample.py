@@ -113,7 +113,7 @@ def check(prompt: str | None, length: int | None) -> None:
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise refuse("--prompt", "must be UTF-8", "check the locale of your terminal") from None
+            raise refuse("--prompt", "must be UTF-8", "set the locale of your terminal to UTF-8") from None
     if length is not None and length < 1:
         raise refuse(f"--max_new_tokens {length}", "must be at least 1", f"use --max_new_tokens {LENGTH}")
 
@@ -235,7 +235,7 @@ def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
             own = []
         ids = [*begin, *own] if own else []
     if not ids:
-        rule = "the tokenizer has no token for a part of it, and no token for unknown parts"
+        rule = "the tokenizer cannot encode part of it and has no token for unknown text"
         raise refuse("--prompt", rule, "write another prompt")
     most = generator.model.get_input_embeddings().weight.shape[0]
     if (largest := max(ids)) >= most:
@@ -251,8 +251,8 @@ def fitting_length(generator: Generator, num_prompt: int, wanted: int | None) ->
         return wanted or LENGTH, []
     room = most - num_prompt
     if room < 1:
-        rule = f"has {num_prompt} tokens, and the model has {most} positions for the prompt and the answer"
-        raise refuse("--prompt", rule, "shorten the prompt")
+        rule = f"has {num_prompt} tokens, but the model has {most} positions for the prompt and the answer"
+        raise refuse("--prompt", rule, "use a shorter prompt")
     if (wanted or LENGTH) <= room:
         return wanted or LENGTH, []
     rule = f"after a prompt of {num_prompt} tokens the model has {room} of its {most} positions left"

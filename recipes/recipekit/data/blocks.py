@@ -96,19 +96,19 @@ def no_document(source: Source, rows: int, empty: int, bad: int) -> Refusal:
     """Return the refusal of data without a document to train on, with the columns that were read."""
     met = f"; its columns are {', '.join(map(repr, columns))}" if (columns := source.columns()) else ""
     if not rows and not bad:
-        return refuse("--dataset", f"holds no row{met}", "give other data")
+        return refuse("--dataset", f"contains no rows{met}", "use other data")
     left = rows - empty - bad
     held = f" and {left:,} held out for evaluation" if left > 0 else ""
-    rule = f"holds no document to train on: of {max(rows, empty + bad):,} rows {empty:,} are empty, {bad:,} cannot be read{held}{met}"
-    return refuse("--dataset", rule, "give more data, or name another column (--text_field, --messages_field, ...)")
+    rule = f"contains no document to train on: of {max(rows, empty + bad):,} rows {empty:,} are empty, {bad:,} cannot be read{held}{met}"
+    return refuse("--dataset", rule, "add more data, or name another column (--text_field, --messages_field, ...)")
 
 
 def _no_target(documents: int, reader: Any) -> Refusal:
-    fix = "give longer documents"
+    fix = "use longer documents"
     if reader.encoder.chats:
         needed = "a message of the role assistant that is not excluded by weight or train"
-        fix = f"a chat needs {needed}, and begins within --seq_len tokens"
-    return refuse("--dataset", f"{documents} documents in a row hold no token to train on", fix)
+        fix = f"each chat needs {needed} and begins within --seq_len tokens"
+    return refuse("--dataset", f"{documents} consecutive documents contain no token to train on", fix)
 
 
 def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:

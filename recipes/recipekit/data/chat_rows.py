@@ -123,11 +123,11 @@ JSON_CHAT = "a chat written as JSON text", "make it a list of messages (json.loa
 
 def _list(value: Any, place: str) -> list[Message]:
     if is_json_chat(value):
-        raise refuse(place, f"holds {JSON_CHAT[0]} where a list of messages (--messages_field) should be", f"{JSON_CHAT[1]}, or {SKIP}")
+        raise refuse(place, f"contains {JSON_CHAT[0]}, but --messages_field requires a list of messages", f"{JSON_CHAT[1]}, or {SKIP}")
     if is_empty(value):
         return []
     if not isinstance(value, list):
-        rule = f"holds {type(value).__name__} {str(value)[:40]!r} where a list of messages (--messages_field) should be"
+        rule = f"must be a list of messages (--messages_field), not {type(value).__name__} {str(value)[:40]!r}"
         raise refuse(place, rule, f"name another column, correct the row, or {SKIP}")
     return value
 
@@ -167,12 +167,12 @@ def _completion(row: Row, place: str) -> list[Message]:
         prompt = "" if isinstance(row["completion"], str) else []
     for name, value in (("prompt", prompt), ("completion", completion)):
         if is_json_chat(value):
-            raise refuse(place, f"its {name} holds {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")
+            raise refuse(place, f"its {name} contains {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-            raise _wrong(place, name, value, "a list of messages, or both must be texts")
+            raise _wrong(place, name, value, "a list of messages (or prompt and completion both text)")
     return [*map(_unlearned, prompt), *completion]
 
 
@@ -181,7 +181,7 @@ def _unlearned(message: Any) -> Message:
 
 
 def _wrong(place: str, name: str, value: Any, expected: str) -> Refusal:
-    rule = f"its {name} holds {type(value).__name__} {str(value)[:40]!r}, which must be {expected}"
+    rule = f"its {name} must be {expected}, not {type(value).__name__} {str(value)[:40]!r}"
     return refuse(place, rule, f"name the column of the chats with --messages_field, correct the row, or {SKIP}")
 
 
@@ -193,7 +193,7 @@ def tools_of(value: Any, place: str) -> list[Any]:
     except (ValueError, TypeError) as error:
         raise refuse(place, f"its tools cannot be read: {error}", f"write a JSON list of tools, or {SKIP}") from error
     if not all(isinstance(tool, dict) for tool in tools):
-        rule = f"its tools hold {str(tools)[:40]!r}, not descriptions of tools"
+        rule = f"its tools must be a list of tool descriptions, not {str(tools)[:40]!r}"
         raise refuse(place, rule, f"write a JSON list of objects, or {SKIP}")
     return tools
 
@@ -220,8 +220,8 @@ def messages_of(chat: Any, place: str, more_roles: Collection[str] = ()) -> list
     Raises `Refusal` for an unreadable message, and for a role that is neither in `ROLES` nor in `more_roles`.
     """
     if not isinstance(chat, list) or not chat:
-        rule = f"a chat must be a list of messages, this is {type(chat).__name__} {str(chat)[:40]!r}"
-        raise refuse(place, rule, "check --messages_field")
+        rule = f"a chat must be a list of messages, not {type(chat).__name__} {str(chat)[:40]!r}"
+        raise refuse(place, rule, "name the column of the chats with --messages_field")
     try:
         messages = [_message(message) for message in chat]
     except _Unreadable as error:
@@ -236,7 +236,7 @@ class UnknownRole(Refusal):
     """The refusal of an unknown role; `met` are the roles in the chat."""
 
     def __init__(self, place: str, role: str, met: Iterable[str]):
-        roles = f"the roles of these rows are {', '.join(sorted(met))}, the known roles are {', '.join(ROLES)}"
+        roles = f"these rows use the roles {', '.join(sorted(met))}, and the known roles are {', '.join(ROLES)}"
         fix = f"rename the roles in the rows (an answer has the role assistant), or {SKIP}"
         super().__init__(refuse(place, f"a message has the role {role!r}; {roles}", fix).problems)
         self.place, self.role, self.met = place, role, set(met)
@@ -255,19 +255,19 @@ def _message(message: Any) -> Message:
         message = _of_sharegpt(message)
     fix = "convert the rows to that form"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _Unreadable(f"a message must hold the strings 'role' and 'content', this is {str(message)[:60]}", fix)
+        raise _Unreadable(f"a message requires the strings 'role' and 'content', but this one is {str(message)[:60]}", fix)
     made = {key: value for key, value in message.items() if value is not None and key not in ("weight", "train", "training")}
     if not made.get("tool_calls"):
         made.pop("tool_calls", None)
     elif not isinstance(made["tool_calls"], list) or not all(_is_call(call) for call in made["tool_calls"]):
         given = str(made["tool_calls"])[:60]
-        rule = f"the tool_calls of a message must be a list of functions with a name, these are {given}"
+        rule = f"the tool_calls of a message must be a list of named functions, not {given}"
         raise _Unreadable(rule, fix)
     content = _text(made.get("content"))
     if content is None:
         speaks = "tool_calls" in made or any(isinstance(made.get(key), str) for key in THOUGHTS)
         if made.get("content") is not None or not speaks:
-            rule = f"a message must hold the strings 'role' and 'content', this is {str(message)[:60]}"
+            rule = f"a message requires the strings 'role' and 'content', but this one is {str(message)[:60]}"
             raise _Unreadable(rule, f"{fix} (a list of text parts or tool_calls is also accepted)")
         content = ""
     made["content"] = content
@@ -313,9 +313,9 @@ def _trained(message: Message) -> bool | None:
         is_wrong_type = isinstance(value, bool) == (key == "weight")
         if is_wrong_type or value not in (0, 1):
             values = "0 or 1" if key == "weight" else "true or false"
-            raise _Unreadable(f"the {key} of a message must be {values}, this is {value!r}", "write one of these")
+            raise _Unreadable(f"the {key} of a message must be {values}, not {value!r}", f"write {values}")
     if len({bool(value) for value in found.values()}) > 1:
-        raise _Unreadable(f"a message must not be both learned and excluded: {found}", "keep one of these keys")
+        raise _Unreadable(f"a message cannot be both trained on and excluded: {found}", "keep only one of these keys")
     return bool(next(iter(found.values()))) if found else None
 
 

@@ -45,8 +45,8 @@ class ChatTemplate:
             try:
                 templates[has_tools] = self.tokenizer.get_chat_template(None, [{}] if has_tools else None)
             except ValueError as error:
-                rule = "has several chat templates without a default"
-                raise refuse("--tokenizer", rule, "name one of them `default` in its chat_template") from error
+                rule = "has several chat templates and none named `default`"
+                raise refuse("--tokenizer", rule, "rename one of them to `default` in its chat_template") from error
         return templates
 
     @functools.cached_property
@@ -72,8 +72,8 @@ class ChatTemplate:
         written = lambda call: repr(day.strftime(call["format"]))  # noqa: E731
         found = {key: TODAY.sub(written, source) for key, source in self.sources.items()}
         if any(re.search(r"strftime_now\s*\(", COMMENT.sub("", source)) for source in found.values()):
-            rule = "its chat template computes the format of today's date, which must stay the same for the whole run"
-            raise refuse("--tokenizer", rule, "write the format as a string: strftime_now('%d %B %Y')")
+            rule = "its chat template computes the date format, but the date text must not change during a run"
+            raise refuse("--tokenizer", rule, "write the format as a literal string in the template: strftime_now('%d %B %Y')")
         return found
 
     # Rendering ----------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def _sample_chat(turns: int) -> list[Message]:
 
 
 def _not_found(place: str, number: int) -> Refusal:
-    rule = "the chat template changes this answer, so that its tokens cannot be found"
+    rule = "the chat template changes this answer, so its tokens cannot be located"
     fix = "compare the row with the template, or leave the row out (--bad_rows skip)"
     return refuse(f"{place}, message {number + 1}", rule, fix)
 

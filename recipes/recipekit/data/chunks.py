@@ -82,7 +82,7 @@ def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes,
             return None
     except OSError as error:
         if token_cache != "auto":
-            raise refuse(f"--token_cache {token_cache}", f"cannot be made: {error.strerror}", "name a folder you may write to, or off") from error
+            raise refuse(f"--token_cache {token_cache}", f"cannot be made: {error.strerror}", "name a folder that you can write to, or use off") from error
         LOG.warning("tokens are not kept: %s", error)
         return None
     return folder
@@ -286,13 +286,15 @@ class Reader:
     def _ready(self, encoder: Encoder, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
         """Makes a chunk of documents that are tokens already; the tokens are taken as they are."""
         if encoder.chats:
-            raise refuse("--dataset", "task sft needs chats, this column holds tokens", "name the column of the chats with --messages_field")
+            raise refuse("--dataset", "task sft requires chats, but this column contains token ids", "name the column of the chats with --messages_field")
         end, vocabulary = row + len(lists), encoder.vocabulary
         told: list[str] = []
         if wrong := wrong_tokens(lists, vocabulary):
             for number, token in wrong:
-                rule = f"holds token {'null' if token is None else token}, the tokenizer has 0 to {vocabulary - 1}"
-                problem = refuse(self.source.place(part, group, row + number), rule, "use the tokenizer (--tokenizer) that made these tokens, or mend the row")
+                rule = f"contains token {'null' if token is None else token}, but the tokenizer's ids are 0 to {vocabulary - 1}"
+                problem = refuse(
+                    self.source.place(part, group, row + number), rule, "use the tokenizer that made these tokens (--tokenizer), or correct the row"
+                )
                 self.refuse_unless_skipped(problem)
                 told.append(str(problem))
             lists = lists.take(pa.array(np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])))

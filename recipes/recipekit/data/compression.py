@@ -59,11 +59,11 @@ def check_text(file: Path) -> None:
     if inner := compressed_as(begin):
         raise refuse(str(file), f"is compressed twice: {inner} in {outer}", "decompress it once")
     if other := next((name for sign, name in UNREAD.items() if begin.startswith(sign)), ""):
-        raise refuse(str(file), f"is compressed with {other}, which is not read", "decompress it, or compress it with gzip or zstd instead")
+        raise refuse(str(file), f"is compressed with {other}, which is not supported", "decompress it, or compress it with gzip or zstd instead")
     for sign, (name, ending) in OTHER_SIGNS.items():
         if begin.startswith(sign):
-            fix = f"{'decompress it, and ' * bool(outer)}rename it to end in {ending}, or fetch the right file"
-            raise refuse(str(file), f"holds {name}, and its ending says text", fix)
+            fix = f"{'decompress it and ' * bool(outer)}rename it to end in {ending}, or download the correct file"
+            raise refuse(str(file), f"contains {name}, but its ending says text", fix)
 
 
 def decompressed(stream: BinaryIO, compression: str) -> Any:

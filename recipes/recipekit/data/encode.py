@@ -53,15 +53,15 @@ class Counts(NamedTuple):
         where, skip = f"--dataset, the first {self.rows:,} rows", "or train on the rest with --bad_rows skip"
         found = []
         if self.cut > MOST * self.rows:
-            rule = f"{self.cut:,} chats are longer than seq_len = {seq_len}, which cuts off their ends"
+            rule = f"{self.cut:,} chats are longer than seq_len = {seq_len}, so their ends are cut off"
             found.append(Problem(where, rule, f"use a longer --seq_len, {skip}"))
         if self.barren > MOST * self.rows:
-            needed = "an answer has the role assistant, is not excluded by weight or train, and begins within --seq_len tokens"
-            found.append(Problem(where, f"{self.barren:,} chats have no answer to learn", f"{needed}: change the rows, {skip}"))
+            needed = "an answer must have the role assistant, must not be excluded by weight or train, and must begin within --seq_len tokens"
+            found.append(Problem(where, f"{self.barren:,} chats have no answer to train on", f"change the rows ({needed}), {skip}"))
         if self.dropped > MOST * self.said:
             share = f"{self.dropped / self.said:.0%}"
             rule = f"the chat template leaves out {share} of the answers' text (thoughts, calls or content)"
-            found.append(Problem(where, rule, f"use a tokenizer whose chat template writes it, {skip}"))
+            found.append(Problem(where, rule, f"use a tokenizer whose chat template includes it, {skip}"))
         return found
 
     @property

@@ -45,7 +45,7 @@ def local_files(dataset: str, pictures: bool = False, split: str = TRAIN, subset
             problems += refusal.problems
             continue
         if not found:
-            problems.append(Problem(f"--dataset {part}", "there is no such file", "check the path; a hub id is ORG/NAME"))
+            problems.append(Problem(f"--dataset {part}", "the file does not exist", "check the path, or give a hub id as ORG/NAME"))
         files.update(dict.fromkeys(found))
     if problems:
         raise Refusal(problems)
@@ -60,7 +60,7 @@ def _check_addresses(dataset: str) -> None:
         if not address or address.startswith(("http://", "https://")):
             continue
         if "://" not in address:
-            raise refuse(f"--dataset {address}", "is a path, and cannot be combined with addresses", "give paths only, or addresses only")
+            raise refuse(f"--dataset {address}", "a path cannot be combined with addresses", "give paths only, or addresses only")
         fixes = {"hf": "give the hub id, ORG/NAME", "file": f"give the path, {address.partition('://')[2]}"}
         fix = fixes.get(address.partition("://")[0], "mount it or copy it to a local folder, and give that path")
         raise refuse(f"--dataset {address.partition('?')[0]}", "only https:// and http:// addresses can be read", fix)
@@ -69,10 +69,12 @@ def _check_addresses(dataset: str) -> None:
 def _check_whole(part: str, split: str, subset: str) -> None:
     """Raise `Refusal` for a split or a subset of a file, a glob or an address, whose rows are all of the split train."""
     if split != TRAIN:
-        raise refuse(f"--split {split}", f"{part} is no folder, and all its rows are of the split {TRAIN}", f"use --split {TRAIN}, or name a folder")
+        raise refuse(f"--split {split}", f"{part} is not a folder, so all its rows are in the split {TRAIN}", f"use --split {TRAIN}, or name a folder")
     if subset not in ("", DEFAULT):
         raise refuse(
-            f"--subset {subset}", f"{part} is no folder and has no subsets", "leave --subset out; a part of a mixture may have its own, NAME=FOLDER:SUBSET@1"
+            f"--subset {subset}",
+            f"{part} is not a folder, so it has no subsets",
+            "omit --subset; in a mixture, set the subset of a folder with NAME=FOLDER:SUBSET@1",
         )
 
 
@@ -106,9 +108,9 @@ def _of_folder(folder: Path, pictures: bool, split: str, subset: str) -> FolderF
         splits = {TRAIN: data}
     if split in of_names and split not in splits and is_saved(folder, data):
         others = f"use --split {' or --split '.join(splits)}, or " if splits else ""
-        raise refuse(f"--dataset {folder}", f"its split {split} was saved without a row", f"{others}give other data")
+        raise refuse(f"--dataset {folder}", f"its split {split} was saved without rows", f"{others}use other data")
     if splits and split not in splits:
-        rule = f"{folder} has no such split, only {', '.join(splits)}"
+        rule = f"{folder} does not have this split, only {', '.join(splits)}"
         every = folder / f"**/*{suffix(next(file for files in splits.values() for file in files))}"
         raise refuse(f"--split {split}", rule, f"use --split {next(iter(splits))}, or name the files, for example --dataset '{every}'")
 
@@ -127,15 +129,15 @@ def _check_folder(folder: Path, files: list[Path], of_split: tuple[Path, ...], p
     """Raise `Refusal` if a folder holds no files for any task, or files of sound, or pictures with columns of their own."""
     where = f"--dataset {folder}"
     media = [file for file in of_split if suffix(file) in MEDIA]
-    known = f"{', '.join(KINDS)}{', or pictures in a folder for each class' if pictures else ''}"
+    known = f"{', '.join(KINDS)}{', or images in one folder per class' if pictures else ''}"
     if media and len(media) >= len(files):
-        rule = f"holds {MEDIA[suffix(media[0])]} ({count_endings(media)}), which no task reads"
-        raise refuse(where, rule, "name the text files in it, if you want these")
+        rule = f"contains {MEDIA[suffix(media[0])]} ({count_endings(media)}), which no task supports"
+        raise refuse(where, rule, "to train on its text files, name them")
     if not files:
-        raise refuse(where, f"holds no file of a known kind: {known}", "convert its files to one of these")
+        raise refuse(where, f"contains no supported files ({known})", "convert its files to one of these")
     metadata = [file for file in of_split if file.name in METADATA]
     if metadata and pictures and suffix(files[0]) in PICTURES:
-        rule = f"holds {metadata[0].name}, whose columns belong to its pictures, and such files are not read"
+        rule = f"contains {metadata[0].name} with columns for its images, which is not supported"
         convert = f"datasets.load_dataset('imagefolder', data_dir={str(folder)!r}, split={split!r}).to_parquet('pictures.parquet')"
         raise refuse(where, rule, f"convert the folder with {convert}, and name that file")
 
@@ -213,21 +215,21 @@ def picture_classes(files: list[Path], dataset: str) -> list[str]:
     """
     folders = folders_of(files)
     classes = sorted({folder.name for folder in folders})
-    fix = "put the pictures into a folder for each class, FOLDER/CLASS/PICTURE.png, and name FOLDER"
+    fix = "put the images into one folder per class (FOLDER/CLASS/IMAGE.png), and name FOLDER"
     for root in (path for part in _parts(dataset) if (path := Path(part).expanduser()).is_dir()):
         inside = [folder for folder in folders if folder.is_relative_to(root)]
         if root in inside:
-            raise refuse(f"--dataset {root}", "holds pictures that lie in no folder of a class", fix)
+            raise refuse(f"--dataset {root}", "contains images outside the class folders", fix)
         if deep := [folder for folder in inside if len(folder.parts) != len(inside[0].parts)]:
-            rule = f"its folders of classes are not equally deep: {inside[0].relative_to(root)} and {deep[0].relative_to(root)}"
-            raise refuse(f"--dataset {root}", rule, f"name the folder above the classes, for example {deep[0].parent}")
+            rule = f"its class folders must be at the same depth, not {inside[0].relative_to(root)} and {deep[0].relative_to(root)}"
+            raise refuse(f"--dataset {root}", rule, f"name the parent folder of the classes, for example {deep[0].parent}")
         if len(classes) == 1:
             break
         children = {child for parent in {folder.parent for folder in inside} for child in parent.iterdir() if child.is_dir()}
         if empty := sorted(child for child in children.difference(inside) if not is_left_out(child.name, True)):
-            raise refuse(f"--dataset {root}", f"the folder of the class {empty[0].name} holds no picture", "fill it, or delete it")
+            raise refuse(f"--dataset {root}", f"the folder of the class {empty[0].name} contains no images", "add images to it, or delete it")
     if len(classes) == 1:
-        raise refuse(f"--dataset {dataset}", f"all its pictures are of one class, {classes[0]}", fix)
+        raise refuse(f"--dataset {dataset}", f"must have at least two classes, not only {classes[0]}", fix)
     return classes
 
 

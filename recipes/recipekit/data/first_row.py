@@ -42,8 +42,8 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
             check_pointer(file, file.read_bytes())
     size = sum(file.stat().st_size for file in files) if kind in ("text", "lines") else 0
     if kind in ("text", "lines") and size <= FIRST_BYTES and _all_empty(files, kind, request):
-        rule = "holds no document: each row is empty (null, no text or blank)"
-        raise refuse(f"--dataset {dataset}", rule, f"give other data{f', or name the column with --{request.fields[0]}' if kind == 'lines' else ''}")
+        rule = "contains no document: every row is empty (null, no text or blank)"
+        raise refuse(f"--dataset {dataset}", rule, f"use other data{f', or name the column with --{request.fields[0]}' if kind == 'lines' else ''}")
     if request.skip:
         return
     columns, place = request.columns, f"{files[0]}, row 1"
@@ -105,21 +105,21 @@ def check_kind(kind: str, files: list[Path], dataset: str, request: Request) -> 
         raise no_table(dataset, request)
     if kind == "pictures" and request.names != ("image", "label"):
         fixing = [task for task, facts in TASKS.items() if facts.columns == ("image_field", "label_field")]
-        raise refuse(where, f"holds pictures, which task {request.task} does not take", f"use --task {' or '.join(fixing)}, or give other data")
+        raise refuse(where, f"contains images, which task {request.task} does not support", f"use --task {' or '.join(fixing)}, or use other data")
     if kind == "pictures":
         picture_classes(files, dataset)
 
 
 def no_table(dataset: str, request: Request) -> Refusal:
-    rule = f"is text, and task {request.task} needs rows with the columns {', '.join(request.columns)}"
-    return refuse(f"--dataset {dataset}", rule, f"give Parquet, Arrow or JSON lines{', or pictures in a folder for each class' * ('image' in request.names)}")
+    rule = f"is text, but task {request.task} requires rows with the columns {', '.join(request.columns)}"
+    return refuse(f"--dataset {dataset}", rule, f"use Parquet, Arrow or JSON lines{', or images in one folder per class' * ('image' in request.names)}")
 
 
 def _check_sample(row: dict[str, Any], place: str) -> None:
     """Raises `Refusal` for a picture that cannot be decoded, a class that is no number, and a chat of a pair that is a text."""
     for name in row.keys() & {"prompt", "chosen", "rejected"}:
         if is_json_chat(row[name]):
-            raise refuse(place, f"its {name} holds {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")
+            raise refuse(place, f"its {name} contains {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")
     if not row.keys() & {"image", "label"} or ("image" in row and is_empty(row["image"])):
         return
     from .pictures import class_number, opened  # which nothing but a sample needs
@@ -129,7 +129,7 @@ def _check_sample(row: dict[str, Any], place: str) -> None:
             if name in row:
                 check(row[name])
         except (TypeError, ValueError) as error:
-            raise refuse(place, f"its {name} {error}", f"name another column with --{name}_field, mend the row, or {SKIP}") from error
+            raise refuse(place, f"its {name} {error}", f"name another column with --{name}_field, correct the row, or {SKIP}") from error
 
 
 def _head(file: Path) -> bytes:
@@ -173,11 +173,11 @@ def _check_document(file: Path, line: bytes, alone: bool, columns: tuple[str, ..
         rows = found[1] if (found := _ROWS.match(text)) and found[1] not in read else ""
 
     if text.startswith("[") and (row is None or alone):
-        rule, field = "is one JSON list, not an object in each line", ""
+        rule, field = "must have one JSON object per line, but is a single JSON list", ""
     elif rows and (row is None or alone):
-        rule, field = f"is one JSON object with its rows in {rows!r}, not an object in each line", f", field={rows!r}"
+        rule, field = f"must have one JSON object per line, but is a single object with its rows in {rows!r}", f", field={rows!r}"
     elif row is None and line.strip() == b"{":
-        rule, field = "has JSON objects over several lines, not an object in each line", ""
+        rule, field = "must have one JSON object per line, but its objects span several lines", ""
     else:
         return
     convert = f"datasets.load_dataset('json', data_files={str(file)!r}{field}, split='train').to_json('rows.jsonl')"
@@ -225,4 +225,8 @@ def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[s
 
 
 def no_chats(dataset: str) -> Refusal:
-    return refuse(f"--dataset {dataset}", "task sft needs chats, these are text files", "give JSONL or Parquet with --messages_field")
+    return refuse(
+        f"--dataset {dataset}",
+        "task sft requires chats, but these are text files",
+        "use JSONL or Parquet, and name the column of the chats with --messages_field",
+    )

@@ -87,7 +87,7 @@ def _rows_of_a_rank(request: Request, count: int, documents: str, dp: int, say: 
     """Computes how many rows each rank has, those included that only fill up. Raises `Refusal` if none is held out."""
     mine = -(-count // (dp * request.micro_batch)) * request.micro_batch
     if not count:
-        raise refuse(f"--dataset {request.dataset}", "is so small that its held-out 1 % is empty", "use --eval_every 0, or more data")
+        raise refuse(f"--dataset {request.dataset}", "is too small: the 1 % held out for evaluation is empty", "use --eval_every 0, or add more data")
     if count < request.eval_rows:
         say(f"evaluation has {count} rows, not eval_rows = {request.eval_rows}: the held-out 1 % of the {documents} holds no more")
     return mine

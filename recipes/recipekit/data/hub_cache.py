@@ -48,7 +48,7 @@ def cached_source(domain: Domain, commit: str, split: str, wanted: Wanted, mark:
         if isinstance(error, Refusal):
             raise
         rule = f"its cached commit {commit} cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        fix = f"download all files where there is a network: hf download --repo-type dataset {domain.dataset} --revision {commit}"
+        fix = f"download all files on a machine with network access: hf download --repo-type dataset {domain.dataset} --revision {commit}"
         raise refuse(where, rule, fix) from error
     names = tuple(f"{domain.dataset}, shard {number} of {dataset.num_shards}" for number in range(dataset.num_shards))
     return streamed_source(dataset, names, wanted, mark, patience)
@@ -63,7 +63,7 @@ def check_shards(where: str, files: Iterable[str], dataset: str, commit: str) ->
     for (name, count), numbers in found.items():
         if len(numbers) < int(count):
             rule = f"the cache has {len(numbers)} of the {int(count)} files {Path(name).name} of commit {commit}"
-            fix = f"download all files where there is a network: hf download --repo-type dataset {dataset} --revision {commit}"
+            fix = f"download all files on a machine with network access: hf download --repo-type dataset {dataset} --revision {commit}"
             raise refuse(where, rule, fix)
 
 

@@ -39,12 +39,16 @@ def kind_of(files: list[Path], dataset: str) -> str:
     kinds = {KINDS.get(ending, "pictures" if ending in PICTURES else "") for ending in {suffix(file) for file in files}}
     if "" in kinds:
         odd = next(file for file in files if suffix(file) not in (*KINDS, *PICTURES))
-        fix = f"convert it to one of {', '.join(KINDS)}"
+        fix = f"convert the file to one of {', '.join(KINDS)}"
         if suffix(odd) not in OTHER_KINDS:
-            raise refuse(f"--dataset {odd}", "the ending does not say what is in it", f"{fix}, or rename it if it is one")
-        raise refuse(f"--dataset {odd}", f"{suffix(odd)} is not read", fix)
+            raise refuse(
+                f"--dataset {odd}", "the file format is not clear from the ending", f"{fix}, or rename the file if it already has one of these formats"
+            )
+        raise refuse(f"--dataset {odd}", f"{suffix(odd)} files are not supported", fix)
     if len(kinds) > 1:
-        raise refuse(f"--dataset {dataset}", f"holds files of several kinds: {', '.join(sorted(kinds))}", "name those of one kind, for example FOLDER/*.jsonl")
+        raise refuse(
+            f"--dataset {dataset}", f"contains files of several formats: {', '.join(sorted(kinds))}", "name the files of one format, for example FOLDER/*.jsonl"
+        )
     return kinds.pop()
 
 

@@ -8,7 +8,7 @@ from ..paths import is_there
 from ..refusal import Problem, Refusal
 
 _DOMAIN = re.compile(r"\s*([A-Za-z][\w-]*)\s*=(.+)@([^@]+)", re.DOTALL)
-_FORM = 'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70; docs=docs@30"; 70|1000:50 is 70, and 50 from step 1000 on'
+_FORM = 'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70; docs=docs@30"; the weight 70|1000:50 is 70, and 50 from step 1000'
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,22 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
         found = _DOMAIN.fullmatch(part)
         weights = _weights(found[3]) if found else None
         if found is None or weights is None:
-            problems.append(Problem(f"--dataset: {part.strip()!r}", "is no part of a mixture", _FORM))
+            problems.append(Problem(f"--dataset: {part.strip()!r}", "is not a valid part of a mixture", _FORM))
             continue
         corpus = found[2].strip()
         name, _, own = corpus.rpartition(":") if _has_subset(corpus) else (corpus, "", "")
         domains.append(Domain(found[1], name, own or subset, weights))
         problems += filter(None, [_blank_entry(name, found[1])])
     names = [domain.name for domain in domains]
-    problems += [Problem(f"--dataset: {name}", "names two corpora of the mixture", "give each its own name") for name in set(names) if names.count(name) > 1]
+    problems += [
+        Problem(f"--dataset: {name}", "is the name of two corpora in the mixture", "give each corpus its own name")
+        for name in set(names)
+        if names.count(name) > 1
+    ]
     steps = {first for domain in domains for first, _ in domain.weights}
     for step in sorted(steps):
         if not problems and sum(domain.weight(step) for domain in domains) <= 0:
-            problems.append(Problem(f"--dataset, from step {step} on", "all weights of the mixture are 0", "give one of them a weight"))
+            problems.append(Problem(f"--dataset, from step {step} on", "all weights of the mixture are 0", "give at least one corpus a positive weight"))
     if problems:
         raise Refusal(problems)
     return domains

@@ -95,12 +95,12 @@ def answers_of(row: Row, roles: Collection[str] = ()) -> tuple[str | Messages, s
     """
     chosen, rejected, prompt = _content("chosen", row["chosen"], roles), _content("rejected", row["rejected"], roles), row.get("prompt")
     if type(chosen) is not type(rejected):
-        raise ValueError("of its two answers one is a text, and one a list of messages")
+        raise ValueError("its two answers must both be text or both be lists of messages")
     prompt = None if prompt is None else _content("prompt", prompt, roles)
     if chosen == rejected:
-        raise ValueError("its chosen and its rejected answer are equal")
+        raise ValueError("its chosen and rejected answers are identical")
     if isinstance(chosen, str) and isinstance(prompt, list):
-        raise ValueError("its prompt is a list of messages, and its answers are texts")
+        raise ValueError("its prompt is a list of messages, but its answers are text")
     if prompt is not None and type(prompt) is type(chosen):
         return prompt, chosen, rejected
     shared = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
@@ -113,11 +113,11 @@ def answers_of(row: Row, roles: Collection[str] = ()) -> tuple[str | Messages, s
 
 def _content(name: str, value: Any, roles: Collection[str]) -> str | Messages:
     if is_json_chat(value):
-        raise ValueError(f"its {name} holds {JSON_CHAT[0]}; {JSON_CHAT[1]}")
+        raise ValueError(f"its {name} contains {JSON_CHAT[0]}; {JSON_CHAT[1]}")
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"its {name} holds {type(value).__name__} {str(value)[:40]!r} where a text or a list of messages should be")
+        raise ValueError(f"its {name} must be text or a list of messages, not {type(value).__name__} {str(value)[:40]!r}")
     try:
         return messages_of(value, f"its {name}", roles) if value else []
     except Refusal as problem:
@@ -139,20 +139,20 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
         whole = [ids if ids and ids[-1] == end else [*ids, end] for ids in whole]
     else:
         if not prompt:
-            raise ValueError("its answers have no prompt: their first messages differ already")
+            raise ValueError("its answers have no common prompt: their first messages already differ")
         for name, answer in (("chosen", chosen), ("rejected", rejected)):
             if not all(learned(message) for message in answer if isinstance(message, dict)):
-                raise ValueError(f"its {name} answer has a message with weight 0 or train false, and whole answers are compared")
+                raise ValueError(f"its {name} answer has a message with weight 0 or train false, but a pair compares full answers")
         begin, *whole = _rendered(pairs.template, [prompt, prompt + list(chosen), prompt + list(rejected)], _tools_of(row))
     if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
-        raise ValueError(f"it holds token {highest}, and the model has embeddings for 0 to {count - 1}; resize_token_embeddings adds them")
+        raise ValueError(f"it contains token {highest}, but the model has embeddings for 0 to {count - 1} only; add more with resize_token_embeddings")
     start = min(_common(begin, ids) for ids in whole)
     if (longest := max(map(len, whole))) > pairs.seq_len:
-        raise ValueError(f"it takes {longest} tokens, more than seq_len = {pairs.seq_len}; --seq_len {longest} holds it")
+        raise ValueError(f"it has {longest} tokens, more than seq_len = {pairs.seq_len}; use --seq_len {longest} or more")
     if min(map(len, whole)) <= max(start, 1):
-        raise ValueError("one of its answers has no token that could be predicted")
+        raise ValueError("one of its answers has no token to predict")
     if whole[0] == whole[1]:
-        raise ValueError("its chosen and its rejected answer have the same tokens")
+        raise ValueError("its chosen and rejected answers have the same tokens")
     return start, whole[0], whole[1]
 
 
@@ -167,7 +167,7 @@ def _rendered(template: ChatTemplate, chats: list[Any], tools: list[Any] | None)
     """Renders chats, the first of them up to where the answer begins, and encodes them."""
     tokenizer = template.tokenizer
     if not tokenizer.chat_template:
-        raise ValueError("it holds messages, and the tokenizer has no chat template")
+        raise ValueError("it contains messages, but the tokenizer has no chat template")
     try:
         texts = [template.render(chat, tools, prompt=number == 0) for number, chat in enumerate(chats)]
     except UNRENDERABLE as error:

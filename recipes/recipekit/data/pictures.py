@@ -23,7 +23,7 @@ def opened(value: Any) -> Image.Image:
     try:
         return _decoded(value)
     except BROKEN as error:  # Pillow's decoders raise any of these
-        raise ValueError(f"is no picture: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
+        raise ValueError(f"is not a readable image: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
 
 
 def _decoded(value: Any) -> Image.Image:
@@ -36,25 +36,25 @@ def _decoded(value: Any) -> Image.Image:
     image = Image.open(io.BytesIO(value))
     image.load()
     if image.mode.startswith(DEEP):
-        raise ValueError(f"it has more than 8 bits a channel (mode {image.mode})")
+        raise ValueError(f"it has more than 8 bits per channel (mode {image.mode})")
     ImageOps.exif_transpose(image, in_place=True)
     return image
 
 
 def _file(path: Any) -> Path:
     if not isinstance(path, str) or "://" in path:
-        raise ValueError(f"the row holds no bytes of it, but path {path!r}")
+        raise ValueError(f"the row contains no image bytes, only the path {path!r}")
     return Path(path)
 
 
 def _pixels(value: Any) -> np.ndarray:
     if not isinstance(value, list | np.ndarray):
-        raise TypeError(f"{type(value).__name__} {str(value)[:40]!r} is neither an encoded file nor rows of pixels")
+        raise TypeError(f"{type(value).__name__} {str(value)[:40]!r} must be an encoded image file or rows of pixels")
     pixels = np.asarray(value)
     if pixels.dtype.kind not in "iu" or not pixels.size or pixels.min() < 0 or pixels.max() > 255:
         raise ValueError("pixels must be whole numbers from 0 to 255")
     if pixels.ndim != 2 and (pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4)):
-        raise ValueError(f"pixels of shape {pixels.shape} are neither (H, W) nor (H, W, 1, 3 or 4)")
+        raise ValueError(f"pixels must have the shape (H, W) or (H, W, 1, 3 or 4), not {pixels.shape}")
     return np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels, dtype=np.uint8)
 
 
@@ -63,4 +63,4 @@ def class_number(value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"holds {type(value).__name__} {str(value)[:40]!r} where the number of a class should be") from None
+        raise TypeError(f"must be a class number, not {type(value).__name__} {str(value)[:40]!r}") from None

@@ -69,7 +69,7 @@ class Stream:
                 self._ahead = RuntimeError("the stream is closed") if self._closed.is_set() else self._queue.get(timeout=1)
             except queue.Empty:
                 if not alive:
-                    self._ahead = RuntimeError("the thread that reads the data has died without saying why")
+                    self._ahead = RuntimeError("the data thread died without an error")
         return self._ahead if isinstance(self._ahead, BaseException) else None
 
     def first_ahead(self) -> list[MicroBatch]:

@@ -81,9 +81,9 @@ def check_token(tokenizer: Any, token: int, where: str) -> None:
     """Raise `Refusal` if `token`, the highest one met at `where`, has no embedding."""
     if token < (count := num_embeddings(tokenizer)):
         return
-    known = f"the tokenizer has {len(tokenizer)} tokens, and the model has embeddings for 0 to {count - 1}"
+    known = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for 0 to {count - 1}"
     fix = f"call resize_token_embeddings({len(tokenizer)}) of the model, save it, and use that folder; or use another --tokenizer"
-    raise refuse(where, f"holds token {token} ({tokenizer.convert_ids_to_tokens(token)!r}): {known}", fix)
+    raise refuse(where, f"contains token {token} ({tokenizer.convert_ids_to_tokens(token)!r}): {known}", fix)
 
 
 def tokenizer_here(model: str, tokenizer: str, revision: str) -> str | None:
@@ -118,7 +118,7 @@ def byte_tokenizer(masked: bool = False) -> PreTrainedTokenizerFast:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """Names the token that fills a row; it never carries loss, and no other token attends to it."""
+    """Names the padding token; it never carries loss, and no other token attends to it."""
     own = tokenizer.pad_token_id
     return own if own is not None and own < num_embeddings(tokenizer) else tokenizer.eos_token_id
 
@@ -133,8 +133,8 @@ def encode(tokenizer: Any, texts: list[str], places: Sequence[str] = (), **optio
     if problem is None:
         return found
     alone = (place for text, place in zip(texts, places, strict=False) if _attempt(tokenizer, [text], options)[1])
-    rule = f"the tokenizer has no token for a part of this text, and no token for unknown parts ({problem})"
-    raise refuse(next(alone, "--dataset"), rule, "use a tokenizer with an unknown token, change the row, or leave it out (--bad_rows skip)")
+    rule = f"the tokenizer cannot encode part of this text and has no token for unknown text ({problem})"
+    raise refuse(next(alone, "--dataset"), rule, "use a tokenizer with an unknown token, correct the row, or leave it out (--bad_rows skip)")
 
 
 def _attempt(tokenizer: Any, texts: list[str], options: dict[str, Any]) -> tuple[Any, Exception | None]:
@@ -174,20 +174,26 @@ def _samples(tokenizer: Any) -> Iterator[str]:
 def check_edges(edges: tuple[list[int], list[int]], seq_len: int) -> None:
     """Raises `Refusal` if the tokens that the tokenizer puts round a text leave no room in a row."""
     if seq_len <= (around := sum(map(len, edges))):
-        raise refuse(f"seq_len = {seq_len}", f"the tokenizer puts {around} tokens round each text, which leave no room", f"use --seq_len {around + 1} or more")
+        raise refuse(
+            f"seq_len = {seq_len}",
+            f"the tokenizer adds {around} special tokens to each text, which leaves no room for the text",
+            f"use --seq_len {around + 1} or more",
+        )
 
 
 def check_tokenizer(tokenizer: Any, task: str) -> None:
     """Raises `Refusal` if the tokenizer lacks what `task` needs."""
     if TASKS[task].masked:
         if tokenizer.mask_token_id is None or pad_id(tokenizer) is None:
-            missing = "mask token, which stands for what is hidden" if tokenizer.mask_token_id is None else "token that fills a row"
-            raise refuse("--tokenizer", f"has no {missing}", "use the tokenizer of a masked language model, or bytes")
+            missing = "mask token" if tokenizer.mask_token_id is None else "padding token"
+            raise refuse("--tokenizer", f"has no {missing}, but this task requires one", "use the tokenizer of a masked language model, or bytes")
         check_token(tokenizer, tokenizer.mask_token_id, "mask_token of --tokenizer")
         return
     if tokenizer.eos_token_id is None:
-        raise refuse("--tokenizer", "has no end-of-text token, which separates documents", "use the tokenizer of a causal language model")
+        raise refuse("--tokenizer", "has no end-of-text token to separate documents", "use the tokenizer of a causal language model")
     if TASKS[task].chats and not tokenizer.chat_template:
-        raise refuse("--tokenizer", "has no chat template, which task sft needs", "use the tokenizer of a chat model, or bytes")
+        raise refuse("--tokenizer", "has no chat template, but task sft requires one", "use the tokenizer of a chat model, or bytes")
     if TASKS[task].chats and not tokenizer.is_fast:
-        raise refuse("--tokenizer", "is a slow one, which cannot say where its tokens lie in the text", "use a fast tokenizer (tokenizer.json)")
+        raise refuse(
+            "--tokenizer", "must be a fast tokenizer: a slow one does not report the text positions of its tokens", "use a tokenizer with a tokenizer.json"
+        )

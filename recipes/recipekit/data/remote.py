@@ -71,7 +71,7 @@ class Patience:
                 tries += 1
                 waited = time.monotonic() - begun
                 if waited >= self.seconds:
-                    fix = "see that the server is well and this machine may reach it, and start again, it goes on from the last checkpoint (longer: --retry_s)"
+                    fix = "check the server and the connection, then start the run again: it resumes from the last checkpoint (to wait longer, use --retry_s)"
                     raise Unreachable(
                         refuse(where, f"{describe(error)}, {tries} times in {waited:.0f} s (--retry_s {self.seconds:g})", fix).problems
                     ) from error
@@ -82,7 +82,7 @@ class Patience:
                 if waited > SILENT and dist.is_initialized() and (rank := dist.get_rank()):
                     LOG.warning("rank %d: %s", rank, text)  # all the others wait for it
             if self.closed.wait(wait):
-                raise Unreachable(refuse(where, "is not asked again: the stream is closed", "open it anew").problems)
+                raise Unreachable(refuse(where, "cannot be retried: the stream is closed", "open the stream again").problems)
 
 
 def chain(error: BaseException) -> list[BaseException]:
@@ -137,11 +137,11 @@ def retry_after(error: BaseException) -> float:
 def describe(error: BaseException) -> str:
     """Names the fault below all others, in one line."""
     if (status := status_of(error)) is not None:
-        return f"the server answers {status} {http.client.responses.get(status, '')}".rstrip()
+        return f"the server returned {status} {http.client.responses.get(status, '')}".rstrip()
     links = chain(error)
     inner = [link for link in links if isinstance(link, NETWORK)][-1:] or links[:1]
     if isinstance(inner[0], http.client.IncompleteRead):
-        return "the answer ends before its announced end"
+        return "the response ended before its announced length"
     return (str(inner[0]).strip() or type(inner[0]).__name__).splitlines()[0]
 
 
@@ -228,7 +228,7 @@ def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
                 if answer.status != 206:
                     return _without_ranges(url, answer)
                 if len(answer.read()) != 1:
-                    raise ConnectionError("the server gave no byte of the one asked for")
+                    raise ConnectionError("the server returned no data for a request of one byte")
                 size = int(answer.headers["Content-Range"].rpartition("/")[2])
                 return RemoteFile(url, size, "" if pinned else version_of(answer.headers))
         except urllib.error.HTTPError as error:
@@ -241,7 +241,7 @@ def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, Refusal):
             raise
-        raise refuse(shown(url), f"cannot be read: {describe(error)}", "check the address, and that this machine may read it") from error
+        raise refuse(shown(url), f"cannot be read: {describe(error)}", "check the address and its permissions") from error
 
 
 def _without_ranges(url: str, answer: Any) -> RemoteFile:
@@ -249,9 +249,9 @@ def _without_ranges(url: str, answer: Any) -> RemoteFile:
     stated = answer.headers.get("Content-Length")
     size = int(stated) if stated else len(answer.read(WHOLE_BYTES + 1))
     if size > WHOLE_BYTES or answer.headers.get("Content-Encoding", "identity") != "identity":
-        rule = "the server does not give parts of a file (HTTP range requests)"
+        rule = "the server does not support HTTP range requests"
         if size > WHOLE_BYTES:
-            rule += f", and only files of up to {WHOLE_BYTES >> 20} MiB are read as a whole"
+            rule += f", and without them files must be at most {WHOLE_BYTES >> 20} MiB"
         raise refuse(shown(url), rule, "download the file and name its path")
     return RemoteFile(url, size, version_of(answer.headers), is_whole=True)
 
@@ -265,19 +265,19 @@ def _copy(file: RemoteFile) -> BinaryIO:
             raise _changed(file)
         content = answer.read(file.size + 1)
         if len(content) < file.size:  # with a limit, http.client does not notice the early end
-            raise ConnectionError(f"the server gave {len(content)} bytes of {file.size}")
+            raise ConnectionError(f"the server returned {len(content)} of {file.size} bytes")
         if len(content) > file.size:
             raise _changed(file)
     try:
         copy = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (closed when the cache drops it)
         copy.write(content)
     except OSError as error:
-        raise refuse(str(file), f"cannot be kept in {tempfile.gettempdir()}: {error.strerror}", "free space there, or set TMPDIR") from error
+        raise refuse(str(file), f"cannot be stored in {tempfile.gettempdir()}: {error.strerror}", "free space there, or set TMPDIR") from error
     return cast("BinaryIO", copy)
 
 
 def _changed(file: RemoteFile) -> Refusal:
-    return refuse(str(file), "has changed on the server since it was opened", "start anew with --out NEW, or bring the old file back")
+    return refuse(str(file), "has changed on the server since it was opened", "start a new run with --out NEW, or restore the old file")
 
 
 def fetch(file: RemoteFile, start: int, end: int) -> bytes:
@@ -288,12 +288,12 @@ def fetch(file: RemoteFile, start: int, end: int) -> bytes:
         size = int(answer.headers.get("Content-Range", "").rpartition("/")[2] or -1)
         changed = size != file.size or (file.version and version_of(answer.headers) != file.version)
         if answer.status != 206:
-            raise ConnectionError(f"the server answers {answer.status} where a part of the file was asked for")
+            raise ConnectionError(f"the server returned {answer.status} to a request for part of the file")
         if changed:
             raise _changed(file)
         content = answer.read()
         if len(content) != end - start:
-            raise ConnectionError(f"the server gave {len(content)} bytes of the {end - start} asked for")
+            raise ConnectionError(f"the server returned {len(content)} of {end - start} requested bytes")
         return content
 
 

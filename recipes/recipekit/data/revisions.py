@@ -16,8 +16,8 @@ def check_revisions(model: str, model_revision: str, dataset: str, dataset_revis
     """Refuse a revision of anything but a repository of the hub, and one revision for several data sets."""
     problems: list[Problem] = []
     if (revision := model_revision) and (Path(model).is_dir() or not is_hub_id(model)):
-        rule = f"model = {model} is a folder, which has no revisions"
-        problems.append(Problem(f"--model_revision {revision}", rule, "leave it out, or give a hub id (ORG/NAME)"))
+        rule = f"model = {model} is a folder, and a folder has no revisions"
+        problems.append(Problem(f"--model_revision {revision}", rule, "omit it, or give a hub id (ORG/NAME)"))
     if not (revision := dataset_revision):
         return problems
     try:
@@ -26,11 +26,11 @@ def check_revisions(model: str, model_revision: str, dataset: str, dataset_revis
     except Refusal:  # it is reported with the data set
         return problems
     if not names:
-        rule = f"--dataset {dataset} is not a data set of the hub, and only these have revisions"
-        problems.append(Problem(f"--dataset_revision {revision}", rule, "leave it out, or give a hub id (ORG/NAME)"))
+        rule = f"--dataset {dataset} is not a data set of the hub, and only hub data sets have revisions"
+        problems.append(Problem(f"--dataset_revision {revision}", rule, "omit it, or give a hub id (ORG/NAME)"))
     if len(names) > 1:
-        rule = f"--dataset names {len(names)} data sets of the hub ({', '.join(names)}), and a revision belongs to one"
-        problems.append(Problem(f"--dataset_revision {revision}", rule, "leave it out, or download the others and give their folders"))
+        rule = f"--dataset names {len(names)} data sets of the hub ({', '.join(names)}), but a revision applies to one"
+        problems.append(Problem(f"--dataset_revision {revision}", rule, "omit it, or download the others and give their folders"))
     return problems
 
 
@@ -54,5 +54,5 @@ def check_offline(model: str, revision: str, needed: bool) -> list[Problem]:
     if not is_offline(os.environ) or not needed or not model or no_name or is_local(model, revision):
         return []
     at = f" at {revision}" if revision else ""
-    rule = f"there is no such folder, it is not in the cache {cache_folder()}{at}, and HF_HUB_OFFLINE forbids to download it"
+    rule = f"the folder does not exist, the model is not in the cache {cache_folder()}{at}, and HF_HUB_OFFLINE prevents a download"
     return [Problem(f"model = {model}", rule, f"check the path, or {not_cached(model, revision)}")]

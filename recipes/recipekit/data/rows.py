@@ -19,7 +19,10 @@ def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
     if error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "is UTF-16, not UTF-8", f"convert the file (iconv -f utf-16 -t utf-8), or {SKIP}"
     if name := compressed_as(error.object[:SIGN_BYTES]):
-        return f"is compressed ({name}) where text must be", "let an address end in .gz or another such ending; decompress a file that is compressed twice"
+        return (
+            f"must be text, but is compressed ({name})",
+            "give an address that ends in .gz or another compression ending; if a file is compressed twice, decompress it once",
+        )
     rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
     return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}"
 
@@ -38,7 +41,7 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
         what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
         raise refuse(place, f"{what}: {error}", f"write one JSON object per line, or {SKIP}") from error
     if not isinstance(row, dict):
-        raise refuse(place, f"is not a JSON object but a {type(row).__name__}", f"write one JSON object per line, or {SKIP}")
+        raise refuse(place, f"must be a JSON object, not a {type(row).__name__}", f"write one JSON object per line, or {SKIP}")
     is_suspect = any(text.count(f'"{name}"') > 1 for name in row)  # perhaps a key of an object inside
     if is_suspect and (found := named_twice(_keys(text))):
         raise refuse(place, *found)
@@ -76,13 +79,13 @@ def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> No
     if not chats and isinstance(value, list) and value and all(type(token) is int for token in value):
         if tokens:
             return
-        rule = "holds token ids, which are read from Parquet and Arrow files only"
-        raise refuse(place, rule, "make such a file: datasets.load_dataset('json', data_files=FILE, split='train').to_parquet('tokens.parquet')")
+        rule = "contains token ids, which require a Parquet or Arrow file"
+        raise refuse(place, rule, "convert the file: datasets.load_dataset('json', data_files=FILE, split='train').to_parquet('tokens.parquet')")
     if not isinstance(value, list if chats else str):
         expected = "a list of messages (--messages_field)" if chats else "text (--text_field)"
-        rule = f"holds {type(value).__name__} {str(value)[:40]!r} where {expected} should be"
-        raise refuse(place, rule, f"name another column, mend the row, or {SKIP}")
+        rule = f"must be {expected}, not {type(value).__name__} {str(value)[:40]!r}"
+        raise refuse(place, rule, f"name another column, correct the row, or {SKIP}")
 
 
 def unreadable(place: str, error: Exception) -> Refusal:
-    return refuse(place, f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}", "replace the file, or leave it out")
+    return refuse(place, f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}", "replace the file, or leave it out of --dataset")

@@ -14,7 +14,7 @@ SAMPLED = 1 << 16  # floats of a tensor that are hashed
 
 OTHER_TOKENIZER = Problem(
     "--tokenizer",
-    "is not the tokenizer of the saved run: its vocabulary, special tokens or chat template differ",
+    "must match the tokenizer of the saved run: the vocabulary, special tokens or chat template differ",
     "restore the old files, or start a new run with --out NEW",
 )
 
@@ -58,13 +58,15 @@ class OtherData(Refusal):
 def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
     """Raises `OtherData` if two streams differ in what their order depends on; `changed` says which files do."""
     saved, now = {"batch_ramp": []} | saved, {"batch_ramp": []} | now
-    fix = "go on with the value of the saved run, or start a new one with --out NEW"
+    fix = "use the value of the saved run, or start a new run with --out NEW"
     problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
     problems = [OTHER_TOKENIZER if problem.where.startswith("tokenizer = ") else problem for problem in problems]
     if changed and saved.get("corpus") != now.get("corpus"):
-        fix = "bring the old files back, or start a new run with --out NEW"
+        fix = "restore the old files, or start a new run with --out NEW"
         problems = [
-            Problem("--dataset", f"files are others than the saved run read: {first_of(changed)}", fix) if problem.where.startswith("corpus = ") else problem
+            Problem("--dataset", f"the files differ from those the saved run read: {first_of(changed)}", fix)
+            if problem.where.startswith("corpus = ")
+            else problem
             for problem in problems
         ]
     if problems:

@@ -75,7 +75,7 @@ class Collator:
         try:
             self.samples.collate(self.processor, [sample[0]], key)
         except UNUSABLE as error:
-            problem = refuse(sample[1], f"cannot be used: {error}", f"mend the row, or {SKIP}")
+            problem = refuse(sample[1], f"cannot be used: {error}", f"correct the row, or {SKIP}")
             if not self.skip:
                 raise problem from error
             tell([str(problem)], self.told, self.say)

@@ -50,8 +50,8 @@ def choose(sources: list[Source], encoder: Encoder | None, request: Request) -> 
     number, (content, place) = only
     if isinstance(content, str | range) and len(content) >= SHORTEST:
         return HeldOut(number, True)
-    rule = "is the only document, and an evaluation needs another one that training does not see"
-    raise refuse(f"--dataset, {place}", rule, "give more data, or use --eval_every 0")
+    rule = "is the only document, and evaluation requires a second one that training does not see"
+    raise refuse(f"--dataset, {place}", rule, "add more data, or use --eval_every 0")
 
 
 def _hashed(source: Source, encoder: Encoder | None, request: Request) -> Iterator[tuple[int, Document]]:

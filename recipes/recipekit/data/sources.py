@@ -97,8 +97,8 @@ def _address_source(dataset: str, wanted: Wanted, patience: Patience, part_bytes
     if len(kinds) > 1 or not kinds <= {"lines", "parquet"}:
         raise refuse(
             "--dataset " + ",".join(map(shown, urls)),
-            "an address must be that of a JSONL or Parquet file, and all of one kind",
-            "name .jsonl or .parquet files",
+            "every address must be a JSONL file, or every address a Parquet file",
+            "give addresses that end in .jsonl, or addresses that end in .parquet",
         )
     files = from_rank_0(lambda: [look_up(url, patience) for url in urls])
     of_files = {str(file): f"{file.size} {file.version}" for file in files}

@@ -54,7 +54,7 @@ def splits_of(folder: Path, files: Files, subset: str = "") -> dict[str, Files]:
     elif subset in ("", DEFAULT):
         return saved or _by_names(folder, files)
     rule = f"has the subsets {', '.join(configs)}" if configs else "has no subsets: its README.md names no configs"
-    fix = f"use --subset {next(iter(configs))}" if configs else "leave --subset out"
+    fix = f"use --subset {next(iter(configs))}" if configs else "omit --subset"
     raise refuse(f"--subset {subset}", f"is not in {folder}, which {rule}", fix)
 
 
@@ -138,10 +138,10 @@ def _default(configs: dict[str, dict[str, Any]]) -> str:
 def _of_config(folder: Path, files: Files, page: str, config: dict[str, Any]) -> dict[str, Files]:
     where, name = f"--dataset {folder}", config["config_name"]
     if odd := sorted(key for key in config.keys() - _SETTINGS if config[key]):
-        raise refuse(where, f"{page} sets {', '.join(odd)} for its subset {name}, which is not supported", "name its files instead of the folder")
+        raise refuse(where, f"{page} sets {', '.join(odd)} for its subset {name}, which is not supported", "name the files of the subset instead of the folder")
     base = posixpath.normpath(str(config.get("data_dir") or "."))
     if not (folder / base).is_dir():
-        raise refuse(where, f"{page} has the data_dir {base} for its subset {name}, and there is no such folder", "download it, or name the files")
+        raise refuse(where, f"{page} has the data_dir {base} for its subset {name}, but that folder does not exist", "download it, or name the files")
     names = _relative(folder, files)
     if config.get("data_files") is None:
         inside = names if base == "." else {path: file for path, file in _named(folder, names, base).items() if path.startswith(f"{base}/")}
@@ -154,12 +154,12 @@ def _of_config(folder: Path, files: Files, page: str, config: dict[str, Any]) ->
             whole = posixpath.normpath(posixpath.join(base, pattern))
             matched = _matched(whole, _named(folder, names, whole))
             if not matched and not any(sign in pattern for sign in "*?["):
-                raise refuse(where, f"{page} names {pattern} for its split {split}, and there is no such file", "download it, or name the files")
+                raise refuse(where, f"{page} names {pattern} for its split {split}, but that file does not exist", "download it, or name the files")
             of_split.update(dict.fromkeys(matched))
         if of_split:
             found[split] = tuple(of_split)
     if not found:
-        raise refuse(where, f"no file matches the data_files of {page} for its subset {name}", "download its files, or name yours")
+        raise refuse(where, f"no file matches the data_files of {page} for its subset {name}", "download its files, or name your files instead")
     return found
 
 
@@ -231,7 +231,7 @@ def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Fil
     for parent, state in states.items():
         missing = {entry["filename"] for entry in state["_data_files"]} - {file.name for file in kept if file.parent == parent}
         if missing:
-            raise refuse(f"--dataset {folder}", f"{parent / 'state.json'} names {min(missing)}, and there is no such file", COPY)
+            raise refuse(f"--dataset {folder}", f"{parent / 'state.json'} names {min(missing)}, but that file does not exist", COPY)
 
     if folder in states:
         own = tuple(file for file in kept if file.parent == folder)
@@ -244,7 +244,7 @@ def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Fil
     if not isinstance(splits, list):
         raise refuse(f"--dataset {folder}", "dataset_dict.json is damaged: it must hold a list of splits", COPY)
     if lost := [split for split in splits if folder / str(split) not in states]:
-        raise refuse(f"--dataset {folder}", f"dataset_dict.json names the split {lost[0]}, which is not there", COPY)
+        raise refuse(f"--dataset {folder}", f"dataset_dict.json names the split {lost[0]}, which does not exist", COPY)
     return tuple(kept), {str(split): tuple(file for file in kept if file.parent == folder / str(split)) for split in splits}
 
 
@@ -257,7 +257,7 @@ def _check_states(folder: Path, files: Files, states: dict[Path, Any]) -> None:
     """Raise `Refusal` for a state.json beside Arrow files that does not name them."""
     damaged = {file.parent for file in files if str(file).endswith("state.json") and file.name == "state.json"} - states.keys()
     if damaged and (found := sorted(file.parent for file in files if file.parent in damaged and file.suffix == ".arrow")):
-        raise refuse(f"--dataset {folder}", f"{found[0] / 'state.json'} is damaged: it must name the Arrow files beside it", COPY)
+        raise refuse(f"--dataset {folder}", f"{found[0] / 'state.json'} is damaged: it must name the Arrow files in its folder", COPY)
 
 
 def _state(file: Path) -> dict[str, Any] | None:

@@ -167,7 +167,7 @@ def check_batch(ramp: Ramp, micro_batch: int, dp: int) -> None:
     for first, rows in ramp.table:
         if rows % each:
             where, flag = ("global_batch", "--global_batch ") if first == 1 else (f"batch_ramp from step {first}", f"--batch_ramp {first}:")
-            rule = f"is no multiple of dp({dp}) * micro_batch({micro_batch})"
+            rule = f"is not divisible by dp({dp}) * micro_batch({micro_batch})"
             problems.append(Problem(f"{where} = {rows}", rule, f"use {flag}{each * max(1, rows // each)}"))
     if problems:
         raise Refusal(problems)

@@ -24,7 +24,7 @@ def check_wandb_disabled(wanted: bool, typed: frozenset[str]) -> list[Problem]:
     if wanted and value.lower() not in ON + OFF:
         return [Problem(f"{DISABLED} = {value}", "must be true or false", "write true to record nothing in W&B, or unset it")]
     if wanted and "wandb" in typed and wandb_disabled():
-        return [Problem(f"--wandb with {DISABLED} = {value}", "contradict each other", f"leave out --wandb, or unset {DISABLED}")]
+        return [Problem(f"--wandb with {DISABLED} = {value}", "cannot be combined", f"leave out --wandb, or unset {DISABLED}")]
     return []
 
 
@@ -54,7 +54,7 @@ def check_wandb(wanted: bool) -> Findings:
     except (wandb.Error, ValueError) as error:  # the text of the error may hold a part of the key
         yield Problem("W&B login", f"cannot be used ({type(error).__name__})", "wandb login --relogin, or set WANDB_API_KEY")
         return
-    yield Row("W&B", "logged in" if known else "not logged in: records offline")
+    yield Row("W&B", "logged in" if known else "not logged in: the run is recorded offline")
     if mode and not known:
         yield Problem(f"WANDB_MODE = {mode}", "this host is not logged in to W&B", "wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline")
 
@@ -89,7 +89,7 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
     page = f"https://huggingface.co/{model}"
     yield Row("Hugging Face", f"{'' if token else 'not '}logged in, {model} {'may be read' if not found else 'may not be read'}")
     if found.startswith("unreachable"):
-        yield Problem(f"model = {model}", f"is not on this host, and the hub is {found}", f"download it where there is a network: hf download {model}")
+        yield Problem(f"model = {model}", f"is not on this host, and the hub is {found}", f"download it on a machine with network access: hf download {model}")
     elif found == "GatedRepo":
         fix = f"ask for access at {page}, then `hf auth login`"
         yield Problem(f"model = {model}", "is gated, and this host is not logged in with an account that may read it", fix)

@@ -39,10 +39,10 @@ def check_out(out: Path, mark: str | None) -> Findings:
             free = amount(shutil.disk_usage(there).free)
             yield Problem(where, f"{there} is full ({error.strerror}, {free} free)", "free space, or choose a folder on another disk with --out")
         else:
-            yield Problem(where, f"{there} cannot be written: {error.strerror}", "choose a folder of yours with --out")
+            yield Problem(where, f"{there} cannot be written: {error.strerror}", "choose a folder that you can write to with --out")
     yield Row("out", f"{out.absolute()} ({file_system(there) or 'unknown file system'}, {amount(shutil.disk_usage(there).free)} free)")
     if mark and not os.path.exists(there / mark):
-        yield Problem(where, f"{there} is not the folder that rank 0 writes to: its mark {mark} is not in it", "give a folder that all hosts share with --out")
+        yield Problem(where, f"{there} is not the folder that rank 0 writes to: its mark {mark} is not in it", "give a folder with --out that all hosts share")
 
 
 def check_drive(folder: Path) -> Findings:

@@ -58,7 +58,7 @@ def check_devices(local_world: int) -> Findings:
         found = gpus()
     except OSError as error:
         found = []
-        yield Problem("nvidia-smi", f"does not answer as it should ({error})", "look at dmesg and the driver; a GPU may have fallen off the bus")
+        yield Problem("nvidia-smi", f"does not respond correctly ({error})", "check dmesg and the driver, because a GPU may have fallen off the bus")
     kinds = ", ".join(sorted({f"{gpu.name} {amount(gpu.total)}" for gpu in found}))
     yield Row("devices", f"{len(found)} x {kinds}, driver {found[0].driver}, {cores} CPU cores" if found else f"{cores} CPU cores, no NVIDIA GPU")
     if found and local_world > len(found):
@@ -118,16 +118,16 @@ def check_ordinal(local_rank: int) -> list[Problem]:
     fix = (
         "let every rank see all GPUs: leave out srun's --gpus-per-task and --gpu-bind (give --gpus-per-node), and set no CUDA_VISIBLE_DEVICES for single ranks"
     )
-    return [Problem(seen, "each rank takes the GPU of its number, and needs the others in sight for direct copies", f"{fix}; or start {count} on each host")]
+    return [Problem(seen, "each rank uses the GPU of its number, and must see the others for direct copies", f"{fix}; or start {count} on each host")]
 
 
 def check_shared_memory(folder: Path, needed: int = NCCL_BUFFERS) -> Findings:
     """Checks that `folder` has `needed` bytes of room for the messages between the GPUs of a host."""
     if not folder.is_dir():
-        yield Problem(str(folder), "is not there, and the ranks of a host talk through it", f"mount -t tmpfs tmpfs {folder}")
+        yield Problem(str(folder), "does not exist, but the ranks of a host communicate through it", f"mount -t tmpfs tmpfs {folder}")
         return
     use = shutil.disk_usage(folder)
     yield Row("shared memory", f"{amount(use.free)} of {amount(use.total)} free")
     if use.free < needed:
-        fix = "start the container with --shm-size=1g (Kubernetes: an emptyDir with medium: Memory), or remove what is left over in it"
+        fix = "start the container with --shm-size=1g (Kubernetes: an emptyDir with medium: Memory), or remove leftover files in it"
         yield Problem(f"{folder}: {amount(use.free)} of {amount(use.total)} free", f"NCCL takes {amount(needed)}", fix)

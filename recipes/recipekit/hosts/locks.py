@@ -19,4 +19,4 @@ def lock(file: IO[Any], where: str, fix: str, wait: bool = False) -> None:
 
 def no_locks(where: str, error: OSError, fix: str) -> Problem:
     """Returns the problem of a file system without locks; `fix` names another way."""
-    return Problem(where, f"its file system has no file locks ({error.strerror})", f"mount it with them (Lustre: -o flock, NFS: with lockd), or {fix}")
+    return Problem(where, f"its file system has no file locks ({error.strerror})", f"mount it with file locks (Lustre: -o flock, NFS: with lockd), or {fix}")

@@ -116,7 +116,7 @@ def held(place: Path, part: str, say: Say) -> Iterator[None]:
             say(f"waiting for another process that compiles DeepSpeed's {part}")
             lock(file, where, fix, wait=True)
         if (made_by := _made_by(place, part)) and _processor(made_by) != _processor(kind()):
-            raise refuse(str(place / part), "was compiled for other processors than those of this host", f"unset {VARIABLE}, or set it to another folder")
+            raise refuse(str(place / part), "was compiled for a different processor than this host's", f"unset {VARIABLE}, or set it to another folder")
         _clear(place, part, file, say)
         file.truncate(0)
         file.write(_host())
@@ -132,21 +132,23 @@ def _opened(place: Path, part: str) -> IO[str]:
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not ours(place, part):
-            raise PermissionError(0, "it is not yours")
+            raise PermissionError(0, "it belongs to another user")
         return (place / f"{part}.flock").open("a+")
     except OSError as error:
         raise Refusal([cannot_write(place, error.strerror or str(error))]) from None
 
 
 def cannot_write(place: Path, why: str) -> Problem:
-    return Problem(f"the folder of compiled ops {place}", f"cannot be written: {why}", f"set {VARIABLE} to a folder of yours with room")
+    return Problem(
+        f"the folder of compiled ops {place}", f"cannot be written: {why}", f"set {VARIABLE} to a folder that you can write to and that has free space"
+    )
 
 
 def check(place: Path) -> list[Problem]:
     """Finds what would keep this process from compiling in `place`; changes nothing."""
     there = next(above for above in (place.absolute(), *place.absolute().parents) if os.path.exists(above))
     if not writable(place):
-        return [cannot_write(place, f"{there} is not yours" if os.path.isdir(there) else f"{there} is a file")]
+        return [cannot_write(place, f"{there} belongs to another user" if os.path.isdir(there) else f"{there} is a file")]
     try:
         with tempfile.TemporaryFile(dir=there) as file:
             lock(file, f"the folder of compiled ops {place}", f"set {VARIABLE} to a folder on a local disk")

@@ -139,7 +139,7 @@ def check_torch_compile(cuda: bool) -> list[Problem]:
 
         if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < (7, 0):
             card = f"{torch.cuda.get_device_name()} of compute capability {capability[0]}.{capability[1]}"
-            problems.append(Problem(card, "is older than what Triton makes kernels for, 7.0", "use another GPU"))
+            problems.append(Problem(card, "is older than 7.0, the oldest that Triton supports", "use another GPU"))
     return [replace(problem, fix=f"{problem.fix}; or --compile off") for problem in problems]
 
 
@@ -163,12 +163,12 @@ def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str])
     except (OSError, subprocess.SubprocessError, AssertionError) as error:
         return [Problem(f"CUDA_HOME = {home}", f"has no bin/nvcc that runs, to compile {what} ({_short(error)})", fix)]
     if release[1] != major and os.environ.get("DS_SKIP_CUDA_CHECK") != "1":
-        rule = f"is of CUDA {release[1]}.{release[2]}, and torch of CUDA {cuda}: {what} would ask for another libcudart than torch brings"
-        return [Problem(f"CUDA_HOME = {home}", rule, f"{fix}, or DS_SKIP_CUDA_CHECK=1 if you know that it works")]
+        rule = f"is of CUDA {release[1]}.{release[2]}, and torch of CUDA {cuda}: {what} would need a different libcudart than torch ships"
+        return [Problem(f"CUDA_HOME = {home}", rule, f"{fix}, or set DS_SKIP_CUDA_CHECK=1 if you know that both versions work together")]
     linked = [f"-L{home}", f"-L{home / 'lib64'}", "-lcuda", "-lcudart"]
     if compiler and any("pin_memory" in op.parts for op in ops) and (why := _link(compiler, "0", "stddef.h", linked)):
         rule = f"asynchronous I/O does not link with the libraries of CUDA ({why})"
-        return [Problem(f"CUDA_HOME = {home}", rule, f"{fix}; libcuda.so is the driver's, and lies in {home}/lib64/stubs, too: add that to LIBRARY_PATH")]
+        return [Problem(f"CUDA_HOME = {home}", rule, f"{fix}; libcuda.so is the driver's, and is also in {home}/lib64/stubs: add that folder to LIBRARY_PATH")]
     return []
 
 

@@ -37,7 +37,7 @@ def check_master_port(rank: int) -> list[Problem]:
     if rank or "MASTER_PORT" not in os.environ or has_joined():
         return []
     if not (port := os.environ["MASTER_PORT"]).isdigit():
-        return [Problem(f"MASTER_PORT = {port}", "is no port", "write a number, or leave it out without a launcher")]
+        return [Problem(f"MASTER_PORT = {port}", "is not a valid port", "use a port number, or unset it if you start without a launcher")]
     flag = _flag_of_launcher(os.environ).format(_free_port(int(port)))
     fix = f"choose another: {flag} (`ss -ltnp 'sport = :{port}'` shows who has it)"
     return [replace(found, fix=fix) for found in check_port(int(port)) if isinstance(found, Problem)]
@@ -59,7 +59,7 @@ def launcher_port(variables: Mapping[str, str]) -> tuple[int, str]:
     if wanted.isdecimal() and int(wanted) and _is_free(int(wanted)):
         return int(wanted), f"master port {wanted}, from MASTER_PORT"
     port = free_port()
-    return port, f"master port {port}, because MASTER_PORT = {wanted} is in use or is no port"
+    return port, f"master port {port}, because MASTER_PORT = {wanted} is in use or is not a valid port"
 
 
 def free_port() -> int:

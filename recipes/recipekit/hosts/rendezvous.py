@@ -96,7 +96,7 @@ class Chair:
                 trip, ahead = min(trips)
                 found[rank] = (ahead, trip)
             except (OSError, ValueError) as error:
-                self._drop(rank, f"did not tell its clock ({error})")
+                self._drop(rank, f"did not report its clock ({error})")
         return found
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Member:
                 raise self._gone(error) from None
 
     def _gone(self, error: Exception) -> Exception:
-        return refuse(f"rank 0 at {self.chair_address}", f"stopped answering ({error})", "see what rank 0 printed")
+        return refuse(f"rank 0 at {self.chair_address}", f"stopped answering ({error})", "check the output of rank 0")
 
     def close(self) -> None:
         self._line.connection.close()
@@ -199,7 +199,7 @@ def _member(rank: int, address: str, port: int, key: str, patience: float) -> Me
     raise refuse(
         f"rank 0 at {address}, ports {_span(port)}",
         f"cannot be reached from rank {rank} on {socket.gethostname()} ({why})",
-        "check the address, that rank 0 was started, and that no firewall is between the hosts",
+        "check the address, that rank 0 was started, and that no firewall blocks the hosts",
     )
 
 

@@ -61,7 +61,7 @@ class Report:
                 rule = (
                     f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {self.host(reference)}; more than {SKEW:.0f} s breaks logins and file times"
                 )
-                self.add(Problem("clock", rule, "let a time service set it: timedatectl set-ntp true"), [node])
+                self.add(Problem("clock", rule, "synchronise the clock with a time service: timedatectl set-ntp true"), [node])
 
     def reached(self, told: dict[int, dict[Any, Any]]) -> None:
         """Notes which ranks do not reach each other."""
@@ -99,7 +99,7 @@ class Report:
         for rank, found in told.items():
             node = self.seen[rank]["node"]
             if "error" in found:
-                self.add(Problem(self.rank(rank), f"torch {found['error']}", "mend the installation: pip install -r requirements.txt"), [])
+                self.add(Problem(self.rank(rank), f"torch {found['error']}", "fix the installation: pip install -r requirements.txt"), [])
                 continue
             for item in findings.from_json(found["findings"]):
                 self.add(item, [node])
@@ -133,8 +133,8 @@ class Report:
             return
         slow = self.slow(told)
         for rank, (seconds, others) in slow.items():
-            rule = f"is slow: it needs {seconds * 1e3:.1f} ms for what takes others {others * 1e3:.1f} ms, and in a run all wait for it"
-            self.add(Problem(self.rank(rank), rule, "look for other jobs, a throttled clock or failing hardware on its host"), [])
+            rule = f"is slow: it needs {seconds * 1e3:.1f} ms for what takes others {others * 1e3:.1f} ms, and in a run all ranks wait for it"
+            self.add(Problem(self.rank(rank), rule, "check its host for other jobs, a throttled clock or failing hardware"), [])
         for rank in (rank for rank, found in told.items() if found["wrong"]):
             self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", "do not train on this host; test its memory and devices"), [])
         links = {(int(source), rank): speed for rank, found in told.items() for source, speed in found["links"].items()}
@@ -151,7 +151,7 @@ class Report:
                 pair: f"{speed:.3f} GB/s instead of {usual:.2f}" for pair, speed in kind.items() if speed * SLOW_LINK < usual and not slow.keys() & set(pair)
             }
             for where, text in self._name(bad):
-                self.add(Problem(where, f"the link is slow: {text}", "look at the cable, the switch port and the interface that is used"), [])
+                self.add(Problem(where, f"the link is slow: {text}", "check the cable, the switch port and the interface in use"), [])
         if all(found["cuda"] for found in told.values()):
             self.too_slow(links, joined)
 
@@ -189,7 +189,7 @@ class Report:
             names = ", ".join(self.rank(rank) for rank in ranks)
             hosts = sorted({rank // self.local_world for rank in ranks})
             place = f" (host {', '.join(map(str, hosts))} of the job, counted from 0)" if "come" in why else ""
-            fix = "see that it was started and reaches rank 0: its own output tells" if "come" in why else "see its output"
+            fix = "check its own output: it must have started and must reach rank 0" if "come" in why else "check its output"
             self.add(Problem(f"{names}{place}", why, fix), [])
 
     def __str__(self) -> str:

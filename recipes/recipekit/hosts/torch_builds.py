@@ -62,6 +62,6 @@ def advice(driver: str, models: list[str], cuda: str | None) -> str:
         least = [f"{build.driver} ({build.name})" for build in reversed(BUILDS) if build.blackwell or not any(map(BLACKWELL.search, models))]
         return f"update the driver to at least {' or '.join(least)}"
     if cuda and f"cu{cuda.replace('.', '')}" == build.name:
-        return "look what nvidia-smi says; hosts with NVSwitch need nvidia-fabricmanager running, containers the GPUs passed on (--gpus all)"
+        return "check the output of nvidia-smi; hosts with NVSwitch need nvidia-fabricmanager running, containers the GPUs passed on (--gpus all)"
     newer = ", ".join(f"{other.name} from driver {other.driver} on" for other in BUILDS if other.driver > build.driver)
     return f"install the build for this driver: make setup TORCH={build.name}{f' ({newer})' if newer else ''}"

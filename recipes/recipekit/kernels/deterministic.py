@@ -39,7 +39,11 @@ def switch_on() -> None:
     if problems := check_environment(os.environ):
         raise Refusal(problems)
     if torch.cuda.is_initialized():
-        raise refuse("--deterministic", "CUDA was used before the run began, so cuBLAS has its workspace already", "use no CUDA while the recipe is imported")
+        raise refuse(
+            "--deterministic",
+            "CUDA was used before the run started, so cuBLAS has already allocated its workspace",
+            "do not use CUDA while the recipe is imported",
+        )
     for name, values in VARIABLES.items():
         os.environ.setdefault(name, values[0])
     torch.use_deterministic_algorithms(True)
@@ -76,5 +80,9 @@ def check_in_force() -> dict[str, Any]:
     found = in_force()
     if wrong := [f"{name}={found[name]}" for name, values in (VARIABLES | wanted).items() if found[name] not in values]:
         where = f"--deterministic on rank {os.environ.get('RANK', '0')}"
-        raise refuse(where, f"something has set {', '.join(wrong)} since the start", f"take that out of what the recipe imports or adapts ({sys.argv[0]})")
+        raise refuse(
+            where,
+            f"something has set {', '.join(wrong)} since the start",
+            f"remove that from the code that the recipe imports or runs in adapt ({sys.argv[0]})",
+        )
     return found

@@ -38,7 +38,7 @@ def choose_attention(
         return wanted, ""
     if facts.rows != PACKED:
         if wanted == VARLEN:
-            raise refuse("attention = varlen", "is for rows of packed documents, and this task has none", "leave it out")
+            raise refuse("attention = varlen", "requires rows of packed documents, which this task does not have", "leave it out")
         return ("sdpa" if class_of(config_of(model_config, name), facts.auto_class)._supports_sdpa else "eager"), ""
     reason = unfit_here(model_config, dtype, device) or unfit(model_config, name)
     if not reason:

@@ -103,7 +103,7 @@ def recorded(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> tuple[O
     if len(made) != 1:
         raise ValueError(f"its forward calls the head {len(made)} times")
     if not isinstance(result, kind) or result.shape != made[0].shape:
-        raise ValueError("its logits are not those of its head")
+        raise ValueError("its logits are not the output of its head")
     for operation in found:
         if not operation.by_itself:
             raise ValueError(f"it does {operation} to its logits")

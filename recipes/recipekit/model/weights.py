@@ -166,7 +166,11 @@ def open_weights(name: str, model: PreTrainedModel, new_head: bool = False, revi
     missing = [key for key in wanted if key not in found]
     head = {key for key in (*wrong, *missing) if HEAD.match(key)}
     weights.drawn |= head if new_head else set()
-    labels = "; --num_labels N draws a new head for N classes" if head and head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None else ""
+    labels = (
+        "; --num_labels N randomly initialises a new head for N classes"
+        if head and head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None
+        else ""
+    )
     weights.drawn |= {key for key in missing if any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_missing or ())}
     if missing := [key for key in missing if key not in weights.drawn]:
         if affix := foreign_affix(model, keys, wanted):

@@ -66,12 +66,12 @@ def check_named(found: Mapping[str, Group], plans: Plans, by_recipe: tuple[str, 
     """
     near = f"write a name, or a pattern with *, as in {next(iter(found), 'model.embed_tokens.weight')}"
     problems = [
-        Problem(f"lr_scale of {pattern!r}", "names no parameter that is trained", near)
+        Problem(f"lr_scale of {pattern!r}", "does not match any trained parameter", near)
         for pattern in plans.lr_scale
         if not any(_named(name, [pattern]) for name in found)
     ]
     problems += [
-        Problem(f"matrices = {pattern!r}", "names no weight of two dimensions that is trained, and no embedding, head or convolution", "leave it out")
+        Problem(f"matrices = {pattern!r}", "must match a trained weight of two dimensions that is not an embedding, a head or a convolution", "leave it out")
         for pattern in by_recipe
         if plans.matrices and not any(group.matrix and _named(name, [pattern]) for name, group in found.items())
     ]

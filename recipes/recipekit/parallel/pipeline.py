@@ -262,7 +262,7 @@ def hand_over(net: Any, handed: Callable[[bool], list[dict[str, torch.Tensor]]],
     order (TrainSchedule, InferenceSchedule; each phase of DualPipeVSchedule), so each forward takes the next one.
     """
     for model, waiting in zip(net.stages, net.waiting, strict=True):
-        assert not waiting, "a stage has not taken what the schedule before was given"
+        assert not waiting, "a pipeline stage did not consume its previous inputs"
         batches = handed(model.last_stage)
         model.handed = tuple(batches[0])
         waiting.extend(tuple(tensor.to(device, non_blocking=True) for tensor in batch.values()) for batch in batches)

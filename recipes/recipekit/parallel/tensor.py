@@ -104,7 +104,7 @@ def _divide_counts(model: nn.Module, tp_local: Mapping[str, Sequence[str]], tp: 
     for name, module in model.named_modules():
         for key in tp_local.get(type(module).__name__, ()):
             if not isinstance(count := getattr(module, key, None), int) or count % tp:
-                raise refuse(f"tp_local: {type(module).__name__}.{key}", f"is {count!r} in {name}, which tp = {tp} does not divide", "use another --tp")
+                raise refuse(f"tp_local: {type(module).__name__}.{key}", f"is {count!r} in {name}, which is not divisible by tp = {tp}", "use another --tp")
             setattr(module, key, count // tp)
 
 

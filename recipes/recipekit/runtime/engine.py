@@ -221,7 +221,7 @@ def compile_model(plan: Plan, model_type: str, built: Built, device: torch.devic
     counts = ((layers, "layers as a whole"), (norms, "norms outside of them" if layers else "norms"), (rotary, "rotary embeddings"))
     said = [f"{count} {what}" for count, what in counts if count] + ["the loss in chunks"] * (built.why_logits is None)
     if not said and recipe.compile == "on":
-        raise refuse("compile = on", f"there is nothing in {built.architecture} that it would compile", "leave it out")
+        raise refuse("compile = on", f"{built.architecture} has no layers that it can compile", "leave it out")
     say(f"compile: {', '.join(said) or 'nothing of this model'}, at first use")
 
 

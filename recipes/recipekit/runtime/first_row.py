@@ -21,7 +21,7 @@ def show_row(plan: Plan) -> None:
     """Print the first document that the run would train on. Raises `Refusal` for a task whose rows are no packed text."""
     recipe = plan.recipe
     if recipe.facts.rows != PACKED:
-        raise refuse("--show_row", f"a row of task {recipe.task} is not a text", "leave it out")
+        raise refuse("--show_row", f"cannot be combined with task {recipe.task}, whose rows are not text", "leave it out")
     if plan.command.rank:
         return
     request = replace(request_of_plan(plan), token_cache="off")

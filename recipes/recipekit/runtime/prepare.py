@@ -86,7 +86,7 @@ def find_checkpoint(plan: Plan, say: Say) -> Path | None:
         found = [load.newest(plan.resume_from, say), bool(step_folders(plan.resume_from / CHECKPOINTS))]  # none: it was stopped before its first save
         dist.broadcast_object_list(found)
         if found[0] is None and (found[1] or plan.recipe.resume != "auto"):
-            raise refuse(f"resume from {plan.resume_from}", "holds no complete checkpoint", "give another folder, or --resume never to start anew")
+            raise refuse(f"resume from {plan.resume_from}", "contains no complete checkpoint", "give another folder, or start a new run with --resume never")
     if plan.command.rank == 0 and found[0] is None and plan.recipe.resume == "never" and plan.out.exists():
         put_aside(plan.out)
     dist.barrier()
