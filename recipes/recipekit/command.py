@@ -278,7 +278,7 @@ class _Parser(argparse.ArgumentParser):
             try:
                 value = kind(text)
             except ValueError:
-                self.wrong(f"--{name} {shown(text)}", f"is no {'whole ' if kind is int else ''}number", f"for example --{name} {default}")
+                self.wrong(f"--{name} {shown(text)}", f"must be a {'whole ' if kind is int else ''}number", f"for example --{name} {default}")
                 return None
             if choices and value not in choices:
                 self.wrong(f"--{name} {shown(text)}", "is not known", f"use --{name} {' or '.join(choices)}")

@@ -82,8 +82,8 @@ def test_tokenizer_inside_a_gguf_file(tmp_path):
     "model, tokenizer, says",
     [
         ("meta-llama/Llama-3.2-1B", "", ["--model meta-llama/Llama-3.2-1B", "https://huggingface.co/meta-llama/Llama-3.2-1B", "hf auth login"]),
-        ("x", "/no/such/folder", ["--tokenizer /no/such/folder", "no such folder"]),
-        ("x", "./no_such", ["--tokenizer ./no_such", "no such folder"]),
+        ("x", "/no/such/folder", ["--tokenizer /no/such/folder", "the folder does not exist"]),
+        ("x", "./no_such", ["--tokenizer ./no_such", "the folder does not exist"]),
         ("{folder}/empty", "", ["--model", "holds no tokenizer"]),
         ("{folder}/broken", "", ["broken/tokenizer.json: is not JSON"]),
     ],

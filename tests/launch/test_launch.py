@@ -151,7 +151,7 @@ REFUSALS = [
     pytest.param(lambda _: ["--model", "no-such-org/no-such-model"], 1, "model = no-such-org/no-such-model", id="no such model", marks=slow),
     pytest.param(lambda _: ["--tiny", "--tp", "3"], 1, "does not divide the 2 ranks", id="tp 3 of 2", marks=slow),
     pytest.param(lambda _: ["--tiny", "--dataset", "missing.txt"], 1, "missing.txt", id="no such data", marks=slow),
-    pytest.param(lambda _: ["--tiny", "--steps", "three"], 2, "is no whole number", id="no number", marks=slow),
+    pytest.param(lambda _: ["--tiny", "--steps", "three"], 2, "must be a whole number", id="no number", marks=slow),
     pytest.param(lambda _: ["--tiny", "--resume", "nowhere"], 1, "must be a run folder or one of its step folders", id="no such run", marks=slow),
 ]
 

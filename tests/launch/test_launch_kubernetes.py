@@ -168,7 +168,7 @@ def test_a_number_that_is_none_is_named(tmp_path: Path, name: str) -> None:
     place = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", name: "x"}
     words = [sys.executable, "-m", "launch", "--where", "k8s", "--nodes", "2", str(NANO)]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | place, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 1 and f"{name} = 'x' is no number" in done.stderr
+    assert done.returncode == 1 and f"{name} = 'x' must be a number" in done.stderr
 
 
 def test_a_variable_that_was_asked_for_is_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_launch_in_a_task_of_srun_does_not_wait_for_that_task(slurm: Slurm, tmp_
 
 def test_launch_in_several_tasks_of_srun_is_refused_at_once(slurm: Slurm) -> None:
     said = slurm.run("srun", "--ntasks=2", sys.executable, "-m", "launch", str(NANO), folder=ROOT)
-    assert "srun: has started launch 2 times; leave out srun" in said
+    assert "srun: has started launch 2 times; start launch without srun" in said
 
 
 def test_the_command_to_try_by_hand_is_whole() -> None:

@@ -456,8 +456,8 @@ CANNOT = [
     (["--hostfile", "hostfile", "--python", sys.executable, "x.py"], {"PATH": "/nowhere"}, "ssh cannot be started: No such file or directory; "),
     (["x.py", "--out", "/proc/x/y"], {}, "/proc/x/y.logs cannot be made: No such file or directory; choose another run folder with --out"),
     (["x.py"], {}, "runs/x.logs cannot be made: Not a directory; choose another run folder with --out"),
-    (["x.py"], {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun: has started launch 2 times; leave out srun"),
-    (["x.py"], {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "mpirun: has started launch 4 times; leave out mpirun"),
+    (["x.py"], {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun: has started launch 2 times; start launch without srun"),
+    (["x.py"], {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "mpirun: has started launch 4 times; start launch without mpirun"),
     (["--once", "x.py"], {}, "runs/x.logs cannot be made: Not a directory; "),
 ]
 

@@ -138,7 +138,7 @@ def test_a_wrong_command_line_is_refused_with_the_nearest_flag(argv, named):
 def test_every_mistake_is_told_at_once_each_with_its_own_fix():
     problems = refused(["--tiny", "--step", "5", "--micro_bacth=3", "--dp", "2", "odd", "--lr", "abc", "--eps", "--seed", "-1"]).problems
     assert [problem.where for problem in problems] == ["--lr abc", "--step 5", "--micro_bacth=3", "--dp 2 odd", "--eps", "seed = -1"]
-    fixes = ["for example --lr 0.0003", "did you mean --steps?", "did you mean --micro_batch?", "leave it out: data", "write --eps", "use --seed 0"]
+    fixes = ["for example --lr 0.0003", "did you mean --steps?", "did you mean --micro_batch?", "leave it out: the ranks", "write --eps", "use --seed 0"]
     assert all(problem.fix.startswith(fix) for problem, fix in zip(problems, fixes, strict=True)), [str(problem) for problem in problems]
     assert {problem.where for problem in refused(["--lr", "abc", "--steps", "-3"]).problems} == {"--lr abc", "steps = -3"}
 
@@ -309,16 +309,16 @@ def test_a_short_trial_shortens_the_decay_that_nobody_typed(steps, warmup, decay
         ("501:512, 700", ["is not a valid table of steps and rows; write"]),
         ("1:64, 501:512", ["step 1 starts the run, and its rows are set by global_batch; omit this entry, and set --global_batch"]),
         ("501:512, 501:600, 400:700", ["its steps must ascend, but it has 501 after 501, 400 after 501; write"]),
-        ("501:0, 600:8, 601:0", ["from step 501, 601 on a step would have no rows"]),
+        ("501:0, 600:8, 601:0", ["from step 501, 601 on, the batch must have at least 1 row"]),
         ("501:512, 1001:600, 2000:700", ['step 1001, 2000 is after the last step, 1000; use --batch_ramp "501:512", or a larger --steps']),
-        ("0:0, 2000:4", ["step 0 begins a run", "from step 0 on a step would have no rows", "step 2000 lies after"]),
+        ("0:0, 2000:4", ["step 0 starts the run", "from step 0 on, the batch must have at least 1 row", "step 2000 is after"]),
     ],
 )
 def test_a_ramp_that_is_none_is_refused(table, said):
     problems = check_recipe(Recipe(model="x", batch_ramp=table))
     assert len(problems) == len(said) and all(problem.where == f"batch_ramp = {table}" for problem in problems)
     assert all(part in str(problem) for part, problem in zip(said, problems, strict=True)), problems
-    assert "lies after" in said[-1] or Recipe(model="x", batch_ramp=table).ramp.table == ((1, 8),)  # what comes after has a batch
+    assert "step 2000 is after" in said[-1] or Recipe(model="x", batch_ramp=table).ramp.table == ((1, 8),)  # what comes after has a batch
 
 
 def test_the_rows_of_a_ramp():
