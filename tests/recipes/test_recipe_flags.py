@@ -311,14 +311,14 @@ def test_a_short_trial_shortens_the_decay_that_nobody_typed(steps, warmup, decay
         ("501:512, 501:600, 400:700", ["its steps must ascend, but it has 501 after 501, 400 after 501; write"]),
         ("501:0, 600:8, 601:0", ["from step 501, 601 on, the batch must have at least 1 row"]),
         ("501:512, 1001:600, 2000:700", ['step 1001, 2000 is after the last step, 1000; use --batch_ramp "501:512", or a larger --steps']),
-        ("0:0, 2000:4", ["step 0 starts the run", "from step 0 on, the batch must have at least 1 row", "step 2000 is after"]),
+        ("0:0, 2000:4", ["step 0 starts the run", "from step 0 on, the batch must have at least 1 row", "step 2000 is after the last step"]),
     ],
 )
 def test_a_ramp_that_is_none_is_refused(table, said):
     problems = check_recipe(Recipe(model="x", batch_ramp=table))
     assert len(problems) == len(said) and all(problem.where == f"batch_ramp = {table}" for problem in problems)
     assert all(part in str(problem) for part, problem in zip(said, problems, strict=True)), problems
-    assert "step 2000 is after" in said[-1] or Recipe(model="x", batch_ramp=table).ramp.table == ((1, 8),)  # what comes after has a batch
+    assert "is after the last step" in said[-1] or Recipe(model="x", batch_ramp=table).ramp.table == ((1, 8),)  # what comes after has a batch
 
 
 def test_the_rows_of_a_ramp():
