@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -280,7 +281,7 @@ def test_a_folder_that_generates_nothing_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make, line = FOLDERS[name]
-    with contextlib.redirect_stderr(None):  # progress bars of save_pretrained
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars of save_pretrained
         folder = make(tmp_path / "it")
         if name == "empty":
             folder.mkdir()

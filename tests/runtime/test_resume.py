@@ -301,7 +301,7 @@ def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(half: Pa
     with pytest.raises(Refusal) as refused:
         planned(monkeypatch, half, "--steps", 1)  # which lowers the warm-up of the recipe: no number that the user typed
     (problem,) = refused.value.problems
-    assert problem.where == "steps = 1" and problem.fix.startswith(f"go on with --steps {BASE.steps}, start a new run")
+    assert problem.where == "steps = 1" and problem.fix.startswith(f"resume with --steps {BASE.steps}, start a new run")
 
 
 def test_a_changed_ramp_is_refused_unless_a_path_accepts_it(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeyp
         (tmp_path / "half" / "run.json").write_text(json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}}))
         with pytest.raises(Refusal, match=says) as refused:
             planned(monkeypatch, tmp_path / "half", "--seed", 5, "--global_batch", 8)
-    assert f"go on with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run" in str(refused.value)
+    assert f"resume with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run" in str(refused.value)
 
 
 def test_what_may_change_is_accepted(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +483,7 @@ def test_with_batch_norm_the_micro_batch_is_part_of_the_run(tmp_path: Path) -> N
         for resume in ("auto", str(out)):
             again = parse(recipe, Path("resume.py"), ["--micro_batch", "4", "--resume", resume])
             if has_norms:
-                said = r"micro_batch = 4: the (run|checkpoint) in .* has 2, which its BatchNorm took its statistics of; go on with --micro_batch 2"
+                said = r"micro_batch = 4: the (run|checkpoint) in .* has 2, which its BatchNorm took its statistics of; resume with --micro_batch 2"
                 with pytest.raises(Refusal, match=said):
                     make_plan(again)
             else:

@@ -148,8 +148,8 @@ def test_a_run_of_two_epochs_says_and_logs_them(pools: Any, tmp_path: Path) -> N
 
     given = ["--tiny", "--micro_batch", "1", "--global_batch", "4", "--seq_len", "64", "--dataset", data, "--out", out]
     for more, rule in (
-        (["--epochs", "3"], "epochs = 3.0: the run in .* has 2.0; go on with --epochs 2.0"),
-        (["--steps", "9"], r"steps = 9: the run in .* has 0; go on with --epochs 2.0"),
+        (["--epochs", "3"], "epochs = 3.0: the run in .* has 2.0; resume with --epochs 2.0"),
+        (["--steps", "9"], r"steps = 9: the run in .* has 0; resume with --epochs 2.0"),
         (["--epochs", "2", "--warmup_steps", "7"], "warmup_steps = 7: the run in .* has"),
     ):
         with pytest.raises(Refusal, match=rule):
