@@ -224,7 +224,7 @@ def with_base(folder: Path, base: str, **more: Any) -> Path:
 
 
 WAY = "write the files with recipekit convert to-hf"
-GENERATES_NONE = "generates no text; give a run of the task pretrain or sft or preference"
+GENERATES_NONE = "cannot generate text; give a run of the task pretrain or sft or preference"
 FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nothing": (lambda path: path / "none", "the folder does not exist; give a run folder"),
     "a hub id": (lambda path: Path("org/name"), "the folder does not exist; give a run folder, .* hf download org/name --local-dir FOLDER"),

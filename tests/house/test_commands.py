@@ -83,7 +83,9 @@ def check_subcommand(name: str = "ls", *words: str) -> None:
     """Of `recipekit`: a recipe's flags follow the file of `run`, or the name of a shipped recipe."""
     assert name in COMMANDS or name == "COMMAND", f"{name} is not a subcommand"
     if name == "run":
-        at = next(number for number, word in enumerate(words) if word.endswith(".py") or word in FILES)
+        at = next((number for number, word in enumerate(words) if word.endswith(".py") or word in FILES), None)
+        if at is None:  # a sentence names the subcommand alone
+            return
         check_flags(list(words[:at]), shown("-m", "launch"))
         check_recipe_flags(f"recipes/{words[at]}.py" if words[at] in FILES else words[at], list(words[at + 1 :]))
     elif name != "COMMAND":

@@ -35,7 +35,7 @@ WRONG = {
     "RECIPE = [Recipe(model='x'), Recipe(model='y')]": "mine.py: RECIPE: must be a Recipe, not list; keep one Recipe(...) in a file",
     "RECIPE = dict(model='x', lr=1e-4)": "mine.py: RECIPE: must be a Recipe, not dict; write RECIPE = Recipe(**RECIPE), or Recipe(NAME=VALUE, ...)",
     "RECIPE = Recipe": "mine.py: RECIPE: must be a Recipe, not the class Recipe; write RECIPE = Recipe(...), with the fields in parentheses",
-    "RECIPE = Recipe(activation_checkpointing=True, checkpoint_every=2)": "mine.py, line 2: Recipe(checkpoint_every=2): there is no such field; "
+    "RECIPE = Recipe(activation_checkpointing=True, checkpoint_every=2)": "mine.py, line 2: Recipe(checkpoint_every=2): the field does not exist; "
     "to save checkpoints use save_every=N; to recompute every N-th layer use recompute_every=N",
     "RECIPE = None": "mine.py: RECIPE: must be a Recipe, not NoneType; write RECIPE = Recipe(...)",
 }

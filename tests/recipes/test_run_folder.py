@@ -199,7 +199,7 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
 @pytest.mark.parametrize("task", ["pretrain", "image_classification"])
 def test_a_run_from_before_recompute_every_is_resumed(tmp_path: Path, task: str) -> None:
     """Its run.json has checkpoint_every, which is no part of what a run is made of; so recomputation may change."""
-    model = ["--model", "google/vit-large-patch16-224", "--dataset", "builtin", "--tokenizer", ""] if task == "image_classification" else []
+    model = ["--model", "google/vit-large-patch16-224", "--dataset", "builtin"] if task == "image_classification" else []
     run = finished(Path("runs/first"), 40, "--task", task, *model)
     saved = json.loads((run / FACTS).read_text())
     recipe = {"tiny": False, "task": task, "activation_checkpointing": True, "checkpoint_every": 2}

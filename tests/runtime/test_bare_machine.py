@@ -36,7 +36,7 @@ def test_w_and_b_is_off_by_the_variable_of_trainer(value: str, monkeypatch: pyte
     assert list(check_wandb(True)) == [Row("W&B", "off")]
     assert check_wandb_installed(True, frozenset()) == []
     (problem,) = check_wandb_disabled(True, frozenset({"wandb"}))
-    assert str(problem) == f"--wandb with WANDB_DISABLED = {value}: contradict each other; leave out --wandb, or unset WANDB_DISABLED"
+    assert str(problem) == f"--wandb with WANDB_DISABLED = {value}: cannot be combined; leave out --wandb, or unset WANDB_DISABLED"
 
 
 def test_w_and_b_is_on_by_other_values_and_an_unclear_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,11 +223,11 @@ def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[s
 
 
 def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
-    assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command begins anew"
+    assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command starts from the beginning"
     step = tmp_path / "checkpoints" / "step_00000012"
     step.mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest").write_text("step_00000012")
-    assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command begins anew"
+    assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command starts from the beginning"
     (step / "manifest.json").write_text(json.dumps({"step": 12}))
     assert way_on("auto", tmp_path) == "the same command resumes from step 12"
     assert way_on("never", tmp_path) == "the same command with --resume auto resumes from step 12"

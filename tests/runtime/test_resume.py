@@ -466,7 +466,7 @@ def test_a_model_folder_that_holds_another_model_now_is_refused(tmp_path: Path, 
     (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config)}))
     assert make_plan(parse(recipe, Path("resume.py"), [])).resume_from == out
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1234.5}))
-    for resume, said in (("auto", "model_config = "), (str(out), "is of another model")):
+    for resume, said in (("auto", "model_config = "), (str(out), "is from another model")):
         with pytest.raises(Refusal, match=said):
             make_plan(parse(recipe, Path("resume.py"), ["--resume", resume]))
 

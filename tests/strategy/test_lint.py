@@ -39,7 +39,7 @@ def test_a_recipe_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "reads.py").write_text('open("prompts.txt")')
     (tmp_path / "looks.py").write_text('import os\nos.environ["NO_SUCH_NAME"]')
     for name, says in (
-        ("absent.py", "no such file"),
+        ("absent.py", "the file does not exist on this host"),
         ("broken.py", "cannot be imported: SyntaxError"),
         ("empty.py", "sets no RECIPE"),
         ("reads.py", "cannot be imported: FileNotFoundError: [Errno 2] No such file or directory: 'prompts.txt'"),

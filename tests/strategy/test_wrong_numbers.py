@@ -39,18 +39,24 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
         "torch_autocast sends",
         {"torch_autocast.enabled": False},
     ),
-    "autocast in fp16 at stage 1": ("zero1_sgd", AUTOCAST, "torch_autocast.dtype", "clipped", {"torch_autocast.dtype": "bfloat16"}),
-    "autocast in fp16 at stage 2": ("zero2", AUTOCAST | {"torch_autocast.dtype": "half"}, "torch_autocast.dtype", "clipped", {"torch_autocast.dtype": "bf16"}),
+    "autocast in fp16 at stage 1": ("zero1_sgd", AUTOCAST, "torch_autocast.dtype", "clips the gradients", {"torch_autocast.dtype": "bfloat16"}),
+    "autocast in fp16 at stage 2": (
+        "zero2",
+        AUTOCAST | {"torch_autocast.dtype": "half"},
+        "torch_autocast.dtype",
+        "clips the gradients",
+        {"torch_autocast.dtype": "bf16"},
+    ),
     "autocast in fp16 at stage 3": (
         "zero3",
         AUTOCAST | {"torch_autocast.dtype": "torch.float16"},
         "torch_autocast.dtype",
-        "clipped",
+        "clips the gradients",
         {"torch_autocast.enabled": False},
     ),
-    "overlap without scatter": ("zero2", WHOLE, f"{ZERO}.reduce_scatter", "freed", {f"{ZERO}.overlap_comm": False}),
-    "overlap without scatter, Adafactor": ("zero2_adafactor", WHOLE, f"{ZERO}.reduce_scatter", "freed", {f"{ZERO}.reduce_scatter": True}),
-    "overlap without scatter, offload": ("zero2_cpu", WHOLE, f"{ZERO}.reduce_scatter", "freed", {f"{ZERO}.overlap_comm": False}),
+    "overlap without scatter": ("zero2", WHOLE, f"{ZERO}.reduce_scatter", "frees a gradient", {f"{ZERO}.overlap_comm": False}),
+    "overlap without scatter, Adafactor": ("zero2_adafactor", WHOLE, f"{ZERO}.reduce_scatter", "frees a gradient", {f"{ZERO}.reduce_scatter": True}),
+    "overlap without scatter, offload": ("zero2_cpu", WHOLE, f"{ZERO}.reduce_scatter", "frees a gradient", {f"{ZERO}.overlap_comm": False}),
 }
 
 

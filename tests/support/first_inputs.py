@@ -161,7 +161,7 @@ DATA = {
 }
 FLAGS = {
     "a row of one token": Input("--seq_len 1", "seq_len = 1: "),
-    "a batch that does not divide": Input("--global_batch 3 --micro_batch 2", "global_batch (train_batch_size) = 3: does not divide"),
+    "a batch that does not divide": Input("--global_batch 3 --micro_batch 2", "global_batch (train_batch_size) = 3: is not divisible by"),
     "tp beside one rank": Input("--tp 3", "tp(3) = 3: does not divide the 1 rank"),
     "a seed too long": Input("--seed 99999999999999999999", "seed = 99999999999999999999: "),
     "the model's folder": Input("--out base", "out = base: is the folder of --model ./base"),

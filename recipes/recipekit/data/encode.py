@@ -43,7 +43,7 @@ class Counts(NamedTuple):
 
     def lines(self, seq_len: int) -> list[str]:
         """Return a line about the chats, and a line about unread keys if there are some."""
-        lost = f"{self.cut:,} are longer than seq_len = {seq_len} and cut, {self.barren:,} have no answer to learn"
+        lost = f"{self.cut:,} are longer than seq_len = {seq_len} and cut, {self.barren:,} have no answer to train on"
         dropped = f"the chat template leaves out {self.dropped / max(1, self.said):.1%} of the answers' text"
         found = [f"chats: of the first {self.rows:,} rows, read as {' and '.join(self.forms)}, {lost}; {dropped}"]
         return found + [f"chats: neither training nor the chat template reads these keys: {', '.join(self.keys)}"] * bool(self.keys)
