@@ -233,10 +233,19 @@ def test_a_file_above_the_limit_is_left_out_with_a_line(folder: Path, monkeypatc
     assert notes == [f"{folder / 'merges.txt'}: 6,001 bytes are too large for a config or tokenizer file; exports leave it out"]
 
 
-def test_an_adapter_is_exported_with_the_tokenizers_files(tmp_path: Path) -> None:
-    names = ("config.json", "adapter_config.json", "additional_chat_templates/a.jinja", "tokenizer.json", "preprocessor_config.json", "labels.txt", "own.py")
+def test_an_adapter_is_exported_with_its_card_and_the_tokenizers_files(tmp_path: Path) -> None:
+    names = (
+        "config.json",
+        "adapter_config.json",
+        "additional_chat_templates/a.jinja",
+        "tokenizer.json",
+        "preprocessor_config.json",
+        "README.md",
+        "labels.txt",
+        "own.py",
+    )
     small = SmallFiles({name: name.encode() for name in names})
-    for of_adapter, wanted in ((False, set(names)), (True, {*names[1:5]})):
+    for of_adapter, wanted in ((False, set(names)), (True, {*names[1:6]})):
         small.write(tmp_path / str(of_adapter), of_adapter)
         found = {
             path.relative_to(tmp_path / str(of_adapter)).as_posix(): path.read_bytes() for path in (tmp_path / str(of_adapter)).rglob("*") if path.is_file()

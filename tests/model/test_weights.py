@@ -35,7 +35,7 @@ def save_tiny(folder: Path, kind: str = "llama", seed: int = 5) -> Any:
 
 
 def test_a_download_has_the_weights_and_every_small_file(monkeypatch, tmp_path):
-    """Exports carry the small files, such as the tokenizer's model. Weights in other formats stay where they are."""
+    """Exports carry the small files, such as the tokenizer's model, and read the licence from README.md. Weights in other formats stay on the hub."""
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.append({"name": name} | options) or str(tmp_path))
     assert weights_folder("someone/model") == tmp_path and asked[0]["name"] == "someone/model"
@@ -48,8 +48,9 @@ def test_a_download_has_the_weights_and_every_small_file(monkeypatch, tmp_path):
         "source.spm",
         "bpe.codes",
         "model-00001-of-00002.safetensors",
+        "README.md",
     ]
-    others = ["pytorch_model.bin", "model.onnx", "model.gguf", "code.py", "README.md"]
+    others = ["pytorch_model.bin", "model.onnx", "model.gguf", "code.py"]
     assert list(filter_repo_objects([*files, *others], allow_patterns=asked[0]["allow_patterns"])) == files
 
 

@@ -16,6 +16,7 @@ from ..run_folder import FACTS
 CONFIG, GENERATION = "config.json", "generation_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 ADAPTER = "adapter_config.json"
+CARD = "README.md"  # the model card
 COMMITS = "commits.json"  # of an export: what its run has read from the hub
 TEMPLATES = "additional_chat_templates"  # folder of the named templates (transformers 5.22.2)
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".codes")
@@ -126,8 +127,8 @@ def _end_of(path: Path) -> bytes:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return True for a small file that an adapter's export contains: its config, and files of tokenizer and processor."""
-    return name in (ADAPTER, COMMITS) or bool(OF_TOKENIZER.fullmatch(name) or OF_PROCESSOR.fullmatch(name))
+    """Return True for a small file that an adapter's export contains: its config and card, and files of tokenizer and processor."""
+    return name in (ADAPTER, COMMITS, CARD) or bool(OF_TOKENIZER.fullmatch(name) or OF_PROCESSOR.fullmatch(name))
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..architectures import safetensors_files
-from ..architectures.small_files import ADAPTER, is_of_adapter, small_files, with_dtype
+from ..architectures.small_files import ADAPTER, CARD, is_of_adapter, small_files, with_dtype
 from ..parallel.blueprint import Blueprint, Layout
 from ..refusal import refuse
 from ..whole_file import fsync
@@ -73,11 +73,11 @@ def _complete(journal: Journal, state: SavedState, blueprint: Blueprint, tensors
     journal.finish()
 
 
-def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | None = None, check: bool = False) -> None:
+def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | None = None, check: bool = False, card: str = "") -> None:
     """Writes Hugging Face files: safetensors, config, tokenizer. `dtype` None: the dtypes of the model's own files.
 
     A model that was read from files gets the file names, keys and order of those files again; a LoRA run gives its adapter.
-    With `check` the output is read again and compared with the source.
+    With `check` the output is read again and compared with the source. `card` is the text of the model card.
     """
     effort = effort or Effort()
     step = open_step(source)
@@ -110,6 +110,8 @@ def to_hf(source: Path, out: Path, dtype: str | None = None, effort: Effort | No
     if dtype is not None and (config := journal.folder / "config.json").exists():
         own = with_dtype(json.loads(config.read_text()), dtype)
         config.write_text(json.dumps({"dtype": dtype} | own if "torch_dtype" not in own else own, indent=2) + "\n")
+    if card:
+        (journal.folder / CARD).write_text(card, encoding="utf-8")
     for path in journal.folder.rglob("*"):
         fsync(path)
     journal.finish()

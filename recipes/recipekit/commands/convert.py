@@ -28,9 +28,11 @@ from ..checkpoints.step_folder import Step, open_step, target_layout
 from ..cores import usable_cores
 from ..help_page import CommandFormatter
 from ..mesh import Mesh
+from ..model.card import card_of_run
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer
 from ..paths import path_of
 from ..refusal import Refusal, refuse
+from ..run_folder import CHECKPOINTS
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
 DEGREES = {
@@ -175,7 +177,7 @@ def to_hf(arguments: argparse.Namespace) -> int:
     check_space(arguments.out, nbytes)
     bar = Bar()
     with bar.progress:
-        convert.to_hf(step.folder, arguments.out, dtype, effort(arguments, bar), arguments.verify)
+        convert.to_hf(step.folder, arguments.out, dtype, effort(arguments, bar), arguments.verify, card_of_step(step, merged=False))
     print(f"wrote {arguments.out}" + (", compared with the checkpoint: equal" if arguments.verify else ""))
     return 0
 
@@ -200,9 +202,15 @@ def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
     check_space(arguments.out, nbytes)
     bar = Bar()
     with bar.progress:
-        to_merged(step, arguments.out, dtype, effort(arguments, bar))
+        to_merged(step, arguments.out, dtype, effort(arguments, bar), card_of_step(step, merged=True))
     print(f"wrote {arguments.out}")
     return 0
+
+
+def card_of_step(step: Step, merged: bool) -> str:
+    """Return the model card of a checkpoint in its run folder; "" for a step folder elsewhere, whose run is unknown."""
+    checkpoints = step.folder.resolve().parent
+    return card_of_run(checkpoints.parent, step.state["step"], merged) if checkpoints.name == CHECKPOINTS else ""
 
 
 def degrees_of(arguments: argparse.Namespace) -> dict[str, int | None]:

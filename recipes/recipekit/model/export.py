@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..architectures import safetensors_files
-from ..architectures.small_files import ADAPTER, with_dtype
+from ..architectures.small_files import ADAPTER, CARD, with_dtype
 from ..engine import Engine
 from ..parallel import expert, tensor
 from ..parallel.groups import Groups, waiting_group
@@ -27,6 +27,7 @@ from ..refusal import START_AGAIN, Problem, Refusal
 from ..whole_file import fsync
 from .adapter import merged, published_keys, unties
 from .build import Built
+from .card import is_unchanged
 from .small_files import SmallFiles
 
 
@@ -176,7 +177,9 @@ def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def publish(staging: Path, folder: Path) -> None:
-    """Replace the folder by the staged one, whose files are on the disk first."""
+    """Replace the folder by the staged one, whose files are on the disk first. A card that somebody has edited stays."""
+    if (card := folder / CARD).is_file() and not is_unchanged(card):
+        shutil.copy2(card, staging / CARD)
     for path in [*staging.rglob("*"), staging]:
         fsync(path)
     shutil.rmtree(folder, ignore_errors=True)

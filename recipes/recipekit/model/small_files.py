@@ -76,6 +76,10 @@ class SmallFiles:
             return self
         return replace(self, contents={**self.contents, files.COMMITS: _json({"base_model": model, **commits})})
 
+    def with_card(self, card: str) -> "SmallFiles":
+        """Add the model card; without a text, add no file."""
+        return replace(self, contents={**self.contents, files.CARD: card.encode()}) if card else self
+
     def write(self, folder: Path, of_adapter: bool = False) -> None:
         """Write the files into `folder`; for an adapter, only files of the tokenizer or processor."""
         for name, content in self.contents.items():

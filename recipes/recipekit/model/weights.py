@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..architectures import safetensors_files
 from ..architectures.headers import other_shape
 from ..architectures.lookup import read_config, with_labels
-from ..architectures.small_files import SUFFIXES
+from ..architectures.small_files import CARD, SUFFIXES
 from ..hub import ask_for_model
 from ..parallel import tensor
 from ..parallel.blueprint import Stored
@@ -28,7 +28,8 @@ HEAD = re.compile(r"(\w*classifier|score|head)\.")  # parameters of a head for c
 
 ENDS = 4096  # values of a tensor's first and last row that its mark covers
 NAMED = 3  # unused keys that a line lists
-DOWNLOADED = ["*.safetensors", *(f"*{suffix}" for suffix in SUFFIXES)]  # files of a hub model: exports carry the small ones
+# Files of a hub model. Exports carry the small ones, and their card states the licence of this one.
+DOWNLOADED = ["*.safetensors", *(f"*{suffix}" for suffix in SUFFIXES), CARD]
 COMPARED = 1 << 22  # values of two tensors to compare at a time
 
 

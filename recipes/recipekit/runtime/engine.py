@@ -21,6 +21,7 @@ from ..kernels import compiled
 from ..model.adapter import AdapterRequest, adapted, config_of
 from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
+from ..model.card import card_of_run
 from ..model.empty import empty_model
 from ..model.export import export, holds_adapter, save_small_files
 from ..model.own_head import config_of_files
@@ -81,7 +82,10 @@ class Loaded:
         """Write the model as Hugging Face files into a folder `name` of OUT (a collective)."""
         folder = self.plan.out / name
         say(f"writing Hugging Face files to {folder}")
-        export(self.engine, self.built, self.groups, self._small_files, folder, self.dtype, self.plan.recipe.merge)
+        small, merge = self._small_files, self.plan.recipe.merge
+        if self.plan.command.rank == 0:  # which writes these files
+            small = small.with_card(card_of_run(self.plan.out, self.state["step"], merge))
+        export(self.engine, self.built, self.groups, small, folder, self.dtype, merge)
         merged = self.plan.out / MERGED
         if name == EXPORT and merged.is_dir():
             say(f"{merged}: holds the model of an earlier end of this run. Repeat this command with --merge to merge the new adapter.")

@@ -20,6 +20,7 @@ from ..hosts.build_facts import build_facts, versions
 from ..kernels import deterministic
 from ..model.adapter import config_of
 from ..model.build import Built
+from ..model.card import BASE_LICENSE, license_of
 from ..model.empty import empty_model
 from ..optim.facts import by_matrix, facts_of, family_of, states_of
 from ..parallel.blueprint import Blueprint, Layout
@@ -129,6 +130,7 @@ def run_facts(plan: Plan, model_config: dict[str, Any], built: Built, commits: d
         "build": build_facts(),
         "git_commit": git_commit(plan.command.folder),
         COMMITS: commits,
+        BASE_LICENSE: license_of(plan.recipe.model, plan.recipe.model_revision) if plan.recipe.init == "pretrained" else {},
         "host": {
             "name": platform.node(),
             "cpus": os.cpu_count(),

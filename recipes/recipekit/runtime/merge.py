@@ -17,7 +17,7 @@ from ..checkpoints.step_folder import Step
 from ..checkpoints.tensor_files import TensorFiles, open_checkpoint
 from ..model.adapter import AdapterRequest, adapted, merged
 from ..model.empty import empty_model
-from ..model.export import ADAPTER, name_as_merged, name_files, shards, write_file
+from ..model.export import ADAPTER, CARD, name_as_merged, name_files, shards, write_file
 from ..parallel.blueprint import Tensor
 from ..refusal import refuse
 from ..whole_file import fsync
@@ -25,10 +25,10 @@ from ..whole_file import fsync
 NAMES = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.(\w+)")  # an adapter's name in its tensors
 
 
-def to_merged(step: Step, out: Path, dtype: str, effort: Effort) -> None:
+def to_merged(step: Step, out: Path, dtype: str, effort: Effort, card: str = "") -> None:
     """Write the Hugging Face files of a checkpoint's model with its adapter merged, complete or not at all.
 
-    peft merges one module at a time, in fp32. Raise `Refusal` for a checkpoint without an adapter or with damaged tensors.
+    `card` is the text of the model card. peft merges one module at a time, in fp32. Raise `Refusal` for a checkpoint without an adapter or with damaged tensors.
     """
     model = adapted_model(step)
     journal = Journal(out, {"source": step.fingerprint, "merged": dtype})
@@ -48,6 +48,8 @@ def to_merged(step: Step, out: Path, dtype: str, effort: Effort) -> None:
         (journal.folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, journal.folder / name)
     name_as_merged(model, journal.folder, dtype)
+    if card:
+        (journal.folder / CARD).write_text(card, encoding="utf-8")
     for path in journal.folder.rglob("*"):
         fsync(path)
     journal.finish()
