@@ -115,7 +115,7 @@ def test_a_healthy_machine(tmp_path: Path, ops: Callable[[str], None]) -> None:
         "GB/s",
         "2 checkpoints of ",
         "W&B  offline",
-        "ops  those of the recipe are compiled",
+        "ops  the ops of the recipe are compiled",
     ):
         assert told in re.sub(" {2,}", "  ", text), text
     assert listing(tmp_path) == before

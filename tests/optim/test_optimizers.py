@@ -309,7 +309,7 @@ def test_the_states_of_another_optimizer_are_refused(pools: Any, tmp_path: Path)
     ):
         other = dataclasses.replace(recipe, ds_config=config_of("zero2", name, params))
         (code, _), _ = pools.run(2, kept, recipe=other, argv=["--out", str(tmp_path / "run"), "--resume", str(tmp_path / "run")])
-        assert isinstance(code, str) and "the states of SGD (momentum_buffer)" in code and says in code and "to-hf" in code, code
+        assert isinstance(code, str) and "optimizer states of SGD (momentum_buffer)" in code and says in code and "to-hf" in code, code
         assert len(metrics(tmp_path / "run")) == 2
     assert pools.run(2, kept, recipe=recipe, argv=["--out", str(tmp_path / "run")])[0][0] == 0
     assert len(metrics(tmp_path / "run")) == 4

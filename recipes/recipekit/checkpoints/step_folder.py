@@ -88,7 +88,7 @@ def open_step(path: Path) -> Step:
             )
         listed = manifest.read(step)
         return Step(step, state, Blueprint.from_json(saved), layout, listed["tensors"], tuple(manifest.unlisted(step, listed)))
-    raise refuse(str(path), f"holds no complete checkpoint ({'; '.join(found)})", "give a run folder, or a step folder of one")
+    raise refuse(str(path), f"contains no complete checkpoint ({'; '.join(found)})", "give a run folder, or a step folder of one")
 
 
 def target_layout(
