@@ -61,7 +61,7 @@ def test_other_ranks_and_weights_in_another_order_do_not_go_on(tmp_path: Path) -
         (tmp_path / errors.file_of(rank)).write_bytes(b"")
     errors.check(tmp_path, layout(2), MADE, MADE)
     for dp in (1, 3):
-        with pytest.raises(Refusal, match=f"contains compression errors of 2 ranks, which {dp} ranks cannot continue"):
+        with pytest.raises(Refusal, match=f"contains compression errors of 2 ranks, which cannot continue on {dp}"):
             errors.check(tmp_path, layout(dp), MADE, MADE)
     with pytest.raises(Refusal, match="of weights in another order"):
         errors.check(tmp_path, layout(2), MADE, scaled)

@@ -428,7 +428,7 @@ def test_another_layout_goes_on_with_the_same_tokens(
 
 
 def test_another_model_is_refused_even_with_a_path(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Refusal, match="is of another model"):
+    with pytest.raises(Refusal, match="is from another model"):
         planned(monkeypatch, tmp_path / "new", "--resume", half, "--model", "Qwen/Qwen3-0.6B")
 
 

@@ -58,7 +58,7 @@ def check(step: Path, layout: Layout, was: Blueprint, now: Blueprint) -> None:
         rule = "contains compression errors of weights in another order: the order of the optimizer's groups has changed"
         raise refuse(str(step), rule, "resume with the lr_scale, layer_decay and no_decay that the run started with")
     if ranks != layout.mesh.world:
-        rule = f"contains compression errors of {ranks} ranks, which {layout.mesh.world} ranks cannot continue"
+        rule = f"contains compression errors of {ranks} ranks, which cannot continue on {layout.mesh.world}"
         fix = f"resume with {ranks} ranks, or start a new run from its weights: recipekit convert to-hf, then --model"
         raise refuse(str(step), rule, fix)
 

@@ -71,7 +71,7 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
     before = Blueprint.from_json(saved)
     differ = _differences(before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0)
     if differ:
-        raise refuse(f"resume from {step}", f"is of another model: {differ}", "use the model that it was saved with, or start a new run with --out NEW")
+        raise refuse(f"resume from {step}", f"is from another model: {differ}", "use the model that it was saved with, or start a new run with --out NEW")
     errors.check(step, layout, before, blueprint)
     return state, same and [tensor.group for tensor in before.tensors] == [tensor.group for tensor in blueprint.tensors]
 

@@ -133,7 +133,7 @@ class Report:
             return
         slow = self.slow(told)
         for rank, (seconds, others) in slow.items():
-            rule = f"is slow: it needs {seconds * 1e3:.1f} ms for what takes others {others * 1e3:.1f} ms, and in a run all ranks wait for it"
+            rule = f"is slow: it needs {seconds * 1e3:.1f} ms where other ranks need {others * 1e3:.1f} ms, and in a run all ranks wait for it"
             self.add(Problem(self.rank(rank), rule, "check its host for other jobs, a throttled clock or failing hardware"), [])
         for rank in (rank for rank, found in told.items() if found["wrong"]):
             self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", "do not train on this host; test its memory and devices"), [])
