@@ -74,6 +74,9 @@ def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path, merge):
     (tmp_path / "plain").touch()
     assert {file.stat().st_mode for file in out.rglob("*") if file.is_file()} == {(tmp_path / "plain").stat().st_mode}  # by the umask
     engine_loss = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
+    card = (out / "hf" / "README.md").read_text()
+    assert f"library_name: {'transformers' if merge else 'peft'}\n" in card
+    assert f"| `eval_loss` | {engine_loss:.6g} |" in card and "| steps | 4 of 4 |" in card
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     before = held_out_loss(base, recipe)
     if merge:
