@@ -370,7 +370,7 @@ def how(code: int | None) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (by somebody, or by the kernel for want of memory)" if code == -signal.SIGKILL else ""
+    hint = " (by somebody, or by the kernel because memory ran out)" if code == -signal.SIGKILL else ""
     return f"was ended by {name}{hint}"
 
 

@@ -133,7 +133,7 @@ ADVICE = {
     "skip_memory_metrics": _EVERY_STEP,
     **dict.fromkeys(
         ("include_for_metrics", "batch_eval_metrics", "eval_do_concat_batches", "eval_use_gather_object"),
-        "leave it out: recipes/METRICS.md lists what is measured",
+        "leave it out: recipes/METRICS.md lists all metrics",
     ),
     # Adapters: fields of peft's LoraConfig, under their names in peft, TRL, axolotl and LLaMA-Factory
     **dict.fromkeys(("use_peft", "adapter", "peft", "lora", "use_lora", "peft_config"), "start from recipes/qwen3_0_6b_lora_zero3.py"),

@@ -70,7 +70,7 @@ def take_rank(variables: MutableMapping[str, str], joined: bool = False) -> list
     variables.update({"MASTER_ADDR": address, "MASTER_PORT": port})
     if place.local_ranks:
         variables.setdefault("LOCAL_WORLD_SIZE", str(place.local_ranks))
-    return [f"{place.starter.name}: rank and world are those of its variables; {place.world} ranks meet at {address}:{port}"]
+    return [f"{place.starter.name}: rank and world come from its variables; {place.world} ranks meet at {address}:{port}"]
 
 
 def place_of(variables: Mapping[str, str]) -> Place | None:
@@ -132,7 +132,7 @@ def check_alone(variables: Mapping[str, str], place: Place | None) -> list[Probl
         return []
     name, world_name = place.starter.name, _world_name(place.starter, variables)
     left_over = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables]
-    rule = f"{name} has started {place.world} processes, and this RANK is one of {world}: each would start a run of its own"
+    rule = f"{name} has started {place.world} processes, and this RANK is one of {world}: each would start a separate run"
     return [Problem(f"RANK = {variables['RANK']}", rule, f"unset {' '.join(left_over)}; for separate runs unset {world_name}")]
 
 
@@ -145,7 +145,7 @@ def check_launchers(variables: Mapping[str, str], place: Place | None) -> list[P
     if place is None or launchers != "1" or _has_terminal(variables):
         return []
     name, count = place.starter.name, place.world
-    rule = f"has started {count} launchers, and each would start a run of its own"
+    rule = f"has started {count} launchers, and each would start a separate run"
     fix = f"start one launcher with {name} -n 1, start the recipe itself with {name} -n RANKS, or use {LAUNCH}"
     return [Problem(name, rule, f"{fix}; for separate runs unset {_world_name(place.starter, variables)}")]
 

@@ -13,7 +13,7 @@ from prose import CODE, DOCSTRING, PAGE, STRING, Block, Count
 MOST = 1.5  # hits per 1,000 words of all pages, of all strings, of all docstrings
 MOST_OF_A_FILE = 3  # hits per 1,000 words
 LONG_FILE = 300  # words from which a file has a limit of its own
-HITS = {PAGE: 42, STRING: 31, DOCSTRING: 4}  # allowed; lower a number after a rewrite, never raise it
+HITS = {PAGE: 2, STRING: 22, DOCSTRING: 0}  # allowed; lower a number after a rewrite, never raise it
 NOT_YET: set[str] = set()  # files that may still have more hits and longer sentences
 
 COUNTS = {path.relative_to(ROOT): prose.count_file(path) for path in prose.pages(ROOT) + prose.programs(ROOT)}

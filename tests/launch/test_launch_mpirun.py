@@ -49,7 +49,7 @@ def test_several_launchers_are_refused(mpirun: list[str], tmp_path: Path) -> Non
     """`mpirun -n 2 torchrun`: what such a launcher gives to its rank."""
     given = " ".join(["RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 GROUP_WORLD_SIZE=1", sys.executable, str(NANO), "--tiny"])
     done = run([*mpirun, "-n", "2", "sh", "-c", f"exec env {given}"], tmp_path)
-    assert done.returncode == 1 and "has started 2 launchers, and each would start a run of its own" in done.stderr, done.stderr
+    assert done.returncode == 1 and "has started 2 launchers, and each would start a separate run" in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
 
 

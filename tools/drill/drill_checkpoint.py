@@ -240,7 +240,7 @@ def check_equal(chain: Chain) -> None:
     last = step_name(chain.steps)
     tensors = [manifest.read(run / CHECKPOINTS / last)["tensors"] for run in (chain.run, whole)]
     if tensors[0] != tensors[1]:
-        raise Broken(f"{last} of {chain.run} has other weights or optimizer states than that of {whole}")
+        raise Broken(f"{last} of {chain.run} has other weights or optimizer states than {whole}")
     chain.tally["bit-equal"] += 1
 
 

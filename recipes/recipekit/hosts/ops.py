@@ -263,7 +263,7 @@ def load_op(op: Op, say: Say) -> None:
 
 def _cannot(op: Op, error: Exception) -> Refusal:
     rule = f"cannot be compiled or loaded ({type(error).__name__}): {_first_error(str(error))}"
-    return refuse(f"DeepSpeed's {op.title}", rule, "install what is missing; `ds_report` lists what each op needs")
+    return refuse(f"DeepSpeed's {op.title}", rule, "install the missing packages; `ds_report` lists the requirements of each op")
 
 
 def _compile(op: Op, builder: Any, place: Path, say: Say) -> None:

@@ -55,7 +55,7 @@ def attend(
     if wanted := _wanted(module, causal, more):
         raise Unfit(wanted)
     if attention_mask is None or attention_mask.dim() != 4 or attention_mask.dtype != torch.int32:
-        raise Unfit("a mask of its own")
+        raise Unfit("a custom mask")
     rows, _, length, d = query.shape
     if key.shape[2] != length or value.shape[2] != length:
         raise Unfit("keys of other tokens than the queries'")
@@ -83,7 +83,7 @@ def _wanted(module: Any, causal: bool, more: dict[str, Any]) -> str:
 def find_documents(*, batch_size: int, q_length: int, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **more: Any) -> Tensor:
     """Makes the attention_mask of `attend` where a mask would be made: a document begins at a token that does not see the one before it."""
     if attention_mask is not None:
-        raise Unfit("a mask of its own")
+        raise Unfit("a custom mask")
     device = more.get("device", "cpu")
     later, row = torch.arange(1, q_length, device=device), torch.arange(batch_size, device=device).unsqueeze(1)
     starts = torch.ones(batch_size, q_length, dtype=torch.bool, device=device)

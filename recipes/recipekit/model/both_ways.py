@@ -27,7 +27,7 @@ def choose_both_ways(wanted: str, model_config: dict[str, Any], name: str, dtype
     """
     if wanted not in ("auto", VARLEN, *MASKING):
         raise refuse(
-            f"attention = {wanted}", "keeps no documents of a model apart that looks both ways", "use --attention varlen, which is FlashAttention, too"
+            f"attention = {wanted}", "cannot keep the documents of a bidirectional model apart", "use --attention varlen, which also uses FlashAttention"
         )
     kind, tried = model_config["model_type"], (VARLEN, *MASKING) if wanted == "auto" else (wanted,)
     reasons: dict[str, str] = {}

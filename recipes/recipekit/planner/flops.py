@@ -11,8 +11,8 @@ from typing import Any
 from ..tasks.facts import PACKED
 
 CONVENTION = (
-    "model FLOPs over the device's dense bf16 peak: 6 for each trained parameter that a token (a patch of a picture) meets and 4 for each frozen one, "
-    "attention only where causality, windows and documents allow it, a multiply-add as two; nothing for recomputation and for embeddings that are only looked up"
+    "model FLOPs over the device's dense bf16 peak: 6 for each trained parameter that a token (a patch of a picture) meets and 4 for each frozen one; "
+    "attention only where causality, windows and documents allow it; a multiply-add counts as two; nothing for recomputation and for embeddings that are only looked up"
 )
 WHOLE = 0  # the window of a layer that sees everything before it
 

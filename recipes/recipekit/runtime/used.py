@@ -38,8 +38,8 @@ from ..refusal import Problem, Refusal, refuse
 
 SHOWN = 4  # of the names, and of the ranks, that a problem lists
 FIX = (
-    "let each micro-batch of each rank run every trained module in the same order: where a rank has nothing for one, give it a blank input, "
-    "or add 0 x the sum of its output where that output would have been used, never at the end"
+    "let each micro-batch of each rank run every trained module in the same order; if a rank has no input for a module, "
+    "give the module a blank input; or add 0 x the sum of its output where that output would have been used, never at the end"
 )
 
 
