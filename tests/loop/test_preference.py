@@ -329,7 +329,7 @@ def test_a_row_that_cannot_be_used_is_told_before_the_first_step(pools, tmp_path
     assert not (tmp_path / "refused" / "metrics.jsonl").exists()
     told = []
     for layout in ({}, PP2):
-        out = tmp_path / f"skipped{layout}" / "run"
+        out = tmp_path / f"skipped_{len(layout)}" / "run"
         assert pools.run(2, train_pairs, recipe=replace(recipe, bad_rows="skip", **layout), config=strategy("zero1"), out=str(out)) == [0, 0]
         told.append(last_line(out))
     bad = told[0]["bad_rows"]
