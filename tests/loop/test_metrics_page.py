@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from job import metrics
 from pool import ROOT
+from recipekit.recipe import Recipe
 
 PAGE = ROOT / "recipes" / "METRICS.md"
 ON_GPUS_ONLY = {"mfu"}
@@ -67,3 +70,32 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
         before, read = line["tokens"], all_tokens
     assert ["eval_loss" in line for line in lines] == [False, True, True] and lines[-1]["bad_rows"] > 0
     assert lines[-1]["empty_rows"] in (1, 2)
+
+
+SLOW = 2.0  # seconds that an evaluation and a save take longer
+
+
+def train_slowly(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
+    """Run on every rank of a pool: evaluations and saves each sleep for SLOW seconds."""
+    from recipekit import train as loop  # these import torch
+    from recipekit.checkpoints.save import Saver
+    from test_resume import train
+
+    def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values, **named: (time.sleep(SLOW), call(*values, **named))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "evaluate", slowly(loop.evaluate))
+        patch.setattr(Saver, "save", slowly(Saver.save))
+        return train(recipe, argv)
+
+
+def test_the_time_of_a_step_excludes_its_evaluation_and_its_save(pools: Any, tmp_path: Path) -> None:
+    from test_resume import BASE
+
+    recipe = replace(BASE, ds_config="zero2.json", steps=4, warmup_steps=1, eval_every=1, save_every=1)
+    results = pools.run(1, train_slowly, recipe=recipe, argv=["--out", str(tmp_path / "run")])
+    assert [code for code, _ in results] == [0], results
+    lines = metrics(tmp_path / "run")
+    assert min(line["eval_s"] for line in lines) >= SLOW and min(line["save_stall_s"] for line in lines[:-1]) >= SLOW
+    assert min(line["step_s"] for line in lines) < SLOW

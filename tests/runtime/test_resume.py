@@ -400,10 +400,10 @@ def test_a_path_in_another_folder_starts_a_new_run_from_it(go: Callable[..., str
     "flag", [("--seed", 9), pytest.param(("--seq_len", 32), marks=slow), pytest.param(("--global_batch", 8), marks=slow)], ids=lambda flag: flag[0]
 )
 def test_a_path_accepts_other_data(go: Callable[..., str], half: Path, tmp_path: Path, flag: tuple[str, int]) -> None:
-    """The saved position is of another stream, so the new one is read from its beginning, and that is said."""
+    """The saved position is of another stream, so the new stream is read from its beginning, and the log says so."""
     recipe = dataclasses.replace(BASE, **{flag[0].removeprefix("--"): flag[1]})
     printed = go(tmp_path / "new", "--resume", half, recipe=recipe)
-    assert "from its beginning" in printed
+    assert "read from the beginning" in printed
     assert [line["step"] for line in metrics(tmp_path / "new")] == [5, 6]
 
 
