@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     instead = parser.add_argument_group("instead of starting the recipe")
     instead.add_argument("--dry_run", "--dry-run", action="store_true", help="print the commands and start nothing; with --where k8s: print the manifest")
-    instead.add_argument("--doctor", action="store_true", help="run recipekit doctor on every host; the rest of the line are its flags")
+    instead.add_argument("--doctor", action="store_true", help="run recipekit doctor on every host, with the flags that follow")
     instead.add_argument("--once", action="store_true", help="run a script once on every host")
 
     restarts = parser.add_argument_group("restarts")

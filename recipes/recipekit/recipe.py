@@ -136,10 +136,10 @@ class Recipe:
     gradient_clipping: float = _say("largest gradient norm; 0 disables clipping", 1.0)
 
     eval_every: int = _say(
-        "steps between evaluations on held-out rows, whose time is not in step_s; 0: no evaluation", 0, group="evaluation, checkpoints, export"
+        "steps between evaluations on held-out rows; step_s excludes their time; 0: no evaluation", 0, group="evaluation, checkpoints, export"
     )
     eval_rows: int = _say("held-out rows in an evaluation", 64)
-    save_every: int = _say("steps between checkpoints, whose time is not in step_s; 0: only at the end", 0)
+    save_every: int = _say("steps between checkpoints; step_s excludes their time; 0: only at the end", 0)
     keep: int = _say("number of newest checkpoints to keep; 0: all", 2)
     keep_every: int = _say("also save and keep a checkpoint at every N-th step; 0: off", 0)
     keep_best: bool = _say("also keep the checkpoint with the lowest eval_loss, among steps with an evaluation", False)

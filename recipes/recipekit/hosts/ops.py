@@ -106,11 +106,9 @@ def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
     compiler, c_compiler = _compilers()
     found = [name for name in dict.fromkeys((compiler[0], c_compiler[0])) if not shutil.which(name)]
     if found:
-        problems.append(
-            Problem(f"compiler {' and '.join(found)}", f"is not there {what}", "install one (Debian, Ubuntu: apt-get install g++), or set CXX and CC")
-        )
+        problems.append(Problem(f"compiler {' and '.join(found)}", f"not found {what}", "install one (Debian, Ubuntu: apt-get install g++), or set CXX and CC"))
     if not shutil.which("ninja", path=_path()):
-        problems.append(Problem("ninja", f"is not there {what}", f"{sys.executable} -m pip install -r requirements.txt"))
+        problems.append(Problem("ninja", f"not found {what}", f"{sys.executable} -m pip install -r requirements.txt"))
     problems += _check_headers(what)
     if any("async_io" in op.parts or "gds" in op.parts for op in ops) and not found and (why := _link(compiler, "io_setup(1, 0)", "libaio.h", ["-laio"])):
         problems.append(Problem("libaio", f"async_io, which NVMe offload needs, does not compile without it ({why})", LIBAIO))
@@ -123,7 +121,7 @@ def _check_headers(what: str) -> list[Problem]:
     if (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return []
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return [Problem("Python.h", f"is not there {what}", f"install {python}-dev (Debian, Ubuntu) or {python}-devel (Fedora)")]
+    return [Problem("Python.h", f"not found {what}", f"install {python}-dev (Debian, Ubuntu) or {python}-devel (Fedora)")]
 
 
 def check_torch_compile(cuda: bool) -> list[Problem]:
@@ -131,9 +129,9 @@ def check_torch_compile(cuda: bool) -> list[Problem]:
     what, problems = "for torch.compile", _check_headers("for torch.compile")
     named = shlex.split(os.environ.get("CC" if cuda else "CXX", ""))[:1] or (["gcc", "clang"] if cuda else ["g++"])
     if not any(map(shutil.which, named)):
-        problems.insert(0, Problem(f"compiler {' or '.join(named)}", f"is not there {what}", f"install one, or set {'CC' if cuda else 'CXX'}"))
+        problems.insert(0, Problem(f"compiler {' or '.join(named)}", f"not found {what}", f"install one, or set {'CC' if cuda else 'CXX'}"))
     if cuda and importlib.util.find_spec("triton") is None:
-        problems.append(Problem("triton", f"is not there {what} on a GPU", "install the triton that torch's wheel for CUDA asks for"))
+        problems.append(Problem("triton", f"not found {what} on a GPU", "install the triton that torch's wheel for CUDA asks for"))
     if cuda:
         import torch
 
