@@ -38,7 +38,7 @@ from recipekit.run_folder import numbers, read_metrics  # noqa: E402
 STEPS, EVERY, KEEP = 9, 2, 2
 PACE = 0.1  # seconds that each step takes longer, so that a fault meets it
 LIMIT = 120.0  # seconds for a start
-NOTICED = 20.0  # seconds after which a launcher ends ranks of which another has died, and then kills them
+NOTICED = 20.0  # seconds after which a launcher ends the other ranks of a dead one, and then kills them
 MOST_STARTS = 5  # after a fault
 AGAIN = {75, 143, 137}  # exit codes after which the same command is given again
 RECIPE = Recipe(
