@@ -10,7 +10,7 @@ from typing import Any
 
 from ..architectures.lookup import folder_of
 from ..architectures.small_files import CARD
-from ..run_folder import ADAPTER, COMMITS, facts_of_run, files_of_run, read_metrics
+from ..run_folder import ADAPTER, COMMITS, facts_of_run, files_of_run, read_metrics, unit_of
 from ..tasks.facts import TASKS
 
 BASE_LICENSE = "base_license"  # key of run.json: the licence that the base model's card states
@@ -187,7 +187,7 @@ def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tu
     recipe, mesh, versions = (_part(facts, name) for name in ("recipe", "mesh", "versions"))
     host, commit = _part(facts, "host"), facts.get("git_commit")
     last = lines[-1] if lines else {}
-    unit = "samples" if "samples" in last else "tokens"
+    unit = unit_of(last)
     ranks = f"{mesh['world']} rank{'s' if mesh['world'] > 1 else ''}" if isinstance(mesh.get("world"), int) else ""
     strategy = recipe.get("ds_config") if recipe.get("engine") == "deepspeed" else None
     rows: list[tuple[str, Any]] = [
