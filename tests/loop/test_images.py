@@ -281,7 +281,7 @@ def test_a_damaged_picture_is_named_or_counted(pools, tmp_path):
     assert 0 < steps < 50 and (tmp_path / "stops" / "checkpoints" / f"step_{steps:08}" / "manifest.json").exists()
     last = []
     for world, layout in ((1, {}), (2, {"micro_batch": 1}), (2, {"pp": 2})):
-        out = tmp_path / f"run{world}{layout}"
+        out = tmp_path / f"run_{len(last)}"
         pools.run(world, train_images, recipe=replace(recipe, bad_rows="skip", **layout), config=strategy("zero1"), out=str(out))
         last.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]))
     assert [line["bad_rows"] for line in last] == [last[0]["bad_rows"]] * 3 and last[0]["bad_rows"] >= 2
