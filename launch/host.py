@@ -16,7 +16,6 @@ import ctypes
 import json
 import locale
 import os
-import re
 import selectors
 import signal
 import socket
@@ -30,12 +29,12 @@ from typing import Any
 from . import cores, spawn
 from .addresses import free_port, interface_to, is_free, is_loopback, own_address
 from .hosts import devices, visible_devices
+from .processes import MARK, code_from, descendants, end_leftovers, exit_code
 from .rank import STOPS
 
 LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive the ranks
 TRACEBACK_BEGINS = "Traceback (most recent call last):"
 TAIL, TRACEBACK = 25, 200  # lines of a failed rank that are shown: without, and with its last traceback
-MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has on one host
 NO_GPUS_FROM_SLURM = "NoDevFiles"  # a recipe refuses it on a host with GPUs
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -52,6 +51,7 @@ class Agent:
         self.launcher_ended: int | None = None
         self.running: dict[int, tuple[int, int]] = {}  # pid -> (rank, pidfd)
         self.reported: dict[int, int | None] = {}  # rank -> exit code
+        self.unknown: list[int] = []  # ranks whose exit code their launcher took before this process looked
         self.stopping = ""
         self.killing = False
         self.console: Any = None  # rank 0's file
@@ -73,6 +73,16 @@ class Agent:
             return [{"stop": "SIGTERM"}]
         *lines, self.commands = (self.commands + chunk).split(b"\n")
         return [json.loads(line) for line in lines if line.strip()]
+
+    def obey(self, message: dict[str, Any]) -> None:
+        if "spec" in message:
+            self.prepare(message["spec"])
+        elif "start" in message:
+            self.start(**message["start"])
+        elif "stop" in message:
+            self.stop(message["stop"])
+        elif "kill" in message:
+            self.kill()
 
     # before the start
 
@@ -201,11 +211,21 @@ class Agent:
         code = exit_code(pid)
         self.selector.unregister(watched)
         os.close(watched)
-        if code is None and (adopted := self.reap().get(pid)) is not None:
-            code = adopted
         if code is None:
-            code = code_from(self.launcher_log, pid)
+            adopted = self.reap().get(pid)
+            code = code_from(self.launcher_log, pid) if adopted is None else adopted
         self.reported[rank] = code
+        if code is None:
+            self.unknown.append(rank)
+        else:
+            self.report(rank, code)
+
+    def report_unknown(self) -> None:
+        """Report ranks whose exit code was lost, once their launcher has ended: it ends with 0 only if all of its ranks did."""
+        while self.unknown and self.launcher_ended is not None:
+            self.report(self.unknown.pop(), 0 if self.launcher_ended == 0 else None)
+
+    def report(self, rank: int, code: int | None) -> None:
         tail = last_lines(self.log(rank)) if code else []
         self.tell(ended={"rank": rank, "code": code, "tail": tail, "error": named_error(self.log(rank)) if code else "", "log": str(self.log(rank))})
 
@@ -267,14 +287,7 @@ class Agent:
             for key, _ in self.selector.select(0.1):
                 if key.data == "commands":
                     for message in self.hear():
-                        if "spec" in message:
-                            self.prepare(message["spec"])
-                        elif "start" in message:
-                            self.start(**message["start"])
-                        elif "stop" in message:
-                            self.stop(message["stop"])
-                        elif "kill" in message:
-                            self.kill()
+                        self.obey(message)
                 elif key.data == "signals":
                     for number in woken.recv(64):
                         name = signal.Signals(number).name
@@ -291,6 +304,7 @@ class Agent:
             self.show()
             before = self.launcher_ended
             self.reap()
+            self.report_unknown()
             if before is None and self.launcher_ended is not None:
                 self.meet_ranks()
                 self.tell(
@@ -311,57 +325,6 @@ class Agent:
                 os.rmdir(self.folder)
                 self.tell(done=killed)
                 return 0
-
-
-def stat(pid: int) -> list[str]:
-    """Reads the fields of /proc/PID/stat from the third on (state, parent, ...); [] if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def exit_code(pid: int) -> int | None:
-    """Reads the exit code of a process that has ended and was not waited for yet: 0 to 255, or minus the signal; None if it is too late."""
-    fields = stat(pid)
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
-
-
-def code_from(log: Path, pid: int) -> int | None:
-    """Reads a rank's exit code from the log of torchrun or deepspeed, if they had waited for the rank before we looked."""
-    time.sleep(1.5)  # deepspeed looks once a second
-    text = log.read_text(errors="replace")
-    found = re.findall(rf"exitcode\s*:\s*(-?\d+)\s*\(pid: {pid}\)", text) or re.findall(r"exits with return code = (-?\d+)", text)
-    return int(found[-1]) if found else (0 if f"Process {pid} exits successfully" in text else None)
-
-
-def descendants(of: int) -> list[int]:
-    """Lists the living processes below a process; zombies do not count."""
-    parents: dict[int, int] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (fields := stat(int(entry))) and fields[0] != "Z":
-            parents[int(entry)] = int(fields[1])
-    found = {of}
-    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
-        found |= more
-    return sorted(found - {of})
-
-
-def end_leftovers(mark: str) -> None:
-    """Ends processes that an earlier start of this job left on this host when its connection was lost: the next start would meet them in the run folder."""
-    wanted = f"{MARK}={mark}".encode()
-    while True:
-        left = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    left.append(int(entry.name))
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
 
 
 def last_lines(log: Path, most: int = TAIL) -> list[str]:

@@ -410,6 +410,35 @@ def test_rank_0_reports_the_run_folder_that_its_recipe_computes(tmp_path: Path, 
     os.close(pipe)
 
 
+TAKEN = """
+import os, pathlib, selectors, subprocess, sys
+from launch.host import Agent
+agent, told = Agent(), []
+agent.tell = lambda **message: told.append(message["ended"]["code"])
+agent.spec, agent.launcher_log = {"logs": "."}, pathlib.Path("launcher.log")
+agent.launcher_log.touch()
+rank = subprocess.Popen([sys.executable, "-c", "pass"])
+agent.running = {rank.pid: (0, os.pidfd_open(rank.pid))}
+agent.selector.register(agent.running[rank.pid][1], selectors.EVENT_READ, rank.pid)
+rank.wait()
+agent.rank_ended(rank.pid)
+agent.report_unknown()
+assert told == [] and agent.reported == {0: None}, told
+agent.launcher_ended = int(sys.argv[1])
+agent.report_unknown()
+agent.report_unknown()
+print(told)
+"""
+
+
+@pytest.mark.parametrize(("launcher_ended", "reported"), [("0", "[0]"), ("1", "[None]"), ("-9", "[None]")])
+def test_a_rank_whose_exit_code_the_launcher_took_first_ended_as_the_launcher_did(tmp_path: Path, launcher_ended: str, reported: str) -> None:
+    """torchrun logs nothing of a rank that succeeded, and may wait for it before the agent looks: the job has not failed."""
+    words = [sys.executable, "-c", TAKEN, launcher_ended]
+    done = subprocess.run(words, cwd=tmp_path, env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == reported, done.stderr
+
+
 FAILS_ONCE = """
 import signal
 def adapt(model):
