@@ -10,7 +10,7 @@ import pytest
 import torch
 from recipekit.architectures import safetensors_files
 from recipekit.checkpoints import convert, manifest
-from recipekit.checkpoints.published import extra_keys, published_as
+from recipekit.checkpoints.published import extra_keys, published_as, shapes_of
 from recipekit.checkpoints.step_folder import open_step, target_layout
 from recipekit.mesh import Mesh
 from recipekit.parallel.blueprint import Blueprint, Layout, Stored, Tensor
@@ -84,6 +84,14 @@ def test_an_adapter_is_one_file_with_pefts_keys(monkeypatch: pytest.MonkeyPatch)
     assert [tensor.name for tensor in blueprint.tensors] == [keys["A"], keys["B"], head.name]
     assert {name: stored.parts for name, stored in blueprint.published.items()} == {keys[key]: ((key,),) for key in ("A", "B", "head")}
     assert blueprint.aliases == {"embed": (head.name, "every")}
+
+
+def test_an_adapter_leaves_tied_weights_of_its_base_out() -> None:
+    keys = {"A": f"{BASE}.lora_A.default.weight", "B": f"{BASE}.lora_B.default.weight"}
+    whole = Blueprint(adapter_tensors(), {"tied": (f"{BASE}.base_layer.weight", "last")}, 1, True, adapter=keys)
+    blueprint, contents = published_as(step_of(whole), None)
+    assert contents == {"adapter_model.safetensors": dict.fromkeys(keys, "F32")} and blueprint.aliases == {}
+    assert shapes_of(blueprint) == {"A": (2, 6), "B": (6, 2)}
 
 
 def test_keys_of_an_adapter_saved_before_they_were_recorded() -> None:

@@ -268,7 +268,7 @@ def run_again(recipe: Recipe, fields: dict[str, Any]) -> tuple[int, str]:
 )
 def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
     """As the converter and as peft merge it. hf/ keeps the adapter, whose config names the base model by its absolute path."""
-    save_tiny(tmp_path / "base")
+    save_tiny(tmp_path / "base", tie_word_embeddings="embed_tokens" not in fields["target_modules"])
     out = tmp_path / "run"
     recipe = Recipe(model=os.path.relpath(tmp_path / "base"), ds_config=strategy("zero2"), out=str(out), **NUMBERS | {"steps": 2, "lr": 1e-2})
     again = partial(pools.run, 1, run_again, fields=fields)
@@ -287,6 +287,8 @@ def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path:
     assert (out / "hf" / "adapter_model.safetensors").read_bytes() == adapter
     assert convert(["to-hf", str(out), str(tmp_path / "converted"), "--merge"]) == 0
     check_same_files(tmp_path / "converted", out / "hf_merged")
+    assert convert(["to-hf", str(out), str(tmp_path / "unmerged")]) == 0
+    assert (tmp_path / "unmerged" / "adapter_model.safetensors").read_bytes() == adapter
 
     with warnings.catch_warnings(action="ignore"):
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)

@@ -17,7 +17,7 @@ from recipekit.refusal import Refusal
 from recipekit.runtime import small_files as of_run
 from recipekit.runtime.small_files import end_tokens
 from test_model import ds_config, tiny_config
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 END, BEGIN, PAD, TURN = "<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_end|>"
 
@@ -152,6 +152,15 @@ def test_small_files_of_a_run_are_gathered_with_the_ends_of_its_answers(monkeypa
         of_run.small_files_of(SimpleNamespace(recipe=recipe), "built", {"a": 1}, processor, said.append)  # type: ignore[arg-type]
         expected = (number(END), number(TURN))[:ends]
         assert given.pop() == ("built", {"a": 1}, processor, torch.float16, ("m", "random", "t", reads_text, ""), expected) and said == ["n1", "n2"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_derived_generation_config_generates_with_a_cache(folder, kind):
+    """Training switches the cache off, generation needs it; the export's model class must not inherit that."""
+    found = carried(folder, build(tiny_config(kind)), tiny_config(kind))
+    found.write(folder.parent / "hf")
+    assert "use_cache" not in json.loads(found.contents["generation_config.json"])
+    assert GenerationConfig.from_pretrained(folder.parent / "hf").use_cache in (None, True)
 
 
 def test_a_generation_config_without_its_tokenizer_keeps_no_token_ids(folder):

@@ -24,11 +24,12 @@ from test_parity import strategy
 DOCUMENTATION = Path("/usr/share/doc/python3.11/html/_sources")
 
 
-def save_tiny(folder: Path, kind: str = "llama", seed: int = 5) -> Any:
+def save_tiny(folder: Path, kind: str = "llama", seed: int = 5, **changes: Any) -> Any:
     """A tiny model with random weights, as transformers saves it; returns the model."""
     from recipekit.architectures import families
 
     config = families.tiny_config(kind, 264) if kind in ("mixtral", "qwen3_moe") else tiny_config(kind)
+    config |= changes
     model = build_model(Recipe(model="none", init="random", seed=seed), config, None, ds_config(0), torch.device("cpu")).model
     model.save_pretrained(folder, max_shard_size="500KB")
     return model

@@ -43,7 +43,8 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
     single = "adapter_model.safetensors" if adapter else "model.safetensors"
     names = [single] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     published = {name: Stored(((key,),)) for name, key in keys.items()}
-    blueprint = replace(blueprint, tensors=tuple(chosen), published=published, aliases=further or blueprint.aliases)
+    aliases = further if adapter else blueprint.aliases  # a tied weight of the base model is frozen, and not in the adapter's files
+    blueprint = replace(blueprint, tensors=tuple(chosen), published=published, aliases=aliases)
     return blueprint, dict(zip(names, files, strict=True))
 
 

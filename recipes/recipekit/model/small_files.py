@@ -218,6 +218,7 @@ def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int
         own = files.read_json(file)
     else:
         own = json.loads(model.generation_config.to_json_string(use_diff=True))
+        own.pop("use_cache", None)  # `construct` switched the cache off for training
     found = own
     if not origin.own_tokenizer:  # false only for a run that reads text
         vocabulary = model.config.get_text_config().vocab_size
