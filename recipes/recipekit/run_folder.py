@@ -29,24 +29,15 @@ LATEST = "latest"  # in CHECKPOINTS: the name of the newest complete step folder
 EXPORT = "hf"  # the trained model as Hugging Face files
 MERGED = "hf_merged"  # the same with its adapter merged, written by --merge after the run
 
+ADAPTER_CONFIG = "adapter_config.json"  # in an export: it is an adapter
+MERGE = "recipekit convert to-hf --merge"
+
 OF_NORMS = ", which its BatchNorm took its statistics of"
 STATISTICS = "micro_batch"  # is part of a run whose model has BatchNorm: its rows are normalised together
 # What a run is made of: a run folder is continued only if these are the same.
 IDENTITY = (
-    *(
-        "model",
-        "model_revision",
-        "init",
-        "dataset",
-        "subset",
-        "split",
-        "dataset_revision",
-        "text_field",
-        "messages_field",
-        "image_field",
-        "label_field",
-        "augment",
-    ),
+    *("model", "model_revision", "init", "dataset", "subset", "split", "dataset_revision"),
+    *("text_field", "messages_field", "image_field", "label_field", "augment"),
     *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch", "batch_ramp"),
     *("steps", "epochs", "lr", "min_lr", "lr_scale", "layer_decay", "warmup_steps", "decay_steps", "schedule"),
     *("weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
@@ -56,6 +47,13 @@ NO_VALUES: Mapping[str, str] = {}
 _NOT_TYPED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("steps", "epochs"), (0, None))  # values of a run that has the other one
 LOWERED = ("warmup_steps", "decay_steps", "batch_ramp")  # where fewer steps are typed (`Recipe.shortened`)
 OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")  # and of these where its task reads them
+
+
+def without_base(export: Path) -> bool:
+    """Return True if exported files are an adapter of randomly initialised weights: a run then names no base model."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no adapter, or a damaged one, which its readers refuse
+        return json.loads((export / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path", "") is None
+    return False
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -113,6 +113,17 @@ def test_an_adapter_generates_with_its_base(tmp_path: Path, capsys: pytest.Captu
     assert f"an adapter of {base}: " in printed
 
 
+def test_a_merged_model_is_taken_if_its_adapter_names_no_base(tmp_path: Path) -> None:
+    """Nobody has the randomly initialised base model. An adapter that names its base is taken itself."""
+    run = run_of(tmp_path / "run")
+    shutil.move(with_base(tmp_path, None), run / "hf")
+    assert find_export(run).folder == run / "hf"
+    saved(run / "hf_merged")
+    assert find_export(run).folder == run / "hf_merged" and not find_export(run).is_adapter
+    changed_json("adapter_config.json", base_model_name_or_path="org/base")(run / "hf")
+    assert find_export(run).folder == run / "hf" and find_export(run).is_adapter
+
+
 def test_the_stop_token_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Reached, not reached, and a model without one. The token that always comes is number 0."""
     folder = saved(tmp_path / "hf")
@@ -216,7 +227,7 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
-def with_base(folder: Path, base: str, **more: Any) -> Path:
+def with_base(folder: Path, base: str | None, **more: Any) -> Path:
     (folder / "own").mkdir(parents=True)
     config = {"peft_type": "LORA", "base_model_name_or_path": base, "task_type": "CAUSAL_LM"} | more
     (folder / "own" / "adapter_config.json").write_text(json.dumps(config))
@@ -233,6 +244,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "runs": (lambda path: run_of(path / "one").parent, "holds no config.json.*; give one of its folders, such as .*one"),
     "no export": (without_export, f"has no hf/: the run has not written one; its newest checkpoint is step_00000012; {WAY} "),
     "no checkpoint": (run_of, "has no hf/ and no complete checkpoint: the run has not written one; wait for its first checkpoint"),
+    "a random base": (lambda path: with_base(path, None), r"names no base model; a run writes this for randomly .* recipekit convert to-hf --merge RUN"),
     "a checkpoint": (lambda path: checkpoint_of(run_of(path)), f"is a checkpoint, which .*; {WAY} "),
     "all checkpoints": (lambda path: without_export(path) / "checkpoints", f"has no hf/: .*; {WAY} "),
     **{

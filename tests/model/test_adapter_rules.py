@@ -159,7 +159,7 @@ def test_the_base_model_is_named_as_others_find_it(tmp_path: Path, monkeypatch: 
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     real = str(tmp_path / "real")
-    cases = [("real", real, None), ("./real", real, None), ("link", real, None), ("org/name", "org/name", "abc"), ("none", "none", "abc")]
+    cases = [("real", real, None), ("./real", real, None), ("link", real, None), ("org/name", "org/name", "abc"), ("none", "none", "abc"), ("", None, None)]
     for model, name, revision in cases:
         config = made_by(partial(wrapped, fields=LORA), model=model, revision="abc").peft_config["default"]
         assert (config.base_model_name_or_path, config.revision) == (name, revision)
@@ -249,7 +249,7 @@ def test_a_recipe_gives_its_layout_and_seed_to_the_adapter(monkeypatch: pytest.M
         torch.manual_seed(99 + len(values))
         made = build_model(dataclasses.replace(recipe, seed=seed), two_layers("llama"), None, ds_config(0), torch.device("cpu"))
         values.append(dict(made.model.named_parameters())["base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight"])
-    assert asked == [AdapterRequest(recipe.adapt, "none", True, 2, 4)] * 3  # type: ignore[arg-type]
+    assert asked == [AdapterRequest(recipe.adapt, "", True, 2, 4)] * 3  # type: ignore[arg-type]
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
 
 

@@ -10,18 +10,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from disks import fill, small_disk
 from job import NANO, Job, checkpoints, deepspeed, steps_done
+from recipekit.recipe import Recipe
 from recipekit.run_folder import unit_of
 from recipekit.runtime import continuation, ending
 from recipekit.runtime.continuation import continue_command, launched, retyped
 from recipekit.runtime.loss_picture import draw_losses, envelope
 from recipekit.runtime.metrics_file import MetricsFile
-from recipekit.runtime.summary import block_of, loading, page_of
+from recipekit.runtime.summary import block_of, loading, model_in, page_of
 from recipekit.step_names import newest_complete
 
 
@@ -138,6 +140,17 @@ def test_two_lines_load_the_model(tmp_path: Path, task: str, adapter: dict | Non
     code = loading(facts, tmp_path / "it's a \"hf")
     assert len(code) == 2 and all(word in "\n".join(code) for word in words), code
     compile("\n".join(code), "code", "exec")
+
+
+@pytest.mark.parametrize(("base", "said"), [(None, "convert to-hf --merge"), ("org/base", "recipekit sample"), ("./base", "recipekit sample")])
+def test_an_adapter_of_random_weights_is_not_offered_as_a_model(tmp_path: Path, base: str | None, said: str) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    plan: Any = SimpleNamespace(recipe=Recipe(steps=3), out=tmp_path, again="")
+    assert said in ending.finished(plan, 3).text and ("randomly initialised" in ending.finished(plan, 3).text) == (base is None)
+    facts = FACTS | {"recipe": FACTS["recipe"] | {"task": "sft"}, "identity": {"adapter": {"r": 8}}}
+    assert len(loading(facts, tmp_path)) == (2 if base else 0)
+    assert ("convert to-hf --merge" in model_in(tmp_path)) == (base is None)
 
 
 @pytest.mark.parametrize(

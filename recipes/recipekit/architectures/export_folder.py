@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..hub import commit_of, hub_is_away, is_hub_id
 from ..refusal import refuse
-from ..run_folder import CHECKPOINTS, EXPORT, FACTS, facts_of_run
+from ..run_folder import CHECKPOINTS, EXPORT, FACTS, MERGE, MERGED, facts_of_run, without_base
 from ..step_names import MANIFEST, is_step_folder, newest_complete
 from ..tasks.facts import TASKS
 from .lookup import CAUSAL, fitting_task, unfit
@@ -49,7 +49,8 @@ def find_export(path: Path) -> Export:
         raise refuse(str(path), f"holds no {CONFIG}, no {ADAPTER} and no {FACTS}", _inside(path))
     _check_task(_task_of_run(path), str(path))
     if any((path / EXPORT / name).is_file() for name in (CONFIG, ADAPTER)):
-        return Export(path / EXPORT, _task_of_run(path), tuple(_notes(path)))
+        merged = without_base(path / EXPORT) and (path / MERGED / CONFIG).is_file()
+        return Export(path / MERGED if merged else path / EXPORT, _task_of_run(path), tuple(_notes(path)))
     state = "the run is still training" if is_running(path) else "the run has not written one"
     if (newest := newest_complete(path / CHECKPOINTS)) is None:
         fix = "wait for its first checkpoint (--save_every N), or run its command again"
@@ -109,6 +110,10 @@ def base_of(folder: Path) -> tuple[str, str]:
     config = read_json(folder / ADAPTER)
     base, revision = config.get("base_model_name_or_path"), config.get("revision") or ""
     where, fix = str(folder / ADAPTER), "write its folder or hub id there as base_model_name_or_path"
+    if without_base(folder):
+        run = folder.parent if folder.name == EXPORT else "RUN"
+        way = f"write the merged model with {MERGE} {run} NEW_FOLDER, then recipekit sample NEW_FOLDER; if you have the base model, {fix}"
+        raise refuse(where, "names no base model; a run writes this for randomly initialised weights", way)
     if not isinstance(base, str) or not base.strip():
         raise refuse(where, "names no base model", fix)
     if not Path(base).is_dir() and (Path(base).is_absolute() or not is_hub_id(base)):

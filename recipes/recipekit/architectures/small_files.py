@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..refusal import refuse
-from ..run_folder import FACTS
+from ..run_folder import ADAPTER_CONFIG, FACTS
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
-ADAPTER = "adapter_config.json"
+ADAPTER = ADAPTER_CONFIG
 CARD = "README.md"  # the model card
 COMMITS = "commits.json"  # of an export: what its run has read from the hub
 TEMPLATES = "additional_chat_templates"  # folder of the named templates (transformers 5.22.2)

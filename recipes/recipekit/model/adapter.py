@@ -41,7 +41,7 @@ class AdapterRequest:
     """Fields of a recipe that decide whether its adapter can be trained and exported."""
 
     adapt: Callable[[Any], Any]
-    model: str = "none"
+    model: str = "none"  # "": randomly initialised weights, which no folder holds
     merge: bool = False
     tp: int = 1
     ep: int = 1
@@ -72,9 +72,9 @@ def adapted(model: Any, request: AdapterRequest, ds_config: dict[str, Any]) -> A
     if problems:
         raise Refusal(problems)
 
-    is_folder = Path(request.model).is_dir()
-    config.base_model_name_or_path = str(Path(request.model).resolve()) if is_folder else request.model
-    config.revision = None if is_folder else request.revision or None
+    is_folder = bool(request.model) and Path(request.model).is_dir()
+    config.base_model_name_or_path = str(Path(request.model).resolve()) if is_folder else request.model or None
+    config.revision = request.revision if request.revision and request.model and not is_folder else None
     if problems := _check_trained(made) + (check_merge(made) if request.merge else []):
         raise Refusal(problems)
     return made

@@ -164,7 +164,8 @@ def _with_adapter(whole: PreTrainedModel, request: AdapterRequest, seed: int, ds
 def _request_of(recipe: Recipe) -> AdapterRequest:
     assert recipe.adapt is not None
     commit = commit_of(recipe.model, recipe.model_revision) or recipe.model_revision
-    return AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep, commit)
+    base = "" if recipe.init == "random" else recipe.model
+    return AdapterRequest(recipe.adapt, base, recipe.merge, recipe.tp, recipe.ep, commit)
 
 
 def _described(model: PreTrainedModel, plans: Plans) -> Blueprint:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..plan import Plan
 from ..refusal import START_AGAIN, Refusal, Say
-from ..run_folder import EXPORT, facts_of_run, read_metrics, way_on
+from ..run_folder import EXPORT, MERGE, facts_of_run, read_metrics, way_on, without_base
 from ..tasks.facts import TASKS
 from ..whole_file import write_whole
 from .loss_picture import PICTURE, draw_losses
@@ -38,7 +38,9 @@ def finished(plan: Plan, step: int) -> Ending:
     if step < plan.recipe.steps:
         return Ending(0, f"stopped at step {step} of {plan.recipe.steps}; {onward(plan)}")
     text = f"finished all {step} steps"
-    if (plan.out / EXPORT).is_dir():
+    if without_base(plan.out / EXPORT):
+        text += f"; {plan.out / EXPORT} has an adapter of randomly initialised weights; {MERGE} {shlex.quote(str(plan.out))} NEW_FOLDER writes the model"
+    elif (plan.out / EXPORT).is_dir():
         text += f"; the model is in {plan.out / EXPORT}"
         if TASKS[plan.recipe.task].auto_class == TASKS["pretrain"].auto_class:  # generates text
             text += f"; sample it with: recipekit sample {shlex.quote(str(plan.out))}"

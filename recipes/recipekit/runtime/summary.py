@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.terms import gib
-from ..run_folder import ADAPTER, CHECKPOINTS, EXPORT, unit_of
+from ..run_folder import ADAPTER, CHECKPOINTS, EXPORT, MERGE, unit_of, without_base
 from ..step_names import newest_complete
 from ..tasks.facts import TASKS
 from .progress import duration, number
@@ -83,15 +83,17 @@ def planned(facts: Mapping[str, Any]) -> str:
 
 def model_in(out: Path) -> str:
     """Return where the trained model is as Hugging Face files, or how to make them."""
+    run = shlex.quote(str(out))
+    if without_base(out / EXPORT):
+        return f"{out / EXPORT}, an adapter of randomly initialised weights; {MERGE} {run} NEW_FOLDER writes the model"
     if (out / EXPORT).is_dir():
         return str(out / EXPORT)
-    run = shlex.quote(str(out))
     return f"not exported; recipekit convert to-hf {run} NEW_FOLDER writes Hugging Face files"
 
 
 def loading(facts: Mapping[str, Any], out: Path) -> list[str]:
     """Return two lines of Python that load the exported model in plain transformers or peft, [] if there is none."""
-    if not (out / EXPORT).is_dir():
+    if not (out / EXPORT).is_dir() or without_base(out / EXPORT):
         return []
     recipe, folder = facts["recipe"], json.dumps(os.path.abspath(out / EXPORT), ensure_ascii=False)
     task = TASKS[recipe["task"]]
