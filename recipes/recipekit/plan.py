@@ -275,6 +275,7 @@ def _check_inputs(recipe: Recipe, model_config: dict[str, Any] | None, tiny: boo
     with collecting(problems):
         if model_config is not None and Path(recipe.model).is_dir():
             check_generation_file(Path(recipe.model))
+    problems += lookup.check_own_names(recipe.model, recipe.init, recipe.tokenizer if "tokenizer" in recipe.facts.reads else None)
     with collecting(problems):
         if "token_cache" in recipe.facts.reads and recipe.token_cache not in ("auto", "off"):
             check_cache(f"--token_cache {recipe.token_cache}", recipe.token_cache)

@@ -72,6 +72,25 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model {0} --tokenizer {0}", "model = {0}: without weights and tokenizer; use --init random --tokenizer bytes"),
+        ("--model {0}", "model = {0}: without weights; use --init random"),
+        ("--model {0} --init random --tokenizer {0}", "tokenizer = {0}: without tokenizer; use --tokenizer bytes"),
+        ("--tokenizer {0}", "tokenizer = {0}: without tokenizer; use --tokenizer bytes"),
+    ],
+)
+def test_a_model_that_only_this_repository_has_is_refused_as_at_the_start(words: str, said: str) -> None:
+    """Its name looks like a hub id, but there is nothing to download."""
+    words, (where, _, rest) = words.format("recipekit/llama-nano"), said.format("recipekit/llama-nano").partition(": ")
+    wanted = f"{where}: is only a config.json of this repository, {rest}"
+    assert refused("--dry_run", *words.split()) == wanted
+    assert refused(*words.split()) == wanted
+    planned("--dry_run", "--model", "recipekit/llama-nano", "--init", "random", "--tokenizer", "bytes")
+    planned("--dry_run", "--model", "recipekit/llama-nano", "--tiny")
+
+
+@pytest.mark.parametrize(
     ("changes", "rule"),
     [
         ({"hidden_size": 32}, "model.embed_tokens.weight is [264, 16] in its files and [264, 32] by its config.json"),

@@ -58,6 +58,7 @@ READS_AHEAD = {
     "xlnet": "",
 }
 CAUSAL = TASKS["pretrain"].auto_class
+OURS = "recipekit/"  # a model that no other program knows
 NO_CONFIG = "the folder holds no config.json", "give the folder that save_pretrained wrote"
 OTHERS = "use a causal language model of recipes/SUPPORT.md"
 
@@ -189,6 +190,25 @@ def types_of(auto_class: str) -> dict[str, tuple[str, ...]]:
     table = re.search(rf"^{mapping[1]}_NAMES = OrderedDict\((.*?)^\)", source, re.DOTALL | re.MULTILINE)
     assert table is not None, f"transformers 5.22.2 has {mapping[1]}_NAMES"
     return {kind: (names,) if isinstance(names, str) else tuple(names) for kind, names in ast.literal_eval(table[1].strip())}
+
+
+def check_own_names(model: str, init: str, tokenizer: str | None) -> list[Problem]:
+    """Refuse to read weights or a tokenizer of a model that exists only as a config.json of this repository.
+
+    `tokenizer` is "" for the model's own, None for a task without one.
+    """
+    ways = {"weights": "--init random"} if is_ours(model) and init == "pretrained" else {}
+    if tokenizer is not None and is_ours(tokenizer or model):
+        ways["tokenizer"] = "--tokenizer bytes"
+    if not ways:
+        return []
+    name = f"model = {model}" if "weights" in ways or not tokenizer else f"tokenizer = {tokenizer}"
+    return [Problem(name, f"is only a config.json of this repository, without {' and '.join(ways)}", f"use {' '.join(ways.values())}")]
+
+
+def is_ours(name: str) -> bool:
+    """Return True for a model that exists only as a config.json of this repository."""
+    return name.startswith(OURS) and (SHIPPED / (name.replace("/", "--") + ".json")).exists() and not is_local(name)
 
 
 def is_local(model: str, revision: str = "") -> bool:

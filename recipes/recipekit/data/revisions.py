@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..architectures.lookup import is_local
+from ..architectures.lookup import is_local, is_ours
 from ..hub import cache_folder, is_hub_id, is_offline, not_cached
 from ..recipe import OWN
 from ..refusal import Problem, Refusal
@@ -50,7 +50,7 @@ def say_unused(dataset: str, unused: Mapping[str, str]) -> list[str]:
 
 def check_offline(model: str, revision: str, needed: bool) -> list[Problem]:
     """Refuse a model whose files are `needed`, if they are not here and the user forbids to download them."""
-    no_name = not is_hub_id(model) or Path(model).exists()  # refused where its config.json is read
+    no_name = not is_hub_id(model) or Path(model).exists() or is_ours(model)  # refused where its config.json is read, or its files
     if not is_offline(os.environ) or not needed or not model or no_name or is_local(model, revision):
         return []
     at = f" at {revision}" if revision else ""
