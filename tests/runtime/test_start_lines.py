@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from recipekit.command import parse
+from recipekit.data.passes import Epoch
 from recipekit.plan import make_plan
 from recipekit.recipe import Recipe
 from recipekit.refusal import Refusal
 from recipekit.run_folder import read_metrics
-from recipekit.runtime.epochs import Epochs, counted
+from recipekit.runtime.epochs import Epochs, counted, few_steps
 from recipekit.runtime.facts import short
 from recipekit.runtime.first_row import show_row
 from recipekit.shipped import STRATEGIES
@@ -300,3 +301,26 @@ def test_a_stream_is_described_once_its_first_epoch_is_complete() -> None:
     line = "data: 12 documents, 850 tokens, 10 rows of 128, 2 rows skipped (2 empty); one epoch is 2.5 steps, this run is about 12 epochs"
     assert said == [f"{line}, counted in its first epoch"]
     assert epochs.complete(state)["epoch"] == 900 / 850
+
+
+LESS_ROWS = "--seq_len (now 128; a document has 40 tokens on average)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "epoch", "said"),
+    [
+        ({}, Epoch(30, 1200, 10), f"3 optimizer steps, of 4 rows each. For more steps on the same data, lower --global_batch (now 4) or {LESS_ROWS}."),
+        ({"global_batch": 16}, Epoch(10, 640, 5), "1 optimizer step, of 16 rows each. For more steps on the same data, lower --global_batch (now 16)."),
+        ({"task": "image_classification"}, Epoch(8, 8, 8), "2 optimizer steps, of 4 rows each. For more steps on the same data, lower --global_batch (now 4)."),
+        ({}, Epoch(120, 4800, 37), ""),  # 9.25 steps, the tenth is begun
+        ({"global_batch": 1}, Epoch(10, 640, 5), ""),  # one row a step: there are no more steps in the data
+        ({"dataset": "builtin"}, Epoch(30, 1200, 10), ""),
+    ],
+)
+def test_few_steps_in_an_epoch_are_named_with_the_ways_to_more(fields: dict[str, Any], epoch: Epoch, said: str) -> None:
+    """200 short chats and a batch for millions are one step: the model hardly moves, and the run looks well."""
+    recipe = replace(Recipe(model="Qwen/Qwen3-0.6B", dataset="docs.jsonl", seq_len=128, global_batch=4), **fields)
+    plan: Any = SimpleNamespace(recipe=recipe, command=SimpleNamespace(tiny=False))
+    assert few_steps(plan, {"": epoch}) == ([f"data: an epoch is only {said}"] if said else [])
+    plan.command.tiny = True
+    assert few_steps(plan, {"": epoch}) == [] == few_steps(plan, {})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from .agree import shared_problems
 from .corpus import request_of_plan
 
 MOST_BYTES = 64 << 20  # of local data that are counted though nobody asked for epochs
+FEW_STEPS = 10  # in an epoch
 MOST_BYTES_DRY = 8 << 20  # in a dry run
 
 
@@ -202,8 +204,25 @@ def lines_of(plan: Plan, found: Count) -> list[str]:
     if plan.recipe.epochs:
         filled = f"; the last step takes {found.more:,} of its rows from the next epoch" if found.more else ""
         lines.append(f"epochs: {plan.recipe.epochs:g} = {found.steps:,} steps{filled}")
+    lines += few_steps(plan, found.of)
     lines += [f"data: not counted, because the run will stop at this problem: {problem}" for problem in found.problems]
     return lines
+
+
+def few_steps(plan: Plan, of: Mapping[str, Epoch]) -> list[str]:
+    """Return a line if a run on little data makes few optimizer steps in an epoch: a step averages most of the data, and the model hardly moves."""
+    recipe, packed = plan.recipe, plan.recipe.facts.rows == PACKED
+    rows, documents, tokens = (sum(getattr(epoch, name) for epoch in of.values()) for name in ("rows", "documents", "tokens"))
+    steps = math.ceil(rows / recipe.global_batch)
+    if plan.command.tiny or recipe.dataset == "builtin" or not of or steps >= FEW_STEPS or recipe.batch_ramp:
+        return []
+    ways = [f"--global_batch (now {recipe.global_batch})"] if recipe.global_batch > 1 else []
+    if packed and documents and tokens / documents < recipe.seq_len / 2:
+        ways.append(f"--seq_len (now {recipe.seq_len:,}; a document has {tokens / documents:,.0f} tokens on average)")
+    if not ways:
+        return []
+    count = f"an epoch is only {steps} optimizer step{'s' * (steps > 1)}, of {recipe.global_batch} rows each"
+    return [f"data: {count}. For more steps on the same data, lower {' or '.join(ways)}."]
 
 
 def line_of(plan: Plan, name: str, epoch: Epoch, of_run: dict[str, tuple[float, bool]]) -> str:
