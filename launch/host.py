@@ -52,6 +52,7 @@ class Agent:
         self.running: dict[int, tuple[int, int]] = {}  # pid -> (rank, pidfd)
         self.reported: dict[int, int | None] = {}  # rank -> exit code
         self.unknown: list[int] = []  # ranks whose exit code their launcher took before this process looked
+        self.shown_rank: int | None = None  # whose output goes to the console
         self.stopping = ""
         self.killing = False
         self.console: Any = None  # rank 0's file
@@ -215,6 +216,7 @@ class Agent:
             adopted = self.reap().get(pid)
             code = code_from(self.launcher_log, pid) if adopted is None else adopted
         self.reported[rank] = code
+        self.show()  # what it has printed comes before its end
         if code is None:
             self.unknown.append(rank)
         else:

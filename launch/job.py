@@ -25,6 +25,7 @@ SETTLE = 2.0  # seconds that ranks may still print why they fail, after one has 
 SETTLE_LOST = 15.0  # the same if the ranks that have ended only lost a peer: the rank that failed first may still have to print why
 SETTLE_STOP = 60.0  # the same if a rank ended because it was asked to: the others are ending too
 STOP_CODES = {128 + number: number.name for number in STOPS}
+LAST_LINES = "; the last lines of"  # before the name of a file: its last lines follow
 # Last words of a rank when another rank has failed: of recipekit/runtime/failure.py, whose exit codes are 75 or 1; gloo, sockets, torch's stores and NCCL
 OUR_WORDS = ("ended, because rank ", "failed after rank ", ": lost rank")
 LOST_PEER = (
@@ -292,7 +293,7 @@ class Start:
             if ended["ranks"]:
                 self.fail(0, f"the launcher on {host} {how(ended['code'])} and left {ended['ranks']} ranks", [], START_AGAIN)
             elif ended["code"] and not self.told:
-                self.fail(6, f"the launcher on {host} {how(ended['code'])}; the last lines of {ended['log']}", ended["tail"], exit_code(ended["code"]))
+                self.fail(6, f"the launcher on {host} {how(ended['code'])}{LAST_LINES} {ended['log']}", ended["tail"], exit_code(ended["code"]))
         elif "done" in message:
             self.connections[node].open = False
             if message["done"] and self.kill_at is not None:
@@ -303,7 +304,11 @@ class Start:
         if code == 0:
             return
         name = f"rank {rank}" if self.job.spawn != "once" else "the script"
-        what = f"{name} on {self.job.hosts[node].name} {how(code)}{f': {error}' if error else ''}; the last lines of {log}"
+        what = f"{name} on {self.job.hosts[node].name} {how(code)}"
+        if error.startswith("refused") and (rank == 0 or self.job.spawn == "once"):
+            what += f"; its message is above, and in {log}"
+        else:
+            what += f"{f': {error}' if error else ''}{LAST_LINES} {log}"
         if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
             return
         aborted = [line for line in [error, *tail] if any(word in line for word in ABORTED) and "CUDA error" not in line]  # a CUDA error is this rank's own
@@ -350,6 +355,7 @@ class Start:
 def told(failure: tuple[int, float, str, list[str], int]) -> str:
     """Writes a failure as it is printed."""
     _, seconds, what, tail, _ = failure
+    tail = tail if LAST_LINES in what else []
     return "\n".join([f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}", *("    " + line for line in tail)])
 
 

@@ -1,5 +1,6 @@
 """Which rank a start is said to have failed by: the first one, not a peer that lost it, in the words of gloo, torch, NCCL and our own."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -83,6 +84,19 @@ def test_the_rank_that_failed_is_named_and_not_its_peer(tmp_path: Path, peer: st
     assert (outcome.kind, outcome.code, outcome.text) == ("failed", 1, ""), "it was told when it was heard"
     assert len(said) == 1 and f" s rank 1 on worker-2 ended with 1: {MEMORY}; the last lines of " in said[0]
     assert all(f"    {line}" in said[0] for line in OWN)
+
+
+@pytest.mark.parametrize(("rank", "spawn", "shown"), [(0, "torchrun", True), (1, "torchrun", False), (1, "once", True)])
+def test_a_refusal_that_the_console_has_is_not_printed_again(tmp_path: Path, rank: int, spawn: str, shown: bool) -> None:
+    """The console has the output of rank 0; without ranks, the output of each host's script."""
+    said: list[str] = []
+    job = start(tmp_path, said)
+    job.job = dataclasses.replace(job.job, spawn=spawn)
+    job.rank_ended(rank, **ended(tmp_path, rank, 1, ["refused: 1 problem", "  1. --lr -1: must be positive; use --lr 1e-4"]))
+    outcome = job.outcome()
+    assert (outcome.kind, outcome.code, outcome.text) == ("refused", 1, "")
+    assert len(said) == 1 and ("--lr -1" in said[0]) == (not shown) and f"rank_{rank}.log" in said[0], said
+    assert ("its message is above, and in " in said[0]) == shown
 
 
 @pytest.mark.parametrize("peer", PEERS)
