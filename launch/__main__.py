@@ -41,6 +41,7 @@ from .refused import Refused
 from .screen import SCREEN
 
 DOCTOR = REPOSITORY / "launch" / "doctor.py"
+TYPED_AS = "LAUNCH_TYPED_AS"  # set by another command that starts launch: its own words, as in recipekit/commands/run.py
 # The shipped recipes: beside this package in a clone, inside recipekit in an installed wheel
 RECIPES = next((folder for folder in (REPOSITORY / "recipekit" / "recipes", REPOSITORY / "recipes") if folder.is_dir()), Path("recipes"))
 
@@ -270,7 +271,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
         node=node,
         bind_cores=arguments.bind_cores,
         overlap=where == "slurm" and hosts.in_step(variables),
-        typed=tuple(sys.orig_argv) if where in ("local", "hostfile") and sys.orig_argv[-len(words) :] == [*words] else (),
+        typed=typed() if where in ("local", "hostfile") and sys.orig_argv[-len(words) :] == [*words] else (),
     )
 
 
@@ -286,13 +287,19 @@ def granted(variables: dict[str, str]) -> dict[str, str]:
     return {allocation.GRACE: f"{warning:g}"} if warning else {}
 
 
+def typed() -> tuple[str, ...]:
+    """Return this command as it was typed."""
+    name = os.environ.get(TYPED_AS)
+    return (*name.split(), *sys.argv[1:]) if name else tuple(sys.orig_argv)
+
+
 def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> None:
     """Prints what will run: each host's command, and the names of the variables that travel to the host."""
     first, ranks = job.hosts[0], sum(host.slots for host in job.hosts)
     who = "once on each host" if job.spawn == "once" else f"{ranks} rank{'s' if ranks > 1 else ''}, forked by {job.spawn}"
     cores = usable_cores()
     if job.where == "local" and ranks == 1 < cores and not arguments.gpus and not hosts.devices(variables) and job.spawn != "once":
-        say(f"1 rank on {cores} cores, and no GPU: python -m launch --gpus {cores} {job.words[0]} starts {cores} ranks")
+        say(f"1 rank on {cores} cores, and no GPU: {os.environ.get(TYPED_AS, 'python -m launch')} --gpus {cores} {job.words[0]} starts {cores} ranks")
     say(f"{job.where}: {len(job.hosts)} host{'s' if len(job.hosts) > 1 else ''}, {who}")
     for node, host in enumerate(job.hosts):
         if job.node not in (None, node):

@@ -1,5 +1,6 @@
 """recipekit/commands/run.py: the same as `python -m launch`, with its words, output and exit code."""
 
+import json
 import os
 import subprocess
 import sys
@@ -31,7 +32,15 @@ def test_it_is_launch_with_the_same_words(words: list[str], code: int, told: str
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "launch.py").write_text("raise SystemExit('mine')")
     found = start("recipekit run", words, tmp_path)
-    assert found == start("launch", words, tmp_path) and found[0] == code and told in found[1] + found[2], found
+    code_of_launch, out, err = start("launch", words, tmp_path)
+    assert found == (code_of_launch, out.replace("python -m launch --gpus", "recipekit run --gpus"), err)
+    assert found[0] == code and told in found[1] + found[2], found
+
+
+def test_the_command_that_continues_is_the_typed_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import json, os, sys\nprint(os.environ['LAUNCH_COMMAND'])\nsys.exit(3)\n")
+    code, out, err = start("recipekit run", ["--gpus", "1", "mine.py", "--lr", "a b"], tmp_path)
+    assert code == 1 and json.dumps(["recipekit", "run", "--gpus", "1", "mine.py", "--lr", "a b"]) in out, out + err
 
 
 def test_without_the_package_launch_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

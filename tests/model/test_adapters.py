@@ -284,6 +284,7 @@ def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path:
     assert json.loads((out / "hf" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "base")
     ((code, said),) = again(recipe=dataclasses.replace(recipe, merge=True))
     assert code == 0 and f"merged: the run in {out} has finished 2 of 2 steps" in said and "nothing to do" not in said, said
+    assert f"recipekit sample {out}/hf_merged" in said
     assert (out / "hf" / "adapter_model.safetensors").read_bytes() == adapter
     assert convert(["to-hf", str(out), str(tmp_path / "converted"), "--merge"]) == 0
     check_same_files(tmp_path / "converted", out / "hf_merged")

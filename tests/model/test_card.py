@@ -174,6 +174,14 @@ def test_torch_engines_have_no_json():
     assert rows(text)["strategy"] == "fsdp2" and "## DeepSpeed JSON" not in text
 
 
+def test_no_folder_of_the_machine_is_published() -> None:
+    """A card is often made public, with the names of users and disks in paths."""
+    offload = {"device": "nvme", "nvme_path": "/scratch/ann/swap"}
+    config = {"zero_optimization": {"stage": 3, "offload_param": offload}, "monitor": {"path": "~/ann/logs", "on": True}}
+    text = card(changed("recipe", ds_config="/disks/ann/mine.json") | {"ds_config": config})
+    assert rows(text)["strategy"] == "mine.json" and "ann" not in text and '"nvme_path": "swap"' in text and '"path": "logs"' in text
+
+
 @pytest.mark.parametrize("missing", FACTS)
 def test_a_missing_fact_is_left_out(missing):
     """So is one that is not an object, as after an edit by hand."""

@@ -10,6 +10,8 @@ import sys
 
 from ..refusal import refuse
 
+TYPED_AS = "LAUNCH_TYPED_AS"  # the beginning of the command that launch shows to continue a run
+
 
 def main(argv: list[str] | None = None) -> int:
     """Turn this process into `python -m launch`, which then gets all signals and gives the exit code."""
@@ -18,4 +20,4 @@ def main(argv: list[str] | None = None) -> int:
         raise refuse("recipekit run", f"{sys.executable} has no package launch", "install this one again: make setup, or pip install .")
     sys.stdout.flush()
     # -P: a file launch.py of the current folder must not hide the package
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "launch", *words])
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "launch", *words], os.environ | {TYPED_AS: "recipekit run"})

@@ -200,7 +200,7 @@ def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tu
         ("peak learning rate", recipe.get("lr")),
         ("learning-rate schedule", recipe.get("schedule")),
         ("seed", recipe.get("seed")),
-        ("strategy", strategy or recipe.get("engine")),
+        ("strategy", Path(strategy).name if isinstance(strategy, str) else recipe.get("engine")),
         ("layout", ", ".join(str(part) for part in (mesh.get("name"), ranks, host.get("device")) if part)),
         ("versions", ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name))),
         ("first start", facts.get("date")),
@@ -220,11 +220,18 @@ def _held_out(lines: Sequence[Metrics]) -> list[str]:
 
 
 def _strategy(facts: Facts) -> list[str]:
-    """Return the section with the DeepSpeed JSON as the run has resolved it; [] for other engines."""
+    """Return the section with the DeepSpeed JSON as the run has resolved it, without folders of its machine; [] for other engines."""
     config = _part(facts, "ds_config")
     if not config or _part(facts, "recipe").get("engine", "deepspeed") != "deepspeed":
         return []
-    return ["## DeepSpeed JSON", f"```json\n{json.dumps(config, indent=2)}\n```"]
+    return ["## DeepSpeed JSON", f"```json\n{json.dumps(_published(config), indent=2)}\n```"]
+
+
+def _published(value: Any) -> Any:
+    """Return a value of the JSON in which a path of the machine is only the name of its last folder or file."""
+    if isinstance(value, dict):
+        return {key: _published(inner) for key, inner in value.items()}
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
 
 def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:

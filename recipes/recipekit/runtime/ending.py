@@ -33,6 +33,12 @@ def onward(plan: Plan) -> str:
     return said if said.startswith("no checkpoint") or not plan.again else f"continue with: {plan.again}"
 
 
+def way_to_sample(task: str, folder: Path) -> str:
+    """Return the command that generates from a model, as the end of a line; "" for a task whose models do not."""
+    generates = TASKS[task].auto_class == TASKS["pretrain"].auto_class
+    return f"; sample it with: recipekit sample {shlex.quote(str(folder))}" if generates else ""
+
+
 def finished(plan: Plan, step: int) -> Ending:
     """Return the ending after the last step of this start: of the run, or the step of --stop_at."""
     if step < plan.recipe.steps:
@@ -41,9 +47,7 @@ def finished(plan: Plan, step: int) -> Ending:
     if without_base(plan.out / EXPORT):
         text += f"; {plan.out / EXPORT} has an adapter of randomly initialised weights; {MERGE} {shlex.quote(str(plan.out))} NEW_FOLDER writes the model"
     elif (plan.out / EXPORT).is_dir():
-        text += f"; the model is in {plan.out / EXPORT}"
-        if TASKS[plan.recipe.task].auto_class == TASKS["pretrain"].auto_class:  # generates text
-            text += f"; sample it with: recipekit sample {shlex.quote(str(plan.out))}"
+        text += f"; the model is in {plan.out / EXPORT}{way_to_sample(plan.recipe.task, plan.out)}"
     return Ending(0, text)
 
 

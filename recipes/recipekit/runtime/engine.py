@@ -38,6 +38,7 @@ from ..tasks.facts import TASKS
 from . import deepspeed_engine, torch_engine
 from .agree import shared_problems
 from .corpus import check_data
+from .ending import way_to_sample
 from .epochs import Epochs, measured
 from .facts import export_dtype, layout_of, parameter_counts
 from .small_files import small_files_of
@@ -105,7 +106,9 @@ class Loaded:
         if not holds_adapter(out / EXPORT):  # merged already, or not yet written
             return False
         self.export(say, MERGED)
-        say(f"merged: the run in {out} has finished {step} of {recipe.steps} steps; {EXPORT}/ keeps the adapter, {MERGED}/ has the merged model")
+        say(
+            f"merged: the run in {out} has finished {step} of {recipe.steps} steps; {EXPORT}/ keeps the adapter, {MERGED}/ has the merged model{way_to_sample(recipe.task, out / MERGED)}"
+        )
         return True
 
 
