@@ -1,8 +1,8 @@
-"""Proves that a change of the code changes no run: four tiny runs of a commit and of the working tree, compared bit for bit.
+"""Proves that a change of the code changes no run: a tiny run of each kind of a commit and of the working tree, compared bit for bit.
 
-    python tests/support/same_runs.py COMMIT [--folder FOLDER] [--rtol 1e-6] [--now "--attention sdpa --loss whole"]
+    python tests/support/same_runs.py COMMIT [--folder FOLDER] [--cases sft,muon] [--rtol 1e-6] [--now "--attention sdpa --loss whole"]
 
-Each run has 6 steps, an evaluation and a checkpoint every 3. Step, loss, grad_norm, lr, tokens and eval_loss of every step
+Each run has 6 steps, an evaluation and a checkpoint every 3. The numbers of every step (loss, grad_norm, lr, tokens or samples, eval_loss)
 have to be equal, and the digests of every tensor of both checkpoints; then the working tree goes on from the commit's
 checkpoint of step 3, in the commit's own run folder, and has to come to the same end. `--folder` keeps the runs, and takes
 those of the commit from there the next time. `--rtol` compares numbers to a relative difference, and leaves the digests out.
@@ -31,6 +31,17 @@ CASES: dict[str, tuple[int, list[str]]] = {  # name -> ranks, recipe and flags
     "zero1_tp2_pp2": (4, ["llama3_1_70b_zero1_pp4_tp4.py", "--tp", "2", "--pp", "2"]),
     "zero3_sp2": (2, ["llama3_1_8b_zero3_sp8.py", "--sp", "2"]),
     "sft": (2, ["qwen3_0_6b_sft_zero2.py"]),
+    "dpo_lora": (2, ["qwen3_0_6b_dpo_lora_zero2.py"]),
+    "bert_lamb": (2, ["bert_large_mlm_lamb_zero1.py"]),
+    "vit_tp2": (2, ["vit_h14_imagenet_zero1_tp2.py"]),
+    "resnet_pp2": (2, ["resnet152_imagenet_zero1_pp4.py", "--pp", "2"]),
+    "muon": (2, ["llama3_2_1b_muon_zero2.py"]),
+    "onebit": (2, ["bert_large_mlm_onebit_zero0.py"]),
+    "adafactor": (2, ["llama3_2_1b_adafactor_zero2.py"]),
+    "ep2": (2, ["qwen3_30b_a3b_zero1_ep4.py", "--ep", "2"]),
+    "ddp": (2, ["llama3_2_1b_ddp.py"]),
+    "fsdp2": (2, ["llama3_2_1b_fsdp2.py"]),
+    "zero3_cpu": (2, ["llama3_1_8b_zero3_cpu.py"]),
 }
 NUMBERS = ["--tiny", "--steps", STEPS, "--warmup_steps", 2, "--save_every", SAVE_EVERY, "--eval_every", SAVE_EVERY, "--keep", STEPS]
 
@@ -97,6 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("commit", help="what the working tree is compared with, for example HEAD~3")
     parser.add_argument("--folder", type=Path, help="keep the runs there (default: a temporary folder)")
+    parser.add_argument("--cases", default=",".join(CASES), help="names of cases, separated by commas (default: all)")
     parser.add_argument("--rtol", type=float, default=0.0, help="relative difference of the numbers that is let pass (default: none)")
     parser.add_argument("--now", default="", help="flags of the working tree's runs alone, in one word")
     arguments = parser.parse_args()
@@ -108,7 +120,7 @@ def main() -> int:
         shutil.rmtree(after, ignore_errors=True)
         after.mkdir(parents=True)
         tree = checked_out(commit, before / "tree")
-        for case in CASES:
+        for case in arguments.cases.split(","):
             old = before / case
             if not (old / "done").exists():
                 shutil.rmtree(old, ignore_errors=True)
