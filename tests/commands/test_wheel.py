@@ -136,7 +136,7 @@ def test_a_missing_package_is_named_with_its_pin(installed: Installed) -> None:
     (installed.env / SITE / "lent.pth").rename(installed.env / "lent.pth")
     try:
         done = installed.run("recipekit", "lint", "zero2.json")
-        assert done.returncode == 1 and "has no hjson; " in done.stderr and "hjson==3.1.0" in done.stderr and "make setup" not in done.stderr, done.stderr
+        assert done.returncode == 1 and "has no hjson. " in done.stderr and "hjson==3.1.0" in done.stderr and "make setup" not in done.stderr, done.stderr
         assert installed.run("recipekit", "ls").returncode == 0
     finally:
         os.rename(installed.env / "lent.pth", installed.env / SITE / "lent.pth")

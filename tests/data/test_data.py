@@ -577,7 +577,7 @@ def test_a_ramp_that_does_not_divide_is_refused_by_the_stream(corpora):
     with pytest.raises(Refusal) as refused:
         open_stream(dataclasses.replace(of_kind(corpora, "lines", "pretrain"), batch_ramp="3:20, 4:24, 6:30"), BYTES, dp=4, dp_rank=0)
     assert [str(problem) for problem in refused.value.problems] == [
-        "batch_ramp from step 6 = 30: is not divisible by dp(4) * micro_batch(1); use --batch_ramp 6:28"
+        "batch_ramp from step 6 = 30: is not divisible by dp(4) * micro_batch(1). Use --batch_ramp 6:28"
     ]
 
 
@@ -588,7 +588,7 @@ def test_fewer_documents_than_lanes(tmp_path):
 
 
 def test_global_batch_must_divide(corpora):
-    with pytest.raises(Refusal, match=r"global_batch = 12: is not divisible by dp\(5\) \* micro_batch\(1\); use --global_batch 10"):
+    with pytest.raises(Refusal, match=r"global_batch = 12: is not divisible by dp\(5\) \* micro_batch\(1\)\. Use --global_batch 10"):
         open_stream(request_for(corpora["lines"]), BYTES, dp=5, dp_rank=0)
 
 

@@ -385,7 +385,7 @@ def test_what_a_dry_run_refuses_stands_alone(tmp_path: Path, capsys: pytest.Capt
 
     BloomConfig(vocab_size=264, hidden_size=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
     plan = dry_plan("llama_nano_zero2", "--model", str(tmp_path))
-    with pytest.raises(Refusal, match=r"a bloom cannot use it here: .*; use --attention eager"):
+    with pytest.raises(Refusal, match=r"a bloom cannot use it here: .*\. Use --attention eager"):
         show(plan)
     assert capsys.readouterr().out == ""
 

@@ -87,7 +87,7 @@ def refused(*words: str) -> str:
 def test_files_of_another_shape_are_refused_by_plan_and_start(folder: Path, changes: dict[str, int], rule: str) -> None:
     write_model(folder / "m", **changes)
     found = refused("--dry_run", "--model", "./m")
-    assert found.startswith(f"model = ./m: {rule}; ")
+    assert found.startswith(f"model = ./m: {rule}. ")
     assert refused("--model", "./m") == found
     assert refused("--model", "./m", "--tokenizer", "bytes", "--init", "pretrained") == found
     assert planned("--model", "./m", "--init", "random"), "whose files are not read"
@@ -120,7 +120,7 @@ def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch, nam
     hub.hub_is_away.cache_clear()
     found = refused("--dry_run", "--model", name)
     why = "HF_HUB_OFFLINE prevents a download" if offline else "the hub cannot be reached"
-    assert found.startswith(f"model = {name}: the folder does not exist, the model is not in the cache {hub.cache_folder()}, and {why}; check the path, or ")
+    assert found.startswith(f"model = {name}: the folder does not exist, the model is not in the cache {hub.cache_folder()}, and {why}. Check the path, or ")
 
 
 def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.M
         plan = planned("--dry_run", "--model", "org/tiny")
         assert plan.model_config == CONFIG
         rule = "the folder does not exist, and https://huggingface.co/org/other does not exist or is private"
-        assert refused("--dry_run", "--model", "org/other") == f"model = org/other: {rule}; check the path or the name, or log in with: hf auth login"
+        assert refused("--dry_run", "--model", "org/other") == f"model = org/other: {rule}. Check the path or the name, or log in with: hf auth login"
     assert not (folder / "cache").exists(), "the question changes nothing"
 
 

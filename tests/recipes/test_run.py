@@ -236,7 +236,7 @@ def test_ctrl_c_under_deepspeed_ends_with_the_way_on(tmp_path: Path, ops: Callab
     [step] = checkpoints(run)
     assert step == steps_done(run)
     *_, last = [line.strip() for line in job.output.splitlines() if line.strip() and not re.match(r"\S*\[20|\w+ \d+/", line)]  # not DeepSpeed's, not the step's
-    told = f"stopped by SIGINT after step {step} of 1000000; its checkpoint is complete; continue with: deepspeed --num_gpus 2 "
+    told = f"stopped by SIGINT after step {step} of 1000000. Its checkpoint is complete. Continue with: deepspeed --num_gpus 2 "
     assert last.startswith(told) and last.endswith(f"{NANO} --tiny --steps 1000000 --eval_every 0 --out {run}"), job.output[-3000:]
     assert "stopped recording" not in job.output
     assert read_exit_codes(run)[-1:] == [130]

@@ -91,7 +91,7 @@ BROKEN = {
         "zero_optimization.cpu_offload",
         'write "zero_optimization.offload_optimizer": {"device": "cpu"} instead',
     ),
-    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it; bf16 is already set"),
+    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it. bf16 is already set"),
     "number in quotes": ("zero2", {"gradient_clipping": "1.0"}, {}, 'gradient_clipping = "1.0"', "1.0 without quotes"),
     "1 for true": ("zero2", {"bf16.enabled": 1}, {}, "bf16.enabled = 1", "write true"),
     "word for true": ("zero2", {"zero_optimization.overlap_comm": "True"}, {}, 'zero_optimization.overlap_comm = "True"', "write true"),
@@ -120,15 +120,15 @@ BROKEN = {
     "torch's name in lower case": ("zero0", {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}, {}, 'optimizer.type = "sgd"', "did you mean SGD?"),
     "optimizer of a package that is not there": ("zero0", {"optimizer.type": "MuAdamW"}, {}, "optimizer.type = MuAdamW", "use AdamW"),
     "optimizer without a type": ("zero2", {"optimizer": {"params": {"lr": 0.1}}}, {}, "optimizer.type", 'add "type": "AdamW"'),
-    "key of another optimizer": ("zero2", {"optimizer.params.momentum": 0.9}, {}, "optimizer.params.momentum", "delete it; AdamW takes"),
+    "key of another optimizer": ("zero2", {"optimizer.params.momentum": 0.9}, {}, "optimizer.params.momentum", "delete it. AdamW takes"),
     "key of the CPU Adam with torch's": (
         "zero2",
         {"optimizer.params.fp32_optimizer_states": True},
         {},
         "optimizer.params.fp32_optimizer_states",
-        "delete it; AdamW takes",
+        "delete it. AdamW takes",
     ),
-    "key of torch's Adam with DeepSpeed's": ("zero2_cpu", {"optimizer.params.foreach": True}, {}, "optimizer.params.foreach", "delete it; AdamW takes"),
+    "key of torch's Adam with DeepSpeed's": ("zero2_cpu", {"optimizer.params.foreach": True}, {}, "optimizer.params.foreach", "delete it. AdamW takes"),
     "three betas": ("zero2", {"optimizer.params.betas": [0.9, 0.95, 0.99]}, {}, "optimizer.params.betas", "write [0.9, 0.999]"),
     "beta of 1": ("zero2", {"optimizer.params.betas": [0.9, 1.0]}, {}, "optimizer.params.betas", "write [0.9, 0.95]"),
     "unknown schedule": ("zero2", {"scheduler": {"type": "CosineLR", "params": {}}}, {}, 'scheduler.type = "CosineLR"', "WarmupCosineLR"),
@@ -418,7 +418,7 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
     world, recipe = (16, dataclasses.replace(RECIPE, global_batch=96)) if "hosts" in file.stem else (4, RECIPE)
     assert check.check(config, world=world, recipe=recipe, model_config=LLAMA) == []
     resolved, lines = resolve.resolve(config, RECIPE, Mesh(dp=4), LLAMA)
-    rounded = ["gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16; zero1.json sums them in fp32"]
+    rounded = ["gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16. zero1.json sums them in fp32"]
     assert "auto" not in json.dumps(resolved) and lines == (rounded if file.stem.startswith("zero0") else [])
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"]["params"]
     whole = {"SGD": {"momentum": 0.9, "dampening": 0, "nesterov": True, "fused": True}, "Adafactor": {}}  # those that take none of betas and one eps
@@ -513,7 +513,7 @@ def test_the_batch_that_the_fix_names_divides(total: int, micro: int, dp: int) -
 def test_the_tensor_parallel_degree_of_the_fix_fits_ranks_and_model() -> None:
     """3 divides the 6 heads, and not the 8 ranks: it was named, and refused in turn with 4."""
     model_config = {"num_attention_heads": 6, "intermediate_size": 48}
-    told = ["tp = 4: does not divide the model's 6 attention heads, 6 key-value heads; use --tp 1 or 2"]
+    told = ["tp = 4: does not divide the model's 6 attention heads, 6 key-value heads. Use --tp 1 or 2"]
     for world, tp, pp in ((8, 4, 1), (16, 4, 2)):
         recipe = Recipe(model="org/model", ds_config="zero1.json", tp=tp, pp=pp, global_batch=64, micro_batch=1)
         given: Any = {"recipe": recipe, "model_config": model_config}

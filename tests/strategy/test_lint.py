@@ -21,9 +21,9 @@ def test_a_clean_file_exits_0_and_shows_the_batch() -> None:
 def test_the_recipe_s_own_file_is_checked_when_none_is_named() -> None:
     code, text = lint("--recipe", "recipes/llama_nano_zero2.py", "--world", "3")
     assert code == 1 and "1 problem in recipes/llama_nano_zero2.py" in text and "use global_batch 12 or 24" in text
-    assert "; the recipe fits 2 or 4 ranks without changes (DeepSpeed" in text
+    assert ". The recipe fits 2 or 4 ranks without changes (DeepSpeed" in text
     code, text = lint("--recipe", "recipes/llama3_1_405b_zero1_pp16_tp8.py", "--world", "9")
-    assert code == 1 and "or start a multiple of 128 ranks; the recipe fits 128 ranks without changes\n" in text
+    assert code == 1 and "or start a multiple of 128 ranks. The recipe fits 128 ranks without changes\n" in text
 
 
 def test_problems_of_the_json_and_the_recipe_are_told_together(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_of_a_stage_that_is_auto_only_the_stage_is_told(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": "auto", "reduce_bucket_size": 500000000, "allgather_bucket_size": 500000000, "overlap_comm": true}}')
     code, text = lint(str(file))
-    assert code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": nothing fills "auto" here; write 2' in text, text
+    assert code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": nothing fills "auto" here. Write 2' in text, text
 
 
 def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_recipe_of_another_task_is_checked_by_the_facts_of_its_task(tmp_path: 
     assert code == 0 and "dp2: 8 rows of a step" in text, text
     (tmp_path / "recipe.py").write_text(recipe.format(", sp=2"))
     code, text = lint("config.json", "--recipe", "recipe.py", "--world", "2", cwd=tmp_path)
-    assert code == 1 and "1 problem in" in text and "sp = 2: a picture is one short row, which is not cut over ranks; use --sp 1" in text, text
+    assert code == 1 and "1 problem in" in text and "sp = 2: a picture is one short row, which is not cut over ranks. Use --sp 1" in text, text
     (tmp_path / "recipe.py").write_text(recipe.format("").replace("image_classification", "sft"))
     code, text = lint("--recipe", "recipe.py", cwd=tmp_path)
     assert code == 1 and "a vit is no causal language model" in text and "use --task image_classification" in text, text

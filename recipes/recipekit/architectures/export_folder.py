@@ -36,7 +36,7 @@ def find_export(path: Path) -> Export:
         rule = "is a file, not a folder" if path.exists() else "the folder does not exist"
         fix = "give a run folder, such as runs/NAME, or a folder of Hugging Face files"
         if not path.exists() and is_hub_id(str(path)) and "/" in str(path):
-            fix += f"; a model of the hub is downloaded with hf download {path} --local-dir FOLDER"
+            fix += f". A model of the hub is downloaded with hf download {path} --local-dir FOLDER"
         raise refuse(str(path), rule, fix)
     if is_step_folder(path):
         raise refuse(str(path), "is a checkpoint, which plain transformers does not read", _way(path))
@@ -54,7 +54,7 @@ def find_export(path: Path) -> Export:
     if (newest := newest_complete(path / CHECKPOINTS)) is None:
         fix = "wait for its first checkpoint (--save_every N), or run its command again"
         raise refuse(str(path), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
-    raise refuse(str(path), f"has no {EXPORT}/: {state}; its newest checkpoint is {newest.name}", _way(path))
+    raise refuse(str(path), f"has no {EXPORT}/: {state}. Its newest checkpoint is {newest.name}", _way(path))
 
 
 def is_running(run: Path) -> bool:
@@ -91,7 +91,7 @@ def _notes(run: Path) -> Iterator[str]:
     written = (run / EXPORT).stat().st_mtime
     if (newest / MANIFEST).stat().st_mtime > written:
         state = "the run is training, and " if is_running(run) else ""
-        yield f"{run / EXPORT}: {state}checkpoint {newest.name} is newer; recipekit convert to-hf {run} NEW writes it"
+        yield f"{run / EXPORT}: {state}checkpoint {newest.name} is newer. Write it with recipekit convert to-hf {run} NEW"
 
 
 def _check_task(task: str, where: str) -> None:

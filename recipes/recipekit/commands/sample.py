@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 def check(prompt: str | None, length: int | None) -> None:
     """Raise `Refusal` for a value that no model could use."""
     if prompt is not None and not prompt.strip():
-        fix = "write --prompt TEXT, or leave it out; check the variables of your shell"
+        fix = "write --prompt TEXT, or leave it out. Check the variables of your shell"
         raise refuse(f"--prompt {prompt!r}", "must not be empty or blank", fix)
     if prompt is not None and not prompt.isascii():
         try:

@@ -86,7 +86,7 @@ def model_in(out: Path) -> str:
     if (out / EXPORT).is_dir():
         return str(out / EXPORT)
     run = shlex.quote(str(out))
-    return f"not exported; recipekit convert to-hf {run} NEW_FOLDER writes Hugging Face files"
+    return f"not exported. Write Hugging Face files with recipekit convert to-hf {run} NEW_FOLDER"
 
 
 def loading(facts: Mapping[str, Any], out: Path) -> list[str]:
