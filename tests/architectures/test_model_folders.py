@@ -309,9 +309,9 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     ("vit", "{}", "image_classification"): "",
     ("vit", '{"architectures": ["ViTModel"]}', "image_classification"): "",
     ("vit", '{"quantization_config": {"quant_method": "gptq"}}', "image_classification"): "has a quantization_config of gptq. Use the unquantised model. "
-    "if its files contain unquantised weights, delete the block",
+    "If its files contain unquantised weights, delete the block",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_my.MyViT"}}', "image_classification"): "(modeling_my.MyViT), which recipes never run. "
-    "use an image classification model of transformers, whose class is in transformers itself",
+    "Use an image classification model of transformers, whose class is in transformers itself",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_vit.ViTForImageClassification"}}', "image_classification"): "",
     ("llama", "{}", "pretrain"): "",
     (
@@ -324,7 +324,7 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     ("llama", '{"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good", "1": "bad"}}', "reward"): "",
     ("bert", "{}", "reward"): "a bert is no decoder: what it says of a row would change with the padding behind it. Use --task masked_lm",
     ("t5", "{}", "reward"): "a t5 is no decoder: what it says of a row would change with the padding behind it. "
-    "use a causal language model of recipes/SUPPORT.md",
+    "Use a causal language model of recipes/SUPPORT.md",
     ("vit", "{}", "reward"): "a vit is no sequence classification model that transformers 5.22.2 knows. Use --task image_classification",
     ("bert", "{}", "image_classification"): "a bert is no image classification model that transformers 5.22.2 knows. Use --task masked_lm",
     ("bert", "{}", "pretrain"): "a bert reads the tokens that it should predict. Use --task masked_lm",
@@ -464,7 +464,7 @@ def test_a_row_longer_than_the_positions_of_an_encoder_is_refused(tmp_path: Path
 
     plan(32)
     with pytest.raises(
-        Refusal, match=f"seq_len = 33: must not exceed the 32 positions of a {kind} .max_position_embeddings in its config.json.. Use --seq_len 32 or less"
+        Refusal, match=rf"seq_len = 33: must not exceed the 32 positions of a {kind} .max_position_embeddings in its config.json.\. Use --seq_len 32 or less"
     ):
         plan(33)
 

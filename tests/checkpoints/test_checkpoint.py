@@ -433,7 +433,7 @@ def test_two_regular_saves_that_fail_end_the_run_on_all_ranks(pools: Any, tmp_pa
     assert len(told) == 1, told
     said = told.pop()
     assert f"{steps}: rank {rank}: [Errno 28] No space left on device" in said
-    assert ". Needs " in said and " are free. The checkpoints before it are intact" in said
+    assert " (needs " in said and " are free). The checkpoints before it are intact" in said
     older = [2, 4] if "6" in failing else []
     assert checkpoints(out) == older and all(faults(step_of(out, number)) == [] for number in older)
     assert {path.name for path in (out / "checkpoints").iterdir()} == {*(["latest"] if older else []), *(f"step_{number:08d}" for number in older)}
@@ -507,7 +507,7 @@ def test_a_limit_of_files_is_not_taken_for_a_full_disk(tmp_path: Path, ops: Call
         assert job.wait(600) == 1
     finally:
         job.close()
-    assert ". No file may become larger than 512,000 bytes. The checkpoints before it are intact. Raise the limit (ulimit -f unlimited)" in job.output
+    assert " (no file may become larger than 512,000 bytes). The checkpoints before it are intact. Raise the limit (ulimit -f unlimited)" in job.output
     assert "Traceback" not in job.output and "are free" not in job.output
     assert checkpoints(tmp_path / "run") == []
 

@@ -121,7 +121,7 @@ def test_a_disk_with_an_error(trained: Path, tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, broken, failing)
         assert tool.main(words) == 1
     (told,) = capsys.readouterr().err.splitlines()
-    kept = "run the same command again to continue. Finished work is kept"
+    kept = "Run the same command again to continue. Finished work is kept"
     assert f"{tmp_path}/.out.part/model.safetensors: Input/output error. " in told and told.endswith(
         kept if when == "writing" else "free. Run the same command again"
     )

@@ -285,7 +285,7 @@ def test_a_checkpoint_that_does_not_describe_its_experts_goes_on_in_its_own_layo
     facts = manifest.read(step)["files"] | {manifest.BLUEPRINT: manifest.facts(step / manifest.BLUEPRINT)}
     manifest.write(step, 4, facts, {})
     assert convert.verify(step) == []
-    with pytest.raises(Refusal, match="before checkpoints described them. Resume in the same layout"):
+    with pytest.raises(Refusal, match=r"before checkpoints described them\. Resume in the same layout"):
         convert.to_hf(step, tmp_path / "hf")
     recipe = dataclasses.replace(RECIPE, steps=5, export=False)
     for changed, code in ((dataclasses.replace(recipe, ep=1), None), (recipe, 0)):

@@ -50,7 +50,7 @@ def test_a_copy_has_the_bytes_of_the_shipped_file(words: str, source: str, targe
         ("smollm2_135m_zero1 random.py", "random.py would hide the library random from Python. Write my_random.py"),
         ("smollm2_135m_zero1 recipekit.py", "recipekit.py would hide the library recipekit from Python. Write my_recipekit.py"),
         ("zero2 mine", "a copy of zero2.json must end in .json. Write mine.json"),
-        ("zero2 absent/mine.json", "the folder absent does not exist. Mkdir -p absent"),
+        ("zero2 absent/mine.json", "the folder absent does not exist. Run: mkdir -p absent"),
         ("zero2 there.py/mine.json", "cannot be written: Not a directory. Choose a folder that you can write to"),
     ],
 )

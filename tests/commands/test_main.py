@@ -41,12 +41,12 @@ def test_without_a_word_the_recipes_are_listed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("word", "fix"),
     [
-        ("list", "did you mean lint or ls?"),
-        ("doctr", "did you mean doctor?"),
-        ("covnert", "did you mean convert?"),
-        ("mine.py", "did you mean recipekit run mine.py?"),
-        ("train", "use one of ls, cp, run, lint, doctor, convert, sample"),
-        ("--tiny", "use one of ls, cp, run, lint, doctor, convert, sample"),
+        ("list", "Did you mean lint or ls?"),
+        ("doctr", "Did you mean doctor?"),
+        ("covnert", "Did you mean convert?"),
+        ("mine.py", "Did you mean recipekit run mine.py?"),
+        ("train", "Use one of ls, cp, run, lint, doctor, convert, sample"),
+        ("--tiny", "Use one of ls, cp, run, lint, doctor, convert, sample"),
     ],
 )
 def test_a_word_that_is_no_subcommand_gets_one_line_and_exit_code_2(word: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,5 +36,5 @@ def test_it_is_launch_with_the_same_words(words: list[str], code: int, told: str
 
 def test_without_the_package_launch_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "launch", None)
-    with pytest.raises(Refusal, match="has no package launch. Install this one again: make setup, or pip install"):
+    with pytest.raises(Refusal, match=r"has no package launch\. Install this one again: make setup, or pip install"):
         run.main(["mine.py"])

@@ -170,7 +170,7 @@ def test_a_run_that_trains_on_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "newer" not in said(capsys, run, "--prompt", "a", "--max_new_tokens", 1)
     step = checkpoint_of(run)
     os.utime(step / MANIFEST, (2e9, 2e9))
-    note = f"checkpoint {step.name} is newer. Recipekit convert to-hf {run} NEW writes it\n"
+    note = f"checkpoint {step.name} is newer. Write it with recipekit convert to-hf {run} NEW\n"
     assert f"{run / 'hf'}: {note}" in said(capsys, run, "--prompt", "a", "--max_new_tokens", 1)
     with open(tmp_path / ".run.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -223,7 +223,7 @@ def with_base(folder: Path, base: str, **more: Any) -> Path:
     return folder / "own"
 
 
-WAY = "write the files with recipekit convert to-hf"
+WAY = "Write the files with recipekit convert to-hf"
 GENERATES_NONE = "cannot generate text. Give a run of the task pretrain or sft or preference"
 FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nothing": (lambda path: path / "none", "the folder does not exist. Give a run folder"),

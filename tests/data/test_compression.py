@@ -140,7 +140,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(POINTER)
     for look in (planned, rows_of):
-        with pytest.raises(Refusal, match=f"{name}: is a Git LFS pointer, not the file itself. Fetch the file: git lfs pull"):
+        with pytest.raises(Refusal, match=rf"{name}: is a Git LFS pointer, not the file itself\. Fetch the file: git lfs pull"):
             look(tmp_path / name)
 
 

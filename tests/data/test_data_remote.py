@@ -208,7 +208,7 @@ def test_small_files_of_a_server_without_ranges_are_read_as_a_whole(content, tmp
         again, _ = take(request_for(dataset), 35, state)
         assert (got == expected).all() and (again == expected[25:]).all()
         monkeypatch.setattr(remote, "WHOLE_BYTES", len(content[names[0]]) - 1)
-        with pytest.raises(Refusal, match=f"/{names[0]}: the server does not support HTTP range requests.* files must be at most 0 MiB. Download the file"):
+        with pytest.raises(Refusal, match=rf"/{names[0]}: the server does not support HTTP range requests.* files must be at most 0 MiB\. Download the file"):
             open_stream(request_for(dataset), BYTES, dp=1, dp_rank=0)
         quick.shutdown()
 

@@ -103,7 +103,7 @@ def test_the_commit_of_main_is_read_and_not_the_newest(cache: Path) -> None:
 def test_a_commit_without_main_is_named_in_the_way_out(cache: Path) -> None:
     write_cache(cache, "models/org/tiny", config(), ONE)
     assert not is_local("org/tiny") and is_local("org/tiny", ONE)
-    assert not_cached("org/tiny") == f"download it on a machine with network access: hf download org/tiny. Or use the cached commit with --model_revision {ONE}"
+    assert not_cached("org/tiny") == f"download it on a machine with network access: hf download org/tiny, or use the cached commit with --model_revision {ONE}"
     assert not_cached("org/data", "v1", hub.DATASETS) == "download it on a machine with network access: hf download --repo-type dataset org/data --revision v1"
 
 

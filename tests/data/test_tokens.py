@@ -321,7 +321,7 @@ def test_long_chat_is_cut_and_one_without_answer_is_empty():
         (CHATML, [{"role": "assistant", "content": [{"type": "text"}]}], "a message requires the strings"),
         (CHATML, [{"role": "assistant", "content": [{"type": "image_url", "text": "x"}]}], "a message requires the strings"),
         (CHATML, [ASK, {"role": "assistant", "content": None}], "a message requires the strings"),
-        (CHATML, [ASK, {"role": "bot", "content": "x"}], "the role 'bot'. These rows use the roles bot, user"),
+        (CHATML, [ASK, {"role": "bot", "content": "x"}], "the role 'bot': these rows use the roles bot, user"),
         (CHATML, [], "a chat must be a list"),
         (CHATML, "hello", "a chat must be a list"),
         (INSTRUCT, [ASK, ASK], "roles must alternate"),

@@ -173,7 +173,7 @@ def test_wrong_version(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", PYTHONPATH=f"{tmp_path / 'site'}{os.pathsep}{environment()['PYTHONPATH']}")
     pinned = re.search(r"^transformers==(.*)$", (ROOT / "requirements.txt").read_text(), re.M)
     assert pinned and code == 1
-    assert only_problem(text) == f"transformers 5.21.0: requirements.txt pins {pinned[1]}. Pip install transformers=={pinned[1]}"
+    assert only_problem(text) == f"transformers 5.21.0: requirements.txt pins {pinned[1]}. Run: pip install transformers=={pinned[1]}"
 
 
 def test_full_disk(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_stale_extension_lock(tmp_path: Path) -> None:
     os.utime(lock, (time.time() - 3 * 3600,) * 2)
     code, text = doctor(tmp_path, "--quick", TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
     told = only_problem(text)
-    assert code == 1 and told.startswith(f"{lock}, 3 h old: left by a compile that was killed") and told.endswith(f". Rm -f {lock}"), told
+    assert code == 1 and told.startswith(f"{lock}, 3 h old: left by a compile that was killed") and told.endswith(f". Run: rm -f {lock}"), told
     assert lock.exists(), "a doctor changes nothing"
 
 
@@ -358,7 +358,7 @@ def test_stale_extension_lock(tmp_path: Path) -> None:
 def test_not_logged_in(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", WANDB_MODE="online")
     told = only_problem(text)
-    assert code == 1 and told.startswith("WANDB_MODE = online: this host is not logged in to W&B. Wandb login"), told
+    assert code == 1 and told.startswith("WANDB_MODE = online: this host is not logged in to W&B. Run: wandb login"), told
     code, text = doctor(tmp_path, "--quick", WANDB_MODE="online", WANDB_API_KEY="0123456789" * 4)
     assert code == 0 and "logged in" in text and "0123456789" not in text, text
 

@@ -330,7 +330,7 @@ def test_a_dead_compile_of_another_host_is_told(tmp_path: Path) -> None:
     assert list(op_cache.left_over(tmp_path)) == [(left, "worker-2")]
     with pytest.raises(Refusal) as caught, op_cache.held(tmp_path, "cpu_adam", print):
         pass
-    assert "was left by a compile on worker-2, and nothing has changed beside it for 60 min. Rm -f" in str(caught.value) and left.exists()
+    assert "was left by a compile on worker-2, and nothing has changed beside it for 60 min. Run: rm -f" in str(caught.value) and left.exists()
 
 
 def test_an_unsigned_mark_is_of_this_host_unless_others_write_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_what_other_processors_compiled_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "cpu_adam" / "kind").write_text(f"x86_64_00000000_{op_cache.kind().partition('_py')[2]}")
     assert not op_cache.usable(tmp_path, "cpu_adam")
     with (
-        pytest.raises(Refusal, match="was compiled for a different processor than this host's. Unset TORCH_EXTENSIONS_DIR"),
+        pytest.raises(Refusal, match=r"was compiled for a different processor than this host's\. Unset TORCH_EXTENSIONS_DIR"),
         op_cache.held(tmp_path, "cpu_adam", print),
     ):
         pass
@@ -446,7 +446,7 @@ def test_a_wish_for_wandb_without_its_package(tmp_path: Path, ops: Callable[[str
     """Typed it is a refusal; as the recipe's default it is one line, and the run is complete."""
     python, cache = without_wandb(tmp_path), str(op_cache.folder())
     told = refusal(start(tmp_path, "--wandb", python=python, TORCH_EXTENSIONS_DIR=cache))
-    assert told.startswith("--wandb: the package wandb is not installed. Pip install")
+    assert told.startswith("--wandb: the package wandb is not installed. Run: pip install")
     code, text = start(tmp_path, python=python, TORCH_EXTENSIONS_DIR=cache)
     assert code == 0 and text.count("the package wandb is not installed, so there is no W&B run") == 1, text
     facts = json.loads((tmp_path / "run" / "run.json").read_text())

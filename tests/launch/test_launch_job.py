@@ -147,7 +147,7 @@ def test_a_host_without_gpus_beside_hosts_with_gpus_is_refused(tmp_path: Path, g
     if not named:
         assert list(job.greet()) == [0, 1]
         return
-    with pytest.raises(Refused, match=f"{named}: no GPU is visible, but worker-. has {max(gpus)}. Load its driver"):
+    with pytest.raises(Refused, match=rf"{named}: no GPU is visible, but worker-. has {max(gpus)}\. Load its driver"):
         job.greet()
 
 

@@ -52,7 +52,7 @@ def test_what_is_refused(kind, wanted, changes, says):
 
 
 def test_a_mask_that_leaves_no_room_is_refused():
-    with pytest.raises(Refusal, match=r"it is not varlen, which makes none: it has attention dropout of 0.1\. Use a smaller --seq_len"):
+    with pytest.raises(Refusal, match=r"It is not varlen, which makes none: it has attention dropout of 0.1\. Use a smaller --seq_len"):
         chosen("bert", rows=(64, 65536))
 
 

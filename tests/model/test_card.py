@@ -160,7 +160,7 @@ def test_a_folder_is_named_without_its_path(hashed):
 
 def test_a_card_lists_ten_data_files():
     text = card(files={"a": {f"{number}.jsonl": str(number) for number in range(8)}, "b": {f"{number}.csv": str(number) for number in range(5)}})
-    assert text.count("| data file |") == 10 and rows(text)["data files"] == "3 more. data_files.json of the run lists all"
+    assert text.count("| data file |") == 10 and rows(text)["data files"] == "3 more; data_files.json of the run lists all"
 
 
 def test_samples_are_counted_as_samples():

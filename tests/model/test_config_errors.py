@@ -98,7 +98,7 @@ def test_only_an_attention_that_a_class_lacks_is_refused_as_one(monkeypatch: pyt
         raise kind(said)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fail)
-    for attention, fix in (("sdpa", "use --attention eager"), ("eager", "use another model")):
+    for attention, fix in (("sdpa", "Use --attention eager"), ("eager", "Use another model")):
         with pytest.raises((Refusal, kind)) as caught:
             construct(transformers.LlamaConfig(), attention)
         expected = f"attention = {attention}: a llama cannot use it here: {said.removesuffix('. More')}. {fix}" if said in ATTENTIONS else said

@@ -185,7 +185,7 @@ OF_FILES = "give the config.json of these files"
         (["model.layers.2.w", "model.layers.extra", "model.layers.w.5", "model.named.7.w", "other.layers.7.w", "7.w", "layers"], {}, ""),
         (["model.layers.3.w"], {}, f"4 layers in model.layers, and its config.json makes 3. {OF_FILES}. To train the shorter model, delete model.layers.3 from the files"),
         (["model.layers.4.w", "model.layers.3.w"], {}, f"5 layers in model.layers, and its config.json makes 3. {OF_FILES}. "
-         "to train the shorter model, delete model.layers.3 to 4 from the files"),
+         "To train the shorter model, delete model.layers.3 to 4 from the files"),
         (["layers.3"], {}, "4 layers in model.layers, and its config.json makes 3"),
         (["model.convs.2.w"], {}, "3 layers in model.convs, and its config.json makes 2"),
         (["model.convs.5.w", "model.layers.3.w"], {}, "6 layers in model.convs, and its config.json makes 2"),

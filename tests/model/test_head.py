@@ -84,7 +84,7 @@ def test_what_cannot_be_is_told_or_refused():
     with pytest.raises(ValueError, match="its logits are not the output of its head"):
         operations_of(config, "pretrain")
     with pytest.raises(
-        Refusal, match="loss = chunked: is not exact for this prophetnet: its logits are not the output of its head. Use --loss auto or --loss whole"
+        Refusal, match=r"loss = chunked: is not exact for this prophetnet: its logits are not the output of its head\. Use --loss auto or --loss whole"
     ):
         built("prophetnet", "chunked")
     assert built("prophetnet", "auto").why_logits == "its logits are not the output of its head"

@@ -36,7 +36,7 @@ WRONG = {
     "RECIPE = dict(model='x', lr=1e-4)": "mine.py: RECIPE: must be a Recipe, not dict. Write RECIPE = Recipe(**RECIPE), or Recipe(NAME=VALUE, ...)",
     "RECIPE = Recipe": "mine.py: RECIPE: must be a Recipe, not the class Recipe. Write RECIPE = Recipe(...), with the fields in parentheses",
     "RECIPE = Recipe(activation_checkpointing=True, checkpoint_every=2)": "mine.py, line 2: Recipe(checkpoint_every=2): the field does not exist. "
-    "to save checkpoints use save_every=N; to recompute every N-th layer use recompute_every=N",
+    "To save checkpoints use save_every=N. To recompute every N-th layer use recompute_every=N",
     "RECIPE = None": "mine.py: RECIPE: must be a Recipe, not NoneType. Write RECIPE = Recipe(...)",
 }
 

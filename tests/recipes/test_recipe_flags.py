@@ -232,7 +232,7 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
         ("--dataset", "{tmp}/tables/a.xml", ["a.xml: .xml files are not supported. Convert the file to one of .txt, "]),
         ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
         ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["contains files of several formats"]),
-        ("--dataset", "a=x. b=y", ["is not a valid part of a mixture"]),
+        ("--dataset", "a=x; b=y", ["is not a valid part of a mixture"]),
         ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be made: {tmp}/good/a.txt is not a folder"]),
         ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory. Choose a folder that you can write to with --out"]),
         ("--out", "{tmp}/good/a.txt/run", ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt. Choose"]),
@@ -342,7 +342,7 @@ def test_every_row_of_a_ramp_that_does_not_divide_is_named(capsys):
     (problem,) = refusal.value.problems
     assert str(problem).startswith(
         "batch_ramp = 11:24, 21:40, 31:64: 24 rows from step 11 on and 40 rows from step 21 on do not divide by 4 data-parallel ranks * micro_batch 4 = 16. "
-        'use --batch_ramp "11:32, 21:48, 31:64"'
+        'Use --batch_ramp "11:32, 21:48, 31:64"'
     )
     with pytest.raises(Refusal) as refusal:  # micro_batch 2 and dp 2: steps of 4, 6, 10 and 16 micro-batches, where eight are needed
         dry(dataclasses.replace(RAMPED, global_batch=32), "--pp", "4", "--pipeline_schedule", "dualpipev", "--deepspeed_config", "zero1.json", world=8)

@@ -185,7 +185,7 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
     name = other[0].removeprefix("--")
     now = getattr(RECIPE, name)
     assert found.startswith("resume = runs/first: the checkpoint is at step 60, but this command ends at step 2. ")
-    assert f"the run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this command has {now}. " in found
+    assert f"The run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this command has {now}. " in found
     convert = "--model NEW_FOLDER after recipekit convert to-hf runs/first NEW_FOLDER"
     assert found.endswith(f"use --steps 61 or more, or start from its weights with {convert}")
     (run / "hf").mkdir()

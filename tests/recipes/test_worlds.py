@@ -87,19 +87,19 @@ def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, glo
             "llama_nano_zero2",
             ["--tiny", "--world", "3", "--tp", "2"],
             "tp(2) = 2: does not divide the 3 ranks. Choose degrees whose product is 1 or 3, or start a multiple of 2 ranks"
-            "; the recipe fits 2 or 4 ranks without changes",
+            ". The recipe fits 2 or 4 ranks without changes",
         ),
         (
             "llama_nano_zero2",
             ["--tiny", "--world", "3", "--micro_batch", "2", "--global_batch", "4"],
             "global_batch (train_batch_size) = 4: is not divisible by 3 data-parallel ranks * micro_batch 2 = 6. Use global_batch 6"
-            "; the recipe fits 2 ranks without changes",
+            ". The recipe fits 2 ranks without changes",
         ),
         (
             "llama3_1_405b_zero1_pp16_tp8",
             ["--world", "9"],
             "pp(16) * tp(8) = 128: does not divide the 9 ranks. Choose degrees whose product is 1 or 3 or 9, or start a multiple of 128 ranks"
-            "; the recipe fits 128 ranks without changes",
+            ". The recipe fits 128 ranks without changes",
         ),
         (
             "qwen3_30b_a3b_zero1_ep4",
@@ -110,14 +110,14 @@ def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, glo
             "llama3_1_70b_zero3_nvme",
             ["--world", "2"],
             "zero_optimization.offload_param.buffer_size = 200000000: must be at least the 525336576 elements of the embedding that a rank holds"
-            "; write 525336576 or more; the recipe fits 8 ranks without changes",
+            ". Write 525336576 or more. The recipe fits 8 ranks without changes",
         ),
         (
             "llama_nano_zero2",
             ["--world", "3", "--save_every", "-1"],  # no number of ranks mends the other mistake
             "save_every = -1: must not be negative. Use --save_every 0 or more\n"
             "global_batch (train_batch_size) = 16: is not divisible by 3 data-parallel ranks * micro_batch 4 = 12; use global_batch 12 or 24"
-            "; the recipe fits 2 or 4 ranks without changes",
+            ". The recipe fits 2 or 4 ranks without changes",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -258,7 +258,7 @@ def test_show_row_prints_a_document_with_its_learned_part(tmp_path: Path, capsys
 @pytest.mark.parametrize("task", ["image_classification", "preference", "reward"])
 def test_show_row_of_a_task_without_packed_text_is_refused(task: str) -> None:
     model = "microsoft/resnet-50" if task == "image_classification" else "Qwen/Qwen3-0.6B"
-    with pytest.raises(Refusal, match=f"--show_row: cannot be combined with task {task}, whose rows are not text. Leave it out"):
+    with pytest.raises(Refusal, match=rf"--show_row: cannot be combined with task {task}, whose rows are not text\. Leave it out"):
         show_row(make_plan(parse(Recipe(model=model), Path("mine.py"), ["--tiny", "--show_row", "--task", task])))
 
 

@@ -341,7 +341,7 @@ def test_a_wandb_that_keeps_dying_is_given_up(tmp_path: Path, capfd: pytest.Capt
     assert time.monotonic() - began < 60
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
     said = capfd.readouterr().err
-    assert said.count("given up. Metrics.jsonl continues") == 1
+    assert said.count("given up, and metrics.jsonl continues") == 1
     assert "Traceback" not in said
 
 

@@ -91,7 +91,7 @@ BROKEN = {
         "zero_optimization.cpu_offload",
         'write "zero_optimization.offload_optimizer": {"device": "cpu"} instead',
     ),
-    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it. bf16 is already set"),
+    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it. The key bf16 is already set"),
     "number in quotes": ("zero2", {"gradient_clipping": "1.0"}, {}, 'gradient_clipping = "1.0"', "1.0 without quotes"),
     "1 for true": ("zero2", {"bf16.enabled": 1}, {}, "bf16.enabled = 1", "write true"),
     "word for true": ("zero2", {"zero_optimization.overlap_comm": "True"}, {}, 'zero_optimization.overlap_comm = "True"', "write true"),
@@ -418,7 +418,7 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
     world, recipe = (16, dataclasses.replace(RECIPE, global_batch=96)) if "hosts" in file.stem else (4, RECIPE)
     assert check.check(config, world=world, recipe=recipe, model_config=LLAMA) == []
     resolved, lines = resolve.resolve(config, RECIPE, Mesh(dp=4), LLAMA)
-    rounded = ["gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16. zero1.json sums them in fp32"]
+    rounded = ["gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16; zero1.json sums them in fp32"]
     assert "auto" not in json.dumps(resolved) and lines == (rounded if file.stem.startswith("zero0") else [])
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"]["params"]
     whole = {"SGD": {"momentum": 0.9, "dampening": 0, "nesterov": True, "fused": True}, "Adafactor": {}}  # those that take none of betas and one eps

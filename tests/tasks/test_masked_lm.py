@@ -223,7 +223,7 @@ def test_words_are_hidden_as_a_whole_at_the_same_rate(rate):
 def test_what_a_tokenizer_must_have():
     with pytest.raises(Refusal, match="has no mask token"):
         check_tokenizer(byte_tokenizer(), "masked_lm")
-    with pytest.raises(Refusal, match="adds 2 special tokens to each text, which leaves no room for the text. Use --seq_len 3 or more"):
+    with pytest.raises(Refusal, match=r"adds 2 special tokens to each text, which leaves no room for the text\. Use --seq_len 3 or more"):
         check_edges(edges(BYTES), 2)
     check_edges(edges(BYTES), 3)
     check_tokenizer(BYTES, "masked_lm")
