@@ -170,7 +170,7 @@ class Start:
                 address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
                 if len(self.job.hosts) > 1 and self.job.where == "hostfile" and is_loopback(address):
                     raise Refused(
-                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts cannot reach; give its address with --master_addr"
+                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts cannot reach. Give its address with --master_addr"
                     )
                 port = self.job.master_port or first["port"]
                 self.began = time.monotonic()
@@ -202,7 +202,7 @@ class Start:
                 if time.monotonic() < deadline:
                     self.say(f"waiting for {names}")
                     continue
-                problems += [f"{names}: no answer in {self.patience:.3g} s; try by hand: {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"]
+                problems += [f"{names}: no answer in {self.patience:.3g} s. Try by hand: {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"]
                 break
             if node < 0:
                 self.told = message
@@ -229,8 +229,8 @@ class Start:
         if self.job.spawn == "once" or not gpus.get(most):
             return []
         names = {node: self.job.hosts[node].name for node in gpus}
-        fix = "load its driver (nvidia-smi shows whether it is), or leave the host out"
-        return [f"{names[node]}: no GPU is visible, but {names[most]} has {gpus[most]}; {fix}" for node in gpus if not gpus[node]]
+        fix = "Load its driver (nvidia-smi shows whether it is), or leave the host out"
+        return [f"{names[node]}: no GPU is visible, but {names[most]} has {gpus[most]}. {fix}" for node in gpus if not gpus[node]]
 
     def follow(self) -> None:
         """Follows every host to its end: passes on a stop, and ends all ranks once one has failed."""
@@ -292,7 +292,7 @@ class Start:
             if ended["ranks"]:
                 self.fail(0, f"the launcher on {host} {how(ended['code'])} and left {ended['ranks']} ranks", [], START_AGAIN)
             elif ended["code"] and not self.told:
-                self.fail(6, f"the launcher on {host} {how(ended['code'])}; the last lines of {ended['log']}", ended["tail"], exit_code(ended["code"]))
+                self.fail(6, f"the launcher on {host} {how(ended['code'])}. The last lines of {ended['log']}", ended["tail"], exit_code(ended["code"]))
         elif "done" in message:
             self.connections[node].open = False
             if message["done"] and self.kill_at is not None:
@@ -303,7 +303,7 @@ class Start:
         if code == 0:
             return
         name = f"rank {rank}" if self.job.spawn != "once" else "the script"
-        what = f"{name} on {self.job.hosts[node].name} {how(code)}{f': {error}' if error else ''}; the last lines of {log}"
+        what = f"{name} on {self.job.hosts[node].name} {how(code)}{f': {error}' if error else ''}. The last lines of {log}"
         if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
             return
         aborted = [line for line in [error, *tail] if any(word in line for word in ABORTED) and "CUDA error" not in line]  # a CUDA error is this rank's own
@@ -338,11 +338,11 @@ class Start:
                 return Outcome("done", 0, "", self.told)  # a stop in the last step stopped nothing
             if self.told:
                 return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
-            return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen; see {self.logs}")
+            return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen. See {self.logs}")
         first = min(self.failures, key=lambda failure: failure[:2])
         _, _, what, tail, code = first
         if code in STOP_CODES:
-            return Outcome("stopped", code, what.partition(";")[0], STOP_CODES[code])
+            return Outcome("stopped", code, what.partition(". The last lines of ")[0], STOP_CODES[code])
         told_why = code == 2 or (code != START_AGAIN and any(line.startswith("refused") for line in tail))
         return Outcome("refused" if told_why and not self.told else "failed", code, "" if first is self.shown else told(first), self.told)
 
@@ -389,4 +389,4 @@ def new_logs(parent: Path) -> Path:
 
 
 def cannot_make(folder: Path, error: OSError) -> Refused:
-    return Refused(f"{folder} cannot be made: {error.strerror}; choose another run folder with --out, or start from another folder")
+    return Refused(f"{folder} cannot be made: {error.strerror}. Choose another run folder with --out, or start from another folder")

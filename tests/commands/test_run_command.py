@@ -22,8 +22,8 @@ def start(module: str, words: list[str], folder: Path) -> tuple[int, str, str]:
     [
         (["--dry-run", "llama_nano_zero2", "--tiny", "--lr", "-1e-3"], 0, f"{ROOT}/recipes/llama_nano_zero2.py --tiny --lr -1e-3"),
         (["--dry-run", "--gpus", "3", "mine.py"], 0, "1 host, 3 ranks"),
-        (["lama_nano_zero2.py"], 1, "did you mean llama_nano_zero2?"),
-        (["--nods", "2", "mine.py"], 2, "did you mean --nodes?"),
+        (["lama_nano_zero2.py"], 1, "Did you mean llama_nano_zero2?"),
+        (["--nods", "2", "mine.py"], 2, "Did you mean --nodes?"),
     ],
 )
 def test_it_is_launch_with_the_same_words(words: list[str], code: int, told: str, tmp_path: Path) -> None:

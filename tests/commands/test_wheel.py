@@ -120,9 +120,9 @@ def test_every_command_works_in_an_empty_folder(installed: Installed) -> None:
     ("words", "told"),
     [
         (["python", "llama_nano_zero9.py", "--dry_run"], "can't open file"),
-        (["recipekit", "lint", "zero9.json"], "did you mean zero3.json?"),
-        (["recipekit", "lint", "--recipe", "llama_nano"], "did you mean llama_nano_zero2?"),
-        (["recipekit", "run", "llama_nan_zero2.py"], "did you mean llama_nano_zero2?"),
+        (["recipekit", "lint", "zero9.json"], "Did you mean zero3.json?"),
+        (["recipekit", "lint", "--recipe", "llama_nano"], "Did you mean llama_nano_zero2?"),
+        (["recipekit", "run", "llama_nan_zero2.py"], "Did you mean llama_nano_zero2?"),
         (["recipekit", "lint", "--table"], "requires a clone of the repository"),
     ],
 )

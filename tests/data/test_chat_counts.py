@@ -288,7 +288,7 @@ def test_only_a_whole_epoch_without_documents_is_refused(place, reads):
     reader = Chunks(empty=True)
     with pytest.raises(Refusal) as refused:
         taken(reader, 1, place)
-    needed = "each chat needs a message of the role assistant that is not excluded by weight or train and begins within --seq_len tokens"
+    needed = "Each chat needs a message of the role assistant that is not excluded by weight or train and begins within --seq_len tokens"
     assert str(refused.value) == f"--dataset: {reads} consecutive documents contain no token to train on. {needed}" and len(reader.read) == reads
 
 

@@ -956,7 +956,7 @@ def test_bad_columns_and_broken_files_are_named(tmp_path, corpora):
         ("gone.jsonl", {}, ["the file does not exist"]),
         ("{folder}", {}, ["several formats: lines, text"]),
         ("{folder}/c.bin", {}, ["the file format is not clear from the ending"]),
-        ("{folder}/tables", {}, ["tables: contains no supported files (.txt, ", ".parquet", "convert its files"]),
+        ("{folder}/tables", {}, ["tables: contains no supported files (.txt, ", ".parquet", "Convert its files"]),
         ("{folder}/a.txt", {"task": "sft"}, ["task sft requires chats"]),
         ("org/name", {}, ["--dataset org/name", "hub cannot be reached", "https://huggingface.co/datasets/org/name"]),
     ],

@@ -312,7 +312,7 @@ def test_close_ends_a_wait_at_once(server):
 @pytest.mark.parametrize(
     "path, says",
     [
-        ("gone.parquet", ["/gone.parquet", "the server returned 404 Not Found", "check the address"]),
+        ("gone.parquet", ["/gone.parquet", "the server returned 404 Not Found", "Check the address"]),
         ("0.csv", ["every address must be a JSONL file, or every address a Parquet file"]),
         ("0.jsonl,{url}/data/train-0.parquet", ["or every address a Parquet file"]),
     ],

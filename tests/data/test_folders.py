@@ -180,7 +180,7 @@ def test_a_saved_data_set_without_rows_is_named(tmp_path: Path) -> None:
     assert refusal(tmp_path / "one") == "--dataset D: its split train was saved without rows. Use other data"
     datasets.DatasetDict({"train": empty, "test": rows, "more": rows}).save_to_disk(tmp_path / "two")
     assert refusal(tmp_path / "two") == "--dataset D: its split train was saved without rows. Use --split test or --split more, or use other data"
-    assert refusal(tmp_path / "two", "--split", "dev").endswith("use --split test, or name the files, for example --dataset 'D/**/*.arrow'")
+    assert refusal(tmp_path / "two", "--split", "dev").endswith("Use --split test, or name the files, for example --dataset 'D/**/*.arrow'")
     datasets.DatasetDict({"train": empty, "test": empty}).save_to_disk(tmp_path / "three")
     assert refusal(tmp_path / "three") == "--dataset D: its split train was saved without rows. Use other data"
 

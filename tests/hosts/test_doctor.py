@@ -155,7 +155,7 @@ def test_missing_libaio(tmp_path: Path) -> None:
     hidden = in_mounts("mount --bind /dev/null /usr/include/libaio.h") if there else []
     code, text = doctor(tmp_path, "--quick", *NVME, prefix=hidden, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
     told = only_problem(text)
-    assert code == 1 and told.startswith("libaio: async_io") and "install libaio-dev" in told
+    assert code == 1 and told.startswith("libaio: async_io") and "Install libaio-dev" in told
     if not there:
         pytest.skip("needs Debian's libaio-dev to show that it is found when it is there (tests/system_packages.sh)")
     code, text = doctor(tmp_path, "--quick", *NVME, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
@@ -181,7 +181,7 @@ def test_full_disk(tmp_path: Path) -> None:
     full = in_mounts(f"mount -t tmpfs -o size=2m tmpfs {tmp_path / 'run'}\nhead -c 2m /dev/zero > {tmp_path / 'run'}/filler")
     code, text = doctor(tmp_path, "--quick", "--out", "run", prefix=full)
     told = only_problem(text)
-    assert code == 1 and "out = run" in told and "is full (No space left on device, 0 MiB free)" in told and "free space" in told
+    assert code == 1 and "out = run" in told and "is full (No space left on device, 0 MiB free)" in told and "Free space" in told
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         code, text = doctor(tmp_path, "--quick", "--master_port", port)
     told = only_problem(text)
-    assert code == 1 and told.startswith(f"master port {port}: is in use on ") and "choose another with --master_port " in told
+    assert code == 1 and told.startswith(f"master port {port}: is in use on ") and "Choose another with --master_port " in told
 
 
 @pytest.mark.slow

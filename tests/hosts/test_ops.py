@@ -94,7 +94,7 @@ def test_without_ninja(tmp_path: Path) -> None:
 def test_without_libaio(tmp_path: Path) -> None:
     hidden = "mount --bind /dev/null /usr/include/libaio.h" if Path("/usr/include/libaio.h").exists() else ""
     told = refusal(start(tmp_path, *NVME, prefix=in_mounts(hidden)))
-    assert told.startswith("libaio: async_io, which NVMe offload needs, does not compile without it (") and "install libaio-dev" in told
+    assert told.startswith("libaio: async_io, which NVMe offload needs, does not compile without it (") and "Install libaio-dev" in told
 
 
 CLAIM = """
@@ -180,7 +180,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """.replace("sys.argv[1] in os", "where in os")
 
 
-@pytest.mark.parametrize(("folder", "where", "fix"), [("ops", "the folder of compiled ops ", "set TORCH_EXTENSIONS_DIR"), (".run.lock", "out = run", "--out")])
+@pytest.mark.parametrize(("folder", "where", "fix"), [("ops", "the folder of compiled ops ", "Set TORCH_EXTENSIONS_DIR"), (".run.lock", "out = run", "--out")])
 def test_a_file_system_without_locks(tmp_path: Path, folder: str, where: str, fix: str) -> None:
     """NFS without lockd answers flock so. It is told before anything is compiled or written."""
     (tmp_path / "ops").mkdir()

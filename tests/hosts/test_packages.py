@@ -90,7 +90,7 @@ def test_outside_the_environment_a_command_says_how_to_activate_it(tmp_path: Pat
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True, timeout=60)
     words = [word if word.startswith("/") or "/" not in word else ROOT / word for word in command.split()]
     done = run([tmp_path / "env" / "bin" / "python", *words], tmp_path, PYTHONPATH="")
-    assert done.returncode == 1 and "activate the environment first: " in done.stderr and "hjson" in done.stderr, done.stderr
+    assert done.returncode == 1 and "Activate the environment first: " in done.stderr and "hjson" in done.stderr, done.stderr
     done = run([older(tmp_path / "bin"), *words], tmp_path)
     assert done.returncode == 1 and "is Python 3.9.18: the recipes need 3.11 or newer. Activate the environment: . .venv/bin/activate" in done.stderr
     assert "--help" not in done.stderr

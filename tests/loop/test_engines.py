@@ -132,7 +132,7 @@ def test_fp16_trains_like_fp32(pools, tmp_path, engine):
 
 
 def test_a_precision_is_refused_where_another_fits():
-    assert "use --precision bf16" in str(check_precision("ddp", "fp16", "NVIDIA H100", True)[0])
+    assert "Use --precision bf16" in str(check_precision("ddp", "fp16", "NVIDIA H100", True)[0])
     assert "Tesla V100 does not support bf16. Use --precision fp16" in str(check_precision("fsdp2", "bf16", "Tesla V100", False)[0])
     assert not check_precision("ddp", "bf16", "NVIDIA H100", True) + check_precision("ddp", "fp16", "Tesla V100", False)
     assert not check_precision("deepspeed", "bf16", "Tesla V100", False)

@@ -176,7 +176,7 @@ def refused(*keys: str, base: str = "model", **config: Any) -> str:
     return ""
 
 
-OF_FILES = "give the config.json of these files"
+OF_FILES = "Give the config.json of these files"
 
 
 @pytest.mark.parametrize(

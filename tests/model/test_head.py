@@ -158,6 +158,6 @@ def test_an_adapt_that_changes_an_attention_which_reads_documents_is_refused():
 
     recipe = Recipe(model="none", init="random", adapt=changed)
     config = tiny_config("llama", 264)
-    with pytest.raises(Refusal, match=r"sets the attention to sdpa.*use --attention sdpa"):
+    with pytest.raises(Refusal, match=r"sets the attention to sdpa.*Use --attention sdpa"):
         build_model(recipe, config, None, {"zero_optimization": {"stage": 0}}, CPU)
     build_model(replace(recipe, attention="sdpa"), config, None, {"zero_optimization": {"stage": 0}}, CPU)

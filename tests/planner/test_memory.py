@@ -360,7 +360,7 @@ def test_a_start_refuses_what_certainly_exceeds_the_host(monkeypatch: pytest.Mon
     start.check_memory(plan, torch.device("cpu"))
     monkeypatch.setattr(start, "free_memory", lambda: 2 * needed - 1)
     with pytest.raises(
-        Refusal, match=r"host memory of .* that is free = .*: 2 ranks need at least .* activations not counted \(optimizer states.*use more ranks"
+        Refusal, match=r"host memory of .* that is free = .*: 2 ranks need at least .* activations not counted \(optimizer states.*Use more ranks"
     ):
         start.check_memory(plan, torch.device("cpu"))
 

@@ -205,7 +205,7 @@ def test_a_dry_run_counts_local_data(folder: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [("--show json", "requires --dry_run"), ("--dry_run --show yaml", "use --show json"), ("--dry_run --show", "requires a value")]
+    ("words", "says"), [("--show json", "requires --dry_run"), ("--dry_run --show yaml", "Use --show json"), ("--dry_run --show", "requires a value")]
 )
 def test_show_is_json_of_a_dry_run(words: str, says: str) -> None:
     assert says in refused(*words.split())

@@ -46,7 +46,7 @@ def test_an_empty_value_is_refused_or_documented(name: str, value: str, tmp_path
     if not value and name == "prompt_field":  # read by other tasks
         return
     (found,) = problems(f"--{name}", value)
-    assert found.startswith(f"{name} = ") and "must not be empty or blank" in found and found.endswith("check the variables of your shell")
+    assert found.startswith(f"{name} = ") and "must not be empty or blank" in found and found.endswith("Check the variables of your shell")
 
 
 def test_an_empty_value_of_the_recipe_itself_is_refused() -> None:
@@ -127,7 +127,7 @@ def test_the_largest_seed_gives_weights_and_an_order() -> None:
 @pytest.mark.parametrize("task", ["pretrain", "sft"])
 def test_a_row_of_one_token_has_no_target(task: str) -> None:
     (found,) = problems("--seq_len", "1", "--task", task)
-    assert found.startswith("seq_len = 1: a row of one token has no target") and found.endswith("use --seq_len 2 or more")
+    assert found.startswith("seq_len = 1: a row of one token has no target") and found.endswith("Use --seq_len 2 or more")
     planned("--seq_len", "2", "--task", task)
 
 

@@ -106,16 +106,16 @@ def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--micro_bach", "2"], "did you mean --micro_batch?"),
-        (["--global-bacth=2"], "did you mean --global_batch?"),
-        (["--step", "20"], "did you mean --steps?"),  # no silent abbreviation
-        (["--deepspeed", "x.json"], "use --deepspeed_config"),
-        (["--eep", "2"], "did you mean --ep?"),  # as near to --keep, which begins otherwise
-        (["--sed", "3"], "did you mean --seed?"),
-        (["--globl_batch", "8"], "did you mean --global_batch?"),
-        (["--pp_", "2"], "did you mean --pp?"),
-        (["--stpe", "20"], "did you mean --steps?"),
-        (["--ave_every", "5"], "did you mean --save_every?"),
+        (["--micro_bach", "2"], "Did you mean --micro_batch?"),
+        (["--global-bacth=2"], "Did you mean --global_batch?"),
+        (["--step", "20"], "Did you mean --steps?"),  # no silent abbreviation
+        (["--deepspeed", "x.json"], "Use --deepspeed_config"),
+        (["--eep", "2"], "Did you mean --ep?"),  # as near to --keep, which begins otherwise
+        (["--sed", "3"], "Did you mean --seed?"),
+        (["--globl_batch", "8"], "Did you mean --global_batch?"),
+        (["--pp_", "2"], "Did you mean --pp?"),
+        (["--stpe", "20"], "Did you mean --steps?"),
+        (["--ave_every", "5"], "Did you mean --save_every?"),
         (["--steps", "twenty"], "--steps"),
         (["--steps", "2.5"], "--steps"),
         (["--schedule", "cosinus"], "cosine"),
@@ -124,8 +124,8 @@ def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
         (["--world", "4"], "requires --dry_run"),
         (["--dry_run", "--world", "0"], "must be at least 1"),
         (["--dp", "2"], "the ranks that --tp, --pp, --sp and --ep leave are data-parallel"),
-        (["--learning-rate=1e-4"], "use --lr"),
-        (["--num_gpus", "2"], "write it before the recipe's file"),
+        (["--learning-rate=1e-4"], "Use --lr"),
+        (["--num_gpus", "2"], "Write it before the recipe's file"),
         (["--lr", "-1e-4", "--stepz", "1"], "lr = -0.0001: must be a positive number"),  # which argparse takes for a flag
         (["--wandb=no"], "ignored explicit argument 'no'"),
     ],
@@ -177,7 +177,7 @@ def test_a_wrong_flag_exits_2_without_traceback(tmp_path):
     argv = [sys.executable, ROOT / "recipes" / "llama_nano_zero2.py", "--step", "3"]
     done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[0] == "refused: 1 problem" and "did you mean --steps?" in done.stderr
+    assert done.stderr.splitlines()[0] == "refused: 1 problem" and "Did you mean --steps?" in done.stderr
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 

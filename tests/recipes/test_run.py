@@ -119,7 +119,7 @@ def test_what_is_not_finite_on_one_rank_stops_all(pools: Any, tmp_path: Path, ki
     results = pools.run(2, poisoned, recipe=replace(recipe, adapt=poison), argv=argv, kind=kind)
     assert [code for code, _ in results] == [1, 1], results
     printed = results[0][1]
-    assert "stopped: step 3 has loss " in printed and "this step is not saved, the last good checkpoint is step 2" in printed
+    assert "stopped: step 3 has loss " in printed and "This step is not saved, the last good checkpoint is step 2" in printed
     assert steps_done(tmp_path / "run") == 2
     assert checkpoints(tmp_path / "run") == [1, 2]
     assert faults(tmp_path / "run" / "checkpoints" / "step_00000002") == []
@@ -202,7 +202,7 @@ def test_dry_run_prints_layout_batch_json_and_memory(launch: Callable[..., Job],
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
     [
-        (["--stepz", "3"], 2, "did you mean --steps?"),
+        (["--stepz", "3"], 2, "Did you mean --steps?"),
         (["--world", "8"], 2, "requires --dry_run"),
         (["--tiny", "--out", __file__ + "/run"], 1, "run: cannot be written: "),
         (["--tiny", "--tp", "2"], 1, "does not divide the 1 rank"),

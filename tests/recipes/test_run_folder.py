@@ -74,7 +74,7 @@ def test_out_is_not_mixed_with_the_data(tmp_path: Path, dataset: str, out: str) 
     texts(tmp_path / "data" / "a.jsonl")
     texts(tmp_path / "other" / "b.jsonl")
     found = problems("--dataset", dataset, "--out", out)
-    assert all("the data of --dataset" in line and line.endswith("choose a separate folder with --out") for line in found), found
+    assert all("the data of --dataset" in line and line.endswith("Choose a separate folder with --out") for line in found), found
     assert planned("--dataset", dataset, "--out", "runs/mine").out == Path("runs/mine")
 
 
@@ -187,7 +187,7 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
     assert found.startswith("resume = runs/first: the checkpoint is at step 60, but this command ends at step 2. ")
     assert f"The run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this command has {now}. " in found
     convert = "--model NEW_FOLDER after recipekit convert to-hf runs/first NEW_FOLDER"
-    assert found.endswith(f"use --steps 61 or more, or start from its weights with {convert}")
+    assert found.endswith(f"Use --steps 61 or more, or start from its weights with {convert}")
     (run / "hf").mkdir()
     assert problems("--resume", run, "--out", "runs/second", "--steps", 2)[0].endswith("with --model runs/first/hf")
     assert planned("--resume", run, "--out", "runs/second", "--steps", 61).resume_from == run

@@ -206,6 +206,6 @@ def test_a_run_that_is_older_than_a_field_goes_on(tmp_path: Path) -> None:
 def test_what_of_an_image_run_must_stay_is_compared(recipe: Recipe, tmp_path: Path, name: str) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"identity": identity(recipe, VIT), "recipe": {"tiny": False}}))
     assert find_resume(recipe, tmp_path, VIT, False) == tmp_path
-    with pytest.raises(Refusal, match=f"{name} = none: .*resume with --{name} {getattr(recipe, name)}"):
+    with pytest.raises(Refusal, match=f"{name} = none: .*Resume with --{name} {getattr(recipe, name)}"):
         find_resume(dataclasses.replace(recipe, **{name: "none"}), tmp_path, VIT, False)
     assert find_resume(dataclasses.replace(recipe, threads=7), tmp_path, VIT, False) == tmp_path, "threads change no row"

@@ -173,7 +173,7 @@ def refused(flags: list[str], **fields: Any) -> str:
         (["--epochs", "0.5", "--dataset", "a={data}@1; b={data}@2"], "epochs = 0.5: cannot be combined with a mixture of 2 corpora: its weights set"),
         (["--epochs", "-1", "--dataset", "{data}"], "epochs = -1.0: must not be negative"),
         (["--epochs", "nan", "--dataset", "{data}"], "epochs = nan: must be a finite number"),
-        (["--num_train_epochs", "3"], "use --epochs"),
+        (["--num_train_epochs", "3"], "Use --epochs"),
     ],
 )
 def test_epochs_that_cannot_be_counted_are_refused(tmp_path: Path, flags: list[str], expected: str) -> None:

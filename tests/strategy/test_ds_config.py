@@ -352,7 +352,7 @@ UNREADABLE = {
     "list": (b"[1, 2]", "contains [1, 2]", "not an object"),
     "nothing": (b"", "line 1", "not strict JSON"),
     "latin-1": (b'{"wandb": {"team": "\xe9"}}', "cannot be read", "UTF-8"),
-    "deep": (b'{"a":' * 100_000, "nested too deeply", "see ds_configs/README.md"),
+    "deep": (b'{"a":' * 100_000, "nested too deeply", "See ds_configs/README.md"),
     "long number": (b'{"a": ' + b"9" * 5000 + b"}", "not usable JSON", "smaller numbers"),
 }
 
@@ -369,7 +369,7 @@ def test_a_file_that_is_not_strict_json_is_refused(case: str, tmp_path: Path) ->
 def test_a_missing_file_is_refused_with_the_places_and_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         json_file.load("zero33.json", tmp_path)
-    assert str(tmp_path / "zero33.json") in str(refused.value) and "did you mean zero3.json?" in str(refused.value)
+    assert str(tmp_path / "zero33.json") in str(refused.value) and "Did you mean zero3.json?" in str(refused.value)
 
 
 def test_a_name_is_looked_up_as_typed_then_beside_the_recipe_then_in_ds_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
