@@ -35,7 +35,9 @@ def check_versions(pins: list[str]) -> Findings:
             yield Problem(f"{name} {found}", f"requirements.txt pins {pinned}", f"run: pip install {name}=={pinned}")
         elif lost := [module for module in _modules(name) if importlib.util.find_spec(module) is None]:
             matching -= 1
-            yield Problem(f"{name} {found}", f"is recorded as installed, but {lost[0]} is gone", f"run: pip install --force-reinstall --no-deps {name}=={pinned}")
+            yield Problem(
+                f"{name} {found}", f"is recorded as installed, but {lost[0]} is gone", f"run: pip install --force-reinstall --no-deps {name}=={pinned}"
+            )
     yield Row("packages", f"{matching} of {len(pins)} as requirements.txt pins them")
 
 
