@@ -407,7 +407,7 @@ def test_a_save_that_fails_on_one_rank_is_tried_again_by_all(pools: Any, tmp_pat
     assert [result for result, *_ in results] == [0, 0], results
     printed = results[0][1]
     assert printed.count(f"checkpoint of step 2: rank {rank}: [Errno {code}] {os.strerror(code)}") == 1
-    assert printed.count("the run continues and tries again at the next steps") == 1
+    assert printed.count("The run continues and tries again at the next steps") == 1
     assert printed.count("saving works again") == 1 and results[1][1].count("saving works again") == 0
     assert checkpoints(out) == [4, 6] and all(faults(step_of(out, number)) == [] for number in (4, 6))
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"latest", "step_00000004", "step_00000006"}
@@ -579,7 +579,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_the_older_checkpoints(lau
     assert job.output.count("failed: 1 problem") == 1 and "Traceback" not in job.output, job.output
     (told,) = [line for line in job.output.splitlines() if "the checkpoints before it are intact" in line]
     assert "the saves of steps 3 and 4 have failed: " in told and "needs " in told and " are free. " in told
-    assert job.output.count("the run continues and tries again at the next steps") == 1
+    assert job.output.count("The run continues and tries again at the next steps") == 1
     assert checkpoints(disk / "run") == [1, 2]
     assert (disk / "run" / "checkpoints" / "latest").read_text() == "step_00000002"
     assert convert.verify(step_of(disk / "run", 1)) == convert.verify(step_of(disk / "run", 2)) == []

@@ -43,7 +43,7 @@ def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(pools:
         assert len(told) == 1, told
         said = str(told.pop())
         assert said.startswith(f"export to {out}/hf: rank ") and "o space left on device" in said, said
-        assert said.endswith("the checkpoints are complete. Free space, then the same command writes the export")
+        assert said.endswith("The checkpoints are complete. Free space, then the same command writes the export")
         assert checkpoints(out) == [1] and not list(out.glob("*hf*"))
         assert not list(out.glob("*.tmp"))
 

@@ -315,9 +315,9 @@ STATED = [
         {"engine": "ddp", "ds_config": "zero3.json"},
         "--deepspeed_config zero3.json: applies only to DeepSpeed",
         "fsdp2",
-        "the recipe's JSON (zero3.json) is not used",
+        "The recipe's JSON (zero3.json) is not used",
     ),
-    ({"precision": "fp32"}, "--precision fp32: applies only to the engines ddp and fsdp2", "deepspeed", "the recipe's precision (fp32) is not used"),
+    ({"precision": "fp32"}, "--precision fp32: applies only to the engines ddp and fsdp2", "deepspeed", "The recipe's precision (fp32) is not used"),
 ]
 
 

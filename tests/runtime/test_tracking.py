@@ -500,7 +500,7 @@ def test_the_command_that_uploads_can_be_pasted(tmp_path: Path, capfd: pytest.Ca
     tracker.log(step_metrics(1))
     tracker.finish(0)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "wandb sync" in line]
-    command, folder = shlex.split(line.partition("upload with: ")[2])[:2], Path(shlex.split(line)[-1])
+    command, folder = shlex.split(line.partition("Upload with: ")[2])[:2], Path(shlex.split(line)[-1])
     assert command == ["wandb", "sync"] and folder.parent == tmp_path / "it's é folder" / "wandb" and folder.is_dir()
 
 
