@@ -65,7 +65,7 @@ class Sample:
         if self.stop:
             return f"stop token: {self.stop} was reached after {self.num_tokens} new tokens"
         stops = f"not reached ({' or '.join(self.ends)})" if self.ends else "the model has no stop token"
-        return f"stop token: {stops}; the text was cut off after {self.num_tokens} new tokens"
+        return f"stop token: {stops}. The text was cut off after {self.num_tokens} new tokens"
 
 
 def main(argv: list[str] | None = None) -> int:
