@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     own, words = split(parser, given)
     arguments, unknown = parser.parse_known_args(own)
     if unknown:
-        parser.error("; ".join(meant(parser, word) for word in unknown if word.startswith("-")))
+        parser.error("\n".join(meant(parser, word) for word in unknown if word.startswith("-")))
     arguments.words = words
     if not words and not arguments.doctor:
         parser.error("the recipe is missing, for example: python -m launch recipes/llama_nano_zero2.py --tiny")
@@ -140,7 +140,7 @@ def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], 
 def meant(parser: argparse.ArgumentParser, flag: str) -> str:
     options = {option.lstrip("-"): option for option in parser._option_string_actions}
     near = difflib.get_close_matches(flag.partition("=")[0].lstrip("-"), options, 1, cutoff=0.75)
-    return f"{flag}: is not a flag of launch; {f'did you mean {options[near[0]]}?' if near else 'write the flags of the recipe after its file'}"
+    return f"{flag}: is not a flag of launch. {f'Did you mean {options[near[0]]}?' if near else 'Write the flags of the recipe after its file'}"
 
 
 def nearest(missing: Path) -> str:
@@ -148,8 +148,8 @@ def nearest(missing: Path) -> str:
     shipped = {path.name: path.stem for path in sorted(RECIPES.glob("*.py"))}
     there = shipped | {path.name: path for folder in (Path("recipes"), missing.parent) for path in sorted(folder.glob("*.py"))}
     if near := difflib.get_close_matches(f"{missing.stem}.py", there, 1):
-        return f"did you mean {there[near[0]]}?"
-    return "give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)"
+        return f"Did you mean {there[near[0]]}?"
+    return "Give the path of a recipe, for example recipes/llama_nano_zero2.py (flags of launch come before it)"
 
 
 def script(word: str) -> str:
@@ -173,15 +173,15 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
         before = argv[: len(argv) - len(arguments.words)]
         if arguments.sbatch and before[-1].endswith(flag := arguments.sbatch[-1]) and "=" not in flag:
             raise Refused(
-                f"{words[0]}: the file does not exist; if it is the value of {flag}, write both as one word for sbatch, for example --sbatch=--partition=gpu"
+                f"{words[0]}: the file does not exist. If it is the value of {flag}, write both as one word for sbatch, for example --sbatch=--partition=gpu"
             )
-        raise Refused(f"{words[0]}: the file does not exist; {nearest(Path(words[0]))}")
+        raise Refused(f"{words[0]}: the file does not exist. {nearest(Path(words[0]))}")
     if arguments.doctor and (late := next((word for word in arguments.words if word in ("--dry-run", "--dry_run")), "")):
-        raise Refused(f"{late}: must come before --doctor, because the doctor reads the rest of the line; move it before --doctor")
+        raise Refused(f"{late}: must come before --doctor, because the doctor reads the rest of the line. Move it before --doctor")
     if problems := misplaced(arguments, where, variables):
         raise Refused(*problems)
     if arguments.hostfile and where != "hostfile":
-        raise Refused(f"--hostfile {arguments.hostfile}: --where {where} finds its hosts itself, so they cannot be combined; use only one of them")
+        raise Refused(f"--hostfile {arguments.hostfile}: --where {where} finds its hosts itself, so they cannot be combined. Use only one of them")
     if where == "slurm" and "SLURM_JOB_ID" not in variables:
         return slurm.submit(arguments, argv, variables)
     if where == "k8s" and "JOB_COMPLETION_INDEX" not in variables:
@@ -207,32 +207,32 @@ READ_BY = {
 def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, str]) -> list[str]:
     """Lists flags that were given but would not be read in this place, and variables that cannot travel there."""
     problems = [
-        f"--{flag}: is not read with --where {where}, only with {' and '.join(places)}; leave it out"
+        f"--{flag}: is not read with --where {where}, only with {' and '.join(places)}. Leave it out"
         for flag, places in READ_BY.items()
         if getattr(arguments, flag) and where not in places
     ]
     if arguments.max_restarts and (arguments.once or arguments.doctor):
         problems.append(
-            f"--max_restarts {arguments.max_restarts}: cannot be combined with a program that runs once on each host, because launch does not restart it; leave it out"
+            f"--max_restarts {arguments.max_restarts}: cannot be combined with a program that runs once on each host, because launch does not restart it. Leave it out"
         )
     if arguments.wait_hosts and not arguments.max_restarts and where in READ_BY["wait_hosts"]:
-        problems.append(f"--wait_hosts {arguments.wait_hosts}: only a restart waits for hosts; add --max_restarts N, or leave it out")
+        problems.append(f"--wait_hosts {arguments.wait_hosts}: only a restart waits for hosts. Add --max_restarts N, or leave it out")
     if arguments.bind_cores and (arguments.once or arguments.doctor):
-        problems.append("--bind_cores: cannot be combined with a program that runs once on each host, because it uses all cores; leave it out")
+        problems.append("--bind_cores: cannot be combined with a program that runs once on each host, because it uses all cores. Leave it out")
     starts_there = (where == "slurm" and "SLURM_JOB_ID" not in variables) or (where == "k8s" and "JOB_COMPLETION_INDEX" not in variables)
     keep = "Slurm keeps what is exported in files" if where == "slurm" else "a manifest is stored and shown in plain text"
     for before, word in itertools.pairwise(("the recipe's words", *arguments.words)) if starts_there else ():
         if "://" in word and environment.holds_secret(word):
             flag = word.partition("=")[0] if word.startswith("--") else before
-            problems.append(f"{flag}: the address contains a key or a password, and {keep}; use an address without one, or a path of the cluster")
+            problems.append(f"{flag}: the address contains a key or a password, and {keep}. Use an address without one, or a path of the cluster")
     for name in arguments.env:
         if name not in variables:
-            problems.append(f"--env {name}: is not set; export it first")
+            problems.append(f"--env {name}: is not set. Export it first")
         elif starts_there and environment.is_secret(name, variables[name]):
             way = "log in once on the cluster, its login files serve every node (hf auth login, wandb login)"
             if where == "k8s":
                 way = f"put it into the job's Secret: kubectl create secret generic NAME-secrets --from-file={name}=FILE"
-            problems.append(f"--env {name}: is a secret, and {keep}; leave it out, and {way}")
+            problems.append(f"--env {name}: is a secret, and {keep}. Leave it out, and {way}")
     return problems
 
 
@@ -241,17 +241,17 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
     node, master_addr, master_port = None, arguments.master_addr, arguments.master_port
     if where == "hostfile":
         if not arguments.hostfile:
-            raise Refused("--where hostfile: requires the hosts; give --hostfile FILE (example: launch/hostfile.example)")
+            raise Refused("--where hostfile: requires the hosts. Give --hostfile FILE (example: launch/hostfile.example)")
         machines = hosts.read_hostfile(arguments.hostfile, arguments.nodes, arguments.gpus)
     elif where == "slurm":
         machines = hosts.slurm_hosts(variables, arguments.gpus)
         if arguments.nodes and arguments.nodes != len(machines):
-            raise Refused(f"--nodes {arguments.nodes}: the job has {len(machines)}; give the number to sbatch instead")
+            raise Refused(f"--nodes {arguments.nodes}: the job has {len(machines)}. Give the number to sbatch instead")
     elif where == "k8s":
         machines, node, master_addr, master_port = kubernetes.pods(arguments, variables)
     else:
         if arguments.nodes not in (None, 1):
-            raise Refused(f"--nodes {arguments.nodes}: requires several hosts; name them with --hostfile FILE, or use --where slurm or k8s")
+            raise Refused(f"--nodes {arguments.nodes}: requires several hosts. Name them with --hostfile FILE, or use --where slurm or k8s")
         machines = [Host("localhost", arguments.gpus or hosts.devices(variables) or 1, "127.0.0.1")]
     python = arguments.python or sys.executable
     given = environment.needed(variables, arguments.env)

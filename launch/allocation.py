@@ -93,5 +93,5 @@ def short_limit(limit: float | None, warning: float | None) -> str:
     left = f"{limit - warning:.0f} s" if limit > warning else "no time"
     return (
         f"time limit {limit / 60:g} min: is shorter than twice the warning time of {warning:.0f} s, which leaves {left} for the start and for "
-        f"training; ask for a longer --time, or for a shorter warning with --signal=B:TERM@SECONDS"
+        f"training. Ask for a longer --time, or for a shorter warning with --signal=B:TERM@SECONDS"
     )

@@ -25,8 +25,8 @@ class Connection:
         try:
             self.process = subprocess.Popen(argv, cwd=REPOSITORY, start_new_session=True, **pipes)
         except OSError as error:
-            fix = {"ssh": "install the OpenSSH client", "srun": "start the job on a machine of the cluster"}.get(argv[0], "give an interpreter with --python")
-            raise Refused(f"{argv[0]} cannot be started: {error.strerror}; {fix}") from None
+            fix = {"ssh": "Install the OpenSSH client", "srun": "Start the job on a machine of the cluster"}.get(argv[0], "Give an interpreter with --python")
+            raise Refused(f"{argv[0]} cannot be started: {error.strerror}. {fix}") from None
         self.errors: list[str] = []
         self.open = True
         self.events = events

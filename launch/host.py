@@ -94,18 +94,18 @@ class Agent:
         try:
             os.chdir(spec["folder"])
         except OSError as error:
-            problems.append(f"the folder {spec['folder']}: {error.strerror}; every host needs the same files at the same path")
+            problems.append(f"the folder {spec['folder']}: {error.strerror}. Every host needs the same files at the same path")
         if not problems and not Path(spec["words"][0]).is_file():
-            problems.append(f"{spec['words'][0]} is not here; every host needs the same files at the same path")
+            problems.append(f"{spec['words'][0]} is not here. Every host needs the same files at the same path")
         try:
             Path(spec["logs"]).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problems.append(f"{spec['logs']} cannot be made: {error.strerror}; choose another run folder with --out")
+            problems.append(f"{spec['logs']} cannot be made: {error.strerror}. Choose another run folder with --out")
         if spec["node"] == 0 and (port := spec["master_port"]) and not is_free(port):
-            problems.append(f"master port {port}: is in use; choose another: --master_port {free_port()}")
+            problems.append(f"master port {port}: is in use. Choose another: --master_port {free_port()}")
         found, slots = devices(dict(os.environ)), spec["slots"][spec["node"]]
         if 0 < found < slots:
-            problems.append(f"{slots} ranks, but {found} GPUs are visible; use --gpus {found}, or correct slots= in the hostfile")
+            problems.append(f"{slots} ranks, but {found} GPUs are visible. Use --gpus {found}, or correct slots= in the hostfile")
         over_ssh = os.environ.get("SSH_CONNECTION", "").split()
         address = over_ssh[2] if len(over_ssh) == 4 else ""
         if not address or is_loopback(address):  # the connection comes from this host itself

@@ -54,8 +54,8 @@ def check_alone(variables: dict[str, str]) -> None:
     for name, variable in STARTED_BY:
         count = variables.get(variable, "")
         if count.isdecimal() and int(count) > 1 and "SLURM_PTY_PORT" not in variables:
-            fix = f"start launch without {name}, because launch starts the ranks of all hosts itself; or start the recipe without launch"
-            raise Refused(f"{name}: has started launch {count} times; {fix}")
+            fix = f"Start launch without {name}, because launch starts the ranks of all hosts itself, or start the recipe without launch"
+            raise Refused(f"{name}: has started launch {count} times. {fix}")
 
 
 def in_step(variables: dict[str, str]) -> bool:
@@ -72,7 +72,7 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
     try:
         text = decoded(path.read_bytes())
     except OSError as error:
-        raise Refused(f"--hostfile {path}: {error.strerror}; give a file in the format of launch/hostfile.example") from None
+        raise Refused(f"--hostfile {path}: {error.strerror}. Give a file in the format of launch/hostfile.example") from None
     hosts: list[Host] = []
     lines: dict[str, int] = {}
     problems = []
@@ -84,20 +84,20 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
         slots = SLOTS.fullmatch(words[1]) if len(words) == 2 else None
         name = same_name(words[0])
         if ":" in words[0] and not name:
-            problems.append(f"{place}: {words[0]!r} is not an IPv6 address; write it without brackets, zone and port, for example: fd00::1 slots=8")
+            problems.append(f"{place}: {words[0]!r} is not an IPv6 address. Write it without brackets, zone and port, for example: fd00::1 slots=8")
         elif not name:
-            problems.append(f"{place}: {words[0]!r} is not a host name or an address; write letters, digits, dots and hyphens, for example: worker-1 slots=8")
+            problems.append(f"{place}: {words[0]!r} is not a host name or an address. Write letters, digits, dots and hyphens, for example: worker-1 slots=8")
         elif slots is None:
-            problems.append(f"{place}: is not NAME slots=NUMBER; for example: {words[0]} slots=8")
+            problems.append(f"{place}: is not NAME slots=NUMBER. For example: {words[0]} slots=8")
         elif name in lines:
-            problems.append(f"{place}: the host is already in line {lines[name]}; write it once, with all its slots")
+            problems.append(f"{place}: the host is already in line {lines[name]}. Write it once, with all its slots")
         else:
             lines[name] = number
             hosts.append(Host(words[0], gpus or int(slots[1])))
     if not hosts and not problems:
-        problems.append(f"--hostfile {path}: contains no host; write lines in the format of launch/hostfile.example")
+        problems.append(f"--hostfile {path}: contains no host. Write lines in the format of launch/hostfile.example")
     if most and most > len(hosts) and not problems:
-        problems.append(f"--nodes {most}: {path} has {len(hosts)} hosts; use --nodes {len(hosts)} or add hosts")
+        problems.append(f"--nodes {most}: {path} has {len(hosts)} hosts. Use --nodes {len(hosts)} or add hosts")
     if problems:
         raise Refused(*problems)
     return hosts[:most]
@@ -144,7 +144,7 @@ def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:
     """Lists the nodes of the allocation that this process runs in, with the addresses that Slurm itself uses. Raises `Refused`."""
     names = scontrol("show", "hostnames", variables.get("SLURM_JOB_NODELIST", "")).split()
     if strange := [name for name in names if not NAME.fullmatch(name)]:
-        raise Refused(f"SLURM_JOB_NODELIST: {strange[0]!r} is not a host name; start the job with sbatch")
+        raise Refused(f"SLURM_JOB_NODELIST: {strange[0]!r} is not a host name. Start the job with sbatch")
     found = {}
     for line in scontrol("show", "node", "--oneliner", ",".join(names)).splitlines():
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -159,8 +159,8 @@ def scontrol(*words: str) -> str:
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True, timeout=ANSWER, env=os.environ | {"LC_ALL": "C"}).stdout
     except subprocess.TimeoutExpired as error:
-        raise Refused(f"--where slurm: {asked} did not answer in {error.timeout:g} s; check slurmctld with `scontrol ping`") from None
+        raise Refused(f"--where slurm: {asked} did not answer in {error.timeout:g} s. Check slurmctld with `scontrol ping`") from None
     except subprocess.CalledProcessError as error:
-        raise Refused(f"--where slurm: {asked} failed: {error.stderr.strip()}; start the job with sbatch") from None
+        raise Refused(f"--where slurm: {asked} failed: {error.stderr.strip()}. Start the job with sbatch") from None
     except OSError as error:
-        raise Refused(f"--where slurm: scontrol cannot be started: {error.strerror}; start the job on a machine of the cluster") from None
+        raise Refused(f"--where slurm: scontrol cannot be started: {error.strerror}. Start the job on a machine of the cluster") from None

@@ -25,7 +25,7 @@ SETTLE = 2.0  # seconds that ranks may still print why they fail, after one has 
 SETTLE_LOST = 15.0  # the same if the ranks that have ended only lost a peer: the rank that failed first may still have to print why
 SETTLE_STOP = 60.0  # the same if a rank ended because it was asked to: the others are ending too
 STOP_CODES = {128 + number: number.name for number in STOPS}
-LAST_LINES = "; the last lines of"  # before the name of a file: its last lines follow
+LAST_LINES = ". The last lines of"  # before the name of a file: its last lines follow
 # Last words of a rank when another rank has failed: of recipekit/runtime/failure.py, whose exit codes are 75 or 1; gloo, sockets, torch's stores and NCCL
 OUR_WORDS = ("ended, because rank ", "failed after rank ", ": lost rank")
 LOST_PEER = (
@@ -171,7 +171,7 @@ class Start:
                 address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
                 if len(self.job.hosts) > 1 and self.job.where == "hostfile" and is_loopback(address):
                     raise Refused(
-                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts cannot reach; give its address with --master_addr"
+                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts cannot reach. Give its address with --master_addr"
                     )
                 port = self.job.master_port or first["port"]
                 self.began = time.monotonic()
@@ -203,7 +203,7 @@ class Start:
                 if time.monotonic() < deadline:
                     self.say(f"waiting for {names}")
                     continue
-                problems += [f"{names}: no answer in {self.patience:.3g} s; try by hand: {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"]
+                problems += [f"{names}: no answer in {self.patience:.3g} s. Try by hand: {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"]
                 break
             if node < 0:
                 self.told = message
@@ -230,8 +230,8 @@ class Start:
         if self.job.spawn == "once" or not gpus.get(most):
             return []
         names = {node: self.job.hosts[node].name for node in gpus}
-        fix = "load its driver (nvidia-smi shows whether it is), or leave the host out"
-        return [f"{names[node]}: no GPU is visible, but {names[most]} has {gpus[most]}; {fix}" for node in gpus if not gpus[node]]
+        fix = "Load its driver (nvidia-smi shows whether it is), or leave the host out"
+        return [f"{names[node]}: no GPU is visible, but {names[most]} has {gpus[most]}. {fix}" for node in gpus if not gpus[node]]
 
     def follow(self) -> None:
         """Follows every host to its end: passes on a stop, and ends all ranks once one has failed."""
@@ -306,7 +306,7 @@ class Start:
         name = f"rank {rank}" if self.job.spawn != "once" else "the script"
         what = f"{name} on {self.job.hosts[node].name} {how(code)}"
         if error.startswith("refused") and (rank == 0 or self.job.spawn == "once"):
-            what += f"; its message is above, and in {log}"
+            what += f". Its message is above, and in {log}"
         else:
             what += f"{f': {error}' if error else ''}{LAST_LINES} {log}"
         if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
@@ -343,11 +343,11 @@ class Start:
                 return Outcome("done", 0, "", self.told)  # a stop in the last step stopped nothing
             if self.told:
                 return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
-            return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen; see {self.logs}")
+            return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen. See {self.logs}")
         first = min(self.failures, key=lambda failure: failure[:2])
         _, _, what, tail, code = first
         if code in STOP_CODES:
-            return Outcome("stopped", code, what.partition(";")[0], STOP_CODES[code])
+            return Outcome("stopped", code, what.partition(". The last lines of ")[0], STOP_CODES[code])
         told_why = code == 2 or (code != START_AGAIN and any(line.startswith("refused") for line in tail))
         return Outcome("refused" if told_why and not self.told else "failed", code, "" if first is self.shown else told(first), self.told)
 
@@ -395,4 +395,4 @@ def new_logs(parent: Path) -> Path:
 
 
 def cannot_make(folder: Path, error: OSError) -> Refused:
-    return Refused(f"{folder} cannot be made: {error.strerror}; choose another run folder with --out, or start from another folder")
+    return Refused(f"{folder} cannot be made: {error.strerror}. Choose another run folder with --out, or start from another folder")

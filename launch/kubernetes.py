@@ -47,7 +47,7 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
     try:
         return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
     except FileNotFoundError:
-        raise Refused("--where k8s: kubectl is not on PATH; add --dry-run and apply the manifest where it is") from None
+        raise Refused("--where k8s: kubectl is not on PATH. Add --dry-run and apply the manifest where it is") from None
 
 
 def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> str:
@@ -55,11 +55,11 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
     name, folder, nodes = job_name(arguments, words), arguments.folder or FOLDER, arguments.nodes or 1
     runs, problems = posixpath.join(folder, "runs"), []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
-        problems.append(f"--name {name}: is not a Kubernetes name; use up to 52 lower-case letters, digits and hyphens, the first a letter")
+        problems.append(f"--name {name}: is not a Kubernetes name. Use up to 52 lower-case letters, digits and hyphens, the first a letter")
     if not arguments.image:
-        problems.append("--where k8s: requires an image; give --image REGISTRY/IMAGE:TAG, with this repository and its environment in it")
+        problems.append("--where k8s: requires an image. Give --image REGISTRY/IMAGE:TAG, with this repository and its environment in it")
     elif not arguments.gpus:
-        problems.append("--where k8s: requires the number of GPUs in a pod; give --gpus N")
+        problems.append("--where k8s: requires the number of GPUs in a pod. Give --gpus N")
     if not (arguments.once or arguments.doctor):
         problems += check_out(words, folder, runs)
     if problems:
@@ -100,14 +100,14 @@ def passed_on(arguments: argparse.Namespace, variables: dict[str, str]) -> dict[
 def check_out(words: tuple[str, ...], folder: str, runs: str) -> list[str]:
     """Refuse a run folder outside the mounted claim: it would be lost with the pod."""
     text = run_folder.stated_out(words)
-    fix = "use --out runs/NAME"
+    fix = "Use --out runs/NAME"
     if text is None:
-        return [f"--where k8s: the recipe computes its `out`, and only {runs} outlives a pod; {fix}"]
+        return [f"--where k8s: the recipe computes its `out`, and only {runs} outlives a pod. {fix}"]
     if text.startswith("~") or "$" in text or run_folder.is_address(text):
-        return [f"out = {text}: only {runs} outlives a pod, where the claim is mounted; {fix}"]
+        return [f"out = {text}: only {runs} outlives a pod, where the claim is mounted. {fix}"]
     path = posixpath.normpath(posixpath.join(folder, text)) if text else f"{runs}/default"
     if not path.startswith(f"{posixpath.normpath(runs)}/"):
-        return [f"out = {text}: is outside {runs}, where the claim is mounted, so it is lost with the pod; {fix}"]
+        return [f"out = {text}: is outside {runs}, where the claim is mounted, so it is lost with the pod. {fix}"]
     return []
 
 
@@ -117,7 +117,7 @@ def in_image(script: str, folder: str) -> str:
     for root in (REPOSITORY, Path(folder)):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
-    raise Refused(f"{script}: is outside the repository, and the image contains only the repository; copy it into recipes/ and build the image with it")
+    raise Refused(f"{script}: is outside the repository, and the image contains only the repository. Copy it into recipes/ and build the image with it")
 
 
 def unexpanded(word: str) -> str:
@@ -130,14 +130,14 @@ def scalar(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     if lone := re.search("[\ud800-\udfff]", text):
         raise Refused(
-            f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is not valid text; remove it, because a manifest cannot contain it"
+            f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is not valid text. Remove it, because a manifest cannot contain it"
         )
     return "".join(character if "\x20" <= character <= "\x7e" else f"\\U{ord(character):08x}" for character in text)
 
 
 def number(name: str, value: str) -> int:
     if not value.isascii() or not value.isdigit():
-        raise Refused(f"--where k8s: {name} = {value!r} must be a number, as the manifest sets it; render it with --dry-run")
+        raise Refused(f"--where k8s: {name} = {value!r} must be a number, as the manifest sets it. Render it with --dry-run")
     return int(value)
 
 
@@ -147,9 +147,9 @@ def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list
     try:
         address, index, port = variables["MASTER_ADDR"], *(number(name, variables[name]) for name in ("JOB_COMPLETION_INDEX", "MASTER_PORT"))
     except KeyError as error:
-        raise Refused(f"--where k8s: {error.args[0]} is not set as the manifest sets it; render it with --dry-run") from None
+        raise Refused(f"--where k8s: {error.args[0]} is not set as the manifest sets it. Render it with --dry-run") from None
     if not 0 <= index < nodes:
-        raise Refused(f"JOB_COMPLETION_INDEX = {index}: --nodes is {nodes}; completions and parallelism of the Job must equal it")
+        raise Refused(f"JOB_COMPLETION_INDEX = {index}: --nodes is {nodes}. Completions and parallelism of the Job must equal it")
     began = told = time.monotonic()
     while True:
         try:
@@ -159,7 +159,7 @@ def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list
             now = time.monotonic()
             if now - began > WAIT:
                 raise Refused(
-                    f"MASTER_ADDR = {address}: has no address after {WAIT:g} s; does the Service exist, and is pod 0 running?", code=START_AGAIN
+                    f"MASTER_ADDR = {address}: has no address after {WAIT:g} s. Does the Service exist, and is pod 0 running?", code=START_AGAIN
                 ) from None
             if now - told > 10:
                 told = now

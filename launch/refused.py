@@ -4,7 +4,7 @@ START_AGAIN = 75  # exit code after a fault from outside (a lost rank or host, a
 
 
 class Refused(ValueError):
-    """Says that the input is at fault; `problems` are whole sentences: value, rule, fix.
+    """Says that the input is at fault; `problems` are sentences: `WHERE: rule. Fix`.
 
     `code` is the exit code: 1, or START_AGAIN if the same command may succeed later.
     """

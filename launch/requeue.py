@@ -63,7 +63,7 @@ def _starts_without_step(chain: Chain, code: int, checkpoint: str | None) -> int
 
 
 def _no_step() -> str:
-    return f"{WITHOUT_STEP} starts by the scheduler have added no checkpoint; look for the reason above, and start the job by hand"
+    return f"{WITHOUT_STEP} starts by the scheduler have added no checkpoint. Look for the reason above, and start the job by hand"
 
 
 def _into_queue(job: str, code: int, without_step: int, say: Callable[[str], None]) -> int:

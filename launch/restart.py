@@ -141,7 +141,7 @@ def asked_to_stop(asked: "queue.SimpleQueue[str]", pause: float) -> Outcome | No
 def stopped(outcome: Outcome, out: Path, say: Any) -> None:
     """Prints how a job ended that was asked to stop; such a job is not started again here."""
     what = f"stopped by {outcome.reason}" if outcome.kind == "stopped" else f"not started again: {outcome.reason} had asked for a stop"
-    say(f"{what}; the newest complete checkpoint is {run_folder.newest_checkpoint(out) or 'none'}")
+    say(f"{what}. The newest complete checkpoint is {run_folder.newest_checkpoint(out) or 'none'}")
 
 
 def first_start(logs: Path) -> tuple[Path, float]:

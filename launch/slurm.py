@@ -10,7 +10,7 @@ from .connection import REPOSITORY
 from .refused import Refused
 
 GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?:[:=,]|$)")  # in a list of resources
-WAY = "log in once on the cluster, its login files serve every node; give a proxy or server without a password"
+WAY = "log in once on the cluster, its login files serve every node. Give a proxy or server without a password"
 SCRIPT = REPOSITORY / "launch" / "slurm.sbatch"
 LOGIN = ("PATH", "HOME", "USER", "LANG", "VIRTUAL_ENV")
 
@@ -37,7 +37,7 @@ def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, 
     try:
         return subprocess.run(words, env=variables, check=False).returncode
     except FileNotFoundError:
-        raise Refused("--where slurm: sbatch is not on PATH; submit from a login node of the cluster") from None
+        raise Refused("--where slurm: sbatch is not on PATH. Submit from a login node of the cluster") from None
 
 
 def asks_for_gpus(flags: list[str]) -> bool:

@@ -55,7 +55,7 @@ def main() -> int:
 
     deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     if deepspeed is None:
-        print("the deepspeed command is not installed beside this Python; run make setup", file=sys.stderr)
+        print("the deepspeed command is not installed beside this Python. Run make setup", file=sys.stderr)
         return 1
     gpus = torch.cuda.device_count()
     port, note = launcher_port(os.environ)
@@ -68,7 +68,7 @@ def main() -> int:
     print("  " + " ".join(command), flush=True)
     code = subprocess.run(command, check=False).returncode
     if code:
-        print(f"training ended with exit code {code}; its messages are above", file=sys.stderr)
+        print(f"training ended with exit code {code}. Its messages are above", file=sys.stderr)
         return 1
     ended(begun)
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .refusal import Problem
+from .refusal import Problem, sentences
 
 # Variable that `accelerate launch` sets (1.15, utils/launch.py) -> (its flag, the values that change nothing, what to do instead)
 ACCELERATE = {
@@ -33,7 +33,7 @@ def check_accelerate(variables: Mapping[str, str]) -> list[Problem]:
     """Refuses flags of `accelerate launch` that only a script with an Accelerator reads. --use_deepspeed alone changes nothing."""
     rule = "applies to scripts that use an Accelerator, but a recipe starts DeepSpeed itself"
     return [
-        Problem(f"accelerate launch --{flag}{f' {value}' if value != 'true' else ''}", rule, f"leave it out; {fix}")
+        Problem(f"accelerate launch --{flag}{f' {value}' if value != 'true' else ''}", rule, sentences("leave it out", fix))
         for name, (flag, idle, fix) in ACCELERATE.items()
         if (value := variables.get(name, "")) and value.lower() not in idle
     ]

@@ -59,7 +59,7 @@ class Command:
         other_data = self.tiny and "dataset" not in typed
         if "epochs" not in typed and ("steps" in typed or other_data):
             why = "--tiny uses built-in data" if other_data else f"--steps {recipe.steps} is typed"
-            lines = [f"epochs: {recipe.epochs:g} of the recipe left out, because {why}; the run has {recipe.steps} steps"]
+            lines = [f"epochs: {recipe.epochs:g} of the recipe left out, because {why}. The run has {recipe.steps} steps"]
             recipe = dataclasses.replace(recipe, epochs=0.0)
         else:
             recipe, typed = dataclasses.replace(recipe, steps=self.counted), typed | {"steps"}
@@ -196,7 +196,7 @@ def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
     """Return the number of ranks, and note each flag that must not be combined with another."""
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if "device" in given and not given["device"].strip():
-        parser.wrong("--device ''", "must not be empty or blank", "for example --device H200; check the variables of your shell")
+        parser.wrong("--device ''", "must not be empty or blank", "for example --device H200. Check the variables of your shell")
     for name in given.keys() & OF_DRY_RUNS if not given["dry_run"] else ():
         parser.wrong(f"--{name}", "requires --dry_run", OF_DRY_RUNS[name])
     if "world" in given:
@@ -322,7 +322,7 @@ class _Parser(argparse.ArgumentParser):
         self.problems.append(Problem(where, rule, fix))
 
     def error(self, message: str) -> Any:
-        raise Refusal([*self.problems, Problem("command line", message, f"python {self.prog} --help lists the flags")], exit_code=2)
+        raise Refusal([*self.problems, Problem("command line", message, f"list the flags with: python {self.prog} --help")], exit_code=2)
 
     def _meant(self, flag: str) -> str:
         name = flag.partition("=")[0].lstrip("-").replace("-", "_")
@@ -330,7 +330,7 @@ class _Parser(argparse.ArgumentParser):
             return known
         spelled = {option.lstrip("-").replace("-", "_"): option for option in self._option_string_actions}
         near = nearest(name, spelled)
-        return f"did you mean {spelled[near]}?" if near else f"python {self.prog} --help lists the flags"
+        return f"did you mean {spelled[near]}?" if near else f"list the flags with: python {self.prog} --help"
 
 
 def shown(text: str) -> str:

@@ -63,7 +63,7 @@ def shorten_retries() -> None:
             return False
         if found := re.fullmatch(r"(Rate limited)?.*?([\d.]+)s.*\[Retry (\d+)/(\d+)\]\.", text):
             reason = "asked too often" if found[1] else why or "it is busy"
-            record.msg, record.args = f"the hub does not answer ({reason}); huggingface_hub asks again in {found[2]} s, {found[3]} of {found[4]}", ()
+            record.msg, record.args = f"the hub does not answer ({reason}). huggingface_hub asks again in {found[2]} s, {found[3]} of {found[4]}", ()
         return True
 
     logging.getLogger("huggingface_hub.utils._http").addFilter(shorten)
@@ -85,9 +85,9 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
     if any(isinstance(link, GatedRepoError) for link in chain) or "gated" in text:
         return refuse(where, "is gated, and this machine is not logged in with an account that may read it", f"ask for access at {page}, then `hf auth login`")
     if any(isinstance(link, RepositoryNotFoundError) for link in chain) or "DatasetNotFoundError" in names:
-        return refuse(where, f"does not exist at {page}, or is private or gated", "check the name; if it is right, `hf auth login`")
+        return refuse(where, f"does not exist at {page}, or is private or gated", "check the name. If it is right, `hf auth login`")
     if names & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"}:
-        fix = f"connect to the network and unset HF_HUB_OFFLINE, or give a local folder; if {page} asks for it, `hf auth login`"
+        fix = f"connect to the network and unset HF_HUB_OFFLINE, or give a local folder. If {page} asks for it, `hf auth login`"
         return refuse(where, "is not in the local cache, and the hub cannot be reached", fix)
     return refuse(where, text, f"see {page}")
 
@@ -228,4 +228,4 @@ def not_cached(name: str, revision: str = "", kind: str = MODELS) -> str:
     of_kind = "--repo-type dataset " if kind == DATASETS else ""
     fix = f"download it on a machine with network access: hf download {of_kind}{name}" + (f" --revision {revision}" if revision else "")
     flag = "--dataset_revision" if kind == DATASETS else "--model_revision"
-    return f"{fix}; or use the cached commit with {flag} {others[-1]}" if others else fix
+    return f"{fix}, or use the cached commit with {flag} {others[-1]}" if others else fix

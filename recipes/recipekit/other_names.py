@@ -35,7 +35,7 @@ ADVICE = {
     **dict.fromkeys(("use_liger_kernel", "liger_kernel_config", "liger", "enable_liger_kernel"), "use --loss chunked, which never holds all logits"),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs", "recompute_activations"), "use --activation_checkpointing"),
     **dict.fromkeys(("recompute_granularity", "recompute_num_layers"), "use --recompute_every N to recompute every N-th layer"),
-    "checkpoint_every": "to save checkpoints use --save_every N; to recompute every N-th layer use --recompute_every N",  # until November 2026
+    "checkpoint_every": "to save checkpoints use --save_every N. To recompute every N-th layer use --recompute_every N",  # until November 2026
     "use_cache": "leave it out: training uses no cache of keys and values",
     **dict.fromkeys(("chat_template", "chat_template_path", "chat_template_jinja", "template"), _TOKENIZER),
     **dict.fromkeys(("eos_token", "pad_token", "special_tokens", "tokens", "eot_tokens", "added_tokens_overrides"), _TOKENIZER),
@@ -56,7 +56,7 @@ ADVICE = {
     **dict.fromkeys(("pad_to_sequence_len", "pad_to_multiple_of", "pad_to_max_length", "neat_packing", "batch_flattening"), _PACKED),
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "train_on_inputs", "train_on_prompt"), "use --task sft, which learns the answers only"),
     **dict.fromkeys(("mlm_probability", "mlm_prob"), "use --mask_rate"),
-    **dict.fromkeys(("dataloader_num_workers", "num_workers"), "use --threads for images; texts have no such number"),
+    **dict.fromkeys(("dataloader_num_workers", "num_workers"), "use --threads for images. Texts have no such number"),
     **dict.fromkeys(("dataset_prepared_path", "cache_dir", "tokenized_path"), "use --token_cache"),
     **dict.fromkeys(("shuffle_dataset", "data_seed", "shuffle", "shuffle_merged_datasets"), "use --seed, which sets the order of the data"),
     **dict.fromkeys(("ignore_data_skip", "restore_callback_states_from_checkpoint"), "leave it out: a resume continues the data exactly"),

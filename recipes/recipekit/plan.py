@@ -165,7 +165,7 @@ def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     return [
         Problem(
             f"{f'--{name} ' if name in typed else f'{name} = '}{getattr(recipe, name)}",
-            f"is read by {', '.join(tasks)}; not by {recipe.task}",
+            f"is read by {', '.join(tasks)}, not by {recipe.task}",
             "leave it out",
         )
         for name, tasks in own_fields().items()
@@ -203,7 +203,7 @@ def _config_of_model(
         problems += refusal.problems
         return None
     if (model_config or {}).get("auto_map"):
-        notes.append("auto_map: the model's own code is never run; transformers' class is used instead")
+        notes.append("auto_map: the model's own code is never run, and transformers' class is used instead")
     reads_text = "tokenizer" in facts.reads
     if model_config is None and tiny:
         rule = f"requires the config.json of {revision or 'the model'}, which is {'not' if revision else 'neither shipped nor'} in the local cache"

@@ -70,7 +70,7 @@ def take_rank(variables: MutableMapping[str, str], joined: bool = False) -> list
     variables.update({"MASTER_ADDR": address, "MASTER_PORT": port})
     if place.local_ranks:
         variables.setdefault("LOCAL_WORLD_SIZE", str(place.local_ranks))
-    return [f"{place.starter.name}: rank and world come from its variables; {place.world} ranks meet at {address}:{port}"]
+    return [f"{place.starter.name}: rank and world come from its variables. {place.world} ranks meet at {address}:{port}"]
 
 
 def place_of(variables: Mapping[str, str]) -> Place | None:
@@ -133,7 +133,7 @@ def check_alone(variables: Mapping[str, str], place: Place | None) -> list[Probl
     name, world_name = place.starter.name, _world_name(place.starter, variables)
     left_over = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables]
     rule = f"{name} has started {place.world} processes, and this RANK is one of {world}: each would start a separate run"
-    return [Problem(f"RANK = {variables['RANK']}", rule, f"unset {' '.join(left_over)}; for separate runs unset {world_name}")]
+    return [Problem(f"RANK = {variables['RANK']}", rule, f"unset {' '.join(left_over)}. For separate runs unset {world_name}")]
 
 
 def check_launchers(variables: Mapping[str, str], place: Place | None) -> list[Problem]:
@@ -147,7 +147,7 @@ def check_launchers(variables: Mapping[str, str], place: Place | None) -> list[P
     name, count = place.starter.name, place.world
     rule = f"has started {count} launchers, and each would start a separate run"
     fix = f"start one launcher with {name} -n 1, start the recipe itself with {name} -n RANKS, or use {LAUNCH}"
-    return [Problem(name, rule, f"{fix}; for separate runs unset {_world_name(place.starter, variables)}")]
+    return [Problem(name, rule, f"{fix}. For separate runs unset {_world_name(place.starter, variables)}")]
 
 
 def _world_name(starter: Starter, variables: Mapping[str, str]) -> str:
@@ -190,7 +190,7 @@ def _of_other(starter: Starter, rank: int, world: int, variables: Mapping[str, s
     if starter.hosts and variables.get(starter.hosts) == "1":
         local_ranks = world
     if None not in (local_rank, local_ranks) and local_ranks != world and rank % (local_ranks or 1) != local_rank:
-        rule = f"the ranks of a host must be neighbours, as many on each host; this is rank {local_rank} of {local_ranks} here"
+        rule = f"the ranks of a host must be neighbours, as many on each host. This is rank {local_rank} of {local_ranks} here"
         raise refuse(f"{starter.name}, rank {rank} of {world}", rule, "start it with --map-by slot, and as many ranks on each host")
     return Place(starter, rank, world, local_rank, local_ranks, "127.0.0.1" if local_ranks == world else "")
 

@@ -292,7 +292,7 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
         flag = FLAGS.get(name, name)
         if isinstance(value, str) and not value.strip() and not (value == "" and name in EMPTY_HAS_A_MEANING):
             examples = {"model": "ORG/NAME or a folder", "dataset": "ORG/NAME, a file, a folder or builtin"}
-            fix = f"use --{flag} with {examples.get(name, 'a value')}; check the variables of your shell"
+            fix = f"use --{flag} with {examples.get(name, 'a value')}. Check the variables of your shell"
             found.append(Problem(f"{flag} = {value!r}", "must not be empty or blank", fix))
         if isinstance(value, str) and name in PATHS and (long := max(re.split("[/,;]", value), key=len)) and len(os.fsencode(long)) > LONGEST_NAME:
             rule = f"has a file name of {len(os.fsencode(long))} bytes, but file systems allow at most {LONGEST_NAME}"

@@ -1,6 +1,7 @@
 """Refuses a run that cannot start: prints every problem at once, each with its fix."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -29,8 +30,23 @@ class Problem:
     fix: str
     outcome: str = ""
 
+    @property
+    def fault(self) -> str:
+        """Return the problem without its fix."""
+        return f"{self.where}: {self.rule}"
+
     def __str__(self) -> str:
-        return f"{self.where}: {self.rule}; {self.fix}"
+        return sentences(self.fault, self.fix)
+
+
+def sentences(first: str, second: str) -> str:
+    """Join two sentences of a message: `FIRST. Second`, without a full stop at the end, so that a command there can be copied.
+
+    A second sentence that begins with a flag, a quote, a path or a name of code keeps its first letter.
+    """
+    stop = "" if first.endswith((".", "?", "!")) else "."
+    word = re.match(r"[a-z]+(?=[ ,:]|$)", second)
+    return f"{first}{stop} {second[0].upper() + second[1:] if word else second}"
 
 
 class Refusal(ValueError):

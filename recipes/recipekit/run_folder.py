@@ -67,7 +67,7 @@ def check_out(out: Path, is_blank: bool, read: list[tuple[str, Path]]) -> list[P
     """
     where, fix = f"out = {out}", "choose a separate folder with --out"
     if is_blank:
-        return [Problem("out = ''", "must not be empty or blank", f"{fix}; check the variables of your shell")]
+        return [Problem("out = ''", "must not be empty or blank", f"{fix}. Check the variables of your shell")]
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if os.path.exists(folder))
     if not there.is_dir():
         rule = f"cannot be written: Not a directory{f': {there}' if there != out.absolute() else ''}"
@@ -225,7 +225,7 @@ def _check_not_finished(last: int, chosen: Path, before: dict[str, Any], now: di
     if not last or step < last or not others:
         return
     name = others[0]
-    rule = f"the checkpoint is at step {step}, but this command ends at step {last}; the run has {name} = {before.get(name)}, and this command has {now[name]}"
+    rule = f"the checkpoint is at step {step}, but this command ends at step {last}. The run has {name} = {before.get(name)}, and this command has {now[name]}"
     run = chosen if (chosen / CHECKPOINTS).is_dir() else chosen.parent.parent
     weights = f"--model {run / EXPORT}"
     if not (run / EXPORT).is_dir():

@@ -31,4 +31,4 @@ def use_utf8() -> list[str]:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # which is what stderr does already
-    return [f"locale: its text is {again}; this program reads and writes UTF-8 all the same"] if again else []
+    return [f"locale: its text is {again}. This program reads and writes UTF-8 all the same"] if again else []

@@ -123,20 +123,20 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "gguf": ("llama", only_gguf, "the folder holds model.Q4_K_M.gguf, a format for inference, and no config.json"),
     "gptq, weights whole": ("llama", lambda folder: rewrite(folder, **GPTQ), "is quantised: its config.json has a quantization_config of gptq"),
     "gptq": ("llama", lambda folder: (rewrite(folder, **GPTQ), quantise(folder, PACKED)), "a quantization_config of gptq"),
-    "gptq, block deleted": ("llama", lambda folder: quantise(folder, PACKED), "q_proj.qweight: is I32 of a quantised model; use the unquantised model"),
+    "gptq, block deleted": ("llama", lambda folder: quantise(folder, PACKED), "q_proj.qweight: is I32 of a quantised model. Use the unquantised model"),
     "bnb, weights whole": (
         "llama",
         lambda folder: rewrite(folder, **BNB),
-        "a quantization_config of bitsandbytes; use the unquantised model; if its files contain",
+        "a quantization_config of bitsandbytes. Use the unquantised model. If its files contain",
     ),
     "bnb": ("llama", lambda folder: (rewrite(folder, **BNB), quantise(folder, NF4)), "a quantization_config of bitsandbytes"),
     "bnb, block deleted": ("llama", lambda folder: quantise(folder, NF4), "weight.absmax: is F32 of a quantised model"),
     "bin only": ("llama", save_as_bin, "holds pytorch_model.bin, which is not read, and no .safetensors file"),
     "truncated": ("llama", cut_off, "model.safetensors: has "),
-    "git lfs": ("llama", point, "model.safetensors: is a Git LFS pointer, not the file itself; fetch the file: git lfs pull"),
+    "git lfs": ("llama", point, "model.safetensors: is a Git LFS pointer, not the file itself. Fetch the file: git lfs pull"),
     "shard missing": ("llama", lambda folder: lose_a_shard(folder, True), "model-00002-of-00"),
     "shard and index missing": ("llama", lambda folder: lose_a_shard(folder, False), "lacks part 2 of "),
-    "no weights": ("llama", lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file; download its safetensors"),
+    "no weights": ("llama", lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file. Download its safetensors"),
     "empty": ("llama", clear, "the folder holds no config.json"),
     "config.json broken": ("llama", lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), "config.json: is not JSON"),
 }
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 LOOKED_AT: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "llama both ways": ("llama", lambda folder: rewrite(folder, is_causal=False), "a llama reads the tokens that it should predict"),
     "a wrong value": ("llama", lambda folder: rewrite(folder, hidden_size="many"), "does not take its config.json: "),
-    "a typing error": ("llama", lambda folder: rewrite(folder, hidden_act="gelo"), "KeyError: 'gelo' (probably hidden_act = gelo); correct"),
+    "a typing error": ("llama", lambda folder: rewrite(folder, hidden_act="gelo"), "KeyError: 'gelo' (probably hidden_act = gelo). Correct"),
     "an unknown rope": (
         "llama",
         lambda folder: rewrite(folder, rope_parameters={"rope_type": "yarm", "factor": 2.0}),
@@ -242,7 +242,7 @@ def test_without_a_tokenizer_another_one_is_named(saved, tmp_path, capsys):
     folder = made(saved, tmp_path / "model", TAKEN["llama"])
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(Refusal, match=r"holds no tokenizer.*; use --tokenizer with a hub id, a folder, or bytes"):
+    with pytest.raises(Refusal, match=r"holds no tokenizer.*\. Use --tokenizer with a hub id, a folder, or bytes"):
         dry_run(folder)
     dry_run(folder, "--tokenizer", str(saved("llama")))
     assert from_hf(folder, capsys) == ""
@@ -284,7 +284,7 @@ def test_a_config_without_architectures_trains_and_the_export_names_the_class(tm
 @pytest.mark.parametrize("wrong", [3, "LlamaForCausalLM", {"a": 1}])
 def test_architectures_that_are_no_list_are_refused(saved, tmp_path, wrong):
     folder = made(saved, tmp_path / "model", ("llama", lambda folder: rewrite(folder, architectures=wrong), ""))
-    with pytest.raises(Refusal, match=r"config\.json: its architectures must be a list of class names; write it as in"):
+    with pytest.raises(Refusal, match=r"config\.json: its architectures must be a list of class names\. Write it as in"):
         dry_run(folder)
 
 
@@ -304,34 +304,34 @@ def test_the_types_are_those_of_transformers():
 
 # (model, what its config.json says beside it, task) -> the end of the refusal; "" if it is taken.
 TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
-    ("vit", "{}", "pretrain"): "a vit is no causal language model that transformers 5.22.2 knows; use --task image_classification",
-    ("vit", "{}", "sft"): "a vit is no causal language model that transformers 5.22.2 knows; use --task image_classification",
+    ("vit", "{}", "pretrain"): "a vit is no causal language model that transformers 5.22.2 knows. Use --task image_classification",
+    ("vit", "{}", "sft"): "a vit is no causal language model that transformers 5.22.2 knows. Use --task image_classification",
     ("vit", "{}", "image_classification"): "",
     ("vit", '{"architectures": ["ViTModel"]}', "image_classification"): "",
-    ("vit", '{"quantization_config": {"quant_method": "gptq"}}', "image_classification"): "has a quantization_config of gptq; use the unquantised model; "
-    "if its files contain unquantised weights, delete the block",
-    ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_my.MyViT"}}', "image_classification"): "(modeling_my.MyViT), which recipes never run; "
-    "use an image classification model of transformers, whose class is in transformers itself",
+    ("vit", '{"quantization_config": {"quant_method": "gptq"}}', "image_classification"): "has a quantization_config of gptq. Use the unquantised model. "
+    "If its files contain unquantised weights, delete the block",
+    ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_my.MyViT"}}', "image_classification"): "(modeling_my.MyViT), which recipes never run. "
+    "Use an image classification model of transformers, whose class is in transformers itself",
     ("vit", '{"auto_map": {"AutoModelForImageClassification": "modeling_vit.ViTForImageClassification"}}', "image_classification"): "",
     ("llama", "{}", "pretrain"): "",
     (
         "llama",
         "{}",
         "image_classification",
-    ): "a llama is no image classification model that transformers 5.22.2 knows; use --task pretrain or sft or preference or reward",
+    ): "a llama is no image classification model that transformers 5.22.2 knows. Use --task pretrain or sft or preference or reward",
     ("llama", "{}", "preference"): "",
     ("llama", "{}", "reward"): "",
     ("llama", '{"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good", "1": "bad"}}', "reward"): "",
-    ("bert", "{}", "reward"): "a bert is no decoder: what it says of a row would change with the padding behind it; use --task masked_lm",
-    ("t5", "{}", "reward"): "a t5 is no decoder: what it says of a row would change with the padding behind it; "
-    "use a causal language model of recipes/SUPPORT.md",
-    ("vit", "{}", "reward"): "a vit is no sequence classification model that transformers 5.22.2 knows; use --task image_classification",
-    ("bert", "{}", "image_classification"): "a bert is no image classification model that transformers 5.22.2 knows; use --task masked_lm",
-    ("bert", "{}", "pretrain"): "a bert reads the tokens that it should predict; use --task masked_lm",
+    ("bert", "{}", "reward"): "a bert is no decoder: what it says of a row would change with the padding behind it. Use --task masked_lm",
+    ("t5", "{}", "reward"): "a t5 is no decoder: what it says of a row would change with the padding behind it. "
+    "Use a causal language model of recipes/SUPPORT.md",
+    ("vit", "{}", "reward"): "a vit is no sequence classification model that transformers 5.22.2 knows. Use --task image_classification",
+    ("bert", "{}", "image_classification"): "a bert is no image classification model that transformers 5.22.2 knows. Use --task masked_lm",
+    ("bert", "{}", "pretrain"): "a bert reads the tokens that it should predict. Use --task masked_lm",
     ("bert", "{}", "masked_lm"): "",
-    ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true looks back only; use --task pretrain or sft or preference or reward',
-    ("llama", "{}", "masked_lm"): "a llama is no masked language model that transformers 5.22.2 knows; use --task pretrain or sft or preference or reward",
-    ("t5", "{}", "masked_lm"): "a t5 is an encoder-decoder, and this task trains encoders alone; use a masked language model of transformers",
+    ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true looks back only. Use --task pretrain or sft or preference or reward',
+    ("llama", "{}", "masked_lm"): "a llama is no masked language model that transformers 5.22.2 knows. Use --task pretrain or sft or preference or reward",
+    ("t5", "{}", "masked_lm"): "a t5 is an encoder-decoder, and this task trains encoders alone. Use a masked language model of transformers",
 }
 
 
@@ -439,7 +439,7 @@ def test_a_row_longer_than_the_positions_of_a_model_is_refused(tmp_path: Path, k
     with pytest.raises(Refusal) as refusal:
         plan(33)
     assert [str(problem) for problem in refusal.value.problems] == [
-        f"seq_len = 33: must not exceed the 32 positions of a {kind} ({POSITIONS[kind]} in its config.json); use --seq_len 32 or less"
+        f"seq_len = 33: must not exceed the 32 positions of a {kind} ({POSITIONS[kind]} in its config.json). Use --seq_len 32 or less"
     ]
 
 
@@ -464,7 +464,7 @@ def test_a_row_longer_than_the_positions_of_an_encoder_is_refused(tmp_path: Path
 
     plan(32)
     with pytest.raises(
-        Refusal, match=f"seq_len = 33: must not exceed the 32 positions of a {kind} .max_position_embeddings in its config.json.; use --seq_len 32 or less"
+        Refusal, match=rf"seq_len = 33: must not exceed the 32 positions of a {kind} .max_position_embeddings in its config.json.\. Use --seq_len 32 or less"
     ):
         plan(33)
 

@@ -58,14 +58,14 @@ def test_folders_and_files_in_folders_are_not_listed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_holds_no_json_object_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"^X: is not JSON: .*; download the model again, or delete the file$"):
+    with pytest.raises(Refusal, match=r"^X: is not JSON: .*\. Download the model again, or delete the file$"):
         files.parse_json(b"{", "X")
     for content in (b"[]", b"3", b"null", b'"a"'):
-        with pytest.raises(Refusal, match=r"^X: is not a JSON object; download the model again, or delete the file$"):
+        with pytest.raises(Refusal, match=r"^X: is not a JSON object\. Download the model again, or delete the file$"):
             files.parse_json(content, "X")
     (tmp_path / "a.json").write_text('{"a": [1]}')
     assert files.read_json(tmp_path / "a.json") == {"a": [1]}
-    with pytest.raises(Refusal, match=r"b\.json: cannot be read: No such file or directory; make it readable for this user"):
+    with pytest.raises(Refusal, match=r"b\.json: cannot be read: No such file or directory\. Make it readable for this user"):
         files.read_json(tmp_path / "b.json")
 
 

@@ -214,7 +214,7 @@ def test_the_page_tells_every_row():
         (["--minutes", 0, "--page", "no/such/folder/x.md", "--no-run"], 1, ["--minutes 0: must be", "its folder does not exist"]),
         (["--rows", "cpu", "zero9"], 2, ["zero9"]),
         (["--parts", "F"], 2, ["'F'"]),
-        (["--rows", "1b"], 1, ["torch sees no GPU here; use --tiny"]),
+        (["--rows", "1b"], 1, ["torch sees no GPU here. Use --tiny"]),
     ],
 )
 def test_bad_input_is_refused(flags: list[object], code: int, says: list[str], tmp_path: Path):

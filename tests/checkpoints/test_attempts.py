@@ -47,7 +47,7 @@ def test_a_disk_that_is_full_now_and_then_ends_no_run() -> None:
     attempts = Attempts()
     for step in range(10, 100, 10):
         attempts.begin(step, regular=True)
-        assert "the run continues and tries again" in attempts.fail("full")
+        assert "The run continues and tries again" in attempts.fail("full")
         assert attempts.due(step + 1)
         attempts.begin(step + 1, regular=False)
         assert attempts.fail("full") == "", "reported once"

@@ -227,7 +227,7 @@ def test_a_resume_does_not_depend_on_latest(pools: Any, run: Path, content: str 
     recipe = dataclasses.replace(BASE, eval_every=0)
     for result, printed in pools.run(2, train, recipe=recipe, argv=["--out", str(run), "--stop_at", "3"])[:1]:
         assert result == 0 and f"resumed from {step_of(run)}" in printed
-        assert (f"{latest} cannot be written: Is a directory; the checkpoints are complete" in printed) == (content == "a folder")
+        assert (f"{latest} cannot be written: Is a directory. The checkpoints are complete" in printed) == (content == "a folder")
     assert latest.is_dir() if content == "a folder" else latest.read_text() == "step_00000003" and not latest.is_symlink()
     assert checkpoints(run) == [1, 2, 3]
 
@@ -407,7 +407,7 @@ def test_a_save_that_fails_on_one_rank_is_tried_again_by_all(pools: Any, tmp_pat
     assert [result for result, *_ in results] == [0, 0], results
     printed = results[0][1]
     assert printed.count(f"checkpoint of step 2: rank {rank}: [Errno {code}] {os.strerror(code)}") == 1
-    assert printed.count("the run continues and tries again at the next steps") == 1
+    assert printed.count("The run continues and tries again at the next steps") == 1
     assert printed.count("saving works again") == 1 and results[1][1].count("saving works again") == 0
     assert checkpoints(out) == [4, 6] and all(faults(step_of(out, number)) == [] for number in (4, 6))
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"latest", "step_00000004", "step_00000006"}
@@ -433,7 +433,7 @@ def test_two_regular_saves_that_fail_end_the_run_on_all_ranks(pools: Any, tmp_pa
     assert len(told) == 1, told
     said = told.pop()
     assert f"{steps}: rank {rank}: [Errno 28] No space left on device" in said
-    assert "; needs " in said and " are free; the checkpoints before it are intact" in said
+    assert " (needs " in said and " are free). The checkpoints before it are intact" in said
     older = [2, 4] if "6" in failing else []
     assert checkpoints(out) == older and all(faults(step_of(out, number)) == [] for number in older)
     assert {path.name for path in (out / "checkpoints").iterdir()} == {*(["latest"] if older else []), *(f"step_{number:08d}" for number in older)}
@@ -450,7 +450,7 @@ def test_too_little_space_is_told_before_anything_is_written(pools: Any, run: Pa
     argv = ["--out", str(run), "--stop_at", "3", flag]
     told = {result for result, *_ in pools.run(2, train_with, recipe=recipe, argv=argv, rank=0, free=1234, late=True)}
     assert len(told) == 1, told
-    needed = int(told.pop().partition("step 3 needs ")[2].partition(" bytes, 1,234 are free; the checkpoints before it are intact")[0].replace(",", ""))
+    needed = int(told.pop().partition("step 3 needs ")[2].partition(" bytes, 1,234 are free. The checkpoints before it are intact")[0].replace(",", ""))
     written = sum(path.stat().st_size for path in step_of(run).glob("*states.pt"))
     assert 0.9 * written < needed <= written
     assert {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*")} | {run / "checkpoints": 0} == before | {run / "checkpoints": 0}
@@ -463,7 +463,7 @@ def test_too_little_space_for_one_checkpoint_is_told_before_the_first_step(pools
     assert len(told) == 1
     said = told.pop()
     assert f"checkpoint in {tmp_path / 'run' / 'checkpoints'}: each needs " in said and said.endswith(
-        " bytes, 1,234 are free; free space or choose another --out"
+        " bytes, 1,234 are free. Free space or choose another --out"
     )
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
@@ -507,7 +507,7 @@ def test_a_limit_of_files_is_not_taken_for_a_full_disk(tmp_path: Path, ops: Call
         assert job.wait(600) == 1
     finally:
         job.close()
-    assert "; no file may become larger than 512,000 bytes; the checkpoints before it are intact; raise the limit (ulimit -f unlimited)" in job.output
+    assert " (no file may become larger than 512,000 bytes). The checkpoints before it are intact. Raise the limit (ulimit -f unlimited)" in job.output
     assert "Traceback" not in job.output and "are free" not in job.output
     assert checkpoints(tmp_path / "run") == []
 
@@ -555,7 +555,7 @@ def test_a_disk_of_20_mb_is_refused_before_the_first_step(ops: Callable[[str], N
         job.close()
     assert re.search("threads: MainThread", job.output) and not re.search("threads:.* data", job.output), job.output
     assert "step 1/" not in job.output and "Traceback" not in job.output and not (disk / "run").exists()
-    assert re.search(r"1\. checkpoint in disk/run/checkpoints: each needs [\d,]+ bytes, [\d,]+ are free; free space or choose another --out\n", job.output), (
+    assert re.search(r"1\. checkpoint in disk/run/checkpoints: each needs [\d,]+ bytes, [\d,]+ are free\. Free space or choose another --out\n", job.output), (
         job.output
     )
 
@@ -577,9 +577,9 @@ def test_a_full_disk_ends_the_run_with_one_message_and_the_older_checkpoints(lau
     job.wait_gone(60)
     print(job.output)
     assert job.output.count("failed: 1 problem") == 1 and "Traceback" not in job.output, job.output
-    (told,) = [line for line in job.output.splitlines() if "the checkpoints before it are intact" in line]
-    assert "the saves of steps 3 and 4 have failed: " in told and "needs " in told and " are free; " in told
-    assert job.output.count("the run continues and tries again at the next steps") == 1
+    (told,) = [line for line in job.output.splitlines() if "The checkpoints before it are intact" in line]
+    assert "the saves of steps 3 and 4 have failed: " in told and "needs " in told and " are free). " in told
+    assert job.output.count("The run continues and tries again at the next steps") == 1
     assert checkpoints(disk / "run") == [1, 2]
     assert (disk / "run" / "checkpoints" / "latest").read_text() == "step_00000002"
     assert convert.verify(step_of(disk / "run", 1)) == convert.verify(step_of(disk / "run", 2)) == []

@@ -339,7 +339,7 @@ def step(published: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("degrees", "says"),
     [
-        ({"pp": 2, "zero": 2}, "use --zero 1, or --pp 1"),
+        ({"pp": 2, "zero": 2}, "Use --zero 1, or --pp 1"),
         ({"pp": 9, "zero": 1}, "the model has 4 layers"),
         ({"tp": 0}, "must be at least 1"),
         ({"zero": 4}, "must be a ZeRO stage from 0 to 3"),

@@ -86,9 +86,9 @@ def test_verify_and_inspect(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["to-hf", "runs/none", "out"], 1, "runs/none: the folder does not exist; give a run folder"),
+        (["to-hf", "runs/none", "out"], 1, "runs/none: the folder does not exist. Give a run folder"),
         (["to-hf", "runs/walk", "runs/walk_hf"], 1, "already exists"),
-        (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--pp", "2"], 1, "use --zero 1, or --pp 1"),
+        (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--pp", "2"], 1, "Use --zero 1, or --pp 1"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--mem-limit", "3"], 2, "is too small"),
         (["to-hf", "runs", "out"], 1, "contains no complete checkpoint"),
         (["from-hf", "runs", "out"], 1, "the folder holds no config.json"),
@@ -121,9 +121,9 @@ def test_a_disk_with_an_error(trained: Path, tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, broken, failing)
         assert tool.main(words) == 1
     (told,) = capsys.readouterr().err.splitlines()
-    kept = "run the same command again to continue; finished work is kept"
-    assert f"{tmp_path}/.out.part/model.safetensors: Input/output error; " in told and told.endswith(
-        kept if when == "writing" else "free; run the same command again"
+    kept = "Run the same command again to continue. Finished work is kept"
+    assert f"{tmp_path}/.out.part/model.safetensors: Input/output error. " in told and told.endswith(
+        kept if when == "writing" else "free. Run the same command again"
     )
     assert not (tmp_path / "out").exists() and journal.journal_file(tmp_path / "out").exists() == (when == "writing")
     assert tool.main([*words, "--verify"]) == 0 and (tmp_path / "out" / "model.safetensors").exists()
@@ -141,7 +141,7 @@ def test_a_tensor_parallel_degree_divides_the_heads(tmp_path: Path, capsys: pyte
         assert tool.main([*words, "3"]) == 0
         capsys.readouterr()
         assert tool.main([*words, "4"]) == 1
-        told = "tp = 4: does not divide the model's 6 attention heads, 6 key-value heads; use --tp 1 or 2 or 3\n"
+        told = "tp = 4: does not divide the model's 6 attention heads, 6 key-value heads. Use --tp 1 or 2 or 3\n"
         assert capsys.readouterr().err == told, command
 
 

@@ -217,10 +217,10 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, t
 @pytest.mark.parametrize(
     ("degrees", "says"),
     [
-        ({"ep": 3, "dp": 3}, "ep = 3: does not divide the model's 4 experts; use --ep 1"),
-        ({"ep": 4}, "ep = 4: does not divide the 2 data-parallel ranks; use --dp 4, or --ep 1"),
-        ({"dp": 3}, "ep = 2: does not divide the 3 data-parallel ranks; use --dp 4, or --ep 1"),
-        ({"tp": 2}, "ep = 2 with tp = 2: expert parallelism can be combined only with data parallelism and ZeRO; use --ep 1, or --tp 1"),
+        ({"ep": 3, "dp": 3}, "ep = 3: does not divide the model's 4 experts. Use --ep 1"),
+        ({"ep": 4}, "ep = 4: does not divide the 2 data-parallel ranks. Use --dp 4, or --ep 1"),
+        ({"dp": 3}, "ep = 2: does not divide the 3 data-parallel ranks. Use --dp 4, or --ep 1"),
+        ({"tp": 2}, "ep = 2 with tp = 2: expert parallelism can be combined only with data parallelism and ZeRO. Use --ep 1, or --tp 1"),
         ({"ep": 0}, "ep = 0: must be at least 1"),
     ],
 )
@@ -285,7 +285,7 @@ def test_a_checkpoint_that_does_not_describe_its_experts_goes_on_in_its_own_layo
     facts = manifest.read(step)["files"] | {manifest.BLUEPRINT: manifest.facts(step / manifest.BLUEPRINT)}
     manifest.write(step, 4, facts, {})
     assert convert.verify(step) == []
-    with pytest.raises(Refusal, match="before checkpoints described them; resume in the same layout"):
+    with pytest.raises(Refusal, match=r"before checkpoints described them\. Resume in the same layout"):
         convert.to_hf(step, tmp_path / "hf")
     recipe = dataclasses.replace(RECIPE, steps=5, export=False)
     for changed, code in ((dataclasses.replace(recipe, ep=1), None), (recipe, 0)):

@@ -43,7 +43,7 @@ def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(pools:
         assert len(told) == 1, told
         said = str(told.pop())
         assert said.startswith(f"export to {out}/hf: rank ") and "o space left on device" in said, said
-        assert said.endswith("the checkpoints are complete; free space, then the same command writes the export")
+        assert said.endswith("The checkpoints are complete. Free space, then the same command writes the export")
         assert checkpoints(out) == [1] and not list(out.glob("*hf*"))
         assert not list(out.glob("*.tmp"))
 
@@ -100,5 +100,5 @@ def test_a_start_that_cannot_write_the_files_of_its_run_is_refused(pools: Any, t
         (tmp_path / "checkpoints").mkdir()
         (out / "checkpoints").symlink_to(tmp_path / "checkpoints")
         told = {result for result, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])}
-        assert told == {f"out = {out}: cannot be written: No space left on device; free space or choose another --out"}
+        assert told == {f"out = {out}: cannot be written: No space left on device. Free space or choose another --out"}
         assert not list(out.glob("*.tmp"))

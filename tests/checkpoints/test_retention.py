@@ -148,7 +148,7 @@ def test_a_stray_file_outlives_its_checkpoint(tmp_path: Path, stray: str) -> Non
     (old / stray).parent.mkdir(exist_ok=True)
     written(old / stray)
     (line,) = remove_old(tmp_path, Retention(1))
-    assert line == f"{old} is removed; {stray}, not part of the checkpoint, is kept in {tmp_path}/aside_step_00000001.1"
+    assert line == f"{old} is removed. {stray}, not part of the checkpoint, is kept in {tmp_path}/aside_step_00000001.1"
     assert contents(tmp_path / "aside_step_00000001.1") == {stray: b"mine"}
     assert names(tmp_path) == ["aside_step_00000001.1", "step_00000002"]
     assert remove_old(tmp_path, Retention(1)) == []
@@ -166,7 +166,7 @@ def test_a_link_in_a_step_folder_is_kept_and_not_followed(tmp_path: Path) -> Non
     save(folder, 2)
     assert manifest.faults(old) == []
     (line,) = remove_old(folder, Retention(1))
-    assert f"; more, not part of the checkpoint, is kept in {folder}/aside_step_00000001.1" in line
+    assert f". More, not part of the checkpoint, is kept in {folder}/aside_step_00000001.1" in line
     assert names(tmp_path / "away") == ["state.json", "thing"]
     assert names(folder / "aside_step_00000001.1") == ["more"]
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_only_reported(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(os if call == "rename" else shutil, call, failing(number))
         (line,) = remove_old(tmp_path, Retention(1))
-    assert line.endswith(f" cannot be removed: {os.strerror(number)}; the run continues, remove it by hand")
+    assert line.endswith(f" cannot be removed: {os.strerror(number)}. The run continues, remove it by hand")
     assert manifest.faults(kept) == [] and (call == "rmtree" or manifest.faults(old) == [])
     assert remove_old(tmp_path, Retention(1)) == []
     assert names(tmp_path) == ["step_00000002"]

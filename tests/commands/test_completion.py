@@ -104,7 +104,7 @@ def test_the_script_of_zsh_is_bash_s_behind_its_loader(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("words", [[], ["fish"], ["bash", "zsh"]])
 def test_another_shell_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--completion", *words]) == 2
-    assert capsys.readouterr().err == f"{' '.join(['--completion', *words])}: requires the name of a shell; use one of bash, zsh\n"
+    assert capsys.readouterr().err == f"{' '.join(['--completion', *words])}: requires the name of a shell. Use one of bash, zsh\n"
 
 
 def test_the_printed_script_is_read_by_eval(tmp_path: Path) -> None:

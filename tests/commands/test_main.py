@@ -41,17 +41,17 @@ def test_without_a_word_the_recipes_are_listed(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("word", "fix"),
     [
-        ("list", "did you mean lint or ls?"),
-        ("doctr", "did you mean doctor?"),
-        ("covnert", "did you mean convert?"),
-        ("mine.py", "did you mean recipekit run mine.py?"),
-        ("train", "use one of ls, cp, run, lint, doctor, convert, sample"),
-        ("--tiny", "use one of ls, cp, run, lint, doctor, convert, sample"),
+        ("list", "Did you mean lint or ls?"),
+        ("doctr", "Did you mean doctor?"),
+        ("covnert", "Did you mean convert?"),
+        ("mine.py", "Did you mean recipekit run mine.py?"),
+        ("train", "Use one of ls, cp, run, lint, doctor, convert, sample"),
+        ("--tiny", "Use one of ls, cp, run, lint, doctor, convert, sample"),
     ],
 )
 def test_a_word_that_is_no_subcommand_gets_one_line_and_exit_code_2(word: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([word, "x"]) == 2
-    assert capsys.readouterr() == ("", f"recipekit {word}: is not a subcommand; {fix}\n")
+    assert capsys.readouterr() == ("", f"recipekit {word}: is not a subcommand. {fix}\n")
 
 
 def test_a_refusal_of_a_subcommand_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +59,7 @@ def test_a_refusal_of_a_subcommand_is_one_line(monkeypatch: pytest.MonkeyPatch, 
         raise refuse("this", "is wrong", "write that")
 
     monkeypatch.setattr(importlib.import_module("recipekit.commands.ls"), "main", main)
-    assert command.main(["ls"]) == 1 and capsys.readouterr() == ("", "this: is wrong; write that\n")
+    assert command.main(["ls"]) == 1 and capsys.readouterr() == ("", "this: is wrong. Write that\n")
 
 
 def test_a_subcommand_imports_no_other_and_ls_nothing_heavy(tmp_path: Path) -> None:

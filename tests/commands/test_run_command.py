@@ -23,8 +23,8 @@ def start(module: str, words: list[str], folder: Path) -> tuple[int, str, str]:
     [
         (["--dry-run", "llama_nano_zero2", "--tiny", "--lr", "-1e-3"], 0, f"{ROOT}/recipes/llama_nano_zero2.py --tiny --lr -1e-3"),
         (["--dry-run", "--gpus", "3", "mine.py"], 0, "1 host, 3 ranks"),
-        (["lama_nano_zero2.py"], 1, "did you mean llama_nano_zero2?"),
-        (["--nods", "2", "mine.py"], 2, "did you mean --nodes?"),
+        (["lama_nano_zero2.py"], 1, "Did you mean llama_nano_zero2?"),
+        (["--nods", "2", "mine.py"], 2, "Did you mean --nodes?"),
     ],
 )
 def test_it_is_launch_with_the_same_words(words: list[str], code: int, told: str, tmp_path: Path) -> None:
@@ -45,5 +45,5 @@ def test_the_command_that_continues_is_the_typed_one(tmp_path: Path) -> None:
 
 def test_without_the_package_launch_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "launch", None)
-    with pytest.raises(Refusal, match="has no package launch; install this one again: make setup, or pip install"):
+    with pytest.raises(Refusal, match=r"has no package launch\. Install this one again: make setup, or pip install"):
         run.main(["mine.py"])

@@ -133,7 +133,7 @@ def test_the_stop_token_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     for ends, line in (
         (0, "stop token: ! was reached after 1 new tokens"),
         ([END, 0], "stop token: ! was reached after 1 new tokens"),
-        (END, "stop token: not reached (<|endoftext|>); the text was cut off after 7 new tokens"),
+        (END, "stop token: not reached (<|endoftext|>). The text was cut off after 7 new tokens"),
     ):
         GenerationConfig(eos_token_id=ends).save_pretrained(folder)
         assert said(capsys, folder, "--prompt", "a", "--max_new_tokens", 7).splitlines()[-1] == line
@@ -141,7 +141,7 @@ def test_the_stop_token_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     tokenizer.eos_token, tokenizer.chat_template = None, None
     tokenizer.save_pretrained(folder)
     GenerationConfig().save_pretrained(folder)
-    line = "stop token: the model has no stop token; the text was cut off after 7 new tokens"
+    line = "stop token: the model has no stop token. The text was cut off after 7 new tokens"
     assert said(capsys, folder, "--prompt", "a", "--max_new_tokens", 7).splitlines()[-1] == line
 
 
@@ -181,7 +181,7 @@ def test_a_run_that_trains_on_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "newer" not in said(capsys, run, "--prompt", "a", "--max_new_tokens", 1)
     step = checkpoint_of(run)
     os.utime(step / MANIFEST, (2e9, 2e9))
-    note = f"checkpoint {step.name} is newer; recipekit convert to-hf {run} NEW writes it\n"
+    note = f"checkpoint {step.name} is newer. Write it with recipekit convert to-hf {run} NEW\n"
     assert f"{run / 'hf'}: {note}" in said(capsys, run, "--prompt", "a", "--max_new_tokens", 1)
     with open(tmp_path / ".run.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -234,19 +234,19 @@ def with_base(folder: Path, base: str | None, **more: Any) -> Path:
     return folder / "own"
 
 
-WAY = "write the files with recipekit convert to-hf"
-GENERATES_NONE = "cannot generate text; give a run of the task pretrain or sft or preference"
+WAY = "Write the files with recipekit convert to-hf"
+GENERATES_NONE = "cannot generate text. Give a run of the task pretrain or sft or preference"
 FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "nothing": (lambda path: path / "none", "the folder does not exist; give a run folder"),
-    "a hub id": (lambda path: Path("org/name"), "the folder does not exist; give a run folder, .* hf download org/name --local-dir FOLDER"),
+    "nothing": (lambda path: path / "none", "the folder does not exist. Give a run folder"),
+    "a hub id": (lambda path: Path("org/name"), "the folder does not exist. Give a run folder, .* hf download org/name --local-dir FOLDER"),
     "a file": (lambda path: with_text(path / "x.txt", "x"), "is a file, not a folder"),
-    "empty": (lambda path: path, "holds no config.json, no adapter_config.json and no run.json; give a run folder"),
-    "runs": (lambda path: run_of(path / "one").parent, "holds no config.json.*; give one of its folders, such as .*one"),
-    "no export": (without_export, f"has no hf/: the run has not written one; its newest checkpoint is step_00000012; {WAY} "),
-    "no checkpoint": (run_of, "has no hf/ and no complete checkpoint: the run has not written one; wait for its first checkpoint"),
-    "a random base": (lambda path: with_base(path, None), r"names no base model; a run writes this for randomly .* recipekit convert to-hf --merge RUN"),
-    "a checkpoint": (lambda path: checkpoint_of(run_of(path)), f"is a checkpoint, which .*; {WAY} "),
-    "all checkpoints": (lambda path: without_export(path) / "checkpoints", f"has no hf/: .*; {WAY} "),
+    "empty": (lambda path: path, "holds no config.json, no adapter_config.json and no run.json. Give a run folder"),
+    "runs": (lambda path: run_of(path / "one").parent, "holds no config.json.*. Give one of its folders, such as .*one"),
+    "no export": (without_export, f"has no hf/: the run has not written one. Its newest checkpoint is step_00000012. {WAY} "),
+    "no checkpoint": (run_of, "has no hf/ and no complete checkpoint: the run has not written one. Wait for its first checkpoint"),
+    "a random base": (lambda path: with_base(path, None), r"names no base model, .* recipekit convert to-hf --merge RUN"),
+    "a checkpoint": (lambda path: checkpoint_of(run_of(path)), f"is a checkpoint, which .*. {WAY} "),
+    "all checkpoints": (lambda path: without_export(path) / "checkpoints", f"has no hf/: .*. {WAY} "),
     **{
         f"a {task} run": (lambda path, task=task: saved(run_of(path, task) / "hf").parent, f"a model of the task {task} {GENERATES_NONE}")
         for task in ("masked_lm", "reward", "image_classification")
@@ -278,7 +278,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an empty config": (lambda path: with_text(path / "config.json", "").parent, "config.json: is empty"),
     "a base that is gone": (
         lambda path: with_base(path, "/nowhere/base"),
-        "the base model /nowhere/base does not exist on this machine; put it there, or write its ",
+        "the base model /nowhere/base does not exist on this machine. Put it there, or write its ",
     ),
     "a base of another folder": (lambda path: with_base(path, "./base"), "the base model ./base does not exist on this machine"),
     "a base not in the cache": (lambda path: with_base(path, "org/base", revision="v2"), "the base model org/base is not in the cache.*--revision v2 "),
@@ -306,19 +306,19 @@ def test_a_run_that_is_still_training_is_named(tmp_path: Path, capsys: pytest.Ca
     run = run_of(tmp_path / "run")
     with open(tmp_path / ".run.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "no complete checkpoint: the run is still training; wait for its first" in refused(capsys, run)
+        assert "no complete checkpoint: the run is still training. Wait for its first" in refused(capsys, run)
         checkpoint_of(run)
         way = f"recipekit convert to-hf {run} {run}_hf, then recipekit sample {run}_hf"
-        assert refused(capsys, run).endswith(f"the run is still training; its newest checkpoint is step_00000012; write the files with {way}")
+        assert refused(capsys, run).endswith(f"the run is still training. Its newest checkpoint is step_00000012. Write the files with {way}")
 
 
 VALUES = {
-    "empty": (["--prompt", ""], "--prompt '': must not be empty or blank; write --prompt TEXT"),
+    "empty": (["--prompt", ""], "--prompt '': must not be empty or blank. Write --prompt TEXT"),
     "blank": (["--prompt", " \n"], "must not be empty or blank"),
     "not UTF-8": (["--prompt", "a\udcff"], "--prompt: must be UTF-8"),
-    "long": (["--prompt", "x" * 96], "--prompt: has 96 tokens, but the model has 96 positions for the prompt and the answer; use a shorter prompt"),
+    "long": (["--prompt", "x" * 96], "--prompt: has 96 tokens, but the model has 96 positions for the prompt and the answer. Use a shorter prompt"),
     "longer": (["--prompt", "x" * 5000, "--max_new_tokens", "1"], "--prompt: has 5000 tokens, but the model has 96 positions"),
-    "no room": (["--prompt", "x" * 90, "--max_new_tokens", "7"], "6 of its 96 positions left; use --max_new_tokens 6, or a shorter prompt"),
+    "no room": (["--prompt", "x" * 90, "--max_new_tokens", "7"], "6 of its 96 positions left. Use --max_new_tokens 6, or a shorter prompt"),
     "none": (["--max_new_tokens", "0"], "--max_new_tokens 0: must be at least 1"),
     "no template": (["--chat"], "--chat: the tokenizer in .* has no chat template"),
 }
@@ -342,7 +342,7 @@ def test_the_default_length_is_lowered_to_the_positions(plain: Path, capsys: pyt
 
 def test_a_token_without_an_embedding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(tmp_path / "hf", vocab_size=100, bos_token_id=0, eos_token_id=1)
-    assert re.search(r"--prompt: has token \d+ \(.*\), and the model has embeddings for 0 to 99; ", refused(capsys, folder, "--prompt", "ÿ"))
+    assert re.search(r"--prompt: has token \d+ \(.*\), and the model has embeddings for 0 to 99\. ", refused(capsys, folder, "--prompt", "ÿ"))
 
 
 @pytest.mark.parametrize("word", ["s3://bucket/run", "https://huggingface.co/org/name", "worker-1:/runs/mine", "$NOT_SET/run"])

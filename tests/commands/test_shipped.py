@@ -53,5 +53,5 @@ def test_lint_and_doctor_take_the_name_of_a_recipe(tmp_path: Path, monkeypatch: 
     assert lint.main(["zero2.json", "--recipe", "llama_nano_zero2", "--world", "2"]) == 0
     assert capsys.readouterr().out.startswith(f"{ROOT}/ds_configs/zero2.json: clean\n")
     assert lint.main(["--recipe", "smollm_135m_zero1"]) == 1
-    assert f"did you mean {os.path.relpath(ROOT / 'recipes' / 'smollm2_135m_zero1.py')}?" in capsys.readouterr().out
+    assert f"Did you mean {os.path.relpath(ROOT / 'recipes' / 'smollm2_135m_zero1.py')}?" in capsys.readouterr().out
     assert doctor.read_arguments(["--recipe", "llama_nano_zero2"], "x")[1].recipe == SHIPPED

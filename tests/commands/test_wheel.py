@@ -120,9 +120,9 @@ def test_every_command_works_in_an_empty_folder(installed: Installed) -> None:
     ("words", "told"),
     [
         (["python", "llama_nano_zero9.py", "--dry_run"], "can't open file"),
-        (["recipekit", "lint", "zero9.json"], "did you mean zero3.json?"),
-        (["recipekit", "lint", "--recipe", "llama_nano"], "did you mean llama_nano_zero2?"),
-        (["recipekit", "run", "llama_nan_zero2.py"], "did you mean llama_nano_zero2?"),
+        (["recipekit", "lint", "zero9.json"], "Did you mean zero3.json?"),
+        (["recipekit", "lint", "--recipe", "llama_nano"], "Did you mean llama_nano_zero2?"),
+        (["recipekit", "run", "llama_nan_zero2.py"], "Did you mean llama_nano_zero2?"),
         (["recipekit", "lint", "--table"], "requires a clone of the repository"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_missing_package_is_named_with_its_pin(installed: Installed) -> None:
     (installed.env / SITE / "lent.pth").rename(installed.env / "lent.pth")
     try:
         done = installed.run("recipekit", "lint", "zero2.json")
-        assert done.returncode == 1 and "has no hjson; " in done.stderr and "hjson==3.1.0" in done.stderr and "make setup" not in done.stderr, done.stderr
+        assert done.returncode == 1 and "has no hjson. " in done.stderr and "hjson==3.1.0" in done.stderr and "make setup" not in done.stderr, done.stderr
         assert installed.run("recipekit", "ls").returncode == 0
     finally:
         os.rename(installed.env / "lent.pth", installed.env / SITE / "lent.pth")

@@ -58,9 +58,9 @@ def test_lines_about_chats(counts, expected):
 
 WHERE = "--dataset, the first 11 rows: "
 NEEDED = "an answer must have the role assistant, must not be excluded by weight or train, and must begin within --seq_len tokens"
-CUT = "chats are longer than seq_len = 64, so their ends are cut off; use a longer --seq_len, or train on the rest with --bad_rows skip"
-NONE = f"chats have no answer to train on; change the rows ({NEEDED}), or train on the rest with --bad_rows skip"
-DROPPED = "of the answers' text (thoughts, calls or content); use a tokenizer whose chat template includes it, or train on the rest with --bad_rows skip"
+CUT = "chats are longer than seq_len = 64, so their ends are cut off. Use a longer --seq_len, or train on the rest with --bad_rows skip"
+NONE = f"chats have no answer to train on. Change the rows ({NEEDED}), or train on the rest with --bad_rows skip"
+DROPPED = "of the answers' text (thoughts, calls or content). Use a tokenizer whose chat template includes it, or train on the rest with --bad_rows skip"
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_only_a_whole_epoch_without_documents_is_refused(place, reads):
     reader = Chunks(empty=True)
     with pytest.raises(Refusal) as refused:
         taken(reader, 1, place)
-    needed = "each chat needs a message of the role assistant that is not excluded by weight or train and begins within --seq_len tokens"
-    assert str(refused.value) == f"--dataset: {reads} consecutive documents contain no token to train on; {needed}" and len(reader.read) == reads
+    needed = "Each chat needs a message of the role assistant that is not excluded by weight or train and begins within --seq_len tokens"
+    assert str(refused.value) == f"--dataset: {reads} consecutive documents contain no token to train on. {needed}" and len(reader.read) == reads
 
 
 @pytest.mark.parametrize("task", ["sft", "pretrain"])

@@ -239,7 +239,7 @@ def test_unknown_role_is_refused_with_the_roles_that_were_met():
     with pytest.raises(UnknownRole) as refused:
         messages_of(chat, "row 7", ("judge",))
     assert (refused.value.place, refused.value.role, refused.value.met) == ("row 7", "critic", {"user", "judge", "critic", "assistant"})
-    assert "row 7: a message has the role 'critic'; these rows use the roles assistant, critic, judge, user, and the known roles are " in str(refused.value)
+    assert "row 7: a message has the role 'critic': these rows use the roles assistant, critic, judge, user, and the known roles are " in str(refused.value)
     assert len(messages_of(chat, "row 7", ("judge", "critic"))) == 4
 
 

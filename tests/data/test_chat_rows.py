@@ -177,7 +177,7 @@ def test_unreadable_row_is_refused(tmp_path, row, says):
 
 @pytest.mark.parametrize("form", ["messages", "ShareGPT", "Alpaca", "prompts"])
 def test_pretrain_refuses_chats(tmp_path, form):
-    with pytest.raises(Refusal, match="use --task sft, which reads such rows"):
+    with pytest.raises(Refusal, match="Use --task sft, which reads such rows"):
         read(written(tmp_path, map(FORMS[form], NUMBERS)), task="pretrain")
 
 

@@ -180,7 +180,7 @@ def test_call_without_arguments_is_written_with_empty_ones(name):
 
 
 def test_arguments_that_are_no_json_are_refused_by_the_name_of_the_call():
-    with pytest.raises(Refusal, match=r"the arguments of the call of f are not JSON: .*, in 'q: 1'; check"):
+    with pytest.raises(Refusal, match=r"the arguments of the call of f are not JSON: .*, in 'q: 1'\. Check"):
         encode_chats(published_tokenizer("Qwen2.5"), [[user("q"), assistant("", "q: 1")]], ["row 1"], 100)
 
 

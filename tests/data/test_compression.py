@@ -95,7 +95,7 @@ def test_a_plain_file_with_the_ending_of_a_compressed_one_is_read(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"PAR1\x15\x04", "a.jsonl: contains Parquet, but its ending says text; rename it to end in .parquet, or download the correct file"),
+        (b"PAR1\x15\x04", "a.jsonl: contains Parquet, but its ending says text. Rename it to end in .parquet, or download the correct file"),
         (b"ARROW1\x00\x00", "contains Arrow, .* rename it to end in .arrow"),
         (b"PK\x03\x04\x14\x00", "contains ZIP, .* rename it to end in .zip"),
         (b"%PDF-1.7\n", "contains PDF, "),
@@ -113,12 +113,12 @@ def test_the_content_of_another_format_is_named(tmp_path: Path, content: bytes, 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (gzip.compress(gzip.compress(LINES)), "is compressed twice: gzip in gzip; decompress it once"),
+        (gzip.compress(gzip.compress(LINES)), "is compressed twice: gzip in gzip. Decompress it once"),
         (gzip.compress(PACK["zstd"](LINES)), "is compressed twice: zstd in gzip"),
         (PACK["xz"](PACK["bzip2"](LINES)), "is compressed twice: bzip2 in xz"),
-        (b"LZIP\x01", "is compressed with lzip, which is not supported; decompress it"),
+        (b"LZIP\x01", "is compressed with lzip, which is not supported. Decompress it"),
         (b"\x1f\x9d\x90", "is compressed with compress, which is not supported"),
-        (gzip.compress(b"PAR1\x15\x04"), "contains Parquet, but its ending says text; decompress it and rename it to end in .parquet"),
+        (gzip.compress(b"PAR1\x15\x04"), "contains Parquet, but its ending says text. Decompress it and rename it to end in .parquet"),
     ],
 )
 def test_content_that_is_not_read_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
@@ -140,7 +140,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(POINTER)
     for look in (planned, rows_of):
-        with pytest.raises(Refusal, match=f"{name}: is a Git LFS pointer, not the file itself; fetch the file: git lfs pull"):
+        with pytest.raises(Refusal, match=rf"{name}: is a Git LFS pointer, not the file itself\. Fetch the file: git lfs pull"):
             look(tmp_path / name)
 
 

@@ -84,12 +84,12 @@ def test_a_row_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path: Pa
     (tmp_path / "a.csv").write_bytes(b'text,id\none,1\ntwo\n"th\nree",3,4\n"fo"ur,4\nf\xfcnf,5\nsix,6\n"never closed,7\nlost,8\n')
     assert read(tmp_path / "a.csv") == [
         "one",
-        ", row 2 (line 3): has 1 fields, but the header has 2; correct the row, or leave it out (--bad_rows skip)",
-        ", row 3 (line 5): has 3 fields, but the header has 2; correct the row, or leave it out (--bad_rows skip)",
-        ", row 4 (line 6): cannot be read: ',' expected after '\"'; correct the row, or leave it out (--bad_rows skip)",
-        ", row 5 (line 7): its column 'text' is not UTF-8: byte 0xfc; convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)",
+        ", row 2 (line 3): has 1 fields, but the header has 2. Correct the row, or leave it out (--bad_rows skip)",
+        ", row 3 (line 5): has 3 fields, but the header has 2. Correct the row, or leave it out (--bad_rows skip)",
+        ", row 4 (line 6): cannot be read: ',' expected after '\"'. Correct the row, or leave it out (--bad_rows skip)",
+        ", row 5 (line 7): its column 'text' is not UTF-8: byte 0xfc. Convert the file (iconv -f latin1 -t utf-8), or leave it out (--bad_rows skip)",
         "six",
-        ", row 7 (line 10): cannot be read: unexpected end of data; correct the row, or leave it out (--bad_rows skip)",
+        ", row 7 (line 10): cannot be read: unexpected end of data. Correct the row, or leave it out (--bad_rows skip)",
     ]
 
 
@@ -103,20 +103,20 @@ def test_a_quote_that_is_never_closed_does_not_take_the_memory(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("content", "flags", "says"),
     [
-        (b"", (), "a.csv: is empty; fetch it again"),
+        (b"", (), "a.csv: is empty. Fetch it again"),
         (b"\n\n", (), "a.csv: is empty"),
-        (b"\xef\xbb\xbf", (), "a.csv: is empty; fetch it again"),
+        (b"\xef\xbb\xbf", (), "a.csv: is empty. Fetch it again"),
         (b"\xef\xbb\xbf\r\n", (), "a.csv: is empty"),
-        (b"body,id\nx,1\n", (), "a.csv, row 1: has no column 'text', only 'body', 'id'; name the column with --text_field"),
-        (b"text,id,text\nx,1,y\n", (), "a.csv: has 2 columns named 'text'; rename or drop all but one of them"),
-        (b"id;text\n1;x\n", (), "a.csv: its header has one column, 'id;text'; files with this ending must separate columns by ','"),
+        (b"body,id\nx,1\n", (), "a.csv, row 1: has no column 'text', only 'body', 'id'. Name the column with --text_field"),
+        (b"text,id,text\nx,1,y\n", (), "a.csv: has 2 columns named 'text'. Rename or drop all but one of them"),
+        (b"id;text\n1;x\n", (), "a.csv: its header has one column, 'id;text'. Files with this ending must separate columns by ','"),
         (b"id\ttext\n1\tx\n", (), "or rename it to end in .tsv"),
-        ("text,id\nx,1\n".encode("utf-16"), (), "a.csv: its header is UTF-16, not UTF-8; convert the file (iconv -f utf-16 -t utf-8)"),
-        ("täxt,id\nx,1\n".encode("latin1"), (), "a.csv: its header is not UTF-8; convert the file (iconv -f latin1 -t utf-8)"),
+        ("text,id\nx,1\n".encode("utf-16"), (), "a.csv: its header is UTF-16, not UTF-8. Convert the file (iconv -f utf-16 -t utf-8)"),
+        ("täxt,id\nx,1\n".encode("latin1"), (), "a.csv: its header is not UTF-8. Convert the file (iconv -f latin1 -t utf-8)"),
         (b"text,id\nx\n", (), "a.csv, row 1 (line 2): has 1 fields, but the header has 2"),
         (b'te"xt\n"a"b\n', ("--text_field", 'te"xt'), "a.csv, row 1 (line 2): cannot be read: "),
         (b"messages,id\nx,1\n", ("--task", "sft"), "must be a list of messages (--messages_field), not str 'x'"),
-        (b"PK\x03\x04\x00\x00", (), "a.csv: contains ZIP, but its ending says text; rename it to end in .zip"),
+        (b"PK\x03\x04\x00\x00", (), "a.csv: contains ZIP, but its ending says text. Rename it to end in .zip"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_by_the_plan(tmp_path: Path, content: bytes, flags: tuple[str, ...], says: str) -> None:
@@ -138,7 +138,7 @@ def test_csv_beside_more_tables_is_left_out_and_more_csv_is_refused(tmp_path: Pa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "x"}\n' if name.endswith("jsonl") else "text\nx\n")
     assert f"--dataset {tmp_path}/one: reads 2 files of split train; leaves out by their endings 1 .csv" in planned(tmp_path / "one").notes
-    with pytest.raises(Refusal, match=r"contains files of several formats: csv, lines; name the files of one format, for example FOLDER/\*\.jsonl"):
+    with pytest.raises(Refusal, match=r"contains files of several formats: csv, lines\. Name the files of one format, for example FOLDER/\*\.jsonl"):
         planned(tmp_path / "two")
     with pytest.raises(Refusal, match="contains files of several formats: csv, text"):
         planned(tmp_path / "three")

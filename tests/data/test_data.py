@@ -577,7 +577,7 @@ def test_a_ramp_that_does_not_divide_is_refused_by_the_stream(corpora):
     with pytest.raises(Refusal) as refused:
         open_stream(dataclasses.replace(of_kind(corpora, "lines", "pretrain"), batch_ramp="3:20, 4:24, 6:30"), BYTES, dp=4, dp_rank=0)
     assert [str(problem) for problem in refused.value.problems] == [
-        "batch_ramp from step 6 = 30: is not divisible by dp(4) * micro_batch(1); use --batch_ramp 6:28"
+        "batch_ramp from step 6 = 30: is not divisible by dp(4) * micro_batch(1). Use --batch_ramp 6:28"
     ]
 
 
@@ -588,7 +588,7 @@ def test_fewer_documents_than_lanes(tmp_path):
 
 
 def test_global_batch_must_divide(corpora):
-    with pytest.raises(Refusal, match=r"global_batch = 12: is not divisible by dp\(5\) \* micro_batch\(1\); use --global_batch 10"):
+    with pytest.raises(Refusal, match=r"global_batch = 12: is not divisible by dp\(5\) \* micro_batch\(1\)\. Use --global_batch 10"):
         open_stream(request_for(corpora["lines"]), BYTES, dp=5, dp_rank=0)
 
 
@@ -956,7 +956,7 @@ def test_bad_columns_and_broken_files_are_named(tmp_path, corpora):
         ("gone.jsonl", {}, ["the file does not exist"]),
         ("{folder}", {}, ["several formats: lines, text"]),
         ("{folder}/c.bin", {}, ["the file format is not clear from the ending"]),
-        ("{folder}/tables", {}, ["tables: contains no supported files (.txt, ", ".parquet", "convert its files"]),
+        ("{folder}/tables", {}, ["tables: contains no supported files (.txt, ", ".parquet", "Convert its files"]),
         ("{folder}/a.txt", {"task": "sft"}, ["task sft requires chats"]),
         ("org/name", {}, ["--dataset org/name", "hub cannot be reached", "https://huggingface.co/datasets/org/name"]),
     ],

@@ -263,7 +263,7 @@ def test_what_is_no_token_is_named_or_left_out(tmp_path, kind, wrong, says):
     broken = [*ids[:34], None, [*ids[34][:5], wrong, *ids[34][5:], wrong], *ids[35:], [], [wrong]]
     parquet(tmp_path / "a.parquet", pa.array(broken, pa.list_(kind)), "ids")
     request = request_for(tmp_path, text_field="ids")
-    rule = rf"contains token {says}, but the tokenizer's ids are 0 to {len(BYTES) - 1}; use the tokenizer that made"
+    rule = rf"contains token {says}, but the tokenizer's ids are 0 to {len(BYTES) - 1}. Use the tokenizer that made"
     with pytest.raises(Refusal, match=rf"a\.parquet, row group (1, row 6|2, row 3): {rule}"):
         take(request, 60)
     said: list[str] = []
@@ -315,7 +315,7 @@ def test_a_swapped_shard_is_named(tmp_path):
         next(own)
         state, files = own.state, json.loads(json.dumps(own.files))
     (tmp_path / "3.jsonl").write_bytes(lines(texts(20, 33)))
-    with pytest.raises(Refusal, match=r"^--dataset: the files differ from those the saved run read: 3\.jsonl has changed; restore the old files"):
+    with pytest.raises(Refusal, match=r"^--dataset: the files differ from those the saved run read: 3\.jsonl has changed\. Restore the old files"):
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
     for number in range(4, 9):
         (tmp_path / f"{number}.jsonl").rename(tmp_path / f"n{number}.jsonl")

@@ -193,7 +193,7 @@ def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> 
     assert [code for code, _ in results] == [0, 0], results
     (data / "2.jsonl").write_text(lines(texts(90, 6)))
     results = pools.run(2, train_small, argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12"])
-    assert all("the files differ from those the saved run read: 2.jsonl has changed; restore the old files" in str(code) for code, _ in results), results
+    assert all("the files differ from those the saved run read: 2.jsonl has changed. Restore the old files" in str(code) for code, _ in results), results
 
 
 def train_apart(argv: list[str], datasets: list[str], **more: Any) -> tuple[int | str, str]:

@@ -242,7 +242,7 @@ def test_rows_of_all_parts_are_evaluated_and_a_mixture_in_its_shares(tmp_path):
 
 
 def test_no_held_out_row_is_refused_and_few_are_told(tmp_path):
-    with pytest.raises(Refusal, match=r"numbers.jsonl: is too small: the 1 % held out for evaluation is empty; use --eval_every 0"):
+    with pytest.raises(Refusal, match=r"numbers.jsonl: is too small: the 1 % held out for evaluation is empty\. Use --eval_every 0"):
         evaluated(request_for(numbers(tmp_path / "numbers.jsonl", 60)), 1, NUMBERS)
     said: list[str] = []
     eval_samples(request_for("builtin", eval_rows=100), None, NUMBERS, dp=1, dp_rank=0, say=said.append)
@@ -306,7 +306,7 @@ def test_only_the_first_broken_rows_are_told(tmp_path):
 def test_the_row_that_cannot_be_used_is_named(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"image": "many" if n == 30 else n, "label": 0} for n in range(60)])
     with pytest.raises(
-        Refusal, match=r"a.jsonl, row 31: cannot be used: must be a class number, not str 'many'.*; correct the row, or leave it out \(--bad_rows skip\)"
+        Refusal, match=r"a.jsonl, row 31: cannot be used: must be a class number, not str 'many'.*\. Correct the row, or leave it out \(--bad_rows skip\)"
     ):
         take(request_for(path, micro_batch=12), 5, samples=NUMBERS)
 
@@ -342,18 +342,18 @@ def looked_at(dataset: Path, **fields) -> None:
 @pytest.mark.parametrize(
     ("content", "fields", "says"),
     [
-        ('{"picture": 1, "label": 1}', {}, "a.jsonl, row 1: has no column 'image', only 'picture', 'label'; name the column with --image_field"),
-        ('\n{"image": [[1, 2]], "class": 1}', {}, "a.jsonl, row 2: has no column 'label', only 'image', 'class'; name the column with --label_field"),
+        ('{"picture": 1, "label": 1}', {}, "a.jsonl, row 1: has no column 'image', only 'picture', 'label'. Name the column with --image_field"),
+        ('\n{"image": [[1, 2]], "class": 1}', {}, "a.jsonl, row 2: has no column 'label', only 'image', 'class'. Name the column with --label_field"),
         (
             '{"image": "cat.png", "label": 1}',
             {},
-            "row 1: its image is not a readable image: str 'cat.png' must be an encoded image file or rows of pixels; name another",
+            "row 1: its image is not a readable image: str 'cat.png' must be an encoded image file or rows of pixels. Name another",
         ),
         ('{"image": [[0, 1, 256]], "label": 1}', {}, "pixels must be whole numbers from 0 to 255"),
         ('{"image": [[0.5]], "label": 1}', {}, "pixels must be whole numbers from 0 to 255"),
         ('{"image": [[0, 1], [2]], "label": 1}', {}, "its image is not a readable image: "),
         ('{"image": [[[1, 2]]], "label": 1}', {}, "pixels must have the shape (H, W) or"),
-        ('{"image": [[1]], "label": "cat"}', {}, "its label must be a class number, not str 'cat'; name another column with --label_field"),
+        ('{"image": [[1]], "label": "cat"}', {}, "its label must be a class number, not str 'cat'. Name another column with --label_field"),
         ('{"image": [[1]], "label": 1.0}', {}, "its label must be a class number, not float '1.0'"),
         ('{"image": true, "label": 1}', {}, "its image is not a readable image: bool 'True' must be an encoded image file"),
         ('{"image": {"bytes": null, "path": "zip://a.png::hf://b"}, "label": 1}', {}, "the row contains no image bytes, only the path 'zip://a.png::hf://b'"),
@@ -372,7 +372,7 @@ def test_what_the_first_row_tells_is_refused(tmp_path, content, fields, says):
 def test_first_rows_of_tables(tmp_path, fashion):
     looked_at(fashion)
     looked_at(fashion.with_name("raw.parquet"))
-    with pytest.raises(Refusal, match=r"has no column 'picture', only 'image', 'label'; name the column with --image_field"):
+    with pytest.raises(Refusal, match=r"has no column 'picture', only 'image', 'label'\. Name the column with --image_field"):
         looked_at(fashion, image_field="picture")
     whole = pq.read_table(fashion / "0.parquet")["image"][0].as_py()["bytes"]
     pq.write_table(pa.table({"image": [whole[:200]], "label": [1]}), tmp_path / "cut.parquet")
@@ -386,7 +386,7 @@ def test_text_has_no_samples(tmp_path):
     (tmp_path / "a.txt").write_text("words")
     for look in (looked_at, lambda path: take(request_for(path), 1)):
         with pytest.raises(
-            Refusal, match=r"a.txt: is text, but task image_classification requires rows with the columns image, label; use Parquet, Arrow or JSON"
+            Refusal, match=r"a.txt: is text, but task image_classification requires rows with the columns image, label\. Use Parquet, Arrow or JSON"
         ):
             look(tmp_path / "a.txt")
 
@@ -493,14 +493,14 @@ def test_a_folder_that_stays_as_it_is_is_listed_and_hashed_once(tmp_path, monkey
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["a.png", "b.png"], "contains images outside the class folders; put the images into one folder per class (FOLDER/CLASS/IMAGE.png)"),
+        (["a.png", "b.png"], "contains images outside the class folders. Put the images into one folder per class (FOLDER/CLASS/IMAGE.png)"),
         (["cat/a.png", "b.png"], "contains images outside the class folders"),
         (
             ["cat/a.png", "more/dog/b.png"],
-            "its class folders must be at the same depth, not cat and more/dog; name the parent folder of the classes, for example",
+            "its class folders must be at the same depth, not cat and more/dog. Name the parent folder of the classes, for example",
         ),
         (["cat/a.png", "cat/b.png"], "must have at least two classes, not only cat"),
-        (["cat/a.png", "dog/b.png", "cow/notes.log"], "the folder of the class cow contains no images; add images to it, or delete it"),
+        (["cat/a.png", "dog/b.png", "cow/notes.log"], "the folder of the class cow contains no images. Add images to it, or delete it"),
         (["cat/notes.log"], "contains no supported files (.txt, .md, "),
         ([], "contains no supported files"),
     ],
@@ -535,7 +535,7 @@ def test_what_lies_beside_pictures_and_pictures_beside_text(tmp_path):
     assert local_files(str(tmp_path / "*/*"), pictures=True) == [tmp_path / "cat" / "a.png", tmp_path / "dog" / "b.JPEG"]
     assert local_files(str(tmp_path)) == [tmp_path / name for name in ("classes.txt", "index.json")]
     looked_at(tmp_path)
-    with pytest.raises(Refusal, match=r"contains images, which task pretrain does not support; use --task image_classification, or use other data"):
+    with pytest.raises(Refusal, match=r"contains images, which task pretrain does not support\. Use --task image_classification, or use other data"):
         looked_at(tmp_path / "cat", task="pretrain")
     (tmp_path / "a.parquet").touch()
     assert local_files(str(tmp_path), pictures=True) == local_files(str(tmp_path))

@@ -181,7 +181,7 @@ def test_the_built_in_texts_have_no_empty_rows() -> None:
 def test_one_line_reports_empty_rows(tmp_path: Path) -> None:
     dataset, said = lines(tmp_path, [{"text": value} for value in values(None)]), list[str]()
     list(steps(request(dataset, sizes=Sizes()), 1, said))  # one block holds all
-    assert said == ["20 of 60 rows are empty (null, no text or blank) and skipped; the metric empty_rows counts them"]
+    assert said == ["20 of 60 rows are empty (null, no text or blank) and skipped. The metric empty_rows counts them"]
     said.clear()
     list(steps(request(dataset), 1, said))
     (line,) = said
@@ -219,14 +219,14 @@ def refusal(asked: Request) -> str:
 @pytest.mark.parametrize("write", [lines, parquet, zipped])
 def test_data_without_any_text_are_refused_with_their_columns(tmp_path: Path, write: Callable[..., str]) -> None:
     dataset = write(tmp_path, [{"text": "", "body": "words", "n": 1} for _ in range(12)])
-    rule = "contains no document to train on: of 12 rows 12 are empty, 0 cannot be read; its columns are 'text', 'body', 'n'"
-    assert refusal(request(dataset)) == f"--dataset: {rule}; add more data, or name another column (--text_field, --messages_field, ...)"
+    rule = "contains no document to train on: of 12 rows 12 are empty, 0 cannot be read. Its columns are 'text', 'body', 'n'"
+    assert refusal(request(dataset)) == f"--dataset: {rule}. Add more data, or name another column (--text_field, --messages_field, ...)"
 
 
 def test_data_of_broken_rows_alone_are_refused_with_their_columns(tmp_path: Path) -> None:
     dataset = lines(tmp_path, [{"body": "words", "n": 1} for _ in range(12)])
     found = refusal(request(dataset, bad_rows="skip"))
-    assert "of 12 rows 0 are empty, 12 cannot be read; its columns are 'body', 'n'" in found
+    assert "of 12 rows 0 are empty, 12 cannot be read. Its columns are 'body', 'n'" in found
     dataset = lines(tmp_path, [{"text": None} if number % 2 else {"text": 5} for number in range(12)])
     found = refusal(request(dataset, bad_rows="skip"))
-    assert "of 12 rows 6 are empty, 6 cannot be read; its columns are 'text'" in found
+    assert "of 12 rows 6 are empty, 6 cannot be read. Its columns are 'text'" in found

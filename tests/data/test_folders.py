@@ -100,7 +100,7 @@ def test_configs_of_huggingface_yaml_come_before_those_of_the_readme(tmp_path: P
 @pytest.mark.parametrize("base", ["lost", "a.jsonl", ".lost", "in/lost"])
 def test_a_missing_data_dir_is_named(tmp_path: Path, base: str) -> None:
     folder = write(tmp_path / "D", "a.jsonl in/b.jsonl", f"- config_name: one\n  data_dir: {base}\n")
-    assert f"README.md has the data_dir {base} for its subset one, but that folder does not exist; download it" in refusal(folder)
+    assert f"README.md has the data_dir {base} for its subset one, but that folder does not exist. Download it" in refusal(folder)
 
 
 def test_a_hidden_data_dir_is_read(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_a_run_folder_among_linked_data_is_refused(tmp_path: Path, out: str) -> 
 def test_a_saved_data_set_without_rows_is_named(tmp_path: Path) -> None:
     empty, rows = datasets.Dataset.from_dict({"text": []}), datasets.Dataset.from_dict({"text": ["x"]})
     empty.save_to_disk(tmp_path / "one")
-    assert refusal(tmp_path / "one") == "--dataset D: its split train was saved without rows; use other data"
+    assert refusal(tmp_path / "one") == "--dataset D: its split train was saved without rows. Use other data"
     datasets.DatasetDict({"train": empty, "test": rows, "more": rows}).save_to_disk(tmp_path / "two")
-    assert refusal(tmp_path / "two") == "--dataset D: its split train was saved without rows; use --split test or --split more, or use other data"
-    assert refusal(tmp_path / "two", "--split", "dev").endswith("use --split test, or name the files, for example --dataset 'D/**/*.arrow'")
+    assert refusal(tmp_path / "two") == "--dataset D: its split train was saved without rows. Use --split test or --split more, or use other data"
+    assert refusal(tmp_path / "two", "--split", "dev").endswith("Use --split test, or name the files, for example --dataset 'D/**/*.arrow'")
     datasets.DatasetDict({"train": empty, "test": empty}).save_to_disk(tmp_path / "three")
-    assert refusal(tmp_path / "three") == "--dataset D: its split train was saved without rows; use other data"
+    assert refusal(tmp_path / "three") == "--dataset D: its split train was saved without rows. Use other data"
 
 
 @pytest.mark.parametrize("content", ["", '{"_data_files": [', "[]", "{}", '{"_data_files": [{"filename": null}]}', '{"_data_files": [{"filename": 3}]}'])
@@ -193,10 +193,10 @@ def test_a_damaged_state_is_named(tmp_path: Path, content: str) -> None:
         whole = (tmp_path / "D" / state).read_text()
         (tmp_path / "D" / state).write_text(content)
         (tmp_path / "D" / "notes.txt").write_text("a text")
-        assert f"--dataset D: D/{state} is damaged: it must name the Arrow files in its folder; copy the whole folder again" == refusal(tmp_path / "D")
+        assert f"--dataset D: D/{state} is damaged: it must name the Arrow files in its folder. Copy the whole folder again" == refusal(tmp_path / "D")
         (tmp_path / "D" / state).write_text(whole)
     (tmp_path / "D" / "dataset_dict.json").write_text(content)
-    assert refusal(tmp_path / "D") == "--dataset D: dataset_dict.json is damaged: it must hold a list of splits; copy the whole folder again"
+    assert refusal(tmp_path / "D") == "--dataset D: dataset_dict.json is damaged: it must hold a list of splits. Copy the whole folder again"
 
 
 @pytest.mark.parametrize("split", ['["a"]', "3", '{"a": 1}', '""'])
@@ -215,10 +215,10 @@ def test_an_odd_split_of_a_state_is_none(tmp_path: Path, split: str) -> None:
     [
         ("a.jsonl,https://h.org/b.jsonl", "--dataset a.jsonl: a path cannot be combined with addresses"),
         ("https://h.org/b.jsonl,a.jsonl", "--dataset a.jsonl: a path cannot be combined with addresses"),
-        ("file:///tmp/a.jsonl", "only https:// and http:// addresses can be read; give the path, /tmp/a.jsonl"),
-        ("s3://bucket/a.jsonl?key=1", "s3://bucket/a.jsonl: only https:// and http:// addresses can be read; mount it or copy it"),
+        ("file:///tmp/a.jsonl", "only https:// and http:// addresses can be read. Give the path, /tmp/a.jsonl"),
+        ("s3://bucket/a.jsonl?key=1", "s3://bucket/a.jsonl: only https:// and http:// addresses can be read. Mount it or copy it"),
         ("https://h.org/a.jsonl,gs://bucket/a.jsonl", "--dataset gs://bucket/a.jsonl: only https:// and http:// addresses"),
-        ("hf://datasets/ORG/NAME/a.jsonl", "only https:// and http:// addresses can be read; give the hub id, ORG/NAME"),
+        ("hf://datasets/ORG/NAME/a.jsonl", "only https:// and http:// addresses can be read. Give the hub id, ORG/NAME"),
     ],
 )
 def test_addresses_that_are_not_read_are_named(dataset: str, says: str) -> None:

@@ -103,7 +103,7 @@ def test_the_commit_of_main_is_read_and_not_the_newest(cache: Path) -> None:
 def test_a_commit_without_main_is_named_in_the_way_out(cache: Path) -> None:
     write_cache(cache, "models/org/tiny", config(), ONE)
     assert not is_local("org/tiny") and is_local("org/tiny", ONE)
-    assert not_cached("org/tiny") == f"download it on a machine with network access: hf download org/tiny; or use the cached commit with --model_revision {ONE}"
+    assert not_cached("org/tiny") == f"download it on a machine with network access: hf download org/tiny, or use the cached commit with --model_revision {ONE}"
     assert not_cached("org/data", "v1", hub.DATASETS) == "download it on a machine with network access: hf download --repo-type dataset org/data --revision v1"
 
 
@@ -259,11 +259,11 @@ def test_a_mixture_takes_cached_data_sets(cache: Path, tmp_path: Path) -> None:
     [
         (
             {name: content for name, content in LAYOUTS["shards"][0].items() if "train-00001" not in name},
-            r"the cache has 1 of the 2 files train\.parquet of commit 2{40}; download all",
+            r"the cache has 1 of the 2 files train\.parquet of commit 2{40}. Download all",
         ),
         (
             {"README.md": b"# words"},
-            r"its cached commit 2{40} cannot be read: .*; download all files on a machine with network access: hf download --repo-type dataset org/tiny",
+            r"its cached commit 2{40} cannot be read: .*. Download all files on a machine with network access: hf download --repo-type dataset org/tiny",
         ),
         ({"test.jsonl": b'{"text": "a"}\n'}, r"its cached commit 2{40} cannot be read: "),
     ],

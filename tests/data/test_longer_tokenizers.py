@@ -18,7 +18,7 @@ from recipekit.refusal import Refusal, refuse
 from recipekit.runtime import corpus
 from recipekit.tasks.facts import TASKS
 
-SAYS = r"contains token 264 \('<image>'\): the tokenizer has 265 tokens, but the model has embeddings for 0 to 263; call resize_token_embeddings\(265\)"
+SAYS = r"contains token 264 \('<image>'\): the tokenizer has 265 tokens, but the model has embeddings for 0 to 263. Call resize_token_embeddings\(265\)"
 
 
 def recipe_of(folder: Path, task: str = "pretrain", **changes) -> Recipe:
@@ -107,7 +107,7 @@ def test_a_longer_tokenizer_is_said_at_the_start(tmp_path: Path, monkeypatch: py
     for name in ("open_corpus", "open_rows"):
         monkeypatch.setattr(corpus, name, lambda *given: None)
     of_task = SimpleNamespace(facts=TASKS[task], samples=None if TASKS[task].of_tokens else "samples")
-    line = f"tokenizer: 265 tokens, but the model has embeddings for {embeddings}; data with other tokens are refused"
+    line = f"tokenizer: 265 tokens, but the model has embeddings for {embeddings}. Data with other tokens are refused"
     for processor in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):
         said: list[str] = []
         corpus.check_data(recipe_of(tmp_path, task), of_task, processor, said.append)  # type: ignore[arg-type]

@@ -165,7 +165,7 @@ def broken_picture(folder: Path, images: np.ndarray) -> Path:
 
 def test_a_picture_that_is_cut_short_is_named(tmp_path, pixels):
     with pytest.raises(
-        Refusal, match=r"a.parquet, row group 1, row 11: cannot be used: is not a readable image: .*; correct the row, or leave it out \(--bad_rows skip\)"
+        Refusal, match=r"a.parquet, row group 1, row 11: cannot be used: is not a readable image: .*\. Correct the row, or leave it out \(--bad_rows skip\)"
     ):
         take(request_for(broken_picture(tmp_path, pixels[0])), 20)
 
@@ -298,7 +298,7 @@ def test_the_rank_that_meets_a_broken_picture_tells_and_what_one_cannot_open_all
     expected = f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is not a readable image: "
     for number, (said, logged, refused) in enumerate(results):
         assert not said and len(logged) == number and all(line.startswith(f"rank 1: {expected}") for line in logged)
-        assert refused == f"--dataset {tmp_path / 'lost'}: the file does not exist; check the path, or give a hub id as ORG/NAME"
+        assert refused == f"--dataset {tmp_path / 'lost'}: the file does not exist. Check the path, or give a hub id as ORG/NAME"
 
 
 def plan_for(dataset: Path | str, **fields: Any) -> Plan:

@@ -144,7 +144,7 @@ def test_one_row_that_cannot_be_cut_is_refused_before_the_model(tmp_path: Path, 
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     pairs = partial(open_rows, samples=task_called("reward").samples, processor=Pairs(TOKENIZER, 64, False))
     opened: Any = pairs if task == "reward" else partial(open_corpus, tokenizer=TOKENIZER)
-    with pytest.raises(Refusal, match=r"row 1: is the only document, and evaluation requires a second one.*; add more data, or use --eval_every 0"):
+    with pytest.raises(Refusal, match=r"row 1: is the only document, and evaluation requires a second one.*\. Add more data, or use --eval_every 0"):
         opened(request(tmp_path / "rows.jsonl", task=task))
     opened(request(tmp_path / "rows.jsonl", task=task, eval_every=0))
 
@@ -204,7 +204,7 @@ def test_a_dry_run_refuses_small_files_without_text(tmp_path: Path, skip: str) -
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
         recipe = Recipe(model="recipekit/llama-nano", init="random", dataset=str(tmp_path / name), tokenizer="bytes", bad_rows=skip)
-        with pytest.raises(Refusal, match=r"contains no document: every row is empty .*; use other data"):
+        with pytest.raises(Refusal, match=r"contains no document: every row is empty .*\. Use other data"):
             make_plan(parse(recipe, Path("mine.py"), ["--dry_run"]))
     (tmp_path / "c.jsonl").write_text(contents["c.jsonl"] + '{"text": "words"}\n')
     make_plan(parse(Recipe(model="recipekit/llama-nano", init="random", dataset=str(tmp_path / "c.jsonl"), tokenizer="bytes"), Path("mine.py"), ["--dry_run"]))

@@ -119,10 +119,10 @@ def test_the_readme_gives_the_splits_and_subsets(tmp_path: Path, names: str, rea
 @pytest.mark.parametrize(
     ("readme", "split", "subset", "says"),
     [
-        (TWO.format("en", "a*", "b*") + TWO.format("de", "a*", "b*"), "train", "", "several subsets and no default: en, de; choose one with --subset"),
-        (TWO.format("en", "a*", "b*"), "train", "fr", "--subset fr: is not in .*which has the subsets en; use --subset en"),
-        ("", "train", "fr", "--subset fr: is not in .*which has no subsets: its README.md names no configs; omit --subset"),
-        (TWO.format("en", "a*", "b*"), "validation", "", "--split validation: .*does not have this split, only train, test; use --split train"),
+        (TWO.format("en", "a*", "b*") + TWO.format("de", "a*", "b*"), "train", "", "several subsets and no default: en, de. Choose one with --subset"),
+        (TWO.format("en", "a*", "b*"), "train", "fr", "--subset fr: is not in .*which has the subsets en. Use --subset en"),
+        ("", "train", "fr", "--subset fr: is not in .*which has no subsets: its README.md names no configs. Omit --subset"),
+        (TWO.format("en", "a*", "b*"), "validation", "", "--split validation: .*does not have this split, only train, test. Use --split train"),
         (TWO.format("en", "a*", "lost.jsonl"), "train", "", "names lost.jsonl for its split test, but that file does not exist"),
         (TWO.format("en", "lost*", "gone*"), "train", "", "no file matches the data_files of README.md for its subset en"),
         (TWO.format("en", "https://a.b/c.jsonl", "b*"), "train", "", "names https://a.b/c.jsonl, which is not in the folder"),
@@ -153,7 +153,7 @@ def test_a_saved_data_set_is_read_as_it_was_saved(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-0123.arrow")
     assert rows_of(tmp_path / "one") == datasets.load_from_disk(str(tmp_path / "one"))["text"][:]
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(Refusal, match=r"state\.json names data-00001-of-00002\.arrow, but that file does not exist; copy the whole folder again"):
+    with pytest.raises(Refusal, match=r"state\.json names data-00001-of-00002\.arrow, but that file does not exist\. Copy the whole folder again"):
         local_files(str(tmp_path / "one"))
 
 
@@ -162,7 +162,7 @@ def test_a_saved_dictionary_has_its_splits(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": saved(4), "extra_test": saved(3)}).save_to_disk(folder)
     for split in ("train", "extra_test"):
         assert rows_of(folder, split) == datasets.load_from_disk(str(folder))[split]["text"][:]
-    with pytest.raises(Refusal, match=r"--split test: .* only train, extra_test; use --split train"):
+    with pytest.raises(Refusal, match=r"--split test: .* only train, extra_test\. Use --split train"):
         local_files(str(folder), split="test")
     shutil.rmtree(folder / "extra_test")
     with pytest.raises(Refusal, match=r"dataset_dict\.json names the split extra_test, which does not exist"):
@@ -251,7 +251,7 @@ def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
     [
         ("cat/a.png dog/b.png metadata.csv", "image_classification", "contains metadata.csv with columns for its images, which is not supported"),
         ("train/a.png train/b.png train/metadata.jsonl", "image_classification", r"to_parquet\('pictures.parquet'\), and name that file"),
-        ("cat/a.png dog/b.png metadata.csv", "pretrain", "contains images, which task pretrain does not support; use --task image_classification"),
+        ("cat/a.png dog/b.png metadata.csv", "pretrain", "contains images, which task pretrain does not support. Use --task image_classification"),
         ("train/1.png train/2.png test/3.png", "image_classification", "must have at least two classes, not only train"),
         ("a.wav b.wav metadata.csv", "pretrain", r"contains sound \(2 .wav\), which no task supports"),
         ("train/a.mp3 train/b.flac train/metadata.jsonl", "pretrain", r"contains sound \(1 .mp3, 1 .flac\), which no task supports"),
@@ -295,13 +295,13 @@ def test_split_and_subset_of_the_file_belong_to_its_own_data_set(tmp_path: Path)
 @pytest.mark.parametrize(
     ("dataset", "flags", "says"),
     [
-        ("{tmp}/folder", ("--split", "dev"), "--split dev: .* does not have this split, only train, test; use --split train, or name the files"),
+        ("{tmp}/folder", ("--split", "dev"), "--split dev: .* does not have this split, only train, test. Use --split train, or name the files"),
         ("{tmp}/folder/train.jsonl", ("--split", "test"), "--split test: .*train.jsonl is not a folder, so all its rows are in the split train"),
-        ("{tmp}/folder/*.jsonl", ("--split", "test"), "--split test: .* is not a folder, so all its rows are in the split train; use --split train"),
-        ("{tmp}/folder/train.jsonl", ("--subset", "de"), "--subset de: .*train.jsonl is not a folder, so it has no subsets; omit --subset"),
+        ("{tmp}/folder/*.jsonl", ("--split", "test"), "--split test: .* is not a folder, so all its rows are in the split train. Use --split train"),
+        ("{tmp}/folder/train.jsonl", ("--subset", "de"), "--subset de: .*train.jsonl is not a folder, so it has no subsets. Omit --subset"),
         ("https://example.org/a.jsonl?key=1", ("--split", "test"), "--split test: https://example.org/a.jsonl is not a folder"),
         ("one={tmp}/folder@1; two={tmp}/folder/train.jsonl@1", ("--split", "test"), "--split test: .*train.jsonl is not a folder"),
-        ("{tmp}/only", (), "--split train: .*only does not have this split, only test; use --split test, or name the files"),
+        ("{tmp}/only", (), "--split train: .*only does not have this split, only test. Use --split test, or name the files"),
     ],
 )
 def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path, dataset: str, flags: tuple[str, ...], says: str) -> None:

@@ -183,7 +183,7 @@ except Exception:
 """
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, timeout=60, check=True)
     (line,) = done.stderr.splitlines()
-    assert "the hub does not answer ([Errno 111] Connection refused); huggingface_hub asks again in 1 s, 1 of 1" in line
+    assert "the hub does not answer ([Errno 111] Connection refused). huggingface_hub asks again in 1 s, 1 of 1" in line
 
 
 # Documents ------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_long_chat_is_cut_and_one_without_answer_is_empty():
         (CHATML, [{"role": "assistant", "content": [{"type": "text"}]}], "a message requires the strings"),
         (CHATML, [{"role": "assistant", "content": [{"type": "image_url", "text": "x"}]}], "a message requires the strings"),
         (CHATML, [ASK, {"role": "assistant", "content": None}], "a message requires the strings"),
-        (CHATML, [ASK, {"role": "bot", "content": "x"}], "the role 'bot'; these rows use the roles bot, user"),
+        (CHATML, [ASK, {"role": "bot", "content": "x"}], "the role 'bot': these rows use the roles bot, user"),
         (CHATML, [], "a chat must be a list"),
         (CHATML, "hello", "a chat must be a list"),
         (INSTRUCT, [ASK, ASK], "roles must alternate"),

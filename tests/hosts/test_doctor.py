@@ -94,7 +94,7 @@ def only_problem(text: str) -> str:
     """The one problem that was told."""
     found = re.findall(r"^  \d+\. (.*)$", text, re.M)
     assert len(found) == 1 and "1 problem\n" in text, text
-    assert len(found[0].split("; ")) >= 2, f"value: rule; fix: {found[0]}"
+    assert len(found[0].split(". ")) >= 2, f"value: rule. Fix: {found[0]}"
     return found[0]
 
 
@@ -155,7 +155,7 @@ def test_missing_libaio(tmp_path: Path) -> None:
     hidden = in_mounts("mount --bind /dev/null /usr/include/libaio.h") if there else []
     code, text = doctor(tmp_path, "--quick", *NVME, prefix=hidden, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
     told = only_problem(text)
-    assert code == 1 and told.startswith("libaio: async_io") and "install libaio-dev" in told
+    assert code == 1 and told.startswith("libaio: async_io") and "Install libaio-dev" in told
     if not there:
         pytest.skip("needs Debian's libaio-dev to show that it is found when it is there (tests/system_packages.sh)")
     code, text = doctor(tmp_path, "--quick", *NVME, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
@@ -173,7 +173,7 @@ def test_wrong_version(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", PYTHONPATH=f"{tmp_path / 'site'}{os.pathsep}{environment()['PYTHONPATH']}")
     pinned = re.search(r"^transformers==(.*)$", (ROOT / "requirements.txt").read_text(), re.M)
     assert pinned and code == 1
-    assert only_problem(text) == f"transformers 5.21.0: requirements.txt pins {pinned[1]}; pip install transformers=={pinned[1]}"
+    assert only_problem(text) == f"transformers 5.21.0: requirements.txt pins {pinned[1]}. Run: pip install transformers=={pinned[1]}"
 
 
 def test_full_disk(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_full_disk(tmp_path: Path) -> None:
     full = in_mounts(f"mount -t tmpfs -o size=2m tmpfs {tmp_path / 'run'}\nhead -c 2m /dev/zero > {tmp_path / 'run'}/filler")
     code, text = doctor(tmp_path, "--quick", "--out", "run", prefix=full)
     told = only_problem(text)
-    assert code == 1 and "out = run" in told and "is full (No space left on device, 0 MiB free)" in told and "free space" in told
+    assert code == 1 and "out = run" in told and "is full (No space left on device, 0 MiB free)" in told and "Free space" in told
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         code, text = doctor(tmp_path, "--quick", "--master_port", port)
     told = only_problem(text)
-    assert code == 1 and told.startswith(f"master port {port}: is in use on ") and "choose another with --master_port " in told
+    assert code == 1 and told.startswith(f"master port {port}: is in use on ") and "Choose another with --master_port " in told
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_a_rank_whose_master_is_nowhere(tmp_path: Path) -> None:
     """192.0.2.1 is an address of documentation (RFC 5737): no packet to it is answered."""
     codes, text = Ranks(tmp_path, 2, ("--quick", "--patience", "3"), {}, {0}, {"MASTER_ADDR": "192.0.2.1"}).wait(60)
     assert codes == [1]
-    assert re.search(r"rank 0 at 192\.0\.2\.1, ports \d+ to \d+: cannot be reached from rank 1 on \S+ \(.+\); check the address", text), text
+    assert re.search(r"rank 0 at 192\.0\.2\.1, ports \d+ to \d+: cannot be reached from rank 1 on \S+ \(.+\)\. Check the address", text), text
 
 
 @pytest.fixture
@@ -337,7 +337,7 @@ def test_too_little_shared_memory(tmp_path: Path) -> None:
     assert code == 0, text
     found = [str(item) for item in check_shared_memory(tmp_path, needed=1 << 60) if isinstance(item, Problem)]
     assert (
-        len(found) == 1 and found[0].startswith(f"{tmp_path}: ") and "free: NCCL takes 1073741824.0 GiB; start the container with --shm-size=1g" in found[0]
+        len(found) == 1 and found[0].startswith(f"{tmp_path}: ") and "free: NCCL takes 1073741824.0 GiB. Start the container with --shm-size=1g" in found[0]
     ), found
 
 
@@ -350,7 +350,7 @@ def test_stale_extension_lock(tmp_path: Path) -> None:
     os.utime(lock, (time.time() - 3 * 3600,) * 2)
     code, text = doctor(tmp_path, "--quick", TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
     told = only_problem(text)
-    assert code == 1 and told.startswith(f"{lock}, 3 h old: left by a compile that was killed") and told.endswith(f"; rm -f {lock}"), told
+    assert code == 1 and told.startswith(f"{lock}, 3 h old: left by a compile that was killed") and told.endswith(f". Run: rm -f {lock}"), told
     assert lock.exists(), "a doctor changes nothing"
 
 
@@ -358,7 +358,7 @@ def test_stale_extension_lock(tmp_path: Path) -> None:
 def test_not_logged_in(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", WANDB_MODE="online")
     told = only_problem(text)
-    assert code == 1 and told.startswith("WANDB_MODE = online: this host is not logged in to W&B; wandb login"), told
+    assert code == 1 and told.startswith("WANDB_MODE = online: this host is not logged in to W&B. Run: wandb login"), told
     code, text = doctor(tmp_path, "--quick", WANDB_MODE="online", WANDB_API_KEY="0123456789" * 4)
     assert code == 0 and "logged in" in text and "0123456789" not in text, text
 
@@ -403,7 +403,7 @@ def test_nvme_path_in_memory(tmp_path: Path) -> None:
             config["zero_optimization"][block]["nvme_path"] = folder
         (tmp_path / "mine.json").write_text(json.dumps(config))
         code, text = doctor(tmp_path, "--quick", "--recipe", NANO, "--deepspeed_config", tmp_path / "mine.json", "--out", "run")
-    assert code == 1 and text.count(f"{folder} is in memory (tmpfs), so offloading there frees no memory; use a folder on a local drive") == 2, text
+    assert code == 1 and text.count(f"{folder} is in memory (tmpfs), so offloading there frees no memory. Use a folder on a local drive") == 2, text
     others = [problem for problem in re.findall(r"^  \d+\. (.*)$", text, re.M) if folder not in problem]
     assert all(problem.startswith("libaio: ") for problem in others), text  # beside one for each of the two keys: a machine may lack it
 
@@ -414,7 +414,7 @@ def test_clock_skew(tmp_path: Path) -> None:
     codes, text = Ranks(tmp_path, 2, ("--quick",), {1: ["faketime", "-f", "+90s"]}, set(), {}).wait()
     told = only_problem(text)
     name = socket.gethostname()
-    assert codes == [1, 1] and re.match(rf"{name} \(rank 1\): clock: (89\.9|90\.[0-2]) s ahead of {name} \(rank 0\); ", told.replace(": more", "; more")), told
+    assert codes == [1, 1] and re.match(rf"{name} \(rank 1\): clock: (89\.9|90\.[0-2]) s ahead of {name} \(rank 0\)\. ", told.replace(": more", ". More")), told
 
 
 def test_a_wrong_command_line_exits_2(tmp_path: Path) -> None:
@@ -440,8 +440,8 @@ def test_a_recipe_that_is_none_is_refused_before_links_are_measured(tmp_path: Pa
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "folder.py").mkdir()
     told = {
-        "nope.py": "the file does not exist on this host; give a file of recipes/",
-        "llama_nano_zero3.py": f"the file does not exist on this host; did you mean {os.path.relpath(NANO, tmp_path)}?",
+        "nope.py": "the file does not exist on this host. Give a file of recipes/",
+        "llama_nano_zero3.py": f"the file does not exist on this host. Did you mean {os.path.relpath(NANO, tmp_path)}?",
         "folder.py": "is a folder",
         "broken.py": "cannot be imported: SyntaxError",
         "empty.py": "sets no RECIPE = Recipe(...)",

@@ -58,7 +58,7 @@ def test_a_gpu_that_is_left_out_is_not_complained_of(monkeypatch: pytest.MonkeyP
 
     assert told("2,3", 2) == []
     assert [problem.partition(":")[0] for problem in told("2,1", 2)] == ["GPU 1 (NVIDIA H200)"]
-    assert told("2,3", 4) == ["4 ranks: this host has 2 GPUs that CUDA_VISIBLE_DEVICES names; start 2 ranks or fewer on it"]
+    assert told("2,3", 4) == ["4 ranks: this host has 2 GPUs that CUDA_VISIBLE_DEVICES names. Start 2 ranks or fewer on it"]
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypat
         command = [sys.executable, str(NANO), "--tiny", "--out", "run"]
         done = subprocess.run(command, cwd=tmp_path, env=environment() | place, capture_output=True, text=True, timeout=60, check=False)
         (told,) = re.findall(r"^  1\. (.*)$", done.stderr, re.M)
-        assert re.fullmatch(rf"master port {port}: is in use on \S+; choose another: deepspeed --master_port \d+ .*", told)
+        assert re.fullmatch(rf"master port {port}: is in use on \S+\. Choose another: deepspeed --master_port \d+ .*", told)
         assert done.returncode == 1 and "Traceback" not in done.stderr and not (tmp_path / "run").exists(), done.stderr
         monkeypatch.setenv("MASTER_PORT", str(port))
         assert check_master_port(1) == [] and len(check_master_port(0)) == 1
@@ -289,8 +289,8 @@ def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     found = list(checks.check_versions(["whole-one==1.0", "lost-one==1.0", "bare-one==1.0"]))
     assert [str(problem) for problem in found if isinstance(problem, Problem)] == [
-        "lost-one 1.0: is recorded as installed, but lost is gone; pip install --force-reinstall --no-deps lost-one==1.0",
-        "bare-one 1.0: is recorded as installed, but bare_one is gone; pip install --force-reinstall --no-deps bare-one==1.0",
+        "lost-one 1.0: is recorded as installed, but lost is gone. Run: pip install --force-reinstall --no-deps lost-one==1.0",
+        "bare-one 1.0: is recorded as installed, but bare_one is gone. Run: pip install --force-reinstall --no-deps bare-one==1.0",
     ]
     assert "1 of 3" in str(found[-1])
 

@@ -140,7 +140,7 @@ def test_a_member_without_a_chair_says_where_it_looked() -> None:
     thread.join()
     chairs[0].close()
     assert isinstance(member, Member)
-    with pytest.raises(Refusal, match=r"stopped answering \(it closed the connection\); check the output of rank 0"):
+    with pytest.raises(Refusal, match=r"stopped answering \(it closed the connection\)\. Check the output of rank 0"):
         member.hear(5)
     member.close()
 

@@ -52,7 +52,7 @@ def refusal(told: tuple[int, str]) -> str:
     code, text = told
     assert code == 1 and "refused: 1 problem\n" in text, text
     (problem,) = re.findall(r"^  1\. (.*)$", text, re.M)
-    assert len(problem.split("; ")) >= 2, f"value: rule; fix: {problem}"
+    assert len(problem.split(". ")) >= 2, f"value: rule. Fix: {problem}"
     return problem
 
 
@@ -94,7 +94,7 @@ def test_without_ninja(tmp_path: Path) -> None:
 def test_without_libaio(tmp_path: Path) -> None:
     hidden = "mount --bind /dev/null /usr/include/libaio.h" if Path("/usr/include/libaio.h").exists() else ""
     told = refusal(start(tmp_path, *NVME, prefix=in_mounts(hidden)))
-    assert told.startswith("libaio: async_io, which NVMe offload needs, does not compile without it (") and "install libaio-dev" in told
+    assert told.startswith("libaio: async_io, which NVMe offload needs, does not compile without it (") and "Install libaio-dev" in told
 
 
 CLAIM = """
@@ -163,7 +163,7 @@ def test_an_op_folder_that_cannot_be_written(tmp_path: Path) -> None:
     told = refusal(start(tmp_path, *OFFLOAD, prefix=in_mounts(f"mount -t tmpfs -o ro tmpfs {tmp_path / 'ops'}")))
     assert (
         told
-        == f"the folder of compiled ops {tmp_path / 'ops'}: cannot be written: {tmp_path / 'ops'} belongs to another user; set TORCH_EXTENSIONS_DIR to a folder that you can write to and that has free space"
+        == f"the folder of compiled ops {tmp_path / 'ops'}: cannot be written: {tmp_path / 'ops'} belongs to another user. Set TORCH_EXTENSIONS_DIR to a folder that you can write to and that has free space"
     )
 
 
@@ -180,14 +180,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """.replace("sys.argv[1] in os", "where in os")
 
 
-@pytest.mark.parametrize(("folder", "where", "fix"), [("ops", "the folder of compiled ops ", "set TORCH_EXTENSIONS_DIR"), (".run.lock", "out = run", "--out")])
+@pytest.mark.parametrize(("folder", "where", "fix"), [("ops", "the folder of compiled ops ", "Set TORCH_EXTENSIONS_DIR"), (".run.lock", "out = run", "--out")])
 def test_a_file_system_without_locks(tmp_path: Path, folder: str, where: str, fix: str) -> None:
     """NFS without lockd answers flock so. It is told before anything is compiled or written."""
     (tmp_path / "ops").mkdir()
     told = refusal(start(tmp_path, *OFFLOAD, python=[sys.executable, "-c", NO_LOCKS, str(tmp_path / folder), str(NANO)]))
     assert (
         told.startswith(where)
-        and "its file system has no file locks (No locks available); mount it with file locks (Lustre: -o flock, NFS: with lockd)" in told
+        and "its file system has no file locks (No locks available). Mount it with file locks (Lustre: -o flock, NFS: with lockd)" in told
     )
     assert fix in told and list((tmp_path / "ops").iterdir()) == [] and not (tmp_path / "run").exists()
 
@@ -330,7 +330,7 @@ def test_a_dead_compile_of_another_host_is_told(tmp_path: Path) -> None:
     assert list(op_cache.left_over(tmp_path)) == [(left, "worker-2")]
     with pytest.raises(Refusal) as caught, op_cache.held(tmp_path, "cpu_adam", print):
         pass
-    assert "was left by a compile on worker-2, and nothing has changed beside it for 60 min; rm -f" in str(caught.value) and left.exists()
+    assert "was left by a compile on worker-2, and nothing has changed beside it for 60 min. Run: rm -f" in str(caught.value) and left.exists()
 
 
 def test_an_unsigned_mark_is_of_this_host_unless_others_write_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_what_other_processors_compiled_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "cpu_adam" / "kind").write_text(f"x86_64_00000000_{op_cache.kind().partition('_py')[2]}")
     assert not op_cache.usable(tmp_path, "cpu_adam")
     with (
-        pytest.raises(Refusal, match="was compiled for a different processor than this host's; unset TORCH_EXTENSIONS_DIR"),
+        pytest.raises(Refusal, match=r"was compiled for a different processor than this host's\. Unset TORCH_EXTENSIONS_DIR"),
         op_cache.held(tmp_path, "cpu_adam", print),
     ):
         pass
@@ -446,7 +446,7 @@ def test_a_wish_for_wandb_without_its_package(tmp_path: Path, ops: Callable[[str
     """Typed it is a refusal; as the recipe's default it is one line, and the run is complete."""
     python, cache = without_wandb(tmp_path), str(op_cache.folder())
     told = refusal(start(tmp_path, "--wandb", python=python, TORCH_EXTENSIONS_DIR=cache))
-    assert told.startswith("--wandb: the package wandb is not installed; pip install")
+    assert told.startswith("--wandb: the package wandb is not installed. Run: pip install")
     code, text = start(tmp_path, python=python, TORCH_EXTENSIONS_DIR=cache)
     assert code == 0 and text.count("the package wandb is not installed, so there is no W&B run") == 1, text
     facts = json.loads((tmp_path / "run" / "run.json").read_text())

@@ -49,7 +49,7 @@ def test_make_with_an_older_python_says_so_and_leaves_nothing(tmp_path: Path, fl
     before = listing(tmp_path)
     older(tmp_path / "bin")
     done = run(["make", "setup", *flags], tmp_path, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    told = "is Python 3.9.18: the recipes need 3.11 or newer; install one, or name one that is there: make setup PYTHON3=python3.12"
+    told = "is Python 3.9.18: the recipes need 3.11 or newer. Install one, or name one that is there: make setup PYTHON3=python3.12"
     assert done.returncode and done.stderr.startswith("refused: ") and told in done.stderr.splitlines()[0], done.stderr
     assert listing(tmp_path) == before
 
@@ -90,9 +90,9 @@ def test_outside_the_environment_a_command_says_how_to_activate_it(tmp_path: Pat
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True, timeout=60)
     words = [word if word.startswith("/") or "/" not in word else ROOT / word for word in command.split()]
     done = run([tmp_path / "env" / "bin" / "python", *words], tmp_path, PYTHONPATH="")
-    assert done.returncode == 1 and "activate the environment first: " in done.stderr and "hjson" in done.stderr, done.stderr
+    assert done.returncode == 1 and "Activate the environment first: " in done.stderr and "hjson" in done.stderr, done.stderr
     done = run([older(tmp_path / "bin"), *words], tmp_path)
-    assert done.returncode == 1 and "is Python 3.9.18: the recipes need 3.11 or newer; activate the environment: . .venv/bin/activate" in done.stderr
+    assert done.returncode == 1 and "is Python 3.9.18: the recipes need 3.11 or newer. Activate the environment: . .venv/bin/activate" in done.stderr
     assert "--help" not in done.stderr
 
 

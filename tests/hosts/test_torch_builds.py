@@ -88,7 +88,7 @@ def test_a_build_is_installed_from_where_torch_index_points(tmp_path: Path) -> N
         ["make", "torch-build", "TORCH=cu126"], cwd=tmp_path, env=make_environment() | more, capture_output=True, text=True, timeout=300, check=False
     )
     done = make()
-    assert done.returncode and "set TORCH_INDEX to the address of PyTorch's wheels" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode and "Set TORCH_INDEX to the address of PyTorch's wheels" in done.stderr and "Traceback" not in done.stderr
     done = make(TORCH_INDEX=f"file://{tmp_path}/index")
     assert done.returncode == 0 and "installing torch 2.13.0+cu126" in done.stdout, done.stderr
     told = subprocess.run([tmp_path / ".venv/bin/python", "-m", "pip", "show", "torch"], capture_output=True, text=True, timeout=60, check=True).stdout

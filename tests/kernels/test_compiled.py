@@ -192,4 +192,4 @@ def test_what_has_nothing_to_compile_is_refused(tmp_path: Path):
     command = [sys.executable, str(NANO.with_name("gpt2_124m_zero0.py")), *flags]
     ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert ran.returncode == 1 and "Traceback" not in ran.stderr, ran.stderr
-    assert "compile = on: GPT2LMHeadModel has no layers that it can compile; leave it out" in ran.stderr, ran.stderr
+    assert "compile = on: GPT2LMHeadModel has no layers that it can compile. Leave it out" in ran.stderr, ran.stderr

@@ -71,7 +71,7 @@ def test_a_mask_that_leaves_no_room_is_refused(argv, gigabytes):
     if gigabytes is None:
         assert plan("llama3_1_8b_zero3_sp8", *argv).mesh.sp == 8
         return
-    with pytest.raises(Refusal, match=f"takes {gigabytes} GB on every rank, but the limit is 40 GB; use --seq_len (65536|32768), or --attention varlen"):
+    with pytest.raises(Refusal, match=rf"takes {gigabytes} GB on every rank, but the limit is 40 GB\. Use --seq_len (65536|32768), or --attention varlen"):
         plan("llama3_1_8b_zero3_sp8", *argv)
 
 

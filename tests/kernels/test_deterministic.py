@@ -115,7 +115,7 @@ def test_a_setting_that_was_put_back_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_variable_that_contradicts_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     argv = ["--tiny", "--deterministic"]
-    with pytest.raises(Refusal, match=f"{name}={value}: contradicts --deterministic; unset it, or set it to "):
+    with pytest.raises(Refusal, match=rf"{name}={value}: contradicts --deterministic\. Unset it, or set it to "):
         make_plan(parse(BASE, Path("deterministic.py"), argv))
     assert make_plan(parse(BASE, Path("deterministic.py"), argv[:1])).recipe.deterministic is False
     assert check_environment({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring"}) == []

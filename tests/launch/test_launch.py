@@ -145,8 +145,8 @@ def a_file_for_out(folder: Path) -> list[str]:
 
 
 REFUSALS = [
-    pytest.param(broken_json, 1, "did you mean gradient_clipping", id="unknown JSON key"),
-    pytest.param(lambda _: ["--tiny", "--stepz", "3"], 2, "did you mean --steps?", id="unknown flag", marks=slow),
+    pytest.param(broken_json, 1, "Did you mean gradient_clipping", id="unknown JSON key"),
+    pytest.param(lambda _: ["--tiny", "--stepz", "3"], 2, "Did you mean --steps?", id="unknown flag", marks=slow),
     pytest.param(a_file_for_out, 1, "out = taken: cannot be written: Not a directory", id="out is a file", marks=slow),
     pytest.param(lambda _: ["--model", "no-such-org/no-such-model"], 1, "model = no-such-org/no-such-model", id="no such model", marks=slow),
     pytest.param(lambda _: ["--tiny", "--tp", "3"], 1, "does not divide the 2 ranks", id="tp 3 of 2", marks=slow),

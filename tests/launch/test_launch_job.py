@@ -48,7 +48,7 @@ WATCHDOG = [
 ]
 FOLLOWED = [f"rank 0: ended, because rank 1 on worker-2 failed: {MEMORY}"]
 AFTER_IT = ["rank 0: failed after rank 1: RuntimeError: something else", *FOLLOWED]
-LOST = ["rank 0: lost rank 1 on worker-2 (pid 5: killed by a user or by the kernel (out of memory: see dmesg), or crashed); the same command goes on"]
+LOST = ["rank 0: lost rank 1 on worker-2 (pid 5: killed by a user or by the kernel (out of memory: see dmesg), or crashed). The same command goes on"]
 PEERS = {
     "gloo": (1, GLOO),
     "store": (1, STORE),
@@ -82,7 +82,7 @@ def test_the_rank_that_failed_is_named_and_not_its_peer(tmp_path: Path, peer: st
         job.rank_ended(node, **ended(tmp_path, node, code, lines))
     outcome = job.outcome()
     assert (outcome.kind, outcome.code, outcome.text) == ("failed", 1, ""), "it was told when it was heard"
-    assert len(said) == 1 and f" s rank 1 on worker-2 ended with 1: {MEMORY}; the last lines of " in said[0]
+    assert len(said) == 1 and f" s rank 1 on worker-2 ended with 1: {MEMORY}. The last lines of " in said[0]
     assert all(f"    {line}" in said[0] for line in OWN)
 
 
@@ -92,11 +92,11 @@ def test_a_refusal_that_the_console_has_is_not_printed_again(tmp_path: Path, ran
     said: list[str] = []
     job = start(tmp_path, said)
     job.job = dataclasses.replace(job.job, spawn=spawn)
-    job.rank_ended(rank, **ended(tmp_path, rank, 1, ["refused: 1 problem", "  1. --lr -1: must be positive; use --lr 1e-4"]))
+    job.rank_ended(rank, **ended(tmp_path, rank, 1, ["refused: 1 problem", "  1. --lr -1: must be positive. Use --lr 1e-4"]))
     outcome = job.outcome()
     assert (outcome.kind, outcome.code, outcome.text) == ("refused", 1, "")
     assert len(said) == 1 and ("--lr -1" in said[0]) == (not shown) and f"rank_{rank}.log" in said[0], said
-    assert ("its message is above, and in " in said[0]) == shown
+    assert ("Its message is above, and in " in said[0]) == shown
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -161,7 +161,7 @@ def test_a_host_without_gpus_beside_hosts_with_gpus_is_refused(tmp_path: Path, g
     if not named:
         assert list(job.greet()) == [0, 1]
         return
-    with pytest.raises(Refused, match=f"{named}: no GPU is visible, but worker-. has {max(gpus)}; load its driver"):
+    with pytest.raises(Refused, match=rf"{named}: no GPU is visible, but worker-. has {max(gpus)}\. Load its driver"):
         job.greet()
 
 
@@ -176,4 +176,4 @@ def test_a_host_that_does_not_answer_is_named_with_its_last_words(tmp_path: Path
             silent.greet()
     finally:
         silent.connections[0].process.kill()
-    assert f"worker-1{f' ({line})' if line else ''}: no answer in 0.5 s; try by hand: " in str(refused.value)
+    assert f"worker-1{f' ({line})' if line else ''}: no answer in 0.5 s. Try by hand: " in str(refused.value)

@@ -114,7 +114,7 @@ def test_a_run_folder_outside_the_claim_is_refused(tmp_path: Path, capsys: pytes
     (tmp_path / "mine.py").write_text(NANO.read_text().replace("Recipe(\n", f'Recipe(\n    out="{out}",\n', 1))
     assert main([*place, "--folder", "/opt/recipes", str(tmp_path / "mine.py")]) == 1
     typed, written = capsys.readouterr().err.split("refused: 1 problem")[1:]
-    assert typed == written and f"out = {out}: " in typed and "use --out runs/NAME" in typed
+    assert typed == written and f"out = {out}: " in typed and "Use --out runs/NAME" in typed
 
 
 def test_a_recipe_that_is_not_in_the_image_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,7 +266,7 @@ def test_nothing_is_started_again_after_a_signal(run: Callable[..., tuple[int, s
 def test_a_signal_in_the_pause_before_a_restart_stops_the_job(run: Callable[..., tuple[int, str]], number: int, code: int) -> None:
     threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
     ended, said = run(Outcome("failed", 1, CRASH))
-    assert ended == code and f"stopped by {signal.Signals(number).name}; the newest complete checkpoint is none" in said
+    assert ended == code and f"stopped by {signal.Signals(number).name}. The newest complete checkpoint is none" in said
 
 
 def test_a_signal_between_two_starts_is_not_lost(tmp_path: Path) -> None:

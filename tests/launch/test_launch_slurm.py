@@ -169,7 +169,7 @@ def test_launch_in_a_task_of_srun_does_not_wait_for_that_task(slurm: Slurm, tmp_
 
 def test_launch_in_several_tasks_of_srun_is_refused_at_once(slurm: Slurm) -> None:
     said = slurm.run("srun", "--ntasks=2", sys.executable, "-m", "launch", str(NANO), folder=ROOT)
-    assert "srun: has started launch 2 times; start launch without srun" in said
+    assert "srun: has started launch 2 times. Start launch without srun" in said
 
 
 def test_the_command_to_try_by_hand_is_whole() -> None:
@@ -193,7 +193,7 @@ def test_tasks_of_srun_are_the_ranks_of_one_run(slurm: Slurm) -> None:
     came = json.loads(srun(slurm, "--nodes=2", "--ntasks=3", "--quiet", sys.executable, MEETS))
     assert came == [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]]
     refused = srun(slurm, "--nodes=2", "--ntasks=4", "--distribution=cyclic", sys.executable, str(NANO), "--tiny")
-    assert "the ranks of a host must be neighbours; start it with srun --distribution=block" in refused and "Traceback" not in refused
+    assert "the ranks of a host must be neighbours. Start it with srun --distribution=block" in refused and "Traceback" not in refused
     alone = "import os; from recipekit.ranks import take_rank; print(take_rank(os.environ), os.environ.get('WORLD_SIZE'))"
     nested = shlex.join(["srun", "--ntasks=1", "--nodes=1", "--overlap", "--quiet", sys.executable, "-c", alone])
     batch = ["salloc", "--quiet", "--ntasks=3", "--nodes=2", "sh", "-c", f"{shlex.join([sys.executable, '-c', alone])}; {nested}"]
@@ -343,4 +343,4 @@ def test_flags_of_sbatch_after_a_space_or_an_equals_sign_are_the_same(
         assert sbatch[-2:] == [str(NANO), "--tiny"], "the job gets the recipe and its flags"
     for given in (["--sbatch", "-p", "gpus"], ["--sbatch=--partition", "gpus"]):
         assert main(["--where", "slurm", *given, str(NANO)]) == 1
-        assert "gpus: the file does not exist; if it is the value of -" in capsys.readouterr().err
+        assert "gpus: the file does not exist. If it is the value of -" in capsys.readouterr().err

@@ -402,30 +402,30 @@ USAGE = [
     ([], 2, "the recipe is missing"),
     (["--gpus", "none", "x.py"], 2, "is not a number"),
     (["--max_restarts", "-1", "x.py"], 2, "must be 0 or more"),
-    (["--tinny", "x.py"], 2, "--tinny: is not a flag of launch; write the flags of the recipe after its file"),
-    (["--steps", "3", "x.py"], 2, "--steps: is not a flag of launch; write the flags of the recipe after its file"),
-    (["--lora_r=8", "x.py"], 2, "--lora_r=8: is not a flag of launch; write the flags of the recipe after its file"),
-    (["--model", "m", "x.py"], 2, "--model: is not a flag of launch; write the flags of the recipe after its file"),
-    (["--hostfil", "hf", "x.py"], 2, "--hostfil: is not a flag of launch; did you mean --hostfile?"),
-    (["--dry-rnu", "--max-restart=3", "x.py"], 2, "did you mean --dry-run?; --max-restart=3: is not a flag of launch; did you mean --max-restarts?"),
-    (["missing.py"], 1, "missing.py: the file does not exist; give the path of a recipe"),
-    (["recipes/llama_nano_zero3.py", "--tiny"], 1, "recipes/llama_nano_zero3.py: the file does not exist; did you mean recipes/llama_nano_zero2.py?"),
-    ([""], 1, "give the path of a recipe"),
-    (["."], 1, "give the path of a recipe"),
-    (["lama_nano_zero2"], 1, "lama_nano_zero2: the file does not exist; did you mean recipes/llama_nano_zero2.py?"),
-    (["--nodes", "2", "recipes/llama_nano_zero2.py"], 1, "name them with --hostfile"),
-    (["--where", "hostfile", "recipes/llama_nano_zero2.py"], 1, "give --hostfile FILE"),
+    (["--tinny", "x.py"], 2, "--tinny: is not a flag of launch. Write the flags of the recipe after its file"),
+    (["--steps", "3", "x.py"], 2, "--steps: is not a flag of launch. Write the flags of the recipe after its file"),
+    (["--lora_r=8", "x.py"], 2, "--lora_r=8: is not a flag of launch. Write the flags of the recipe after its file"),
+    (["--model", "m", "x.py"], 2, "--model: is not a flag of launch. Write the flags of the recipe after its file"),
+    (["--hostfil", "hf", "x.py"], 2, "--hostfil: is not a flag of launch. Did you mean --hostfile?"),
+    (["--dry-rnu", "--max-restart=3", "x.py"], 2, "Did you mean --dry-run?\n--max-restart=3: is not a flag of launch. Did you mean --max-restarts?"),
+    (["missing.py"], 1, "missing.py: the file does not exist. Give the path of a recipe"),
+    (["recipes/llama_nano_zero3.py", "--tiny"], 1, "recipes/llama_nano_zero3.py: the file does not exist. Did you mean recipes/llama_nano_zero2.py?"),
+    ([""], 1, "Give the path of a recipe"),
+    (["."], 1, "Give the path of a recipe"),
+    (["lama_nano_zero2"], 1, "lama_nano_zero2: the file does not exist. Did you mean recipes/llama_nano_zero2.py?"),
+    (["--nodes", "2", "recipes/llama_nano_zero2.py"], 1, "Name them with --hostfile"),
+    (["--where", "hostfile", "recipes/llama_nano_zero2.py"], 1, "Give --hostfile FILE"),
     (["--where", "k8s", "recipes/llama_nano_zero2.py"], 1, "requires an image"),
-    (["--env", "NOT_SET_ANYWHERE", "recipes/llama_nano_zero2.py"], 1, "export it first"),
-    ([*SLURM, "--env", "NOT_SET_ANYWHERE", NANO], 1, "--env NOT_SET_ANYWHERE: is not set; export it first"),
-    ([*SLURM, "--env", "MY_TOKEN", NANO], 1, "--env MY_TOKEN: is a secret, and Slurm keeps what is exported in files; leave it out, and log in once"),
-    ([*K8S, "--env", "NOT_SET_ANYWHERE", NANO], 1, "export it first"),
+    (["--env", "NOT_SET_ANYWHERE", "recipes/llama_nano_zero2.py"], 1, "Export it first"),
+    ([*SLURM, "--env", "NOT_SET_ANYWHERE", NANO], 1, "--env NOT_SET_ANYWHERE: is not set. Export it first"),
+    ([*SLURM, "--env", "MY_TOKEN", NANO], 1, "--env MY_TOKEN: is a secret, and Slurm keeps what is exported in files. Leave it out, and log in once"),
+    ([*K8S, "--env", "NOT_SET_ANYWHERE", NANO], 1, "Export it first"),
     ([*K8S, "--env", "MY_TOKEN", NANO], 1, "kubectl create secret generic NAME-secrets --from-file=MY_TOKEN=FILE"),
     ([*K8S, "--python", "/usr/bin/python3", NANO], 1, "--python: is not read with --where k8s, only with local and hostfile and slurm"),
     ([*K8S, "--master_addr", "10.0.0.1", NANO], 1, "--master_addr: is not read with --where k8s"),
     (["--image", "x", "--sbatch=--time=1", NANO], 1, "--image: is not read with --where local, only with k8s"),
     (["--max_restarts", "2", "--once", NANO], 1, "--max_restarts 2: cannot be combined with a program that runs once"),
-    ([*SLURM, "--wait_hosts", "60", NANO], 1, "--wait_hosts 60: only a restart waits for hosts; add --max_restarts N"),
+    ([*SLURM, "--wait_hosts", "60", NANO], 1, "--wait_hosts 60: only a restart waits for hosts. Add --max_restarts N"),
     (["--wait_hosts", "60", "--max_restarts", "2", NANO], 1, "--wait_hosts: is not read with --where local, only with hostfile and slurm"),
     ([*K8S, "--wait_hosts", "60", "--max_restarts", "2", NANO], 1, "--wait_hosts: is not read with --where k8s"),
     (["--wait_hosts", "0", NANO], 2, "'0' is not a number of at least 1"),
@@ -451,14 +451,14 @@ def launch(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
 
 
 CANNOT = [
-    (["--python", "/nowhere/python", "x.py"], {}, "/nowhere/python cannot be started: No such file or directory; "),
-    (["--python", "/tmp", "x.py"], {}, "/tmp cannot be started: Permission denied; "),
-    (["--hostfile", "hostfile", "--python", sys.executable, "x.py"], {"PATH": "/nowhere"}, "ssh cannot be started: No such file or directory; "),
-    (["x.py", "--out", "/proc/x/y"], {}, "/proc/x/y.logs cannot be made: No such file or directory; choose another run folder with --out"),
-    (["x.py"], {}, "runs/x.logs cannot be made: Not a directory; choose another run folder with --out"),
-    (["x.py"], {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun: has started launch 2 times; start launch without srun"),
-    (["x.py"], {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "mpirun: has started launch 4 times; start launch without mpirun"),
-    (["--once", "x.py"], {}, "runs/x.logs cannot be made: Not a directory; "),
+    (["--python", "/nowhere/python", "x.py"], {}, "/nowhere/python cannot be started: No such file or directory. "),
+    (["--python", "/tmp", "x.py"], {}, "/tmp cannot be started: Permission denied. "),
+    (["--hostfile", "hostfile", "--python", sys.executable, "x.py"], {"PATH": "/nowhere"}, "ssh cannot be started: No such file or directory. "),
+    (["x.py", "--out", "/proc/x/y"], {}, "/proc/x/y.logs cannot be made: No such file or directory. Choose another run folder with --out"),
+    (["x.py"], {}, "runs/x.logs cannot be made: Not a directory. Choose another run folder with --out"),
+    (["x.py"], {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun: has started launch 2 times. Start launch without srun"),
+    (["x.py"], {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "mpirun: has started launch 4 times. Start launch without mpirun"),
+    (["--once", "x.py"], {}, "runs/x.logs cannot be made: Not a directory. "),
 ]
 
 
@@ -481,7 +481,7 @@ def test_a_taken_port_is_refused_before_a_rank_starts(tmp_path: Path, spawner: s
         words = ("--spawn", spawner, "--master_port", str(port), "x.py")
         code, said = launch(tmp_path, *words, MASTER_PORT=str(port + 1))
     assert code == 1 and "refused: 1 problem" in said, said
-    found = re.search(rf"localhost: master port {port}: is in use; choose another: --master_port (\d+)$", said, re.M)
+    found = re.search(rf"localhost: master port {port}: is in use\. Choose another: --master_port (\d+)$", said, re.M)
     assert found and found[1] != str(port), said
 
 

@@ -118,8 +118,8 @@ LAUNCHER = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "n
         ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE = {'9' * 20}...: is not a number"),
         # left over: each process would train alone
         (SRUN | {"RANK": "0"}, "RANK = 0: srun has started 5 processes, and this RANK is one of 1"),
-        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"}, "unset RANK WORLD_SIZE; for separate runs unset OMPI_COMM_WORLD_SIZE"),
-        (FLUX | {"RANK": "0", "WORLD_SIZE": " ", "LOCAL_RANK": "0"}, "unset RANK LOCAL_RANK; for separate runs unset FLUX_JOB_SIZE"),
+        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"}, "Unset RANK WORLD_SIZE. For separate runs unset OMPI_COMM_WORLD_SIZE"),
+        (FLUX | {"RANK": "0", "WORLD_SIZE": " ", "LOCAL_RANK": "0"}, "Unset RANK LOCAL_RANK. For separate runs unset FLUX_JOB_SIZE"),
         (SRUN | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "this RANK is one of 2"),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_rank_that_nobody_joins_says_so(rank: str, others: str, ops: Any, tmp_
     place = {"RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job = Job(tmp_path, [sys.executable, str(NANO), "--tiny"], **place)
     try:
-        line = f"rank {rank} of 2 waits for {others}, which meet at 127.0.0.1:{port}; if nobody starts them, unset RANK and WORLD_SIZE"
+        line = f"rank {rank} of 2 waits for {others}, which meet at 127.0.0.1:{port}. If nobody starts them, unset RANK and WORLD_SIZE"
         job.wait_for(lambda: line in job.output or job.process.poll() is not None, 120)
         assert job.process.poll() is None, job.output
     finally:

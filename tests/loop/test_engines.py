@@ -132,8 +132,8 @@ def test_fp16_trains_like_fp32(pools, tmp_path, engine):
 
 
 def test_a_precision_is_refused_where_another_fits():
-    assert "use --precision bf16" in str(check_precision("ddp", "fp16", "NVIDIA H100", True)[0])
-    assert "Tesla V100 does not support bf16; use --precision fp16" in str(check_precision("fsdp2", "bf16", "Tesla V100", False)[0])
+    assert "Use --precision bf16" in str(check_precision("ddp", "fp16", "NVIDIA H100", True)[0])
+    assert "Tesla V100 does not support bf16. Use --precision fp16" in str(check_precision("fsdp2", "bf16", "Tesla V100", False)[0])
     assert not check_precision("ddp", "bf16", "NVIDIA H100", True) + check_precision("ddp", "fp16", "Tesla V100", False)
     assert not check_precision("deepspeed", "bf16", "Tesla V100", False)
 
@@ -294,11 +294,11 @@ def test_ddp_trains_an_adapter_as_zero_does_and_resumes(pools, tmp_path):
 REFUSED = [
     (["--engine", "ddp", "--deepspeed_config", "zero1.json"], "--deepspeed_config zero1.json: applies only to DeepSpeed, and torch's DDP does not read it"),
     (["--precision", "fp32"], "--precision fp32: applies only to the engines ddp and fsdp2"),
-    (["--engine", "fsdp2", "--tp", "2"], "tp = 2 with engine = fsdp2: torch's FSDP2 supports only data parallelism; use --tp 1"),
+    (["--engine", "fsdp2", "--tp", "2"], "tp = 2 with engine = fsdp2: torch's FSDP2 supports only data parallelism. Use --tp 1"),
     (["--engine", "fsdp2", "--pp", "2"], "pp = 2 with engine = fsdp2"),
     (["--engine", "ddp", "--sp", "2"], "sp = 2 with engine = ddp"),
     (["--engine", "ddp", "--save_in_background"], "save_in_background with engine = ddp: requires DeepSpeed, because torch's engines gather the states"),
-    (["--engine", "fsdp"], "--engine fsdp: is not known; use --engine deepspeed or ddp or fsdp2"),
+    (["--engine", "fsdp"], "--engine fsdp: is not known. Use --engine deepspeed or ddp or fsdp2"),
 ]
 
 
@@ -315,9 +315,9 @@ STATED = [
         {"engine": "ddp", "ds_config": "zero3.json"},
         "--deepspeed_config zero3.json: applies only to DeepSpeed",
         "fsdp2",
-        "the recipe's JSON (zero3.json) is not used",
+        "The recipe's JSON (zero3.json) is not used",
     ),
-    ({"precision": "fp32"}, "--precision fp32: applies only to the engines ddp and fsdp2", "deepspeed", "the recipe's precision (fp32) is not used"),
+    ({"precision": "fp32"}, "--precision fp32: applies only to the engines ddp and fsdp2", "deepspeed", "The recipe's precision (fp32) is not used"),
 ]
 
 
@@ -337,5 +337,5 @@ def test_an_adapter_is_refused_under_fsdp2():
 
 def test_an_engine_typed_over_a_json_says_that_the_json_is_not_used():
     plan = make_plan(parse(dataclasses.replace(recipe_for("untied"), ds_config="zero3.json"), Path("engines.py"), ["--tiny", "--engine", "fsdp2"]))
-    assert "engine: torch's FSDP2 in bf16; the recipe's JSON (zero3.json) is not used" in plan.notes
+    assert "engine: torch's FSDP2 in bf16. The recipe's JSON (zero3.json) is not used" in plan.notes
     assert plan.ds_path is None and plan.ds_config["zero_optimization"] == {"stage": 0} and json.dumps(plan.ds_config)

@@ -122,7 +122,7 @@ def test_a_wsd_run_is_prolonged_in_its_stable_phase(pools: Any, tmp_path: Path) 
     assert [line["lr"] for line in metrics(long)] == pytest.approx([peak / 2, *[peak] * 6, root, 1e-4], rel=1e-12)
     assert numbers(metrics(short))[:4] == numbers(metrics(long))[:4]
     longer = replace(recipe_for("untied", **accumulating(1), steps=9, **wsd), ds_config=strategy("zero2"), out=str(short))
-    with pytest.raises(Refusal, match=f"steps = 9: the run in {short} has 6; resume with --steps 6, start a new run .*--resume {short}"):
+    with pytest.raises(Refusal, match=rf"steps = 9: the run in {short} has 6\. Resume with --steps 6, start a new run .*--resume {short}"):
         make_plan(parse(longer, Path("parity.py"), ["--tiny", *pinned(longer)]))
     train(pools, short, 1, "zero2", steps=9, resume=str(short / "checkpoints" / "step_00000004"), **wsd)
     assert numbers(metrics(short)) == numbers(metrics(long))

@@ -190,7 +190,7 @@ def test_a_layout_is_refused_by_its_axis() -> None:
             LORA,
             0,
             {"tp": 2, "ep": 4},
-            ["ep > 1: peft's adapters do not support experts on other ranks; use --ep 1", "tp > 1: peft's adapters do not support tensor-"],
+            ["ep > 1: peft's adapters do not support experts on other ranks. Use --ep 1", "tp > 1: peft's adapters do not support tensor-"],
         ),
         (LORA, 3, {"ep": 2}, ["ep > 1: peft's"]),
         (tokens, 3, {"tp": 2}, ["tp > 1: peft's adapters", "adapt: trainable_token_indices with ZeRO-3: "]),

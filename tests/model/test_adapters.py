@@ -276,7 +276,7 @@ def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path:
     ((code, said),) = again(recipe=dataclasses.replace(recipe, stop_at=1, merge=True))
     assert code == 0 and not (out / "hf").exists()
     ((code, said),) = again(recipe=dataclasses.replace(recipe, stop_at=1, merge=True))
-    way = f"step 1 of 2 is not the last one; merge a checkpoint with recipekit convert to-hf --merge {out} NEW_FOLDER\n"
+    way = f"step 1 of 2 is not the last one. Merge a checkpoint with recipekit convert to-hf --merge {out} NEW_FOLDER\n"
     assert code == 0 and f"--merge: nothing is exported, because {way}" in said and "nothing to do: " in said, said
 
     assert again(recipe=recipe)[0][0] == 0
@@ -304,7 +304,7 @@ def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path:
 def test_a_checkpoint_without_an_adapter_is_not_merged(tmp_path: Path) -> None:
     for files, said in (({}, "no adapter_config.json: it is no checkpoint of an adapter"), ({"adapter_config.json": tmp_path / "x"}, "no config.json")):
         step: Any = SimpleNamespace(folder=tmp_path, small_files=files, model_config=None)
-        with pytest.raises(Refusal, match=f"holds {said}.*; leave --merge out"):
+        with pytest.raises(Refusal, match=rf"holds {said}.*\. Leave --merge out"):
             adapted_model(step)
 
 

@@ -42,8 +42,8 @@ def test_documents_are_read_as_if_each_were_alone(kind, attention):
     [
         ("deberta", "auto", {}, "attention = auto: does not keep the documents of a row apart in this deberta .*eager: the logits of a tiny copy's documents"),
         ("fnet", "auto", {}, "does not keep the documents of a row apart in this fnet"),
-        ("bert", "varlen", {}, "attention = varlen: does not keep .* apart in this bert .varlen: it has attention dropout of 0.1.; leave it out"),
-        ("modernbert", "flash_attention_2", {}, "cannot keep the documents of a bidirectional model apart; use --attention varlen"),
+        ("bert", "varlen", {}, "attention = varlen: does not keep .* apart in this bert .varlen: it has attention dropout of 0.1.. Leave it out"),
+        ("modernbert", "flash_attention_2", {}, "cannot keep the documents of a bidirectional model apart. Use --attention varlen"),
     ],
 )
 def test_what_is_refused(kind, wanted, changes, says):
@@ -52,7 +52,7 @@ def test_what_is_refused(kind, wanted, changes, says):
 
 
 def test_a_mask_that_leaves_no_room_is_refused():
-    with pytest.raises(Refusal, match=r"it is not varlen, which makes none: it has attention dropout of 0.1; use a smaller --seq_len"):
+    with pytest.raises(Refusal, match=r"It is not varlen, which makes none: it has attention dropout of 0.1\. Use a smaller --seq_len"):
         chosen("bert", rows=(64, 65536))
 
 

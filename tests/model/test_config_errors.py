@@ -98,10 +98,10 @@ def test_only_an_attention_that_a_class_lacks_is_refused_as_one(monkeypatch: pyt
         raise kind(said)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fail)
-    for attention, fix in (("sdpa", "use --attention eager"), ("eager", "use another model")):
+    for attention, fix in (("sdpa", "Use --attention eager"), ("eager", "Use another model")):
         with pytest.raises((Refusal, kind)) as caught:
             construct(transformers.LlamaConfig(), attention)
-        expected = f"attention = {attention}: a llama cannot use it here: {said.removesuffix('. More')}; {fix}" if said in ATTENTIONS else said
+        expected = f"attention = {attention}: a llama cannot use it here: {said.removesuffix('. More')}. {fix}" if said in ATTENTIONS else said
         assert str(caught.value) == expected
 
 
@@ -112,7 +112,7 @@ def test_an_image_model_whose_small_copy_fails_is_refused(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(image_classification, "small_copy", fail)
     config = tiny_config("vit", task="image_classification")
-    rule = rf"^model = M: no small copy of a vit runs on pictures alone \({kind.__name__}: y{{200}}\); use another image classifier"
+    rule = rf"^model = M: no small copy of a vit runs on pictures alone \({kind.__name__}: y{{200}}\). Use another image classifier"
     with pytest.raises(Refusal, match=rule):
         image_classification.check(config, "eager", "M")
     monkeypatch.setattr(image_classification, "small_copy", lambda *_: (_ for _ in ()).throw(refuse("A", "is b", "use c")))

@@ -63,7 +63,7 @@ def test_one_matrix_of_each_expert_is_stacked_in_the_first_dimension(monkeypatch
 )
 def test_another_form_of_the_files_is_refused_with_its_operations(monkeypatch: pytest.MonkeyPatch, operations: Any, named: str) -> None:
     monkeypatch.setattr(file_keys, "get_model_conversion_mapping", lambda model: [converter(*operations)])
-    with pytest.raises(Refusal, match=rf"^model = X: its files hold model\.layers\.1\.mlp\.experts\.both in a form that needs {named}; load and save it once"):
+    with pytest.raises(Refusal, match=rf"^model = X: its files hold model\.layers\.1\.mlp\.experts\.both in a form that needs {named}\. Load and save it once"):
         find_stored(model_of("llama"), EXPERTS)
 
 
@@ -176,21 +176,21 @@ def refused(*keys: str, base: str = "model", **config: Any) -> str:
     return ""
 
 
-OF_FILES = "give the config.json of these files"
+OF_FILES = "Give the config.json of these files"
 
 
 @pytest.mark.parametrize(
     ("keys", "config", "said"),
     [
         (["model.layers.2.w", "model.layers.extra", "model.layers.w.5", "model.named.7.w", "other.layers.7.w", "7.w", "layers"], {}, ""),
-        (["model.layers.3.w"], {}, f"4 layers in model.layers, and its config.json makes 3; {OF_FILES}; to train the shorter model, delete model.layers.3 from the files"),
-        (["model.layers.4.w", "model.layers.3.w"], {}, f"5 layers in model.layers, and its config.json makes 3; {OF_FILES}; "
-         "to train the shorter model, delete model.layers.3 to 4 from the files"),
+        (["model.layers.3.w"], {}, f"4 layers in model.layers, and its config.json makes 3. {OF_FILES}. To train the shorter model, delete model.layers.3 from the files"),
+        (["model.layers.4.w", "model.layers.3.w"], {}, f"5 layers in model.layers, and its config.json makes 3. {OF_FILES}. "
+         "To train the shorter model, delete model.layers.3 to 4 from the files"),
         (["layers.3"], {}, "4 layers in model.layers, and its config.json makes 3"),
         (["model.convs.2.w"], {}, "3 layers in model.convs, and its config.json makes 2"),
         (["model.convs.5.w", "model.layers.3.w"], {}, "6 layers in model.convs, and its config.json makes 2"),
-        (["model.layers.3.w"], {"a": 3, "n_layers": 3, "layer_b": 3}, '4 layers in model.layers, and its config.json makes 3; write "n_layers": 4 into its config.json; '),
-        (["model.layers.3.w"], {"layers": 4, "text_config": {"x": [3], "num_layer": 3}}, 'makes 3; write "num_layer": 4 into its config.json; '),
+        (["model.layers.3.w"], {"a": 3, "n_layers": 3, "layer_b": 3}, '4 layers in model.layers, and its config.json makes 3. Write "n_layers": 4 into its config.json. '),
+        (["model.layers.3.w"], {"layers": 4, "text_config": {"x": [3], "num_layer": 3}}, 'makes 3. Write "num_layer": 4 into its config.json. '),
         (["model.layers.3.w"], {"layers": True, "layers2": 3.0}, OF_FILES),
     ],
 )  # fmt: skip
@@ -273,12 +273,12 @@ def test_a_wrapper_in_every_layer_is_found(word: str) -> None:
 def test_the_refusal_of_an_affix_counts_the_names_and_renames_them() -> None:
     model = model_of("llama")
     said = str(refuse_affix(model, ["a.x", "a.y", "z"], Affix("a.")))
-    assert said.startswith("model = X: 2 of the 3 names of tensors in its files have a. in them, which the names of a llama's parameters do not; rename them")
+    assert said.startswith("model = X: 2 of the 3 names of tensors in its files have a. in them, which the names of a llama's parameters do not. Rename them")
     assert "save_file({key.removeprefix('a.'): value for key, value in load_file(FILE).items()}, FILE, {'format': 'pt'})" in said
     words = str(refuse_affix(model, ["x.module.y", "z"], Affix(words=("_orig_mod", "module"))))
     assert "1 of the 2 names" in words and "{key.replace('_orig_mod.', '').replace('module.', ''): value" in words
     adapter = str(refuse_affix(model, ["a.x.lora_A.weight", "z"], Affix("a.")))
-    assert adapter.endswith("; merge the adapter with peft's merge_and_unload(), and save that with save_pretrained")
+    assert adapter.endswith(". Merge the adapter with peft's merge_and_unload(), and save that with save_pretrained")
 
 
 def test_a_form_that_is_refused_is_no_affix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_layers_that_config_json_does_not_have_are_refused(tmp_path, kind, task,
     tensors = load_file(tmp_path / FILE)
     layers = 1 + max(int(name.removeprefix(f"{listed}.").split(".")[0]) for name in tensors if name.startswith(f"{listed}."))
     save_file(further_layers(tensors, listed, layers - 1), tmp_path / FILE, metadata={"format": "pt"})
-    expected = rf'its files hold {layers + 2} layers in {place}, and its config.json makes {layers}; write "{key}": {layers + 2} into its config.json'
+    expected = rf'its files hold {layers + 2} layers in {place}, and its config.json makes {layers}. Write "{key}": {layers + 2} into its config.json'
     with pytest.raises(Refusal, match=expected):
         read(tmp_path, task)
 
@@ -191,7 +191,7 @@ def test_an_adapter_that_was_not_merged_is_named(tmp_path):
         "llama",
         tensors=lambda tensors: {f"base_model.model.{name}": value for name, value in more("model.layers.0.mlp.up_proj.lora_A.weight")(tensors).items()},
     )
-    with pytest.raises(Refusal, match=r"have base_model\.model\. in them.*; merge the adapter with peft's merge_and_unload"):
+    with pytest.raises(Refusal, match=r"have base_model\.model\. in them.*\. Merge the adapter with peft's merge_and_unload"):
         read(tmp_path)
 
 

@@ -101,7 +101,7 @@ def test_random_init_has_the_models_own_distribution(kind):
 def test_a_parameter_that_only_the_constructor_draws_is_refused():
     """OpenAI-GPT's Conv1D (transformers 5.22.2): its values would depend on the order in which modules are made."""
     config = tiny_of("openai-gpt", BYTE_VOCAB)
-    with pytest.raises(Refusal, match=r"--init random: OpenAIGPTLMHeadModel has no initialiser for transformer\.h\.0\.attn\.c_attn\.weight; give pretrained"):
+    with pytest.raises(Refusal, match=r"--init random: OpenAIGPTLMHeadModel has no initialiser for transformer\.h\.0\.attn\.c_attn\.weight\. Give pretrained"):
         model_module.build_model(Recipe(model="none", init="random", attention="eager"), config, None, ds_config(0), torch.device("cpu"))
 
 

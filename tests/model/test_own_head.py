@@ -229,7 +229,7 @@ def test_a_nan_that_one_rank_reads_ends_all(pools, tmp_path, layout):
 
     save_model(tmp_path / "model", "llama", tensors=spoiled)
     recipe = recipe_of(str(tmp_path / "model"), tmp_path / "run", ds_config=strategy("zero0"), **{layout: 2})
-    expected = f"model = {tmp_path / 'model'}: {name} holds a NaN in its files; use files that were saved before the run diverged or the values were cast"
+    expected = f"model = {tmp_path / 'model'}: {name} holds a NaN in its files. Use files that were saved before the run diverged or the values were cast"
     assert pools.run(2, run_main, recipe=recipe, argv=[]) == [expected] * 2
 
 

@@ -230,7 +230,7 @@ def test_a_file_above_the_limit_is_left_out_with_a_line(folder: Path, monkeypatc
     contents, notes = dict[str, bytes](), list[str]()
     small_files._read(folder, lambda name: name in content, contents, notes)
     assert contents == {"vocab.txt": content["vocab.txt"]}
-    assert notes == [f"{folder / 'merges.txt'}: 6,001 bytes are too large for a config or tokenizer file; exports leave it out"]
+    assert notes == [f"{folder / 'merges.txt'}: 6,001 bytes are too large for a config or tokenizer file. Exports leave it out"]
 
 
 def test_an_adapter_is_exported_with_its_card_and_the_tokenizers_files(tmp_path: Path) -> None:

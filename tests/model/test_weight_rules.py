@@ -137,7 +137,7 @@ def test_only_parameters_that_transformers_allows_to_be_missing_are_drawn(folder
 
     change(folder, remove=("model.norm.weight", "model.layers.1.mlp.up_proj.weight"))
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["^never", r"norm\.w", r"self_attn"])
-    with pytest.raises(Refusal, match=r"^model = X: its files lack 1 of 39 parameters, first model\.layers\.1\.mlp\.up_proj\.weight; give the files that match this "
+    with pytest.raises(Refusal, match=r"^model = X: its files lack 1 of 39 parameters, first model\.layers\.1\.mlp\.up_proj\.weight\. Give the files that match this "
                        r"config\.json and transformers version$"):  # fmt: skip
         opened(folder)
     change(folder, (), **{"model.layers.1.mlp.up_proj.weight": torch.ones(128, 64)})
@@ -259,10 +259,10 @@ def test_every_part_that_states_the_tie_is_untied(monkeypatch: pytest.MonkeyPatc
     }
     changed, note = compared(monkeypatch, config)
     assert changed == config | {"tie_word_embeddings": False, "a": {"tie_word_embeddings": False, "x": 1}}
-    assert note == 'model = N: head_b differs from embed in its files, so the two are not tied, as in transformers; the run has "tie_word_embeddings": false'
+    assert note == 'model = N: head_b differs from embed in its files, so the two are not tied, as in transformers. The run has "tie_word_embeddings": false'
     assert compared(monkeypatch, {"model_type": "t", "a": {}})[0] == {"model_type": "t", "a": {}, "tie_word_embeddings": False}
 
 
 def test_a_head_that_a_model_always_ties_must_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Refusal, match=r"^model = N: head_b and embed differ in its files, and a t always ties them; delete head_b from its files$"):
+    with pytest.raises(Refusal, match=r"^model = N: head_b and embed differ in its files, and a t always ties them\. Delete head_b from its files$"):
         compared(monkeypatch, {"model_type": "t", "tie_word_embeddings": True}, always=True)

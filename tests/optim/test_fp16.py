@@ -90,7 +90,7 @@ def test_an_overflow_at_the_smallest_scale_is_refused_on_every_rank(pools, stage
     fp16 = {"initial_scale_power": 24, "min_loss_scale": 2.0**24, "hysteresis": 1}
     results = pools.run(2, refused_step, timeout=60, stage=stage, fp16=fp16)
     assert results[0] == results[1]
-    assert results[0].startswith("fp16.min_loss_scale: gradients overflow in fp16 at the smallest loss scale; train in bf16"), results[0]
+    assert results[0].startswith("fp16.min_loss_scale: gradients overflow in fp16 at the smallest loss scale. Train in bf16"), results[0]
     assert pools.run(2, refused_step, timeout=60, stage=stage, fp16=fp16 | {"min_loss_scale": 1.0}) == ["trained"] * 2
 
 

@@ -317,7 +317,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
         "--resume",
         str(out),
         recipe=scaled,
-        refused="of weights in another order: the order of the optimizer's groups has changed; resume with the lr_scale",
+        refused="of weights in another order: the order of the optimizer's groups has changed. Resume with the lr_scale",
     )
     adamw = dataclasses.replace(SHORT, ds_config=strategy("zero0"))
     go_other = pools.run(2, train, recipe=adamw, argv=["--out", str(out), "--resume", str(out)])
@@ -333,9 +333,9 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
     ("config", "argv", "said"),
     [
         (config_of(3) | {"zero_optimization": {"stage": 1}}, [], 'optimizer.type = "OneBitAdam": requires each rank\'s gradients before'),
-        (config_of(3), ["--tp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --tp 1'),
-        (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --pp 1'),
-        (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model; use --sp 1'),
+        (config_of(3), ["--tp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model. Use --tp 1'),
+        (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model. Use --pp 1'),
+        (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model. Use --sp 1'),
         (config_of(3) | {"fp16": {"enabled": True}}, [], "fp16.enabled = true: fp16 skips a step after an overflow"),
         (
             config_of(3) | {"torch_autocast": {"enabled": True, "dtype": "float16"}},

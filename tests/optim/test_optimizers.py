@@ -293,7 +293,7 @@ def test_what_needs_whole_tensors_is_refused_where_experts_are_divided(monkeypat
 
 def test_deepspeeds_own_adam_without_zero_is_refused_in_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It trained, and its first save failed: its masters lie in one flat tensor."""
-    assert 'add "optimizer.params.torch_adam": true' in planned(monkeypatch, config_of("zero0", "AdamW", {}, bf16=True), tmp_path)
+    assert 'Add "optimizer.params.torch_adam": true' in planned(monkeypatch, config_of("zero0", "AdamW", {}, bf16=True), tmp_path)
     assert planned(monkeypatch, config_of("zero0", "AdamW", {}), tmp_path) == ""
 
 

@@ -170,7 +170,7 @@ def planned(folder: Path, *argv: str, **changes: Any) -> Any:
 
 
 def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"lr_scale of '\*\.wte\.\*': does not match any trained parameter; write a name, or a pattern with \*"):
+    with pytest.raises(Refusal, match=r"lr_scale of '\*\.wte\.\*': does not match any trained parameter\. Write a name, or a pattern with \*"):
         plan = planned(tmp_path, lr_scale={"*.wte.*": 0.5})
         model_module.build_model(plan.recipe, plan.model_config, None, plan.ds_config, torch.device("cpu"))
     with pytest.raises(Refusal, match="lr_scale of 'a' = 0: must be a positive number"):
@@ -185,7 +185,7 @@ def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"layer_decay = 0\.5: scales the rate of the recipe's schedule, but the JSON's scheduler block"):
         planned(tmp_path, layer_decay=0.5, ds_config=scheduled, warmup_steps=0)
     unknown = Plans(layer_decay=0.5, pp={"nowhere": "split"})
-    with pytest.raises(Refusal, match=r"layer_decay = 0\.5: no list of layers of LlamaForCausalLM is known; leave it out, or give the recipe a pp_plan"):
+    with pytest.raises(Refusal, match=r"layer_decay = 0\.5: no list of layers of LlamaForCausalLM is known\. Leave it out, or give the recipe a pp_plan"):
         draft(empty_model(tiny_config("llama", 264)), unknown)
 
 
@@ -242,5 +242,5 @@ def test_a_run_goes_on_with_its_own_scales_only(tmp_path: Path) -> None:
     saved = {"identity": identity(plan.recipe, plan.model_config), "recipe": {"tiny": True}}
     (tmp_path / "run" / "run.json").write_text(json.dumps(saved))
     assert find_resume(plan.recipe, tmp_path / "run", plan.model_config, True) == tmp_path / "run"
-    with pytest.raises(Refusal, match=r"lr_scale = nothing: the run in .* has {'\*norm\*': 0.5}; start a new run"):
+    with pytest.raises(Refusal, match=r"lr_scale = nothing: the run in .* has {'\*norm\*': 0.5}\. Start a new run"):
         planned(tmp_path)

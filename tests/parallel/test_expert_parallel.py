@@ -133,10 +133,10 @@ MOE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "v
 @pytest.mark.parametrize(
     ("world", "changes", "shape", "text"),
     [
-        (8, {"ep": 4}, MOE, "ep = 4: does not divide the model's 6 experts; use --ep 2"),
-        (4, {"ep": 2}, MOE | {"num_experts": 0}, "ep = 2: this model has no experts; use --ep 1"),
-        (4, {"ep": 2, "pp": 2}, MOE, "ep = 2 with pp = 2: expert parallelism can be combined only with data parallelism and ZeRO; use --ep 1, or --pp 1"),
-        (4, {"ep": 2, "tp": 2}, MOE, "ep = 2 with tp = 2: expert parallelism can be combined only with data parallelism and ZeRO; use --ep 1, or --tp 1"),
+        (8, {"ep": 4}, MOE, "ep = 4: does not divide the model's 6 experts. Use --ep 2"),
+        (4, {"ep": 2}, MOE | {"num_experts": 0}, "ep = 2: this model has no experts. Use --ep 1"),
+        (4, {"ep": 2, "pp": 2}, MOE, "ep = 2 with pp = 2: expert parallelism can be combined only with data parallelism and ZeRO. Use --ep 1, or --pp 1"),
+        (4, {"ep": 2, "tp": 2}, MOE, "ep = 2 with tp = 2: expert parallelism can be combined only with data parallelism and ZeRO. Use --ep 1, or --tp 1"),
         (4, {"ep": 2}, MOE, None),
     ],
 )

@@ -203,7 +203,7 @@ def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
     with pytest.raises(Refusal) as refused:
         planned(monkeypatch, 24, "--pp", "24", "--pipeline_schedule", "dualpipev", "--global_batch", "8", "--micro_batch", "2")
     assert str(refused.value) == (
-        "pp = 24: makes 48 stages (two on each rank under dualpipev), but the model has only 32 layers; use --pp 12 or --pp 24 --pipeline_schedule 1f1b\n"
+        "pp = 24: makes 48 stages (two on each rank under dualpipev), but the model has only 32 layers. Use --pp 12 or --pp 24 --pipeline_schedule 1f1b\n"
         "global_batch (train_batch_size) = 8: 1 data-parallel rank * micro_batch 2 leaves 4 micro-batches in a step, but dualpipev requires 2 * pp = 48;"
         " use global_batch 96, or --pipeline_schedule 1f1b"
     )
@@ -212,14 +212,14 @@ def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("world", "flags", "text"),
     [
-        (2, "--pipeline_schedule dualpipev", "pipeline_schedule = dualpipev: requires a pipeline, but pp = 1; use --pp 2 or more"),
-        (64, "--pp 64", "pp = 64: makes 64 stages, but the model has only 32 layers; use --pp 32"),
-        (6, "--pp 6 --tiny", "pp = 6: makes 6 stages, but the model has only 4 layers; use --pp 3"),
-        (4, "--pp 4 --tiny --pipeline_schedule dualpipev", "pp = 4: makes 8 stages (two on each rank under dualpipev), but the model has only 4 layers; use --pp 2 or"),
-        (4, "--pp 2 --pipeline_schedule dualpipev --global_batch 16 --micro_batch 4", "leaves 2 micro-batches in a step, but dualpipev requires 2 * pp = 4; use "
+        (2, "--pipeline_schedule dualpipev", "pipeline_schedule = dualpipev: requires a pipeline, but pp = 1. Use --pp 2 or more"),
+        (64, "--pp 64", "pp = 64: makes 64 stages, but the model has only 32 layers. Use --pp 32"),
+        (6, "--pp 6 --tiny", "pp = 6: makes 6 stages, but the model has only 4 layers. Use --pp 3"),
+        (4, "--pp 4 --tiny --pipeline_schedule dualpipev", "pp = 4: makes 8 stages (two on each rank under dualpipev), but the model has only 4 layers. Use --pp 2 or"),
+        (4, "--pp 2 --pipeline_schedule dualpipev --global_batch 16 --micro_batch 4", "leaves 2 micro-batches in a step, but dualpipev requires 2 * pp = 4. Use "
          "global_batch 32, or micro_batch 2, or --pipeline_schedule 1f1b"),
-        (4, "--pp 2 --sp 2", "sp = 2 with pp = 2: sequence parallelism can be combined only with data parallelism and ZeRO; use --sp 1, or --pp 1"),
-        (4, "--pp 2 --ep 2", "ep = 2 with pp = 2: expert parallelism can be combined only with data parallelism and ZeRO; use --ep 1, or --pp 1"),
+        (4, "--pp 2 --sp 2", "sp = 2 with pp = 2: sequence parallelism can be combined only with data parallelism and ZeRO. Use --sp 1, or --pp 1"),
+        (4, "--pp 2 --ep 2", "ep = 2 with pp = 2: expert parallelism can be combined only with data parallelism and ZeRO. Use --ep 1, or --pp 1"),
     ],
 )  # fmt: skip
 def test_a_pipeline_that_cannot_be_is_refused(monkeypatch, world, flags, text):

@@ -66,7 +66,7 @@ def test_a_name_of_the_recipe_that_the_model_does_not_have_is_refused():
         pipeline.chain(model, plans_of(model, Plans(pp={"*.layer": "split"}), Plans()).pp)
     with pytest.raises(Refusal, match="is a Embedding, which has no blocks to split"):
         pipeline.chain(model, plans_of(model, Plans(pp={"model.embed_tokens": "split"}), Plans()).pp)
-    with pytest.raises(Refusal, match=r"no tensor-parallel style columns; use .*colwise"):
+    with pytest.raises(Refusal, match=r"no tensor-parallel style columns\. Use .*colwise"):
         tensor_parallel.check_plan(model, {"model.layers.*.mlp.up_proj": "columns"})
     with pytest.raises(Refusal, match="publishes no base_model_tp_plan"):
         tensor_parallel.check_plan(empty_model(tiny_config("gpt2", 264)), {})

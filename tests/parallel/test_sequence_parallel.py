@@ -186,11 +186,11 @@ SHAPE = {"hidden_size": 64, "num_attention_heads": 12, "num_key_value_heads": 4,
 @pytest.mark.parametrize(
     ("world", "changes", "text"),
     [
-        (8, {"sp": 8}, "sp = 8: does not divide the model's 12 attention heads; use --sp 4"),
-        (10, {"sp": 5}, "sp = 5: does not divide the model's 12 attention heads and seq_len = 64; use --sp 2"),
-        (6, {"sp": 3}, "sp = 3: does not divide seq_len = 64; use --sp 2"),
-        (4, {"sp": 2, "tp": 2}, "sp = 2 with tp = 2: sequence parallelism can be combined only with data parallelism and ZeRO; use --sp 1, or --tp 1"),
-        (4, {"sp": 2, "pp": 2}, "sp = 2 with pp = 2: sequence parallelism can be combined only with data parallelism and ZeRO; use --sp 1, or --pp 1"),
+        (8, {"sp": 8}, "sp = 8: does not divide the model's 12 attention heads. Use --sp 4"),
+        (10, {"sp": 5}, "sp = 5: does not divide the model's 12 attention heads and seq_len = 64. Use --sp 2"),
+        (6, {"sp": 3}, "sp = 3: does not divide seq_len = 64. Use --sp 2"),
+        (4, {"sp": 2, "tp": 2}, "sp = 2 with tp = 2: sequence parallelism can be combined only with data parallelism and ZeRO. Use --sp 1, or --tp 1"),
+        (4, {"sp": 2, "pp": 2}, "sp = 2 with pp = 2: sequence parallelism can be combined only with data parallelism and ZeRO. Use --sp 1, or --pp 1"),
         (4, {"sp": 4}, None),
     ],
 )

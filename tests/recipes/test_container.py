@@ -46,7 +46,7 @@ def train(recipe: str, folder: Path, *conditions: str) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(metrics(folder / "run")) == 1 and list((folder / "run" / "hf").glob("*.safetensors"))
     assert (json.loads((folder / "run" / "run.json").read_text())["git_commit"] is None) == ("no git" in conditions)
-    assert ("this program reads and writes UTF-8 all the same" in done.stdout) == ("no UTF-8" in conditions)
+    assert ("This program reads and writes UTF-8 all the same" in done.stdout) == ("no UTF-8" in conditions)
     return done.stdout
 
 

@@ -74,10 +74,10 @@ def refused(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--model {0} --tokenizer {0}", "model = {0}: without weights and tokenizer; use --init random --tokenizer bytes"),
-        ("--model {0}", "model = {0}: without weights; use --init random"),
-        ("--model {0} --init random --tokenizer {0}", "tokenizer = {0}: without tokenizer; use --tokenizer bytes"),
-        ("--tokenizer {0}", "tokenizer = {0}: without tokenizer; use --tokenizer bytes"),
+        ("--model {0} --tokenizer {0}", "model = {0}: without weights and tokenizer. Use --init random --tokenizer bytes"),
+        ("--model {0}", "model = {0}: without weights. Use --init random"),
+        ("--model {0} --init random --tokenizer {0}", "tokenizer = {0}: without tokenizer. Use --tokenizer bytes"),
+        ("--tokenizer {0}", "tokenizer = {0}: without tokenizer. Use --tokenizer bytes"),
     ],
 )
 def test_a_model_that_only_this_repository_has_is_refused_as_at_the_start(words: str, said: str) -> None:
@@ -106,7 +106,7 @@ def test_a_model_that_only_this_repository_has_is_refused_as_at_the_start(words:
 def test_files_of_another_shape_are_refused_by_plan_and_start(folder: Path, changes: dict[str, int], rule: str) -> None:
     write_model(folder / "m", **changes)
     found = refused("--dry_run", "--model", "./m")
-    assert found.startswith(f"model = ./m: {rule}; ")
+    assert found.startswith(f"model = ./m: {rule}. ")
     assert refused("--model", "./m") == found
     assert refused("--model", "./m", "--tokenizer", "bytes", "--init", "pretrained") == found
     assert planned("--model", "./m", "--init", "random"), "whose files are not read"
@@ -139,7 +139,7 @@ def test_a_model_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch, nam
     hub.hub_is_away.cache_clear()
     found = refused("--dry_run", "--model", name)
     why = "HF_HUB_OFFLINE prevents a download" if offline else "the hub cannot be reached"
-    assert found.startswith(f"model = {name}: the folder does not exist, the model is not in the cache {hub.cache_folder()}, and {why}; check the path, or ")
+    assert found.startswith(f"model = {name}: the folder does not exist, the model is not in the cache {hub.cache_folder()}, and {why}. Check the path, or ")
 
 
 def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(monkeypatch: pytest.M
         plan = planned("--dry_run", "--model", "org/tiny")
         assert plan.model_config == CONFIG
         rule = "the folder does not exist, and https://huggingface.co/org/other does not exist or is private"
-        assert refused("--dry_run", "--model", "org/other") == f"model = org/other: {rule}; check the path or the name, or log in with: hf auth login"
+        assert refused("--dry_run", "--model", "org/other") == f"model = org/other: {rule}. Check the path or the name, or log in with: hf auth login"
     assert not (folder / "cache").exists(), "the question changes nothing"
 
 
@@ -224,7 +224,7 @@ def test_a_dry_run_counts_local_data(folder: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [("--show json", "requires --dry_run"), ("--dry_run --show yaml", "use --show json"), ("--dry_run --show", "requires a value")]
+    ("words", "says"), [("--show json", "requires --dry_run"), ("--dry_run --show yaml", "Use --show json"), ("--dry_run --show", "requires a value")]
 )
 def test_show_is_json_of_a_dry_run(words: str, says: str) -> None:
     assert says in refused(*words.split())

@@ -46,7 +46,7 @@ def test_an_empty_value_is_refused_or_documented(name: str, value: str, tmp_path
     if not value and name == "prompt_field":  # read by other tasks
         return
     (found,) = problems(f"--{name}", value)
-    assert found.startswith(f"{name} = ") and "must not be empty or blank" in found and found.endswith("check the variables of your shell")
+    assert found.startswith(f"{name} = ") and "must not be empty or blank" in found and found.endswith("Check the variables of your shell")
 
 
 def test_an_empty_value_of_the_recipe_itself_is_refused() -> None:
@@ -93,7 +93,7 @@ def test_a_list_of_files_may_be_longer_than_the_name_of_a_file(tmp_path: Path, s
 def test_a_name_that_no_file_can_have_is_refused(name: str, value: str) -> None:
     flag = "deepspeed_config" if name == "ds_config" else name
     (found,) = problems(f"--{flag}", value)
-    assert found.startswith(f"{flag} = ") and "but file systems allow at most 255; " in found
+    assert found.startswith(f"{flag} = ") and "but file systems allow at most 255. " in found
 
 
 @pytest.mark.parametrize(("flag", "value"), [("bad_rows", "\n"), ("steps", "\n"), ("lr", " "), ("task", "a\tb"), ("init", "")])
@@ -111,7 +111,7 @@ def test_a_number_of_more_than_64_bits_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", AXES)
 def test_a_huge_degree_is_refused_at_once(name: str) -> None:
     for value in (10**12, 65537):
-        assert problems(f"--{name}", str(value)) == [f"{name} = {value}: must be at most 65536; for example --{name} 1"]
+        assert problems(f"--{name}", str(value)) == [f"{name} = {value}: must be at most 65536. For example --{name} 1"]
     assert problems(f"--{name}", "65536"), "planned, and refused on one rank"
 
 
@@ -127,7 +127,7 @@ def test_the_largest_seed_gives_weights_and_an_order() -> None:
 @pytest.mark.parametrize("task", ["pretrain", "sft"])
 def test_a_row_of_one_token_has_no_target(task: str) -> None:
     (found,) = problems("--seq_len", "1", "--task", task)
-    assert found.startswith("seq_len = 1: a row of one token has no target") and found.endswith("use --seq_len 2 or more")
+    assert found.startswith("seq_len = 1: a row of one token has no target") and found.endswith("Use --seq_len 2 or more")
     planned("--seq_len", "2", "--task", task)
 
 
@@ -152,7 +152,7 @@ def test_a_tool_takes_no_empty_path_for_the_current_folder(words: list[str]) -> 
     for value in ("", " "):
         tool, *rest = [word.format(value) for word in words]
         done = subprocess.run([sys.executable, ROOT / "tools" / f"{tool}.py", *rest], env=environment(), capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2 and done.stderr.endswith("must not be empty or blank; check the variables of your shell\n"), done.stderr
+        assert done.returncode == 2 and done.stderr.endswith("must not be empty or blank. Check the variables of your shell\n"), done.stderr
 
 
 @pytest.mark.parametrize("name", ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"])
@@ -162,7 +162,7 @@ def test_an_empty_variable_of_a_cache_is_refused(name: str, monkeypatch: pytest.
     for value in ("", " "):
         monkeypatch.setenv(name, value)
         rule = "must not be empty or blank: the cache would be in the current folder"
-        assert problems() == [f"{name} = {value!r}: {rule}; unset {name}, or name a folder"]
+        assert problems() == [f"{name} = {value!r}: {rule}. Unset {name}, or name a folder"]
     monkeypatch.setenv(name, "/somewhere")
     planned()
 

@@ -90,7 +90,7 @@ def test_a_page_is_printed_once_for_a_host_and_no_other_page_exists(capsys: pyte
     first = page(capsys, Recipe(model="x"), "--help")
     assert first == page(capsys, Recipe(model="x"), "--local_rank=0", "-h", "--steps", "3")
     for words in (["--help", "lr"], ["--help=everything"]):
-        with pytest.raises(Refusal, match=r"the page does not exist; use --help or --help all") as refusal:
+        with pytest.raises(Refusal, match=r"the page does not exist\. Use --help or --help all") as refusal:
             parse(Recipe(model="x"), MINE, words)
         assert refusal.value.exit_code == 2
     monkeypatch.setenv("LOCAL_RANK", "1")

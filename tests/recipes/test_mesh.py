@@ -80,11 +80,11 @@ def test_mesh_fits_or_is_refused(world, tp, pp, sp, ep):
         (
             12,
             {"pp": 4, "tp": 2},
-            "pp(4) * tp(2) = 8: does not divide the 12 ranks; choose degrees whose product is 1 or 2 or 3 or 4 or 6 or 12, or start a multiple of 8 ranks",
+            "pp(4) * tp(2) = 8: does not divide the 12 ranks. Choose degrees whose product is 1 or 2 or 3 or 4 or 6 or 12, or start a multiple of 8 ranks",
         ),
-        (1, {"tp": 2}, "tp(2) = 2: does not divide the 1 rank; choose degrees whose product is 1, or start a multiple of 2 ranks"),
-        (8, {"tp": 2, "ep": 3}, "ep = 3: does not divide the 4 data-parallel ranks; use --ep 1 or 2 or 4"),
-        (2, {"tp": 0, "ep": -1}, "tp = 0: must be at least 1; use --tp 1\nep = -1: must be at least 1; use --ep 1"),
+        (1, {"tp": 2}, "tp(2) = 2: does not divide the 1 rank. Choose degrees whose product is 1, or start a multiple of 2 ranks"),
+        (8, {"tp": 2, "ep": 3}, "ep = 3: does not divide the 4 data-parallel ranks. Use --ep 1 or 2 or 4"),
+        (2, {"tp": 0, "ep": -1}, "tp = 0: must be at least 1. Use --tp 1\nep = -1: must be at least 1. Use --ep 1"),
     ],
 )
 def test_refusals_name_the_rule_and_the_fix(world, degrees, text):

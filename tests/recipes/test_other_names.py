@@ -61,31 +61,31 @@ def test_advice_names_flags_that_exist_and_none_twice() -> None:
 @pytest.mark.parametrize(
     ("typed", "fix"),
     [
-        ("--lora_r 8", "set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
-        ("--lora_rank 8", "set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
-        ("--lora-target-linear true", "set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
-        ("--logging_steps 10", "leave it out: OUT/metrics.jsonl has every step"),
-        ("--logging-first-step", "leave it out: OUT/metrics.jsonl has every step"),
-        ("--packing false", "leave it out: rows are always packed, and documents never attend to each other"),
-        ("--sample_packing=true", "leave it out: rows are always packed, and documents never attend to each other"),
-        ("--model_name_or_path ./base", "use --model"),
-        ("--base_model ./base", "use --model"),
-        ("--sequence_len 2048", "use --seq_len"),
-        ("--warmup_ratio 0.1", "use --warmup_steps"),
-        ("--load_in_4bit", "leave it out: recipes have no such setting"),
-        ("--deepspeed x.json", "use --deepspeed_config"),
-        ("--checkpoint_every 100", "to save checkpoints use --save_every N; to recompute every N-th layer use --recompute_every N"),
-        ("--checkpoint-every=2", "to save checkpoints use --save_every N; to recompute every N-th layer use --recompute_every N"),
-        ("--recompute_num_layers 2", "use --recompute_every N to recompute every N-th layer"),
-        ("--lr_scale x", "it is a field: set lr_scale=... in the recipe's file"),
-        ("--no-train", "python mine.py --help lists the flags"),
-        ("--verbose", "python mine.py --help lists the flags"),
-        ("--freeze_vision true", "python mine.py --help lists the flags"),
-        ("--no-wandbb", "did you mean --no-wandb?"),
+        ("--lora_r 8", "Set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
+        ("--lora_rank 8", "Set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
+        ("--lora-target-linear true", "Set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
+        ("--logging_steps 10", "Leave it out: OUT/metrics.jsonl has every step"),
+        ("--logging-first-step", "Leave it out: OUT/metrics.jsonl has every step"),
+        ("--packing false", "Leave it out: rows are always packed, and documents never attend to each other"),
+        ("--sample_packing=true", "Leave it out: rows are always packed, and documents never attend to each other"),
+        ("--model_name_or_path ./base", "Use --model"),
+        ("--base_model ./base", "Use --model"),
+        ("--sequence_len 2048", "Use --seq_len"),
+        ("--warmup_ratio 0.1", "Use --warmup_steps"),
+        ("--load_in_4bit", "Leave it out: recipes have no such setting"),
+        ("--deepspeed x.json", "Use --deepspeed_config"),
+        ("--checkpoint_every 100", "To save checkpoints use --save_every N. To recompute every N-th layer use --recompute_every N"),
+        ("--checkpoint-every=2", "To save checkpoints use --save_every N. To recompute every N-th layer use --recompute_every N"),
+        ("--recompute_num_layers 2", "Use --recompute_every N to recompute every N-th layer"),
+        ("--lr_scale x", "It is a field: set lr_scale=... in the recipe's file"),
+        ("--no-train", "List the flags with: python mine.py --help"),
+        ("--verbose", "List the flags with: python mine.py --help"),
+        ("--freeze_vision true", "List the flags with: python mine.py --help"),
+        ("--no-wandbb", "Did you mean --no-wandb?"),
     ],
 )
 def test_a_flag_of_another_program_is_answered_by_the_flag_to_use(typed: str, fix: str) -> None:
-    assert refused(*typed.split()) == f"{typed}: is not a flag of this command; {fix}"
+    assert refused(*typed.split()) == f"{typed}: is not a flag of this command. {fix}"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_only_a_close_name_is_suggested(typed: str, meant: str) -> None:
 def test_advice_for_flags_is_advice_for_fields() -> None:
     assert as_fields(advice("learning_rate")) == "use lr"
     assert as_fields(advice("report_to")) == "use wandb or wandb=False"
-    assert as_fields(advice("checkpoint_every")) == "to save checkpoints use save_every=N; to recompute every N-th layer use recompute_every=N"
+    assert as_fields(advice("checkpoint_every")) == "to save checkpoints use save_every=N. To recompute every N-th layer use recompute_every=N"
     assert as_fields(advice("zero_stage")) == "the JSON sets the ZeRO stage: use ds_config zero3.json"
     assert not [text for text in ADVICE.values() if "--" in as_fields(text)]
     assert json.dumps(sorted(FIELDS & ADVICE.keys())) == '["adapt", "ds_config", "lr_scale", "matrices", "no_decay", "pp_plan", "tp_local", "tp_plan"]'

@@ -148,7 +148,7 @@ def test_tools_refuse_addresses(tmp_path: Path, words: tuple[str, ...]) -> None:
     tool = [sys.executable, str(ROOT / "tools" / words[0]), *words[1:]]
     for text in ("s3://b/r", "$NOWHERE/r"):
         done = subprocess.run([*tool, text], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 2 and done.stderr.splitlines()[-1].count(f": {text}: {REFUSED.get(text, IS_ADDRESS)}; ") == 1
+        assert done.returncode == 2 and done.stderr.splitlines()[-1].count(f": {text}: {REFUSED.get(text, IS_ADDRESS)}. ") == 1
     assert not [*tmp_path.iterdir()]
 
 
@@ -211,5 +211,5 @@ def agree_on(outs: list[str]) -> list[str]:
 def test_ranks_with_other_run_folders_are_named(pools: Any) -> None:
     """As by a variable that differs between hosts: every rank refuses, and none waits."""
     assert pools.run(2, agree_on, outs=["runs/x", "runs/x"]) == [[], []]
-    refused = "out = /b/x on HOST: rank 0 on HOST has /a/x; write a path without variables, or give all hosts the same values"
+    refused = "out = /b/x on HOST: rank 0 on HOST has /a/x. Write a path without variables, or give all hosts the same values"
     assert pools.run(2, agree_on, outs=["/a/x", "/b/x"]) == [[refused], [refused]]

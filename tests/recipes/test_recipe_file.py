@@ -22,22 +22,22 @@ START = "from recipekit import Recipe, run\n"
 END = '\nif __name__ == "__main__":\n    run(RECIPE)\n'
 # What stands between the first and the last lines of a recipe's file -> what is refused
 WRONG = {
-    "RECIPE = Recipe(learning_rate=1e-4)": "mine.py, line 2: Recipe(learning_rate=0.0001): the field does not exist; use lr",
-    "RECIPE = Recipe(\n    model='x',\n    num_train_epochs=3)": "mine.py, line 2: Recipe(num_train_epochs=3): the field does not exist; use ",
-    "RECIPE = Recipe(lora_r=8)": "mine.py, line 2: Recipe(lora_r=8): the field does not exist; set it in LoraConfig in the recipe's file",
-    "RECIPE = Recipe(warmup_stepz=8)": "mine.py, line 2: Recipe(warmup_stepz=8): the field does not exist; did you mean warmup_steps?",
-    "RECIPE = Recipe(deepspeed_config='zero3.json')": "mine.py, line 2: Recipe(deepspeed_config='zero3.json'): the field does not exist; use ds_config",
-    "RECIPE = Recipe(tiny=True)": "mine.py, line 2: Recipe(tiny=True): the field does not exist; omit it, and write --tiny on the command line",
-    "RECIPE = Recipe(frobnicate=[0] * 99)": "mine.py, line 2: Recipe(frobnicate=...): the field does not exist; recipes/recipekit/recipe.py lists the fields",
-    "RECIPE = Recipe('Qwen/Qwen3-0.6B')": "mine.py, line 2: Recipe('Qwen/Qwen3-0.6B'): every value requires the name of its field; write NAME=VALUE",
-    "import dataclasses\nRECIPE = dataclasses.replace(Recipe(), epocs=2, report_to='none')": "mine.py, line 3: Recipe(epocs=2): the field does not exist; ",
-    "RECIPE = Recipe(model='x'),": "mine.py: RECIPE: must be a Recipe, not tuple; remove the comma after Recipe(...)",
-    "RECIPE = [Recipe(model='x'), Recipe(model='y')]": "mine.py: RECIPE: must be a Recipe, not list; keep one Recipe(...) in a file",
-    "RECIPE = dict(model='x', lr=1e-4)": "mine.py: RECIPE: must be a Recipe, not dict; write RECIPE = Recipe(**RECIPE), or Recipe(NAME=VALUE, ...)",
-    "RECIPE = Recipe": "mine.py: RECIPE: must be a Recipe, not the class Recipe; write RECIPE = Recipe(...), with the fields in parentheses",
-    "RECIPE = Recipe(activation_checkpointing=True, checkpoint_every=2)": "mine.py, line 2: Recipe(checkpoint_every=2): the field does not exist; "
-    "to save checkpoints use save_every=N; to recompute every N-th layer use recompute_every=N",
-    "RECIPE = None": "mine.py: RECIPE: must be a Recipe, not NoneType; write RECIPE = Recipe(...)",
+    "RECIPE = Recipe(learning_rate=1e-4)": "mine.py, line 2: Recipe(learning_rate=0.0001): the field does not exist. Use lr",
+    "RECIPE = Recipe(\n    model='x',\n    num_train_epochs=3)": "mine.py, line 2: Recipe(num_train_epochs=3): the field does not exist. Use ",
+    "RECIPE = Recipe(lora_r=8)": "mine.py, line 2: Recipe(lora_r=8): the field does not exist. Set it in LoraConfig in the recipe's file",
+    "RECIPE = Recipe(warmup_stepz=8)": "mine.py, line 2: Recipe(warmup_stepz=8): the field does not exist. Did you mean warmup_steps?",
+    "RECIPE = Recipe(deepspeed_config='zero3.json')": "mine.py, line 2: Recipe(deepspeed_config='zero3.json'): the field does not exist. Use ds_config",
+    "RECIPE = Recipe(tiny=True)": "mine.py, line 2: Recipe(tiny=True): the field does not exist. Omit it, and write --tiny on the command line",
+    "RECIPE = Recipe(frobnicate=[0] * 99)": "mine.py, line 2: Recipe(frobnicate=...): the field does not exist. recipes/recipekit/recipe.py lists the fields",
+    "RECIPE = Recipe('Qwen/Qwen3-0.6B')": "mine.py, line 2: Recipe('Qwen/Qwen3-0.6B'): every value requires the name of its field. Write NAME=VALUE",
+    "import dataclasses\nRECIPE = dataclasses.replace(Recipe(), epocs=2, report_to='none')": "mine.py, line 3: Recipe(epocs=2): the field does not exist. ",
+    "RECIPE = Recipe(model='x'),": "mine.py: RECIPE: must be a Recipe, not tuple. Remove the comma after Recipe(...)",
+    "RECIPE = [Recipe(model='x'), Recipe(model='y')]": "mine.py: RECIPE: must be a Recipe, not list. Keep one Recipe(...) in a file",
+    "RECIPE = dict(model='x', lr=1e-4)": "mine.py: RECIPE: must be a Recipe, not dict. Write RECIPE = Recipe(**RECIPE), or Recipe(NAME=VALUE, ...)",
+    "RECIPE = Recipe": "mine.py: RECIPE: must be a Recipe, not the class Recipe. Write RECIPE = Recipe(...), with the fields in parentheses",
+    "RECIPE = Recipe(activation_checkpointing=True, checkpoint_every=2)": "mine.py, line 2: Recipe(checkpoint_every=2): the field does not exist. "
+    "To save checkpoints use save_every=N. To recompute every N-th layer use recompute_every=N",
+    "RECIPE = None": "mine.py: RECIPE: must be a Recipe, not NoneType. Write RECIPE = Recipe(...)",
 }
 
 
@@ -95,7 +95,7 @@ def test_a_value_of_a_wrong_type_is_one_line_in_a_plan_and_in_lint(field: str, r
 def test_a_file_that_names_its_recipe_otherwise_is_refused_with_the_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(START + "CONFIG = Recipe(model='x')\n")
-    with pytest.raises(Refusal, match=r"sets no RECIPE = Recipe\(\.\.\.\); rename CONFIG to RECIPE"):
+    with pytest.raises(Refusal, match=r"sets no RECIPE = Recipe\(\.\.\.\)\. Rename CONFIG to RECIPE"):
         recipe_of(path)
 
 
@@ -152,7 +152,7 @@ def test_a_library_that_is_hidden_from_a_start_is_one_line(hidden: str, program:
     """Also one that recipekit needs for its own messages."""
     (tmp_path / hidden).write_text("raise RuntimeError('the wrong module')\n")
     done = run_file(tmp_path, START + "RECIPE = Recipe(model='x')" + END, "--tiny", "--dry_run", name=program)
-    told = f"  1. {hidden}: hides {hidden[:-3]}: Python searches this folder first; rename it"
+    told = f"  1. {hidden}: hides {hidden[:-3]}: Python searches this folder first. Rename it"
     assert (done.returncode, done.stdout, done.stderr.splitlines()) == (1, "", ["refused: 1 problem", told])
 
 
@@ -178,7 +178,7 @@ STARTERS = {
 )
 def test_a_mistake_in_the_file_is_one_line_under_each_starter(starter: str, lines: str, tmp_path: Path) -> None:
     """Started from another folder: the program `deepspeed` itself imports from the current one."""
-    told = WRONG.get(lines, "mine/datasets.py: hides datasets: Python searches this folder first; rename it")
+    told = WRONG.get(lines, "mine/datasets.py: hides datasets: Python searches this folder first. Rename it")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.py").write_text(START + (lines if lines in WRONG else "RECIPE = Recipe(model='x')") + END)
     if lines not in WRONG:

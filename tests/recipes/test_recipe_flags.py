@@ -106,16 +106,16 @@ def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--micro_bach", "2"], "did you mean --micro_batch?"),
-        (["--global-bacth=2"], "did you mean --global_batch?"),
-        (["--step", "20"], "did you mean --steps?"),  # no silent abbreviation
-        (["--deepspeed", "x.json"], "use --deepspeed_config"),
-        (["--eep", "2"], "did you mean --ep?"),  # as near to --keep, which begins otherwise
-        (["--sed", "3"], "did you mean --seed?"),
-        (["--globl_batch", "8"], "did you mean --global_batch?"),
-        (["--pp_", "2"], "did you mean --pp?"),
-        (["--stpe", "20"], "did you mean --steps?"),
-        (["--ave_every", "5"], "did you mean --save_every?"),
+        (["--micro_bach", "2"], "Did you mean --micro_batch?"),
+        (["--global-bacth=2"], "Did you mean --global_batch?"),
+        (["--step", "20"], "Did you mean --steps?"),  # no silent abbreviation
+        (["--deepspeed", "x.json"], "Use --deepspeed_config"),
+        (["--eep", "2"], "Did you mean --ep?"),  # as near to --keep, which begins otherwise
+        (["--sed", "3"], "Did you mean --seed?"),
+        (["--globl_batch", "8"], "Did you mean --global_batch?"),
+        (["--pp_", "2"], "Did you mean --pp?"),
+        (["--stpe", "20"], "Did you mean --steps?"),
+        (["--ave_every", "5"], "Did you mean --save_every?"),
         (["--steps", "twenty"], "--steps"),
         (["--steps", "2.5"], "--steps"),
         (["--schedule", "cosinus"], "cosine"),
@@ -124,8 +124,8 @@ def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
         (["--world", "4"], "requires --dry_run"),
         (["--dry_run", "--world", "0"], "must be at least 1"),
         (["--dp", "2"], "the ranks that --tp, --pp, --sp and --ep leave are data-parallel"),
-        (["--learning-rate=1e-4"], "use --lr"),
-        (["--num_gpus", "2"], "write it before the recipe's file"),
+        (["--learning-rate=1e-4"], "Use --lr"),
+        (["--num_gpus", "2"], "Write it before the recipe's file"),
         (["--lr", "-1e-4", "--stepz", "1"], "lr = -0.0001: must be a positive number"),  # which argparse takes for a flag
         (["--wandb=no"], "ignored explicit argument 'no'"),
     ],
@@ -153,7 +153,7 @@ def test_a_number_below_0_is_one_problem(name):
 @pytest.mark.parametrize("text", ["0", "-5", "inf", "nan", "soon"])
 def test_a_grace_that_is_no_time_is_one_problem(text):
     (problem,) = check_recipe(parse(RECIPE, FILE, [f"--grace={text}"]).recipe)
-    assert str(problem) == f"grace = {text}: must be auto or a positive number of seconds; for example --grace auto or --grace 120"
+    assert str(problem) == f"grace = {text}: must be auto or a positive number of seconds. For example --grace auto or --grace 120"
 
 
 @pytest.mark.parametrize("grace", ["auto", "90", "0.5", 60, 25.0])
@@ -177,7 +177,7 @@ def test_a_wrong_flag_exits_2_without_traceback(tmp_path):
     argv = [sys.executable, ROOT / "recipes" / "llama_nano_zero2.py", "--step", "3"]
     done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[0] == "refused: 1 problem" and "did you mean --steps?" in done.stderr
+    assert done.stderr.splitlines()[0] == "refused: 1 problem" and "Did you mean --steps?" in done.stderr
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
@@ -229,13 +229,13 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
     [
         ("--dataset", "{tmp}/missing.jsonl", ["--dataset {tmp}/missing.jsonl: the file does not exist"]),
         ("--dataset", "{tmp}/tables", ["--dataset {tmp}/tables: "]),
-        ("--dataset", "{tmp}/tables/a.xml", ["a.xml: .xml files are not supported; convert the file to one of .txt, "]),
+        ("--dataset", "{tmp}/tables/a.xml", ["a.xml: .xml files are not supported. Convert the file to one of .txt, "]),
         ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
         ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["contains files of several formats"]),
         ("--dataset", "a=x; b=y", ["is not a valid part of a mixture"]),
         ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be made: {tmp}/good/a.txt is not a folder"]),
-        ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory; choose a folder that you can write to with --out"]),
-        ("--out", "{tmp}/good/a.txt/run", ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt; choose"]),
+        ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory. Choose a folder that you can write to with --out"]),
+        ("--out", "{tmp}/good/a.txt/run", ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt. Choose"]),
         ("--tokenizer", "{tmp}/tok", ["--tokenizer {tmp}/tok: the folder does not exist"]),
         ("--tokenizer", "{tmp}/tables", ["--tokenizer {tmp}/tables: the folder holds no tokenizer"]),
     ],
@@ -271,16 +271,16 @@ def test_every_impossible_number_is_named_at_once():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"schedule": "wsd"}, "decay_steps = 0: must be at least 1 with a wsd schedule, which ends with a decay; use --decay_steps 100"),
+        ({"schedule": "wsd"}, "decay_steps = 0: must be at least 1 with a wsd schedule, which ends with a decay. Use --decay_steps 100"),
         (
             {"schedule": "wsd", "decay_steps": 990, "warmup_steps": 20},
-            "decay_steps = 990: with warmup_steps = 20 it takes 1010 of the 1000 steps; use --decay_steps 980 or less, or a larger --steps",
+            "decay_steps = 990: with warmup_steps = 20 it takes 1010 of the 1000 steps. Use --decay_steps 980 or less, or a larger --steps",
         ),
-        ({"schedule": "wsd", "decay_steps": 1001}, "decay_steps = 1001: takes 1001 of the 1000 steps; use --decay_steps 1000 or less, or a larger --steps"),
-        ({"decay_steps": 5}, "decay_steps = 5: applies only to schedule = wsd, not to cosine, which falls from its warm-up on; use --decay_steps 0"),
+        ({"schedule": "wsd", "decay_steps": 1001}, "decay_steps = 1001: takes 1001 of the 1000 steps. Use --decay_steps 1000 or less, or a larger --steps"),
+        ({"decay_steps": 5}, "decay_steps = 5: applies only to schedule = wsd, not to cosine, which falls from its warm-up on. Use --decay_steps 0"),
         (
             {"decay_steps": 5, "schedule": "constant"},
-            "decay_steps = 5: applies only to schedule = wsd, not to constant, which never falls; use --decay_steps 0",
+            "decay_steps = 5: applies only to schedule = wsd, not to constant, which never falls. Use --decay_steps 0",
         ),
     ],
 )
@@ -305,12 +305,12 @@ def test_a_short_trial_shortens_the_decay_that_nobody_typed(steps, warmup, decay
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("501-512", ["is not a valid table of steps and rows; write"]),
-        ("501:512, 700", ["is not a valid table of steps and rows; write"]),
-        ("1:64, 501:512", ["step 1 starts the run, and its rows are set by global_batch; omit this entry, and set --global_batch"]),
-        ("501:512, 501:600, 400:700", ["its steps must ascend, but it has 501 after 501, 400 after 501; write"]),
+        ("501-512", ["is not a valid table of steps and rows. Write"]),
+        ("501:512, 700", ["is not a valid table of steps and rows. Write"]),
+        ("1:64, 501:512", ["step 1 starts the run, and its rows are set by global_batch. Omit this entry, and set --global_batch"]),
+        ("501:512, 501:600, 400:700", ["its steps must ascend, but it has 501 after 501, 400 after 501. Write"]),
         ("501:0, 600:8, 601:0", ["from step 501, 601 on, the batch must have at least 1 row"]),
-        ("501:512, 1001:600, 2000:700", ['step 1001, 2000 is after the last step, 1000; use --batch_ramp "501:512", or a larger --steps']),
+        ("501:512, 1001:600, 2000:700", ['step 1001, 2000 is after the last step, 1000. Use --batch_ramp "501:512", or a larger --steps']),
         ("0:0, 2000:4", ["step 0 starts the run", "from step 0 on, the batch must have at least 1 row", "step 2000 is after the last step"]),
     ],
 )
@@ -341,8 +341,8 @@ def test_every_row_of_a_ramp_that_does_not_divide_is_named(capsys):
         dry(RAMPED, "--micro_batch", "4")
     (problem,) = refusal.value.problems
     assert str(problem).startswith(
-        "batch_ramp = 11:24, 21:40, 31:64: 24 rows from step 11 on and 40 rows from step 21 on do not divide by 4 data-parallel ranks * micro_batch 4 = 16; "
-        'use --batch_ramp "11:32, 21:48, 31:64"'
+        "batch_ramp = 11:24, 21:40, 31:64: 24 rows from step 11 on and 40 rows from step 21 on do not divide by 4 data-parallel ranks * micro_batch 4 = 16. "
+        'Use --batch_ramp "11:32, 21:48, 31:64"'
     )
     with pytest.raises(Refusal) as refusal:  # micro_batch 2 and dp 2: steps of 4, 6, 10 and 16 micro-batches, where eight are needed
         dry(dataclasses.replace(RAMPED, global_batch=32), "--pp", "4", "--pipeline_schedule", "dualpipev", "--deepspeed_config", "zero1.json", world=8)
@@ -433,7 +433,7 @@ def test_flags_that_switch_recomputation_on_and_off_are_refused(flags):
     (problem,) = refused(flags.split()).problems
     switch, _, every = flags.partition(" ")
     where = f"{switch} with {every}"
-    assert str(problem) == f"{where}: contradict each other: one switches recomputation on, the other switches it off; leave one of them out"
+    assert str(problem) == f"{where}: contradict each other: one switches recomputation on, the other switches it off. Leave one of them out"
     assert [problem.where for problem in check_recipe(Recipe(model="x", recompute_every=-2))] == ["recompute_every = -2"]
 
 
@@ -473,7 +473,7 @@ def test_a_recipe_changed_within_a_second_is_read_as_it_is_now(tmp_path, monkeyp
 
 
 ONE = ["--num_processes", "1", "--num_machines", "1", "--use_deepspeed"]
-STAGE = "accelerate launch --zero_stage 3: applies to scripts that use an Accelerator, but a recipe starts DeepSpeed itself; leave it out; the JSON"
+STAGE = "accelerate launch --zero_stage 3: applies to scripts that use an Accelerator, but a recipe starts DeepSpeed itself. Leave it out. The JSON"
 
 
 @pytest.mark.parametrize(
@@ -521,5 +521,5 @@ def test_accelerate_starts_as_many_ranks_as_it_was_asked_for(tmp_path: Path, fla
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", str(free_port()), *flags, "mine.py"]
     done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300, check=False)
     assert len(list(tmp_path.glob("rank*"))) == ranks, done.stderr[-3000:]
-    told = "accelerate launch: has started 1 of several processes, as it does where it sees fewer than two GPUs; write accelerate launch --multi_gpu"
+    told = "accelerate launch: has started 1 of several processes, as it does where it sees fewer than two GPUs. Write accelerate launch --multi_gpu"
     assert (done.returncode == 0) == (ranks > 0) and (told in done.stderr) == (ranks == 0), done.stderr[-3000:]

@@ -119,7 +119,7 @@ def test_what_is_not_finite_on_one_rank_stops_all(pools: Any, tmp_path: Path, ki
     results = pools.run(2, poisoned, recipe=replace(recipe, adapt=poison), argv=argv, kind=kind)
     assert [code for code, _ in results] == [1, 1], results
     printed = results[0][1]
-    assert "stopped: step 3 has loss " in printed and "this step is not saved, the last good checkpoint is step 2" in printed
+    assert "stopped: step 3 has loss " in printed and "This step is not saved, the last good checkpoint is step 2" in printed
     assert steps_done(tmp_path / "run") == 2
     assert checkpoints(tmp_path / "run") == [1, 2]
     assert faults(tmp_path / "run" / "checkpoints" / "step_00000002") == []
@@ -202,7 +202,7 @@ def test_dry_run_prints_layout_batch_json_and_memory(launch: Callable[..., Job],
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
     [
-        (["--stepz", "3"], 2, "did you mean --steps?"),
+        (["--stepz", "3"], 2, "Did you mean --steps?"),
         (["--world", "8"], 2, "requires --dry_run"),
         (["--tiny", "--out", __file__ + "/run"], 1, "run: cannot be written: "),
         (["--tiny", "--tp", "2"], 1, "does not divide the 1 rank"),
@@ -236,7 +236,7 @@ def test_ctrl_c_under_deepspeed_ends_with_the_way_on(tmp_path: Path, ops: Callab
     [step] = checkpoints(run)
     assert step == steps_done(run)
     *_, last = [line.strip() for line in job.output.splitlines() if line.strip() and not re.match(r"\S*\[20|\w+ \d+/", line)]  # not DeepSpeed's, not the step's
-    told = f"stopped by SIGINT after step {step} of 1000000; its checkpoint is complete; continue with: deepspeed --num_gpus 2 "
+    told = f"stopped by SIGINT after step {step} of 1000000. Its checkpoint is complete. Continue with: deepspeed --num_gpus 2 "
     assert last.startswith(told) and last.endswith(f"{NANO} --tiny --steps 1000000 --eval_every 0 --out {run}"), job.output[-3000:]
     assert "stopped recording" not in job.output
     assert read_exit_codes(run)[-1:] == [130]

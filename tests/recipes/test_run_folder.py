@@ -54,7 +54,7 @@ def test_out_is_not_mixed_with_the_model(tmp_path: Path, out: str, relation: str
     folder = model(tmp_path / "m")
     (tmp_path / "link").symlink_to(folder)
     (found,) = problems("--model", "./m", "--out", out)
-    assert found == f"out = {out}: {relation} the folder of --model ./m; choose a separate folder with --out"
+    assert found == f"out = {out}: {relation} the folder of --model ./m. Choose a separate folder with --out"
     assert planned("--model", "./m", "--out", "m2").out == Path("m2"), "a name that only begins alike"
 
 
@@ -74,18 +74,18 @@ def test_out_is_not_mixed_with_the_data(tmp_path: Path, dataset: str, out: str) 
     texts(tmp_path / "data" / "a.jsonl")
     texts(tmp_path / "other" / "b.jsonl")
     found = problems("--dataset", dataset, "--out", out)
-    assert all("the data of --dataset" in line and line.endswith("choose a separate folder with --out") for line in found), found
+    assert all("the data of --dataset" in line and line.endswith("Choose a separate folder with --out") for line in found), found
     assert planned("--dataset", dataset, "--out", "runs/mine").out == Path("runs/mine")
 
 
 def test_the_default_run_folder_inside_the_data_is_refused_too(tmp_path: Path) -> None:
     texts(tmp_path / "a.jsonl")
-    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset .; choose a separate folder with --out"]
+    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset .. Choose a separate folder with --out"]
 
 
 @pytest.mark.parametrize(("out", "relation"), [(ROOT, "is"), (ROOT.parent, "contains")])
 def test_out_is_not_the_repository(out: Path, relation: str) -> None:
-    assert problems("--out", out) == [f"out = {out}: {relation} the repository; choose a separate folder with --out"]
+    assert problems("--out", out) == [f"out = {out}: {relation} the repository. Choose a separate folder with --out"]
     assert planned("--out", ROOT / "runs" / "mine").out == ROOT / "runs" / "mine"
 
 
@@ -122,7 +122,7 @@ def test_checkpoints_without_a_run_json_are_never_started_over(tmp_path: Path, t
         with_manifest(Path("runs/mine", name))
     (found,) = problems()
     assert found == (
-        f"out = runs/mine: has checkpoints, such as {Path(newest).name}, but no run.json; continue with --resume runs/mine/{newest}, "
+        f"out = runs/mine: has checkpoints, such as {Path(newest).name}, but no run.json. Continue with --resume runs/mine/{newest}, "
         "put them aside with --resume never, or choose another folder with --out"
     )
     assert planned("--resume", f"runs/mine/{newest}").resume_from == Path("runs/mine", newest)
@@ -133,7 +133,7 @@ def test_checkpoints_without_a_run_json_are_never_started_over(tmp_path: Path, t
 def test_broken_checkpoints_without_a_run_json_are_not_started_over_either() -> None:
     Path("runs/mine/checkpoints/step_00000004").mkdir(parents=True)
     (found,) = problems()
-    assert "has checkpoints, such as step_00000004, but no run.json; put them aside with --resume never" in found
+    assert "has checkpoints, such as step_00000004, but no run.json. Put them aside with --resume never" in found
 
 
 @pytest.mark.parametrize("name", ["step_before_change", "step_00000004_best", "aside_step_00000004.1", "step_4", ".staging/step_00000004"])
@@ -184,10 +184,10 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
     (found,) = problems("--resume", run, "--out", "runs/second", "--steps", 2)
     name = other[0].removeprefix("--")
     now = getattr(RECIPE, name)
-    assert found.startswith("resume = runs/first: the checkpoint is at step 60, but this command ends at step 2; ")
-    assert f"the run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this command has {now}; " in found
+    assert found.startswith("resume = runs/first: the checkpoint is at step 60, but this command ends at step 2. ")
+    assert f"The run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this command has {now}. " in found
     convert = "--model NEW_FOLDER after recipekit convert to-hf runs/first NEW_FOLDER"
-    assert found.endswith(f"use --steps 61 or more, or start from its weights with {convert}")
+    assert found.endswith(f"Use --steps 61 or more, or start from its weights with {convert}")
     (run / "hf").mkdir()
     assert problems("--resume", run, "--out", "runs/second", "--steps", 2)[0].endswith("with --model runs/first/hf")
     assert planned("--resume", run, "--out", "runs/second", "--steps", 61).resume_from == run

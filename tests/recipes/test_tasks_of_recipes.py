@@ -87,16 +87,16 @@ def test_tiny_sets_what_the_task_reads(recipe: Recipe, tmp_path: Path) -> None:
 
 def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(recipe: Recipe, tmp_path: Path) -> None:
     assert refused(recipe, "--seq_len", "256", "--text_field", "story") == [
-        "--text_field story: is read by pretrain, masked_lm; not by image_classification; leave it out",
-        "--seq_len 256: is read by pretrain, sft, preference, reward, masked_lm; not by image_classification; leave it out",
+        "--text_field story: is read by pretrain, masked_lm, not by image_classification. Leave it out",
+        "--seq_len 256: is read by pretrain, sft, preference, reward, masked_lm, not by image_classification. Leave it out",
     ]
-    rule = "is read by pretrain, sft, preference, masked_lm; not by image_classification; leave it out"
+    rule = "is read by pretrain, sft, preference, masked_lm, not by image_classification. Leave it out"
     assert refused(recipe, "--loss", "chunked") == [f"--loss chunked: {rule}"]
     demand = f"loss = chunked: {rule}"
     assert refused(dataclasses.replace(recipe, loss="chunked")) == [demand], "a demand, which would come to nothing"
     text = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), init="random", tokenizer="bytes", ds_config="zero1.json")
-    assert refused(text, "--augment", "none") == ["--augment none: is read by image_classification; not by pretrain; leave it out"]
-    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain, masked_lm; not by sft; leave it out"]
+    assert refused(text, "--augment", "none") == ["--augment none: is read by image_classification, not by pretrain. Leave it out"]
+    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain, masked_lm, not by sft. Leave it out"]
     plan(dataclasses.replace(text, text_field="story"), "--task", "sft")  # what the recipe's file says is for its own task
 
 
@@ -118,7 +118,7 @@ def test_every_field_of_a_task_is_taken_by_it_and_refused_by_the_others(recipe: 
 @pytest.mark.parametrize("axis", [name for name in TASKS[TASK].lacks if name in AXES])
 def test_a_degree_that_the_task_lacks_is_refused_wherever_it_is_written(recipe: Recipe, axis: str) -> None:
     """Once, with the task's reason; --tiny does not lower it."""
-    told = [f"{axis} = 2: {TASKS[TASK].lacks[axis]}; use --{axis} 1"]
+    told = [f"{axis} = 2: {TASKS[TASK].lacks[axis]}. Use --{axis} 1"]
     own = dataclasses.replace(recipe, **{axis: 2})
     assert refused(recipe, f"--{axis}", "2", world=2) == refused(own, world=2) == refused(own, "--tiny", world=2) == refused(own, "--tiny") == told
     keys: dict[str, dict[str, Any]] = {"sp": {"sequence_parallel_size": 2}, "ep": {"expert_parallel": {"enabled": True, "autoep_size": 2}}}
@@ -129,13 +129,13 @@ def test_a_degree_that_the_task_lacks_is_refused_wherever_it_is_written(recipe: 
 
 def test_an_adapter_and_a_mixture_are_refused_where_a_task_lacks_them(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = "a=some/one@1; b=some/other@1"
-    assert refused(dataclasses.replace(recipe, adapt=lambda model: model)) == [f"adapt: {TASKS[TASK].lacks['adapt']}; leave adapt out of the recipe"]
+    assert refused(dataclasses.replace(recipe, adapt=lambda model: model)) == [f"adapt: {TASKS[TASK].lacks['adapt']}. Leave adapt out of the recipe"]
     monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], lacks={}))
     plan(dataclasses.replace(recipe, adapt=lambda model: model), "--dataset", mixture)
     monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], lacks={"adapt": "nothing to adapt", "mixture": "one is enough"}))
     assert refused(dataclasses.replace(recipe, adapt=lambda model: model), "--dataset", mixture) == [
-        "adapt: nothing to adapt; leave adapt out of the recipe",
-        "--dataset of 2 corpora: one is enough; use one data set",
+        "adapt: nothing to adapt. Leave adapt out of the recipe",
+        "--dataset of 2 corpora: one is enough. Use one data set",
     ]
     plan(recipe, "--dataset", "some/one")
 
@@ -149,7 +149,7 @@ def test_what_is_about_packed_rows_is_not_said_of_images(recipe: Recipe) -> None
 
 def test_a_model_of_another_task_is_refused_with_the_flag_that_helps(recipe: Recipe) -> None:
     (told,) = refused(recipe, "--task", "pretrain", "--tokenizer", "bytes")
-    assert told.startswith(f"model = {recipe.model}: a vit is no causal language model") and told.endswith("; use --task image_classification")
+    assert told.startswith(f"model = {recipe.model}: a vit is no causal language model") and told.endswith(". Use --task image_classification")
     assert refused(recipe, "--task", "pretrain", "--tokenizer", "bytes", "--tiny") == [told]
 
 
@@ -181,12 +181,12 @@ def test_the_head_of_a_reward_model_has_one_output_whatever_the_config_says(tmp_
 @pytest.mark.parametrize("axis", ["sp", "ep"])
 def test_a_degree_in_which_pairs_are_not_proved_is_refused(tmp_path: Path, task: str, axis: str) -> None:
     made = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), task=task, init="random", tokenizer="bytes", ds_config="zero1.json")
-    assert refused(made, f"--{axis}", "2", world=2) == [f"{axis} = 2: {TASKS[task].lacks[axis]}; use --{axis} 1"]
+    assert refused(made, f"--{axis}", "2", world=2) == [f"{axis} = 2: {TASKS[task].lacks[axis]}. Use --{axis} 1"]
 
 
 def test_beta_is_a_positive_number(tmp_path: Path) -> None:
     made = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), task="preference", init="random", tokenizer="bytes", ds_config="zero1.json")
-    assert refused(made, "--beta", "0") == ["beta = 0.0: must be a positive number; for example --beta 0.1"]
+    assert refused(made, "--beta", "0") == ["beta = 0.0: must be a positive number. For example --beta 0.1"]
 
 
 YOUNGER = ("image_field", "label_field", "augment", "num_labels")
@@ -206,6 +206,6 @@ def test_a_run_that_is_older_than_a_field_goes_on(tmp_path: Path) -> None:
 def test_what_of_an_image_run_must_stay_is_compared(recipe: Recipe, tmp_path: Path, name: str) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"identity": identity(recipe, VIT), "recipe": {"tiny": False}}))
     assert find_resume(recipe, tmp_path, VIT, False) == tmp_path
-    with pytest.raises(Refusal, match=f"{name} = none: .*resume with --{name} {getattr(recipe, name)}"):
+    with pytest.raises(Refusal, match=f"{name} = none: .*Resume with --{name} {getattr(recipe, name)}"):
         find_resume(dataclasses.replace(recipe, **{name: "none"}), tmp_path, VIT, False)
     assert find_resume(dataclasses.replace(recipe, threads=7), tmp_path, VIT, False) == tmp_path, "threads change no row"

@@ -81,43 +81,43 @@ def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, glo
         (
             "llama_nano_zero2",
             ["--tiny", "--world", "4", "--tp", "3"],  # nor does it divide the heads, so no number of ranks would help
-            "tp(3) = 3: does not divide the 4 ranks; choose degrees whose product is 1 or 2 or 4, or start a multiple of 3 ranks",
+            "tp(3) = 3: does not divide the 4 ranks. Choose degrees whose product is 1 or 2 or 4, or start a multiple of 3 ranks",
         ),
         (
             "llama_nano_zero2",
             ["--tiny", "--world", "3", "--tp", "2"],
-            "tp(2) = 2: does not divide the 3 ranks; choose degrees whose product is 1 or 3, or start a multiple of 2 ranks"
-            "; the recipe fits 2 or 4 ranks without changes",
+            "tp(2) = 2: does not divide the 3 ranks. Choose degrees whose product is 1 or 3, or start a multiple of 2 ranks"
+            ". The recipe fits 2 or 4 ranks without changes",
         ),
         (
             "llama_nano_zero2",
             ["--tiny", "--world", "3", "--micro_batch", "2", "--global_batch", "4"],
-            "global_batch (train_batch_size) = 4: is not divisible by 3 data-parallel ranks * micro_batch 2 = 6; use global_batch 6"
-            "; the recipe fits 2 ranks without changes",
+            "global_batch (train_batch_size) = 4: is not divisible by 3 data-parallel ranks * micro_batch 2 = 6. Use global_batch 6"
+            ". The recipe fits 2 ranks without changes",
         ),
         (
             "llama3_1_405b_zero1_pp16_tp8",
             ["--world", "9"],
-            "pp(16) * tp(8) = 128: does not divide the 9 ranks; choose degrees whose product is 1 or 3 or 9, or start a multiple of 128 ranks"
-            "; the recipe fits 128 ranks without changes",
+            "pp(16) * tp(8) = 128: does not divide the 9 ranks. Choose degrees whose product is 1 or 3 or 9, or start a multiple of 128 ranks"
+            ". The recipe fits 128 ranks without changes",
         ),
         (
             "qwen3_30b_a3b_zero1_ep4",
             ["--world", "6"],
-            "ep = 4: does not divide the 6 data-parallel ranks; use --ep 1 or 2 or 3 or 6; the recipe fits 4 or 8 ranks without changes",
+            "ep = 4: does not divide the 6 data-parallel ranks. Use --ep 1 or 2 or 3 or 6. The recipe fits 4 or 8 ranks without changes",
         ),
         (
             "llama3_1_70b_zero3_nvme",
             ["--world", "2"],
             "zero_optimization.offload_param.buffer_size = 200000000: must be at least the 525336576 elements of the embedding that a rank holds"
-            "; write 525336576 or more; the recipe fits 8 ranks without changes",
+            ". Write 525336576 or more. The recipe fits 8 ranks without changes",
         ),
         (
             "llama_nano_zero2",
             ["--world", "3", "--save_every", "-1"],  # no number of ranks mends the other mistake
-            "save_every = -1: must not be negative; use --save_every 0 or more\n"
+            "save_every = -1: must not be negative. Use --save_every 0 or more\n"
             "global_batch (train_batch_size) = 16: is not divisible by 3 data-parallel ranks * micro_batch 4 = 12; use global_batch 12 or 24"
-            "; the recipe fits 2 or 4 ranks without changes",
+            ". The recipe fits 2 or 4 ranks without changes",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -138,7 +138,7 @@ def test_the_ranks_that_a_refusal_names_are_the_nearest_that_are_accepted(name):
         return ""
 
     world = 7
-    told = re.search(r"; the recipe fits ([\d or]+) ranks without changes$", refusal(world))
+    told = re.search(r"\. The recipe fits ([\d or]+) ranks without changes$", refusal(world))
     assert told
     nearest = [int(number) for number in told[1].split(" or ")]
     below, above = ([ranks for ranks in nearest if ranks < world], [ranks for ranks in nearest if ranks > world])

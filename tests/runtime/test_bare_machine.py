@@ -36,7 +36,7 @@ def test_w_and_b_is_off_by_the_variable_of_trainer(value: str, monkeypatch: pyte
     assert list(check_wandb(True)) == [Row("W&B", "off")]
     assert check_wandb_installed(True, frozenset()) == []
     (problem,) = check_wandb_disabled(True, frozenset({"wandb"}))
-    assert str(problem) == f"--wandb with WANDB_DISABLED = {value}: cannot be combined; leave out --wandb, or unset WANDB_DISABLED"
+    assert str(problem) == f"--wandb with WANDB_DISABLED = {value}: cannot be combined. Leave out --wandb, or unset WANDB_DISABLED"
 
 
 def test_w_and_b_is_on_by_other_values_and_an_unclear_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_text_is_utf_8_as_python_has_it(variables: dict[str, str], tmp_path: Pat
 
 def test_a_locale_that_is_not_utf_8_starts_the_program_again(tmp_path: Path) -> None:
     """ASCII, and ISO-8859-1, in which Python reads UTF-8 without an error as other letters."""
-    line = "['locale: its text is {}; this program reads and writes UTF-8 all the same']"
+    line = "['locale: its text is {}. This program reads and writes UTF-8 all the same']"
     told = in_locale(tmp_path, **ASCII)
     assert told.stdout == f"['text', 'straße'] für Zürich {line.format('ANSI_X3.4-1968')}\n", told.stderr
     made = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", str(tmp_path / "de_DE")]
@@ -95,5 +95,5 @@ def test_a_program_that_cannot_be_started_again_is_refused(tmp_path: Path) -> No
     for words in (["-X", "utf8=0", str(NANO), "--tiny"], ["-c", "from recipekit import Recipe, run; run(Recipe())"]):
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-        assert done.stderr.splitlines()[1].startswith("  1. locale: its text is ANSI_X3.4-1968, and must be UTF-8; set LC_ALL=C.UTF-8")
+        assert done.stderr.splitlines()[1].startswith("  1. locale: its text is ANSI_X3.4-1968, and must be UTF-8. Set LC_ALL=C.UTF-8")
     assert os.listdir(tmp_path) == []

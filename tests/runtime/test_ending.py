@@ -81,14 +81,14 @@ def test_one_summary_is_true_after_stop_at_and_resume(pools: Any, tmp_path: Path
     results = pools.run(2, train, recipe=recipe, argv=[*argv, "--stop_at", "3"])
     assert [code for code, _ in results] == [0, 0] and "stopped at" not in results[1][1], results
     rows, printed = check_summary(run), results[0][1]
-    assert last_line(printed) == last_line((run / "summary.md").read_text()) == "stopped at step 3 of 6; the same command resumes from step 3"
+    assert last_line(printed) == last_line((run / "summary.md").read_text()) == "stopped at step 3 of 6. The same command resumes from step 3"
     assert all(f"{name:<11}{value}\n" in printed for name, value in rows.items()) and "load" not in printed
     assert ["save_stall_s" in line for line in read(run)[0]] == [False, True, True]
 
     assert [code for code, _ in pools.run(2, train, recipe=recipe, argv=argv)] == [0, 0]
     rows = check_summary(run)
     assert numbers_in(rows["steps"])[:2] == [6, 6]
-    said = f"finished all 6 steps; the model is in {run}/hf; sample it with: recipekit sample {run}"
+    said = f"finished all 6 steps. The model is in {run}/hf. Sample it with: recipekit sample {run}"
     assert last_line((run / "summary.md").read_text()) == said
     assert [line["step"] for line in read(run)[0] if "save_stall_s" in line] == [2, 3, 4, 6]
     assert [line["step"] for line in read(run)[0] if "eval_s" in line] == [2, 4, 6]
@@ -297,13 +297,13 @@ def test_a_killed_run_has_one_summary_after_its_resume(tmp_path: Path, ops: Call
     job.close()
     check_summary(run)
     now = ["deepspeed", *(str(word) for word in command[1:-2])]
-    assert f"stopped at step {stop} of 400; continue with: {' '.join(now)}" in job.output.splitlines()
+    assert f"stopped at step {stop} of 400. Continue with: {' '.join(now)}" in job.output.splitlines()
     first = (run / "loss.png").stat().st_mtime_ns
     job = Job(tmp_path, [str(sys.executable), str(NANO), *flags[:3], "400", *flags[4:], "--stop_at", str(stop + 5), "--resume", str(run)])
     assert job.wait(300) == 0, job.output
     job.close()
     assert numbers_in(check_summary(run)["steps"])[0] == stop + 5 and (run / "loss.png").stat().st_mtime_ns > first
-    assert last_line(job.output).startswith(f"stopped at step {stop + 5} of 400; continue with: {sys.executable} {NANO} --tiny"), job.output
+    assert last_line(job.output).startswith(f"stopped at step {stop + 5} of 400. Continue with: {sys.executable} {NANO} --tiny"), job.output
     assert "--stop_at" not in last_line(job.output) and "--resume" not in last_line(job.output)
 
 
@@ -321,6 +321,6 @@ def test_a_refusal_after_the_first_step_closes_with_the_block(tmp_path: Path, op
     refused = said.index("refused: 1 problem")
     block = [line for line in said[refused:] if re.match(r"(steps|loss|time|speed|memory|refused after)\b", line)]
     assert code == 1 and [line.split()[0] for line in block] == ["steps", "loss", "time", "speed", "memory", "refused"], job.output
-    assert block[-1].startswith("refused after step 4 of 9, as said above; no checkpoint is complete yet"), block
+    assert block[-1].startswith("refused after step 4 of 9, as said above. No checkpoint is complete yet"), block
     assert table((run / "summary.md").read_text())["steps"].startswith("4 of 9")
     assert os.path.exists(run / "metrics.jsonl")

@@ -86,7 +86,7 @@ def test_threads_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert told({"OMP_NUM_THREADS": "3"}, 8, OFFLOAD, monkeypatch) == ("3", [])
     by_torchrun = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     assert told(dict(by_torchrun), 8, {}, monkeypatch) == ("1", [])
-    line = "threads: 1 for each rank, set by torchrun; the CPU optimizer could use 8: start with OMP_NUM_THREADS=8"
+    line = "threads: 1 for each rank, set by torchrun. The CPU optimizer could use 8: start with OMP_NUM_THREADS=8"
     assert told(dict(by_torchrun), 8, OFFLOAD, monkeypatch) == ("1", [line])
 
 
@@ -94,7 +94,7 @@ def test_cores_that_a_rank_is_bound_to_are_not_divided_again(monkeypatch: pytest
     """As srun --cpus-per-task 8 binds them."""
     assert told({}, 8, {}, monkeypatch, own=8) == (None, [])  # all of its cores are torch's own choice
     by_torchrun = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
-    line = "threads: 1 for each rank, set by torchrun; the CPU optimizer could use 8: start with OMP_NUM_THREADS=8"
+    line = "threads: 1 for each rank, set by torchrun. The CPU optimizer could use 8: start with OMP_NUM_THREADS=8"
     assert told(by_torchrun, 8, OFFLOAD, monkeypatch, own=8) == ("1", [line])
     shared = ["threads: 4 for each rank, 32 cores for 8 ranks (OMP_NUM_THREADS)"]  # those of a job, which its ranks have in common
     assert told({}, 8, {}, monkeypatch, own=32) == ("4", shared)

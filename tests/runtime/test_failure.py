@@ -175,7 +175,7 @@ def test_a_refusal_of_one_rank_ends_all(broken: Callable[..., Job], command: Any
     assert job.wait(60) == 1
     assert "Traceback" not in job.output
     assert f"refused{' by local rank 1' if rank else ''}: 1 problem" in job.output
-    assert "1. what one rank meets: is broken on purpose in the refusal; mend it" in job.output
+    assert "1. what one rank meets: is broken on purpose in the refusal. Mend it" in job.output
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[s
         job.close()
     step = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
     (line,) = [line for line in job.output.splitlines() if "lost rank" in line]
-    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(f"; the same command resumes from step {step}"), line
+    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(f". The same command resumes from step {step}"), line
     assert "onnection" not in job.output
 
 
@@ -413,7 +413,7 @@ def test_a_killed_rank_is_named_once(ranks: Callable[..., Any], body: Callable[[
     others = [result for rank, result in enumerate(results) if rank != lost]
     assert [code for code, _ in others] == [75, 75]
     silent, told = sorted(said for _, said in others)
-    assert re.match(rf"rank [012]: lost rank {lost} on {os.uname().nodename} \(pid ", told) and told.endswith("; this is the way on\n"), told
+    assert re.match(rf"rank [012]: lost rank {lost} on {os.uname().nodename} \(pid ", told) and told.endswith(". This is the way on\n"), told
     assert told.count("\n") == 1 and silent == ""
 
 
@@ -473,7 +473,7 @@ def all_refuse(peers: Peers) -> None:
 
 def test_a_refusal_of_all_ranks_is_told_once(ranks: Callable[..., Any]) -> None:
     told, *others = ranks(all_refuse)
-    assert told == (1, "refused: 1 problem\n  1. all ranks: meet it; mend it\n")
+    assert told == (1, "refused: 1 problem\n  1. all ranks: meet it. Mend it\n")
     assert others == [(1, "")] * 2
 
 

@@ -35,7 +35,7 @@ def test_the_adapter_of_a_run_is_made_again_and_compared(tmp_path: Path, task: s
     check_resume(plan_of(tmp_path, None, adapt, task), config)  # a new run
     with pytest.raises(Refusal, match=r"adapt makes one: the run in .* has no adapter of peft") as refused:
         check_resume(plan_of(tmp_path, tmp_path, adapt, task), config)
-    assert "restore it, start a new run with --out NEW" in str(refused.value)
+    assert "Restore it, start a new run with --out NEW" in str(refused.value)
     saved = {"peft_type": "LORA", "r": 2}
     (tmp_path / FACTS).write_text(json.dumps({"identity": {ADAPTER: saved}}))
     with pytest.raises(Refusal, match=r"adapt makes no adapter of peft: the run in .* has an adapter of peft"):

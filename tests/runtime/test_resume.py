@@ -318,7 +318,7 @@ def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeyp
     """`--tiny` changes many numbers; what differs then is said once. So are the flags that a run goes on with."""
     (tmp_path / "half").mkdir()
     saved = json.loads((half / "run.json").read_text())
-    for tiny, says in ((False, r"--tiny: the run in .* was started without it; omit it to resume"), (True, rf"seed = 5: the run in .* has {BASE.seed}")):
+    for tiny, says in ((False, r"--tiny: the run in .* was started without it. Omit it to resume"), (True, rf"seed = 5: the run in .* has {BASE.seed}")):
         (tmp_path / "half" / "run.json").write_text(json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}}))
         with pytest.raises(Refusal, match=says) as refused:
             planned(monkeypatch, tmp_path / "half", "--seed", 5, "--global_batch", 8)
@@ -483,7 +483,7 @@ def test_with_batch_norm_the_micro_batch_is_part_of_the_run(tmp_path: Path) -> N
         for resume in ("auto", str(out)):
             again = parse(recipe, Path("resume.py"), ["--micro_batch", "4", "--resume", resume])
             if has_norms:
-                said = r"micro_batch = 4: the (run|checkpoint) in .* has 2, which its BatchNorm took its statistics of; resume with --micro_batch 2"
+                said = r"micro_batch = 4: the (run|checkpoint) in .* has 2, which its BatchNorm took its statistics of. Resume with --micro_batch 2"
                 with pytest.raises(Refusal, match=said):
                     make_plan(again)
             else:

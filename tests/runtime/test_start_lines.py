@@ -149,8 +149,8 @@ def test_a_run_of_two_epochs_says_and_logs_them(pools: Any, tmp_path: Path) -> N
 
     given = ["--tiny", "--micro_batch", "1", "--global_batch", "4", "--seq_len", "64", "--dataset", data, "--out", out]
     for more, rule in (
-        (["--epochs", "3"], "epochs = 3.0: the run in .* has 2.0; resume with --epochs 2.0"),
-        (["--steps", "9"], r"steps = 9: the run in .* has 0; resume with --epochs 2.0"),
+        (["--epochs", "3"], "epochs = 3.0: the run in .* has 2.0. Resume with --epochs 2.0"),
+        (["--steps", "9"], r"steps = 9: the run in .* has 0. Resume with --epochs 2.0"),
         (["--epochs", "2", "--warmup_steps", "7"], "warmup_steps = 7: the run in .* has"),
     ):
         with pytest.raises(Refusal, match=rule):
@@ -168,13 +168,13 @@ def refused(flags: list[str], **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--epochs", "2", "--steps", "3"], "--epochs 2 with --steps 3: cannot be combined: a run is limited by steps or by epochs; use only one of them"),
+        (["--epochs", "2", "--steps", "3"], "--epochs 2 with --steps 3: cannot be combined: a run is limited by steps or by epochs. Use only one of them"),
         (["--epochs", "2", "--dataset", "org/data"], "epochs = 2: only local data can be counted before step 1, and --dataset org/data is streamed"),
         (["--epochs", "1", "--dataset", "https://x.org/a.jsonl"], "epochs = 1: only local data can be counted before step 1"),
         (["--epochs", "0.5", "--dataset", "a={data}@1; b={data}@2"], "epochs = 0.5: cannot be combined with a mixture of 2 corpora: its weights set"),
         (["--epochs", "-1", "--dataset", "{data}"], "epochs = -1.0: must not be negative"),
         (["--epochs", "nan", "--dataset", "{data}"], "epochs = nan: must be a finite number"),
-        (["--num_train_epochs", "3"], "use --epochs"),
+        (["--num_train_epochs", "3"], "Use --epochs"),
     ],
 )
 def test_epochs_that_cannot_be_counted_are_refused(tmp_path: Path, flags: list[str], expected: str) -> None:
@@ -192,7 +192,7 @@ def test_a_dry_run_counts_small_local_data_and_keeps_nothing(tmp_path: Path) -> 
     plan = planned([*flags, "--epochs", "3"], warmup_steps=100)
     assert plan.recipe.steps == 20 and plan.recipe.warmup_steps == 2
     line = "data: 20 documents, 1,628 tokens, 26 rows of 64, 10 rows skipped (10 empty); one epoch is 6.5 steps"
-    assert plan.notes[-2:] == (line, "epochs: 3 = 20 steps; the last step takes 2 of its rows from the next epoch")
+    assert plan.notes[-2:] == (line, "epochs: 3 = 20 steps. The last step takes 2 of its rows from the next epoch")
     assert planned([*flags, "--epochs", "2"]).notes[-1] == "epochs: 2 = 13 steps"
     assert planned([*flags, "--steps", "20"]).notes[-1] == f"{line}, this run is 3.1 epochs"
     assert not tokens.exists()
@@ -201,9 +201,9 @@ def test_a_dry_run_counts_small_local_data_and_keeps_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "fields", "steps", "line"),
     [
-        (["--steps", "3"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, because --tiny uses built-in data; the run has 3 steps"),
-        ([], {"epochs": 2.0, "steps": 7}, 7, "epochs: 2 of the recipe left out, because --tiny uses built-in data; the run has 7 steps"),
-        (["--steps", "3", "--dataset", "{data}"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, because --steps 3 is typed; the run has 3 steps"),
+        (["--steps", "3"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, because --tiny uses built-in data. The run has 3 steps"),
+        ([], {"epochs": 2.0, "steps": 7}, 7, "epochs: 2 of the recipe left out, because --tiny uses built-in data. The run has 7 steps"),
+        (["--steps", "3", "--dataset", "{data}"], {"epochs": 2.0}, 3, "epochs: 2 of the recipe left out, because --steps 3 is typed. The run has 3 steps"),
         (["--dataset", "{data}", "--seq_len", "64", "--global_batch", "4"], {"epochs": 1.5}, 10, "epochs: 1.5 = 10 steps"),
         (["--dataset", "{data}", "--seq_len", "64", "--global_batch", "4", "--epochs", "0"], {"epochs": 1.5, "steps": 5}, 5, "this run is 0.77 epochs"),
     ],
@@ -259,7 +259,7 @@ def test_show_row_prints_a_document_with_its_learned_part(tmp_path: Path, capsys
 @pytest.mark.parametrize("task", ["image_classification", "preference", "reward"])
 def test_show_row_of_a_task_without_packed_text_is_refused(task: str) -> None:
     model = "microsoft/resnet-50" if task == "image_classification" else "Qwen/Qwen3-0.6B"
-    with pytest.raises(Refusal, match=f"--show_row: cannot be combined with task {task}, whose rows are not text; leave it out"):
+    with pytest.raises(Refusal, match=rf"--show_row: cannot be combined with task {task}, whose rows are not text\. Leave it out"):
         show_row(make_plan(parse(Recipe(model=model), Path("mine.py"), ["--tiny", "--show_row", "--task", task])))
 
 

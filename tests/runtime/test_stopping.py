@@ -198,7 +198,7 @@ def test_a_rank_blocked_in_a_collective_ends_after_the_grace_with_its_stacks(job
     said = rank.communicate(timeout=LIMIT)[1]
     assert 1.5 < time.monotonic() - began < LIMIT
     assert rank.returncode == 143
-    assert said.startswith("rank 0: stuck: no step boundary within 1.5 s after SIGTERM; stacks of all threads:\n")
+    assert said.startswith("rank 0: stuck: no step boundary within 1.5 s after SIGTERM. Stacks of all threads:\n")
     assert "in block_in_c" in said
 
 

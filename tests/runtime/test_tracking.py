@@ -224,7 +224,7 @@ def test_a_copied_run_folder_gets_a_wandb_id_of_its_own_once(first: tuple[Path, 
     (tmp_path / name).parent.mkdir(exist_ok=True)
     copy, said = shutil.copytree(run, tmp_path / name), list[str]()
     own = ids(copy, said)
-    assert said == [f"W&B run {own}, because this folder is a copy of {run}; to continue run {kept}, set WANDB_RUN_ID={kept}"]
+    assert said == [f"W&B run {own}, because this folder is a copy of {run}. To continue run {kept}, set WANDB_RUN_ID={kept}"]
     assert own != kept and ids(copy, said) == own and ids(run, said) == kept and len(said) == 1
 
 
@@ -261,7 +261,7 @@ def test_a_later_wandb_run_id_is_used_and_reported(first: tuple[Path, str], tmp_
     run, kept = first
     copy, said = shutil.copytree(run, tmp_path / "b"), list[str]()
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    line = f"W&B run mine, from WANDB_RUN_ID; until now this folder was recorded in run {kept}"
+    line = f"W&B run mine, from WANDB_RUN_ID. Until now this folder was recorded in run {kept}"
     assert ids(run, said) == "mine" and said == [line]
     assert ids(run, said) == "mine" and said == [line]
     monkeypatch.delenv("WANDB_RUN_ID")
@@ -341,7 +341,7 @@ def test_a_wandb_that_keeps_dying_is_given_up(tmp_path: Path, capfd: pytest.Capt
     assert time.monotonic() - began < 60
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 1, 2, 2, 3, 3, 4]
     said = capfd.readouterr().err
-    assert said.count("given up; metrics.jsonl continues") == 1
+    assert said.count("given up, and metrics.jsonl continues") == 1
     assert "Traceback" not in said
 
 
@@ -444,7 +444,7 @@ def test_a_refused_key_is_told_with_the_way_to_another(tmp_path: Path, refusing:
     with start_script(KEYED, tmp_path, "refused", stderr=subprocess.PIPE, env={key: value for key, value in place.items() if value}) as job:
         said = job.communicate(timeout=120)[1]
     assert job.returncode == 0 and "Traceback" not in said
-    told = f"W&B refuses the key ({refusing}, error 401): give a valid WANDB_API_KEY, for the next start; the run continues without W&B"
+    told = f"W&B refuses the key ({refusing}, error 401): give a valid WANDB_API_KEY, for the next start. The run continues without W&B"
     assert told in said.splitlines() and "W&B records offline" in said and "Failed to export" not in said
     assert [line["step"] for line in read_history(tmp_path)] == [1, 2, 3]
 
@@ -456,7 +456,7 @@ def test_a_key_that_is_missing_is_no_server_that_cannot_be_reached(tmp_path: Pat
     place |= {"WANDB_BASE_URL": refusing, "WANDB_MODE": "online", "HOME": str(tmp_path)}
     with start_script(KEYED, tmp_path, "keyless", stderr=subprocess.PIPE, env=place) as job:
         said = job.communicate(timeout=120)[1]
-    told = "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next start; the run continues without W&B"
+    told = "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next start. The run continues without W&B"
     assert job.returncode == 0 and told in said.splitlines() and "W&B records offline" in said and "cannot be reached" not in said, said
 
 
@@ -500,7 +500,7 @@ def test_the_command_that_uploads_can_be_pasted(tmp_path: Path, capfd: pytest.Ca
     tracker.log(step_metrics(1))
     tracker.finish(0)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "wandb sync" in line]
-    command, folder = shlex.split(line.partition("upload with: ")[2])[:2], Path(shlex.split(line)[-1])
+    command, folder = shlex.split(line.partition("Upload with: ")[2])[:2], Path(shlex.split(line)[-1])
     assert command == ["wandb", "sync"] and folder.parent == tmp_path / "it's é folder" / "wandb" and folder.is_dir()
 
 

@@ -143,7 +143,7 @@ def refused(pools: Any, layout: Layout, out: Any, tower: str) -> str:
     print(f"{max(seconds for _, _, seconds in results):.1f} s: {text}")
     assert [(code, told) for code, told, _ in results] == [(1, text)] * layout.world
     assert max(seconds for _, _, seconds in results) < WITHIN
-    assert "let each micro-batch of each rank run every trained module" in text
+    assert "Let each micro-batch of each rank run every trained module" in text
     return text
 
 

@@ -91,7 +91,7 @@ BROKEN = {
         "zero_optimization.cpu_offload",
         'write "zero_optimization.offload_optimizer": {"device": "cpu"} instead',
     ),
-    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it; bf16 is already set"),
+    "old dtype block": ("zero2", {"bfloat16": {"enabled": True}}, {}, "bfloat16", "delete it. The key bf16 is already set"),
     "number in quotes": ("zero2", {"gradient_clipping": "1.0"}, {}, 'gradient_clipping = "1.0"', "1.0 without quotes"),
     "1 for true": ("zero2", {"bf16.enabled": 1}, {}, "bf16.enabled = 1", "write true"),
     "word for true": ("zero2", {"zero_optimization.overlap_comm": "True"}, {}, 'zero_optimization.overlap_comm = "True"', "write true"),
@@ -120,15 +120,15 @@ BROKEN = {
     "torch's name in lower case": ("zero0", {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}, {}, 'optimizer.type = "sgd"', "did you mean SGD?"),
     "optimizer of a package that is not there": ("zero0", {"optimizer.type": "MuAdamW"}, {}, "optimizer.type = MuAdamW", "use AdamW"),
     "optimizer without a type": ("zero2", {"optimizer": {"params": {"lr": 0.1}}}, {}, "optimizer.type", 'add "type": "AdamW"'),
-    "key of another optimizer": ("zero2", {"optimizer.params.momentum": 0.9}, {}, "optimizer.params.momentum", "delete it; AdamW takes"),
+    "key of another optimizer": ("zero2", {"optimizer.params.momentum": 0.9}, {}, "optimizer.params.momentum", "delete it. AdamW takes"),
     "key of the CPU Adam with torch's": (
         "zero2",
         {"optimizer.params.fp32_optimizer_states": True},
         {},
         "optimizer.params.fp32_optimizer_states",
-        "delete it; AdamW takes",
+        "delete it. AdamW takes",
     ),
-    "key of torch's Adam with DeepSpeed's": ("zero2_cpu", {"optimizer.params.foreach": True}, {}, "optimizer.params.foreach", "delete it; AdamW takes"),
+    "key of torch's Adam with DeepSpeed's": ("zero2_cpu", {"optimizer.params.foreach": True}, {}, "optimizer.params.foreach", "delete it. AdamW takes"),
     "three betas": ("zero2", {"optimizer.params.betas": [0.9, 0.95, 0.99]}, {}, "optimizer.params.betas", "write [0.9, 0.999]"),
     "beta of 1": ("zero2", {"optimizer.params.betas": [0.9, 1.0]}, {}, "optimizer.params.betas", "write [0.9, 0.95]"),
     "unknown schedule": ("zero2", {"scheduler": {"type": "CosineLR", "params": {}}}, {}, 'scheduler.type = "CosineLR"', "WarmupCosineLR"),
@@ -352,7 +352,7 @@ UNREADABLE = {
     "list": (b"[1, 2]", "contains [1, 2]", "not an object"),
     "nothing": (b"", "line 1", "not strict JSON"),
     "latin-1": (b'{"wandb": {"team": "\xe9"}}', "cannot be read", "UTF-8"),
-    "deep": (b'{"a":' * 100_000, "nested too deeply", "see ds_configs/README.md"),
+    "deep": (b'{"a":' * 100_000, "nested too deeply", "See ds_configs/README.md"),
     "long number": (b'{"a": ' + b"9" * 5000 + b"}", "not usable JSON", "smaller numbers"),
 }
 
@@ -369,7 +369,7 @@ def test_a_file_that_is_not_strict_json_is_refused(case: str, tmp_path: Path) ->
 def test_a_missing_file_is_refused_with_the_places_and_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         json_file.load("zero33.json", tmp_path)
-    assert str(tmp_path / "zero33.json") in str(refused.value) and "did you mean zero3.json?" in str(refused.value)
+    assert str(tmp_path / "zero33.json") in str(refused.value) and "Did you mean zero3.json?" in str(refused.value)
 
 
 def test_a_name_is_looked_up_as_typed_then_beside_the_recipe_then_in_ds_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +513,7 @@ def test_the_batch_that_the_fix_names_divides(total: int, micro: int, dp: int) -
 def test_the_tensor_parallel_degree_of_the_fix_fits_ranks_and_model() -> None:
     """3 divides the 6 heads, and not the 8 ranks: it was named, and refused in turn with 4."""
     model_config = {"num_attention_heads": 6, "intermediate_size": 48}
-    told = ["tp = 4: does not divide the model's 6 attention heads, 6 key-value heads; use --tp 1 or 2"]
+    told = ["tp = 4: does not divide the model's 6 attention heads, 6 key-value heads. Use --tp 1 or 2"]
     for world, tp, pp in ((8, 4, 1), (16, 4, 2)):
         recipe = Recipe(model="org/model", ds_config="zero1.json", tp=tp, pp=pp, global_batch=64, micro_batch=1)
         given: Any = {"recipe": recipe, "model_config": model_config}

@@ -20,10 +20,10 @@ def test_a_clean_file_exits_0_and_shows_the_batch() -> None:
 
 def test_the_recipe_s_own_file_is_checked_when_none_is_named() -> None:
     code, text = lint("--recipe", "recipes/llama_nano_zero2.py", "--world", "3")
-    assert code == 1 and "1 problem in recipes/llama_nano_zero2.py" in text and "use global_batch 12 or 24" in text
-    assert "; the recipe fits 2 or 4 ranks without changes (DeepSpeed" in text
+    assert code == 1 and "1 problem in recipes/llama_nano_zero2.py" in text and "Use global_batch 12 or 24" in text
+    assert ". The recipe fits 2 or 4 ranks without changes (DeepSpeed" in text
     code, text = lint("--recipe", "recipes/llama3_1_405b_zero1_pp16_tp8.py", "--world", "9")
-    assert code == 1 and "or start a multiple of 128 ranks; the recipe fits 128 ranks without changes\n" in text
+    assert code == 1 and "or start a multiple of 128 ranks. The recipe fits 128 ranks without changes\n" in text
 
 
 def test_problems_of_the_json_and_the_recipe_are_told_together(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_a_json_of_anyone_is_told_what_deepspeed_would_do(tmp_path: Path) -> Non
     file.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3, "gradient_acumulation_steps": 2, "bf16": {"enabled": "auto"}}')
     code, text = lint(str(file), "--json-only", "--world", "1")
     assert code == 1 and "3 problems" in text and "gradient_acumulation_steps = 2" in text and "(DeepSpeed 0.19.8 ignores it)" in text
-    assert 'bf16.enabled = "auto"' in text and "replaces it)" in text and "use train_batch_size 9 or 12" in text and "fails on it)" in text
+    assert 'bf16.enabled = "auto"' in text and "replaces it)" in text and "Use train_batch_size 9 or 12" in text and "fails on it)" in text
     file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}, # of 2020\n}')
     code, text = lint(str(file), "--json-only")
     assert code == 0 and "ds.json: clean" in text and text.count("note: ") == 3
-    assert 'write "zero_optimization.offload_optimizer": {"device": "cpu"} instead' in text and "delete # of 2020" in text
+    assert 'Write "zero_optimization.offload_optimizer": {"device": "cpu"} instead' in text and "Delete # of 2020" in text
     code, text = lint(str(file))
-    assert code == 1 and text.count("is not strict JSON") == 2 and 'write "zero_optimization.offload_optimizer"' in text  # all at once
+    assert code == 1 and text.count("is not strict JSON") == 2 and 'Write "zero_optimization.offload_optimizer"' in text  # all at once
 
 
 def test_of_a_stage_that_is_auto_only_the_stage_is_told(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_of_a_stage_that_is_auto_only_the_stage_is_told(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": "auto", "reduce_bucket_size": 500000000, "allgather_bucket_size": 500000000, "overlap_comm": true}}')
     code, text = lint(str(file))
-    assert code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": nothing fills "auto" here; write 2' in text, text
+    assert code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": nothing fills "auto" here. Write 2' in text, text
 
 
 def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_recipe_of_another_task_is_checked_by_the_facts_of_its_task(tmp_path: 
     assert code == 0 and "dp2: 8 rows of a step" in text, text
     (tmp_path / "recipe.py").write_text(recipe.format(", sp=2"))
     code, text = lint("config.json", "--recipe", "recipe.py", "--world", "2", cwd=tmp_path)
-    assert code == 1 and "1 problem in" in text and "sp = 2: a picture is one short row, which is not cut over ranks; use --sp 1" in text, text
+    assert code == 1 and "1 problem in" in text and "sp = 2: a picture is one short row, which is not cut over ranks. Use --sp 1" in text, text
     (tmp_path / "recipe.py").write_text(recipe.format("").replace("image_classification", "sft"))
     code, text = lint("--recipe", "recipe.py", cwd=tmp_path)
-    assert code == 1 and "a vit is no causal language model" in text and "use --task image_classification" in text, text
+    assert code == 1 and "a vit is no causal language model" in text and "Use --task image_classification" in text, text

@@ -99,7 +99,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "my.json").write_text('{"dump_sate": false}')
     (tmp_path / "my.fixed.json").write_text("mine")
     code, said = command("my.json", "--fix", cwd=tmp_path)
-    assert code == 1 and "--fix my.fixed.json: already exists; delete it or rename it" in said, said
+    assert code == 1 and "--fix my.fixed.json: already exists. Delete it or rename it" in said, said
     assert (tmp_path / "my.fixed.json").read_text() == "mine"
 
 

@@ -65,4 +65,4 @@ def test_a_start_refuses_it_before_a_model_is_built(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         make_plan(parse(recipe, tmp_path / "x.py", ["--tiny", "--dry_run"]))
     told = [str(problem) for problem in refused.value.problems if "tensorboard" in problem.where]
-    assert len(told) == 1 and told[0].startswith("tensorboard.enabled = true: requires the package tensorboard, which is not installed; set ")
+    assert len(told) == 1 and told[0].startswith("tensorboard.enabled = true: requires the package tensorboard, which is not installed. Set ")

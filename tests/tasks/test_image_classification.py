@@ -372,18 +372,18 @@ def folder_of(folder: Path, classes: int) -> Path:
 
 
 def test_classes_that_the_model_does_not_have_are_refused_before_it_is_built(tmp_path):
-    with pytest.raises(Refusal, match=r"--dataset builtin: has 10 classes, and a/b has 2 labels; use --num_labels 10"):
+    with pytest.raises(Refusal, match=r"--dataset builtin: has 10 classes, and a/b has 2 labels\. Use --num_labels 10"):
         pictures({"id2label": None}, model="a/b", dataset="builtin")
     assert pictures({"id2label": None, "num_labels": 12}, dataset="builtin").num_labels == 12
     data = folder_of(tmp_path / "data", 3)
-    with pytest.raises(Refusal, match=r"data: has 3 folders of classes, and a/b has 10 labels; use --num_labels 3"):
+    with pytest.raises(Refusal, match=r"data: has 3 folders of classes, and a/b has 10 labels\. Use --num_labels 3"):
         pictures(model="a/b", dataset=str(data))
     assert pictures({"id2label": {"0": "a", "1": "b", "2": "c"}}, dataset=f"a={data}@1; b={data}/*/*.png@2").num_labels == 3
     assert pictures(dataset=str(tmp_path / "none")).num_labels == 10  # told where it is opened, on all ranks
     other = folder_of(tmp_path / "other", 2)
     (other / "zebra").mkdir()
     (other / "zebra" / "a.png").write_bytes(encoded(photo(4, 4)))
-    with pytest.raises(Refusal, match=r"other: has a class zebra, which another folder of the mixture does not have; give all folders the same classes"):
+    with pytest.raises(Refusal, match=r"other: has a class zebra, which another folder of the mixture does not have\. Give all folders the same classes"):
         pictures({"id2label": {"0": "a", "1": "b", "2": "c"}}, dataset=f"a={data}@1; b={other}@2")
 
 
@@ -399,7 +399,7 @@ def test_a_new_head_has_the_names_of_the_folders(tmp_path):
 def test_classes_that_the_model_numbers_otherwise_are_refused(tmp_path):
     data = str(folder_of(tmp_path / "data", 3))
     assert pictures({"id2label": {"2": "class 2", "0": "class 0", "1": "class 1"}}, dataset=data).num_labels == 3
-    with pytest.raises(Refusal, match=r"numbers its folders by name, class 0 0, and in the config.json of a/b class 1 has this number; rename the folders"):
+    with pytest.raises(Refusal, match=r"numbers its folders by name, class 0 0, and in the config.json of a/b class 1 has this number\. Rename the folders"):
         pictures({"id2label": {"0": "class 1", "1": "class 0", "2": "class 2"}}, model="a/b", dataset=data)
 
 

@@ -223,7 +223,7 @@ def test_words_are_hidden_as_a_whole_at_the_same_rate(rate):
 def test_what_a_tokenizer_must_have():
     with pytest.raises(Refusal, match="has no mask token"):
         check_tokenizer(byte_tokenizer(), "masked_lm")
-    with pytest.raises(Refusal, match="adds 2 special tokens to each text, which leaves no room for the text; use --seq_len 3 or more"):
+    with pytest.raises(Refusal, match=r"adds 2 special tokens to each text, which leaves no room for the text\. Use --seq_len 3 or more"):
         check_edges(edges(BYTES), 2)
     check_edges(edges(BYTES), 3)
     check_tokenizer(BYTES, "masked_lm")
@@ -237,12 +237,12 @@ def test_what_a_tokenizer_must_have():
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
             "masked_lm",
-            "a llama is no masked language model that transformers .* knows; use --task pretrain",
+            "a llama is no masked language model that transformers .* knows. Use --task pretrain",
         ),
-        ({"model_type": "bert", "is_decoder": True}, "masked_lm", 'a bert whose config.json says "is_decoder": true looks back only; use --task pretrain'),
+        ({"model_type": "bert", "is_decoder": True}, "masked_lm", 'a bert whose config.json says "is_decoder": true looks back only. Use --task pretrain'),
         ({"model_type": "bart", "is_encoder_decoder": True}, "masked_lm", "a bart is an encoder-decoder, and this task trains encoders alone"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "pretrain", "a bert reads the tokens that it should predict; use --task masked_lm"),
-        ({"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}, "sft", "reads the tokens that it should predict; use --task masked_lm"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "pretrain", "a bert reads the tokens that it should predict. Use --task masked_lm"),
+        ({"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}, "sft", "reads the tokens that it should predict. Use --task masked_lm"),
     ],
 )
 def test_models_of_the_other_kind_are_refused_with_the_reason(tmp_path, config, task, says):

@@ -172,7 +172,7 @@ UNUSABLE = {
         "chosen": [{"role": "assistant"}],
         "rejected": [BAD],
     },
-    "it has 130 tokens, more than seq_len = 128; use --seq_len 130 or more": {"rejected": "5" * 125},
+    "it has 130 tokens, more than seq_len = 128. Use --seq_len 130 or more": {"rejected": "5" * 125},
 }
 
 
@@ -222,9 +222,9 @@ def test_a_missing_column_is_named_with_the_flag_and_the_way_without_a_prompt(tm
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(rows), file)
-    with pytest.raises(Refusal, match=r"has no column 'prompt', only 'chosen', 'rejected'; name the column with --prompt_field, or --prompt_field '' if"):
+    with pytest.raises(Refusal, match=r"has no column 'prompt', only 'chosen', 'rejected'\. Name the column with --prompt_field, or --prompt_field '' if"):
         first_step(request_for(str(file)))
-    with pytest.raises(Refusal, match=r"has no column 'worse', only .*; name the column with --rejected_field; if only"):
+    with pytest.raises(Refusal, match=r"has no column 'worse', only .*\. Name the column with --rejected_field\. If only"):
         first_step(request_for(str(file), prompt_field="", rejected_field="worse"))
     batches = first_step(request_for(str(file), prompt_field=""))
     assert [int(preference.count(batch).sum()) for batch in batches] == [2, 2]

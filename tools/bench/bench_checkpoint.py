@@ -100,7 +100,7 @@ def main() -> int:
             command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port()), __file__, "--report", str(report), *sys.argv[1:]]
             code = subprocess.run([*command, "--deepspeed_config", f"zero{stage}.json"], env=environment(), stdout=sys.stderr, check=False).returncode
             if code or not report.exists():
-                print(f"the ranks ended with exit code {code}; their messages are above", file=sys.stderr)
+                print(f"the ranks ended with exit code {code}. Their messages are above", file=sys.stderr)
                 return 1
             stages[f"ZeRO-{stage}"] = json.loads(report.read_text())
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

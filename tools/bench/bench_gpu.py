@@ -161,7 +161,7 @@ class Bench:
                 if all(code == 0 for code in codes):
                     return
                 if time.monotonic() > self.deadline:
-                    raise RowFailed(f"was not done in time; {logs[0].name} ends with: {last_line(logs[0])}")
+                    raise RowFailed(f"was not done in time. {logs[0].name} ends with: {last_line(logs[0])}")
                 time.sleep(0.05)
         finally:
             for process in started:

@@ -109,7 +109,7 @@ def planned(arguments: argparse.Namespace, recipe_argv: list[str], world: int, o
     if command.dry_run:
         problems.append(Problem("--dry_run", "the bench has none", "leave it out"))
     for name in sorted(command.typed - OPEN):
-        problems.append(Problem(f"--{name}", "is set by the bench", f"leave it out; open are {', '.join(sorted(OPEN))}"))
+        problems.append(Problem(f"--{name}", "is set by the bench", f"leave it out. Open are {', '.join(sorted(OPEN))}"))
     if problems:
         raise Refusal(problems)
     steps = 1 + WARM_UP + (arguments.pairs + TIMED_BLOCKS) * arguments.steps_per_block + 1  # the last step is never reached: it would save
@@ -139,13 +139,13 @@ def main() -> int:
         load = os.getloadavg()[0]
         deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
         if deepspeed is None:
-            print("the deepspeed command is not installed beside this Python; run make setup", file=sys.stderr)
+            print("the deepspeed command is not installed beside this Python. Run make setup", file=sys.stderr)
             return 1
         command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port()), __file__, "--folder", folder, *sys.argv[1:]]
         code = subprocess.run(command, env=environment(), stdout=sys.stderr, check=False).returncode
         report_file = Path(folder) / "report.json"
         if code or not report_file.exists():
-            print(f"the bench ended with exit code {code}; its messages are above", file=sys.stderr)
+            print(f"the bench ended with exit code {code}. Its messages are above", file=sys.stderr)
             return 1
         report = json.loads(report_file.read_text()) | {"load_before": load, "load_after": os.getloadavg()[0]}
     if arguments.json:

@@ -113,7 +113,7 @@ def main() -> int:
         code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
         report_file = Path(folder) / "report.json"
         if code or not report_file.exists():
-            print(f"the bench ended with exit code {code}; its messages are above", file=sys.stderr)
+            print(f"the bench ended with exit code {code}. Its messages are above", file=sys.stderr)
             return 1
         print(page(json.loads(report_file.read_text()) | {"load_before": load, "load_after": os.getloadavg()[0]}), end="")
     return 0

@@ -229,7 +229,7 @@ def recorded(path: list[str]) -> Node:
         else:
             keys[key] = recorded(here)
             if not keys[key]["keys"]:
-                raise SystemExit(f"{dotted}: DeepSpeed reads this key with no default to tell its type; add it to DECLARED in {__file__}")
+                raise SystemExit(f"{dotted}: DeepSpeed reads this key with no default to tell its type. Add it to DECLARED in {__file__}")
     return {"type": ["object"], "keys": keys}
 
 
@@ -354,7 +354,7 @@ def parameters(function: Any, without: str = "") -> dict[str, Node]:
             node["default"] = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
         keys[name] = node | RANGES.get(name, {})
         if not keys[name]["type"]:
-            raise SystemExit(f"{function.__name__}: no type is known for {name}; add it to RANGES in {__file__}")
+            raise SystemExit(f"{function.__name__}: no type is known for {name}. Add it to RANGES in {__file__}")
     return dict(sorted(keys.items()))
 
 
@@ -389,7 +389,7 @@ def optimizers() -> dict[str, Node]:
     for name in ("MuAdam", "MuAdamW", "MuSGD"):
         found[name] = {"any_case": True, "needs_package": "mup"}
     if {name.lower() for name in found} != set(ds.DEEPSPEED_OPTIMIZERS):
-        raise SystemExit(f"DeepSpeed's optimizers are now {ds.DEEPSPEED_OPTIMIZERS}; adapt optimizers() in {__file__}")
+        raise SystemExit(f"DeepSpeed's optimizers are now {ds.DEEPSPEED_OPTIMIZERS}. Adapt optimizers() in {__file__}")
     for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
         found[name] = {"torch_name": True, "device": parameters(getattr(torch.optim, name))}
     adafactor = parameters(torch.optim.Adafactor) | {"eps": {"type": ["array"], "default": [None, 0.001], "items": "any", "length": 2}}
@@ -426,7 +426,7 @@ def schema() -> dict[str, Any]:
     found |= {"schedulers": schedulers, "torch_schedulers": torch_schedulers()}
     stale = [path for path in DECLARED if not reaches(root, path.split("."))]
     if stale:
-        raise SystemExit(f"DeepSpeed does not read {', '.join(stale)} (any more); take it out of DECLARED in {__file__}")
+        raise SystemExit(f"DeepSpeed does not read {', '.join(stale)} (any more). Take it out of DECLARED in {__file__}")
     return found
 
 

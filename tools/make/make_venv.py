@@ -28,7 +28,7 @@ def main(look: bool) -> int:
     if done.returncode:
         shutil.rmtree(str(VENV), ignore_errors=True)
         why = done.stdout.strip().split("\n")[0] or "no message"
-        return refuse(f"{sys.executable} -m venv .venv", why, f"on Debian and Ubuntu: apt-get install python3.{sys.version_info[1]}-venv")
+        return refuse(f"{sys.executable} -m venv .venv", why, f"On Debian and Ubuntu: apt-get install python3.{sys.version_info[1]}-venv")
     return 0
 
 
@@ -37,12 +37,12 @@ def too_old() -> bool:
     if sys.version_info >= (3, 11):  # noqa: UP036 (an older Python runs this line too)
         return False
     where = f"{sys.executable} is Python {'.'.join(map(str, sys.version_info[:3]))}"
-    refuse(where, "the recipes need 3.11 or newer", "install one, or name one that is there: make setup PYTHON3=python3.12")
+    refuse(where, "the recipes need 3.11 or newer", "Install one, or name one that is there: make setup PYTHON3=python3.12")
     return True
 
 
 def refuse(where: str, rule: str, fix: str) -> int:
-    print(f"refused: {where}: {rule}; {fix}", file=sys.stderr)
+    print(f"refused: {where}: {rule}. {fix}", file=sys.stderr)
     return 1
 
 

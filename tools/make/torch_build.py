@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     name, *more = argv or [""]
     drivers = [f"{build.name} (driver {build.driver} or newer)" for build in BUILDS]
     if more or name not in {build.name for build in BUILDS} | {"cpu"}:
-        return refuse(f"TORCH={' '.join(argv)}", GONE.get(name, "there is no such build of this torch"), f"use TORCH={', '.join(drivers)} or cpu")
+        return refuse(f"TORCH={' '.join(argv)}", GONE.get(name, "there is no such build of this torch"), f"Use TORCH={', '.join(drivers)} or cpu")
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M)
     assert pinned
     version = f"{pinned[1]}+{name}"
@@ -40,13 +40,13 @@ def main(argv: list[str]) -> int:
     places = " ".join(filter(None, (os.environ.get("PIP_EXTRA_INDEX_URL"), os.environ.get("TORCH_INDEX"))))
     command = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"torch=={version}"]
     if subprocess.run(command, env=os.environ | ({"PIP_EXTRA_INDEX_URL": places} if places else {}), check=False).returncode:
-        where = "set TORCH_INDEX to the address of PyTorch's wheels for it (https://pytorch.org/get-started/locally/ shows it), or to your mirror's"
+        where = "Set TORCH_INDEX to the address of PyTorch's wheels for it (https://pytorch.org/get-started/locally/ shows it), or to your mirror's"
         return refuse(f"TORCH={name}", f"pip cannot install torch {version} from where it looks", where)
     return 0
 
 
 def refuse(where: str, rule: str, fix: str) -> int:
-    print(f"refused: {where}: {rule}; {fix}", file=sys.stderr)
+    print(f"refused: {where}: {rule}. {fix}", file=sys.stderr)
     return 1
 
 

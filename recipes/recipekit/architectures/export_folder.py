@@ -36,7 +36,7 @@ def find_export(path: Path) -> Export:
         rule = "is a file, not a folder" if path.exists() else "the folder does not exist"
         fix = "give a run folder, such as runs/NAME, or a folder of Hugging Face files"
         if not path.exists() and is_hub_id(str(path)) and "/" in str(path):
-            fix += f"; a model of the hub is downloaded with hf download {path} --local-dir FOLDER"
+            fix += f". A model of the hub is downloaded with hf download {path} --local-dir FOLDER"
         raise refuse(str(path), rule, fix)
     if is_step_folder(path):
         raise refuse(str(path), "is a checkpoint, which plain transformers does not read", _way(path))
@@ -55,7 +55,7 @@ def find_export(path: Path) -> Export:
     if (newest := newest_complete(path / CHECKPOINTS)) is None:
         fix = "wait for its first checkpoint (--save_every N), or run its command again"
         raise refuse(str(path), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
-    raise refuse(str(path), f"has no {EXPORT}/: {state}; its newest checkpoint is {newest.name}", _way(path))
+    raise refuse(str(path), f"has no {EXPORT}/: {state}. Its newest checkpoint is {newest.name}", _way(path))
 
 
 def is_running(run: Path) -> bool:
@@ -92,7 +92,7 @@ def _notes(run: Path) -> Iterator[str]:
     written = (run / EXPORT).stat().st_mtime
     if (newest / MANIFEST).stat().st_mtime > written:
         state = "the run is training, and " if is_running(run) else ""
-        yield f"{run / EXPORT}: {state}checkpoint {newest.name} is newer; recipekit convert to-hf {run} NEW writes it"
+        yield f"{run / EXPORT}: {state}checkpoint {newest.name} is newer. Write it with recipekit convert to-hf {run} NEW"
 
 
 def _check_task(task: str, where: str) -> None:
@@ -112,8 +112,8 @@ def base_of(folder: Path) -> tuple[str, str]:
     where, fix = str(folder / ADAPTER), "write its folder or hub id there as base_model_name_or_path"
     if without_base(folder):
         run = folder.parent if folder.name == EXPORT else "RUN"
-        way = f"write the merged model with {MERGE} {run} NEW_FOLDER, then recipekit sample NEW_FOLDER; if you have the base model, {fix}"
-        raise refuse(where, "names no base model; a run writes this for randomly initialised weights", way)
+        way = f"write the merged model with {MERGE} {run} NEW_FOLDER, then run recipekit sample NEW_FOLDER. If you have the base model, {fix}"
+        raise refuse(where, "names no base model, as a run with randomly initialised weights exports it", way)
     if not isinstance(base, str) or not base.strip():
         raise refuse(where, "names no base model", fix)
     if not Path(base).is_dir() and (Path(base).is_absolute() or not is_hub_id(base)):

@@ -133,7 +133,7 @@ def more_layers(name: str, place: str, held: int, count: int, key: str) -> Refus
     known = f'write "{key}": {held} into its config.json' if key else "give the config.json of these files"
     numbers = f"{count} to {held - 1}" if held - count > 1 else f"{count}"
     rule = f"its files hold {held} layers in {place}, and its config.json makes {count}"
-    return refuse(f"model = {name}", rule, f"{known}; to train the shorter model, delete {place}.{numbers} from the files")
+    return refuse(f"model = {name}", rule, f"{known}. To train the shorter model, delete {place}.{numbers} from the files")
 
 
 def other_shape(name: str, key: str, held: list[int], due: list[int], more: str = "") -> Refusal:

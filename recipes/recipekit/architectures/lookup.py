@@ -137,7 +137,7 @@ def _untrainable(config: dict[str, Any], task: str, where: str) -> list[Problem]
     for block in (config, text if isinstance(text, dict) else {}):
         if quantised := block.get("quantization_config") or block.get("compression_config"):
             method = (quantised.get("quant_method") or "bitsandbytes") if isinstance(quantised, dict) else quantised  # that one left its name out at first
-            fix = "use the unquantised model; if its files contain unquantised weights, delete the block"
+            fix = "use the unquantised model. If its files contain unquantised weights, delete the block"
             problems.append(Problem(where, f"is quantised: its config.json has a quantization_config of {method}", fix))
     return problems
 
@@ -160,7 +160,7 @@ def unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
         if config.get("is_encoder_decoder"):
             return f"a {kind} is an encoder-decoder, and recipes train decoders alone", others
         if (kind not in types and masked) or (switch is not None and not config.get(switch)):
-            fix = f'{others}; a {kind} that looks back only says "{switch}": true in its config.json' if switch else others
+            fix = f'{others}. A {kind} that looks back only says "{switch}": true in its config.json' if switch else others
             return f"a {kind} reads the tokens that it should predict", fix
     if TASKS[task].masked and config.get("is_encoder_decoder"):
         return f"a {kind} is an encoder-decoder, and this task trains encoders alone", others

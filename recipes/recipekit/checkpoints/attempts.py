@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..refusal import START_AGAIN, Problem, Refusal
 
-FIX = "the checkpoints before it are intact; free space or choose another --out, then start again"
+FIX = "the checkpoints before it are intact. Free space or choose another --out, then start again"
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Attempts:
         self._pause = 2 * self._pause if again else 1
         if self._regular:
             self._failed_before = self._step
-        return "" if again else f"{error}; the run continues and tries again at the next steps"
+        return "" if again else f"{error}. The run continues and tries again at the next steps"
 
     def ending(self) -> Refusal:
         """Return what ends a run whose saves fail: a later start may find the disk well."""

@@ -66,7 +66,7 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
             return state, True
         rule = f"was written by another layout ({was}) than this one ({layout}), and {UNDESCRIBED}"
         raise refuse(
-            f"resume from {step}", rule, "resume once with the same ranks, degrees and strategy; a checkpoint that this run saves can change the layout"
+            f"resume from {step}", rule, "resume once with the same ranks, degrees and strategy. A checkpoint that this run saves can change the layout"
         )
     before = Blueprint.from_json(saved)
     differ = _differences(before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0)

@@ -92,7 +92,7 @@ def _remove(step: Path, listed: dict[str, Any]) -> list[str]:
     except OSError as error:
         return [_not_removed(step, error)]
     more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-    return [f"{step} is removed; {extra[0]}{more}, not part of the checkpoint, is kept in {aside}"]
+    return [f"{step} is removed. {extra[0]}{more}, not part of the checkpoint, is kept in {aside}"]
 
 
 def _remove_folder(path: Path) -> list[str]:
@@ -104,4 +104,4 @@ def _remove_folder(path: Path) -> list[str]:
 
 
 def _not_removed(path: Path, error: OSError) -> str:
-    return f"{path} cannot be removed: {error.strerror or error}; the run continues, remove it by hand"
+    return f"{path} cannot be removed: {error.strerror or error}. The run continues, remove it by hand"

@@ -77,7 +77,7 @@ def oldest_first(room: Room, retention: Retention, demand: Demand) -> str:
     if wanted <= free:
         return ""
     export = f" and {demand.export:,} bytes of the export" if demand.export else ""
-    line = f"checkpoints in {room.folder}: --keep {retention.newest} needs room for {most} of {room.one:,} bytes{export}; {free:,} bytes are free"
+    line = f"checkpoints in {room.folder}: --keep {retention.newest} needs room for {most} of {room.one:,} bytes{export}. {free:,} bytes are free"
     if not retention.newest:
         return f"{line}. Saves fail once the disk is full: limit the number with --keep"
     return f"{line}. If the room is short, the oldest checkpoint is removed before the next one is written"

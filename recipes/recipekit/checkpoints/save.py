@@ -187,7 +187,7 @@ class Saver:
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder / ".staging", ignore_errors=True)
         if LIMIT in failures[0]:  # no later save can be better
-            fix = "the checkpoints before it are intact; raise the limit (ulimit -f unlimited), then start again"
+            fix = "the checkpoints before it are intact. Raise the limit (ulimit -f unlimited), then start again"
             raise refuse(f"checkpoint in {self.folder}", failures[0], fix)
         self._say(self.attempts.fail(f"checkpoint in {self.folder}: {failures[0]}"))
         return True
@@ -268,7 +268,7 @@ def _failures_as(saver: Saver, what: str) -> Any:
     try:
         yield
     except (OSError, RuntimeError, Refusal) as error:
-        saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}; {saver.room.missing()}"
+        saver.error = f"{what}: rank {dist.get_rank()}: {str(error).strip().splitlines()[0]} ({saver.room.missing()})"
 
 
 def point_latest(folder: Path, name: str, say: Say) -> None:
@@ -280,7 +280,7 @@ def point_latest(folder: Path, name: str, say: Say) -> None:
         fsync(folder)  # the step folder is on the disk before it is named
         write_whole(folder / LATEST, name)
     except OSError as error:
-        say(f"{folder / LATEST} cannot be written: {error.strerror}; the checkpoints are complete, and the run continues")
+        say(f"{folder / LATEST} cannot be written: {error.strerror}. The checkpoints are complete, and the run continues")
 
 
 def put_aside_later(folder: Path, step: int, say: Say) -> None:

@@ -60,7 +60,7 @@ class Step:
             if key in self.tensors and self.tensors[key][2] != read:
                 name, role = key.split("|")
                 raise refuse(
-                    f"{self.folder}: {name} ({role})", "differs from what was saved: its digest does not match", "use another checkpoint; nothing was written"
+                    f"{self.folder}: {name} ({role})", "differs from what was saved: its digest does not match", "use another checkpoint. Nothing was written"
                 )
 
 

@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None, prog: str = "recipekit convert") -> int:
         where = Path(error.filename or arguments.out or arguments.source)
         free = shutil.disk_usage(existing(where)).free
         kept = arguments.out and journal.journal_file(arguments.out).exists()
-        again = "run the same command again to continue; finished work is kept" if kept else "run the same command again"
-        print(f"{where}: {error.strerror}; {free:,} bytes are free; {again}", file=sys.stderr)
+        again = "Run the same command again to continue. Finished work is kept" if kept else "Run the same command again"
+        print(f"{where}: {error.strerror}. {free:,} bytes are free. {again}", file=sys.stderr)
         return 1
 
 
@@ -105,9 +105,9 @@ def size_of(text: str) -> int:
     try:
         size = int(float(number.removesuffix(unit)) * UNITS[unit])
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 512M or 2G") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size. Write for example 512M or 2G") from None
     if size < 2**24:
-        raise argparse.ArgumentTypeError(f"{text!r} is too small; give at least 16M")
+        raise argparse.ArgumentTypeError(f"{text!r} is too small. Give at least 16M")
     return size
 
 
@@ -190,7 +190,7 @@ def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
         raise refuse(
             "--verify with --merge",
             "cannot be combined: merged weights are computed, so they have no copy to compare with",
-            "use only one of them; --merge verifies the files that it reads",
+            "use only one of them. --merge verifies the files that it reads",
         )
     adapted_model(step)
     frozen = sum(tensor.numel for tensor in step.blueprint.tensors if tensor.group is None)
@@ -247,7 +247,7 @@ def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, w
     bar = Bar()
     with bar.progress:
         work(effort(arguments, bar))
-    print(f"wrote {arguments.out}; start it with --resume {arguments.out}")
+    print(f"wrote {arguments.out}. Start it with --resume {arguments.out}")
     return 0
 
 

@@ -25,7 +25,7 @@ def shipped(name: str) -> Path:
             return files[f"{name}{ending}"]
     names = [*recipes(), *strategies()]
     near = difflib.get_close_matches(Path(name).stem if name.endswith(".py") else Path(name).name, names, 2, 0.75)
-    listed = f"a JSON is {', '.join(strategies())}; recipekit ls lists the recipes"
+    listed = f"a JSON is {', '.join(strategies())}, and recipekit ls lists the recipes"
     raise refuse(f"recipekit cp {name}", "no recipe or JSON has this name", f"did you mean {' or '.join(near)}?" if near else listed)
 
 
@@ -44,7 +44,7 @@ def copy(name: str, target: Path | None) -> Path:
     except FileExistsError:
         raise refuse(where, f"{file} exists, and a copy never overwrites a file", "give another name, or remove that file") from None
     except FileNotFoundError:
-        raise refuse(where, f"the folder {file.parent} does not exist", f"mkdir -p {file.parent}") from None
+        raise refuse(where, f"the folder {file.parent} does not exist", f"run: mkdir -p {file.parent}") from None
     except OSError as error:
         raise refuse(where, f"cannot be written: {error.strerror}", "choose a folder that you can write to") from None
     return file
@@ -58,5 +58,5 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     file = copy(arguments.name, arguments.file)
     way = f"recipekit run {file} --tiny" if file.suffix == ".py" else f"recipekit lint {file}"
-    print(f"wrote {file}; try: {way}")
+    print(f"wrote {file}. Try: {way}")
     return 0

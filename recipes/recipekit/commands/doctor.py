@@ -73,7 +73,7 @@ def read_arguments(words: list[str], prog: str) -> tuple[argparse.ArgumentParser
     arguments.words = words
     arguments.flags = flags[1:] if flags[:1] == ["--"] else flags
     if arguments.flags and not arguments.recipe:
-        parser.error(f"unknown: {' '.join(arguments.flags)}; flags of a recipe need --recipe FILE")
+        parser.error(f"unknown: {' '.join(arguments.flags)}. Flags of a recipe need --recipe FILE")
     for name in ("world", "ranks", "master_port"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")

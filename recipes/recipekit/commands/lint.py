@@ -61,7 +61,7 @@ def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dic
         if not isinstance(config, dict):
             raise Refusal(found) from None
         if json_only:
-            found = [replace(problem, rule=f"{problem.rule}; Trainer and accelerate cannot read it", outcome=APPLIES) for problem in found]
+            found = [replace(problem, rule=f"{problem.rule}. Trainer and accelerate cannot read it", outcome=APPLIES) for problem in found]
         return config, Path(str(name)), found
 
 
@@ -148,7 +148,7 @@ def fix(name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, 
     fixed, changes = fixes.fix(config, check_on)
     if not changes and (json_only or not faults):
         return None, []
-    lines = [*(f"{problem.where}: rewritten ({problem.rule.partition(';')[0]})" for problem in faults), *map(str, changes)]
+    lines = [*(f"{problem.where}: rewritten ({problem.rule.partition('. ')[0]})" for problem in faults), *map(str, changes)]
     target = file.with_name(f"{file.name.removesuffix('.json')}.fixed.json")
     try:
         with target.open("x", encoding="utf-8", errors="backslashreplace") as stream:  # half a surrogate pair as it was: \ud800

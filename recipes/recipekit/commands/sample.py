@@ -65,7 +65,7 @@ class Sample:
         if self.stop:
             return f"stop token: {self.stop} was reached after {self.num_tokens} new tokens"
         stops = f"not reached ({' or '.join(self.ends)})" if self.ends else "the model has no stop token"
-        return f"stop token: {stops}; the text was cut off after {self.num_tokens} new tokens"
+        return f"stop token: {stops}. The text was cut off after {self.num_tokens} new tokens"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 def check(prompt: str | None, length: int | None) -> None:
     """Raise `Refusal` for a value that no model could use."""
     if prompt is not None and not prompt.strip():
-        fix = "write --prompt TEXT, or leave it out; check the variables of your shell"
+        fix = "write --prompt TEXT, or leave it out. Check the variables of your shell"
         raise refuse(f"--prompt {prompt!r}", "must not be empty or blank", fix)
     if prompt is not None and not prompt.isascii():
         try:

@@ -94,7 +94,7 @@ def added(one: Sequence[int], more: Sequence[int]) -> Sequence[int]:
 
 def no_document(source: Source, rows: int, empty: int, bad: int) -> Refusal:
     """Return the refusal of data without a document to train on, with the columns that were read."""
-    met = f"; its columns are {', '.join(map(repr, columns))}" if (columns := source.columns()) else ""
+    met = f". Its columns are {', '.join(map(repr, columns))}" if (columns := source.columns()) else ""
     if not rows and not bad:
         return refuse("--dataset", f"contains no rows{met}", "use other data")
     left = rows - empty - bad

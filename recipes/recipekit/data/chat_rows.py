@@ -238,7 +238,7 @@ class UnknownRole(Refusal):
     def __init__(self, place: str, role: str, met: Iterable[str]):
         roles = f"these rows use the roles {', '.join(sorted(met))}, and the known roles are {', '.join(ROLES)}"
         fix = f"rename the roles in the rows (an answer has the role assistant), or {SKIP}"
-        super().__init__(refuse(place, f"a message has the role {role!r}; {roles}", fix).problems)
+        super().__init__(refuse(place, f"a message has the role {role!r}: {roles}", fix).problems)
         self.place, self.role, self.met = place, role, set(met)
 
 

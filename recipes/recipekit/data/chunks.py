@@ -78,7 +78,7 @@ def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes,
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if token_cache == "auto" and source.size * sizes.times_free > (free := shutil.disk_usage(folder).free) and not any(folder.iterdir()):
-            LOG.warning("tokens are not kept: %.1f GB of data, %.1f GB free in %s; --token_cache FOLDER keeps them", source.size / 1e9, free / 1e9, base)
+            LOG.warning("tokens are not kept: %.1f GB of data, %.1f GB free in %s. --token_cache FOLDER keeps them", source.size / 1e9, free / 1e9, base)
             return None
     except OSError as error:
         if token_cache != "auto":
@@ -143,7 +143,7 @@ class Reader:
         """
         if empty:
             self.say(
-                f"{empty:,} of {'' if is_all else 'the first '}{rows:,} rows are empty (null, no text or blank) and skipped; the metric empty_rows counts them"
+                f"{empty:,} of {'' if is_all else 'the first '}{rows:,} rows are empty (null, no text or blank) and skipped. The metric empty_rows counts them"
             )
         if not counts.rows:
             return
@@ -214,7 +214,7 @@ class Reader:
         found = self._found(part, group, row, rows, problems)
         least = self.sizes.block_bytes // self.sizes.block_samples
         lengths = np.array([max(least, size_of(content)) for content, _ in found.documents], dtype=np.int64)
-        told = [str(problem) for problem in problems[:TOLD]]
+        told = [problem.problems[0].fault for problem in problems[:TOLD]]
         return SampleChunk(found.documents, lengths, found.row, found.last, len(problems), 0, told, rows=found.rows, empty=found.empty)
 
     def _encoded(self, part: int, group: int, row: int, rows: Rows) -> Chunk:
@@ -243,7 +243,7 @@ class Reader:
         ids = np.concatenate([ids for ids, _ in full]).astype(np.int32) if full else np.empty(0, np.int32)
         labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and encoder.chats else None
         lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
-        told = [str(problem) for problem in problems[:TOLD]]
+        told = [problem.problems[0].fault for problem in problems[:TOLD]]
         return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told, counts, *of_rows)
 
     def _found(self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]) -> Found:
@@ -337,13 +337,13 @@ def tell(problems: list[str], told: list[str], say: Say) -> None:
     for problem in problems:
         if len(told) < TOLD and problem not in told:
             told.append(problem)
-            last = ", the last one that is told; the metric bad_rows counts on" if len(told) == TOLD else ""
-            say(f"skipped (--bad_rows skip): {problem.partition('; ')[0]}{last}")
+            last = ", the last one that is told. The metric bad_rows counts on" if len(told) == TOLD else ""
+            say(f"skipped (--bad_rows skip): {problem}{last}")
 
 
 def _no_documents(problem: Refusal) -> Chunk:
     nothing = np.empty(0, dtype=np.int64)
-    return Chunk(nothing.astype(np.int32), None, nothing, nothing, 0, True, 1, 0, [str(problem)])
+    return Chunk(nothing.astype(np.int32), None, nothing, nothing, 0, True, 1, 0, [problem.problems[0].fault])
 
 
 # The files of tokens ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def absent_column(task: str, columns: tuple[str, ...], names: Iterable[str]) -> 
     for flag, column in zip(facts.columns[len(facts.columns) - len(columns) :], columns, strict=True):
         if column not in names:
             without = f", or --{flag} '' if both answers begin with it" if flag == facts.optional else ""
-            fix = f"name the column with --{flag}{without}; if only this row differs, correct it or {SKIP}"
+            fix = f"name the column with --{flag}{without}. If only this row differs, correct it or {SKIP}"
             if "text_field" in facts.columns and (form := form_of(names)):
                 fix = f"use --task sft, which reads such rows ({form.name}), or name a text column with --{flag}"
             return f"has no column {column!r}, only {', '.join(map(repr, names))}", fix

@@ -63,7 +63,7 @@ def _check_header(header: list[str], separator: str, place: str) -> None:
         raise refuse(place, *found)
     other = next((sign for sign in ";\t|," if sign != separator and sign in header[0]), "")
     if len(header) == 1 and other:
-        rule = f"its header has one column, {header[0]!r}; files with this ending must separate columns by {separator!r}"
+        rule = f"its header has one column, {header[0]!r}. Files with this ending must separate columns by {separator!r}"
         raise refuse(place, rule, f"separate the columns by {separator!r}" + (", or rename it to end in .tsv" if other == "\t" else ""))
 
 

@@ -74,7 +74,7 @@ def _check_whole(part: str, split: str, subset: str) -> None:
         raise refuse(
             f"--subset {subset}",
             f"{part} is not a folder, so it has no subsets",
-            "omit --subset; in a mixture, set the subset of a folder with NAME=FOLDER:SUBSET@1",
+            "omit --subset. In a mixture, set the subset of a folder with NAME=FOLDER:SUBSET@1",
         )
 
 

@@ -8,7 +8,7 @@ from ..paths import is_there
 from ..refusal import Problem, Refusal
 
 _DOMAIN = re.compile(r"\s*([A-Za-z][\w-]*)\s*=(.+)@([^@]+)", re.DOTALL)
-_FORM = 'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70; docs=docs@30"; the weight 70|1000:50 is 70, and 50 from step 1000'
+_FORM = 'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70; docs=docs@30". The weight 70|1000:50 is 70, and 50 from step 1000'
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
         return None
     where = f"--dataset: {domain} = {dataset!r}" if domain else f"--dataset {dataset!r}"
     rule = "must not be empty or blank" if len(entries) == 1 else f"entry {[bool(entry.strip()) for entry in entries].index(False) + 1} of the list is empty"
-    return Problem(where, rule, "name a file, a folder or ORG/NAME; check the variables of your shell")
+    return Problem(where, rule, "name a file, a folder or ORG/NAME. Check the variables of your shell")
 
 
 def _has_subset(corpus: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..refusal import Refusal
+from ..refusal import Refusal, sentences
 from ..task import IGNORE, MicroBatch, Row
 from .chat_rows import JSON_CHAT, TOOLS, is_json_chat, learned, messages_of, tools_of, without_nulls
 from .chat_spans import UNRENDERABLE, ChatTemplate
@@ -113,7 +113,7 @@ def answers_of(row: Row, roles: Collection[str] = ()) -> tuple[str | Messages, s
 
 def _content(name: str, value: Any, roles: Collection[str]) -> str | Messages:
     if is_json_chat(value):
-        raise ValueError(f"its {name} contains {JSON_CHAT[0]}; {JSON_CHAT[1]}")
+        raise ValueError(sentences(f"its {name} contains {JSON_CHAT[0]}", JSON_CHAT[1]))
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
@@ -145,10 +145,10 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
                 raise ValueError(f"its {name} answer has a message with weight 0 or train false, but a pair compares full answers")
         begin, *whole = _rendered(pairs.template, [prompt, prompt + list(chosen), prompt + list(rejected)], _tools_of(row))
     if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
-        raise ValueError(f"it contains token {highest}, but the model has embeddings for 0 to {count - 1} only; add more with resize_token_embeddings")
+        raise ValueError(f"it contains token {highest}, but the model has embeddings for 0 to {count - 1} only. Add more with resize_token_embeddings")
     start = min(_common(begin, ids) for ids in whole)
     if (longest := max(map(len, whole))) > pairs.seq_len:
-        raise ValueError(f"it has {longest} tokens, more than seq_len = {pairs.seq_len}; use --seq_len {longest} or more")
+        raise ValueError(f"it has {longest} tokens, more than seq_len = {pairs.seq_len}. Use --seq_len {longest} or more")
     if min(map(len, whole)) <= max(start, 1):
         raise ValueError("one of its answers has no token to predict")
     if whole[0] == whole[1]:

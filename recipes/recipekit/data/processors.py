@@ -82,7 +82,7 @@ def check_token(tokenizer: Any, token: int, where: str) -> None:
     if token < (count := num_embeddings(tokenizer)):
         return
     known = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for 0 to {count - 1}"
-    fix = f"call resize_token_embeddings({len(tokenizer)}) of the model, save it, and use that folder; or use another --tokenizer"
+    fix = f"call resize_token_embeddings({len(tokenizer)}) of the model, save it, and use that folder, or use another --tokenizer"
     raise refuse(where, f"contains token {token} ({tokenizer.convert_ids_to_tokens(token)!r}): {known}", fix)
 
 

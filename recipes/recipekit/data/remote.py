@@ -77,7 +77,7 @@ class Patience:
                     ) from error
                 wait = max(min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * _DRAW.uniform(0.5, 1.0), retry_after(error) * _DRAW.uniform(1.0, 1.1))
                 wait = min(wait, self.seconds - waited)
-                text = f"{where}: {describe(error)}; asking again in {wait:.1f} s, for {self.seconds - waited:.0f} s more"
+                text = f"{where}: {describe(error)}. Asking again in {wait:.1f} s, for {self.seconds - waited:.0f} s more"
                 self.say(text)
                 if waited > SILENT and dist.is_initialized() and (rank := dist.get_rank()):
                     LOG.warning("rank %d: %s", rank, text)  # all the others wait for it

@@ -21,7 +21,7 @@ def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
     if name := compressed_as(error.object[:SIGN_BYTES]):
         return (
             f"must be text, but is compressed ({name})",
-            "give an address that ends in .gz or another compression ending; if a file is compressed twice, decompress it once",
+            "give an address that ends in .gz or another compression ending. If a file is compressed twice, decompress it once",
         )
     rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
     return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}"

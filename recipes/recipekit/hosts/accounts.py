@@ -34,7 +34,7 @@ def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
     wished = "--wandb" if "wandb" in typed else f"WANDB_MODE = {mode}" if mode in ("online", "shared") else ""
     if not wanted or not wished or wandb_disabled() or importlib.util.find_spec("wandb"):
         return []
-    return [Problem(wished, "the package wandb is not installed", "pip install -r requirements.txt, or leave it out: metrics.jsonl holds the same")]
+    return [Problem(wished, "the package wandb is not installed", "run: pip install -r requirements.txt, or leave it out: metrics.jsonl holds the same")]
 
 
 def check_wandb(wanted: bool) -> Findings:
@@ -52,11 +52,11 @@ def check_wandb(wanted: bool) -> Findings:
         host = wandb.setup().settings.base_url
         known = wbauth.authenticate_session(host=host, source="doctor", prompt=False, update_session=False) is not None
     except (wandb.Error, ValueError) as error:  # the text of the error may hold a part of the key
-        yield Problem("W&B login", f"cannot be used ({type(error).__name__})", "wandb login --relogin, or set WANDB_API_KEY")
+        yield Problem("W&B login", f"cannot be used ({type(error).__name__})", "run: wandb login --relogin, or set WANDB_API_KEY")
         return
     yield Row("W&B", "logged in" if known else "not logged in: the run is recorded offline")
     if mode and not known:
-        yield Problem(f"WANDB_MODE = {mode}", "this host is not logged in to W&B", "wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline")
+        yield Problem(f"WANDB_MODE = {mode}", "this host is not logged in to W&B", "run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline")
 
 
 def check_hub(model: str | None, patience: float = 10.0) -> Findings:
@@ -94,4 +94,4 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
         fix = f"ask for access at {page}, then `hf auth login`"
         yield Problem(f"model = {model}", "is gated, and this host is not logged in with an account that may read it", fix)
     elif found:
-        yield Problem(f"model = {model}", f"does not exist at {page}, or is private ({found})", "check the name; if it is right, `hf auth login`")
+        yield Problem(f"model = {model}", f"does not exist at {page}, or is private ({found})", "check the name. If it is right, `hf auth login`")

@@ -32,10 +32,12 @@ def check_versions(pins: list[str]) -> Findings:
             found = "not installed"
         matching += found == pinned
         if found != pinned:
-            yield Problem(f"{name} {found}", f"requirements.txt pins {pinned}", f"pip install {name}=={pinned}")
+            yield Problem(f"{name} {found}", f"requirements.txt pins {pinned}", f"run: pip install {name}=={pinned}")
         elif lost := [module for module in _modules(name) if importlib.util.find_spec(module) is None]:
             matching -= 1
-            yield Problem(f"{name} {found}", f"is recorded as installed, but {lost[0]} is gone", f"pip install --force-reinstall --no-deps {name}=={pinned}")
+            yield Problem(
+                f"{name} {found}", f"is recorded as installed, but {lost[0]} is gone", f"run: pip install --force-reinstall --no-deps {name}=={pinned}"
+            )
     yield Row("packages", f"{matching} of {len(pins)} as requirements.txt pins them")
 
 
@@ -63,7 +65,7 @@ def check_toolchain(config: dict[str, Any] | None) -> Findings:
     for left, who in op_cache.left_over(op_cache.folder()):
         if who or not _open_somewhere(left):
             why = f"on {who} that was killed (nothing has changed beside it since)" if who else "that was killed (no process of this host has it open)"
-            yield Problem(f"{left}, {_age(left)} old", f"left by a compile {why}; every later compile waits for it for ever", f"rm -f {left}")
+            yield Problem(f"{left}, {_age(left)} old", f"left by a compile {why}. Every later compile waits for it for ever", f"run: rm -f {left}")
 
 
 def _open_somewhere(path: Path) -> bool:

@@ -80,14 +80,14 @@ def check_adapters(
     status = (proc / "self" / "status").read_text()
     rights = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.M)
     if limit != resource.RLIM_INFINITY and limit < MEMLOCK and not (rights and int(rights[1], 16) & CAP_IPC_LOCK):
-        fix = "ulimit -l unlimited (containers: --ulimit memlock=-1, Slurm: PropagateResourceLimitsExcept=MEMLOCK, systemd: LimitMEMLOCK=infinity)"
+        fix = "run: ulimit -l unlimited (containers: --ulimit memlock=-1, Slurm: PropagateResourceLimitsExcept=MEMLOCK, systemd: LimitMEMLOCK=infinity)"
         yield Problem(f"RLIMIT_MEMLOCK = {limit >> 10} KiB", f"NCCL cannot lock its buffers for {found[0].device} in memory", fix)
     modules = (proc / "modules").read_text() if (proc / "modules").exists() else ""
     driver = proc / "driver" / "nvidia" / "version"
     dma_buf = driver.exists() and "Open Kernel Module" in driver.read_text() and _release(kernel) >= (5, 12)  # as NVIDIA's GPUDirect page says
     if driver.exists() and not dma_buf and not re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.M):
         rule = f"{found[0].device} cannot read GPU memory: neither nvidia_peermem is loaded nor DMA-BUF there (open kernel modules, Linux 5.12), so all goes through host memory"
-        yield Problem("GPUDirect RDMA", rule, "modprobe nvidia-peermem, or install the driver with open kernel modules")
+        yield Problem("GPUDirect RDMA", rule, "run: modprobe nvidia-peermem, or install the driver with open kernel modules")
 
 
 def _release(kernel: str) -> tuple[int, int]:
@@ -107,7 +107,7 @@ def over_sockets(networks: dict[int, str], adapters: list[Port]) -> list[Problem
     if not infiniband or "Socket" not in networks.values():
         return []
     rule = f"talks over sockets between hosts, although {infiniband[0].device} with {infiniband[0].gbit:g} Gb/s is there"
-    fix = "install libibverbs (rdma-core), pass /dev/infiniband to the container, unset NCCL_IB_DISABLE and NCCL_NET; NCCL_DEBUG=INFO tells why"
+    fix = "install libibverbs (rdma-core), pass /dev/infiniband to the container, unset NCCL_IB_DISABLE and NCCL_NET. NCCL_DEBUG=INFO tells why"
     return [Problem("NCCL", rule, fix)]
 
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from ..refusal import Problem
+from ..refusal import Problem, sentences
 from . import torch_builds
 from .build_facts import DRIVER, driver
 from .findings import Findings, Row, amount
@@ -82,7 +82,7 @@ def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[P
     if not there or os.environ.get("DS_ACCELERATOR") == "cpu" or visible in NO_GPU:
         return []
     if visible == "NoDevFiles":
-        fix = 'request GPUs with sbatch --gpus-per-node=N; to train on the CPU set CUDA_VISIBLE_DEVICES=""'
+        fix = 'request GPUs with sbatch --gpus-per-node=N. To train on the CPU set CUDA_VISIBLE_DEVICES=""'
         return [Problem("CUDA_VISIBLE_DEVICES = NoDevFiles", "Slurm gave this job none of the GPUs of its host", fix)]
     import torch
 
@@ -92,10 +92,10 @@ def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[P
     to_train_without = 'to train on the CPU set CUDA_VISIBLE_DEVICES=""'
     if (version := driver(told)) is None:
         rule = f"sees none of the {len(there)} GPUs of this host, whose driver is not loaded"
-        return [Problem(where, rule, f"load it (nvidia-smi, modprobe nvidia); {to_train_without}")]
+        return [Problem(where, rule, sentences("load it (nvidia-smi, modprobe nvidia)", to_train_without))]
     models = torch_builds.gpu_models(told.with_name("gpus"))
     rule = f"sees none of the {len(there)} GPUs of this host{f' ({models[0]})' if models else ''}, driver {version}"
-    return [Problem(where, rule, f"{torch_builds.advice(version, models, torch.version.cuda)}; {to_train_without}")]
+    return [Problem(where, rule, sentences(torch_builds.advice(version, models, torch.version.cuda), to_train_without))]
 
 
 def check_ordinal(local_rank: int) -> list[Problem]:
@@ -118,7 +118,7 @@ def check_ordinal(local_rank: int) -> list[Problem]:
     fix = (
         "let every rank see all GPUs: leave out srun's --gpus-per-task and --gpu-bind (give --gpus-per-node), and set no CUDA_VISIBLE_DEVICES for single ranks"
     )
-    return [Problem(seen, "each rank uses the GPU of its number, and must see the others for direct copies", f"{fix}; or start {count} on each host")]
+    return [Problem(seen, "each rank uses the GPU of its number, and must see the others for direct copies", f"{fix}, or start {count} on each host")]
 
 
 def check_shared_memory(folder: Path, needed: int = NCCL_BUFFERS) -> Findings:

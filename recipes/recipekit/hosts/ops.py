@@ -138,7 +138,7 @@ def check_torch_compile(cuda: bool) -> list[Problem]:
         if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < (7, 0):
             card = f"{torch.cuda.get_device_name()} of compute capability {capability[0]}.{capability[1]}"
             problems.append(Problem(card, "is older than 7.0, the oldest that Triton supports", "use another GPU"))
-    return [replace(problem, fix=f"{problem.fix}; or --compile off") for problem in problems]
+    return [replace(problem, fix=f"{problem.fix}, or use --compile off") for problem in problems]
 
 
 def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str]) -> list[Problem]:
@@ -166,7 +166,7 @@ def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str])
     linked = [f"-L{home}", f"-L{home / 'lib64'}", "-lcuda", "-lcudart"]
     if compiler and any("pin_memory" in op.parts for op in ops) and (why := _link(compiler, "0", "stddef.h", linked)):
         rule = f"asynchronous I/O does not link with the libraries of CUDA ({why})"
-        return [Problem(f"CUDA_HOME = {home}", rule, f"{fix}; libcuda.so is the driver's, and is also in {home}/lib64/stubs: add that folder to LIBRARY_PATH")]
+        return [Problem(f"CUDA_HOME = {home}", rule, f"{fix}. The driver's libcuda.so is also in {home}/lib64/stubs: add that folder to LIBRARY_PATH")]
     return []
 
 
@@ -261,7 +261,7 @@ def load_op(op: Op, say: Say) -> None:
 
 def _cannot(op: Op, error: Exception) -> Refusal:
     rule = f"cannot be compiled or loaded ({type(error).__name__}): {_first_error(str(error))}"
-    return refuse(f"DeepSpeed's {op.title}", rule, "install the missing packages; `ds_report` lists the requirements of each op")
+    return refuse(f"DeepSpeed's {op.title}", rule, "install the missing packages. `ds_report` lists the requirements of each op")
 
 
 def _compile(op: Op, builder: Any, place: Path, say: Say) -> None:

@@ -59,7 +59,7 @@ class Report:
         for node, offset in offsets.items():
             if abs(offset) > SKEW + ahead[node][1] / 2 + ahead[reference][1] / 2:
                 rule = (
-                    f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {self.host(reference)}; more than {SKEW:.0f} s breaks logins and file times"
+                    f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} {self.host(reference)}. More than {SKEW:.0f} s breaks logins and file times"
                 )
                 self.add(Problem("clock", rule, "synchronise the clock with a time service: timedatectl set-ntp true"), [node])
 
@@ -136,7 +136,7 @@ class Report:
             rule = f"is slow: it needs {seconds * 1e3:.1f} ms where other ranks need {others * 1e3:.1f} ms, and in a run all ranks wait for it"
             self.add(Problem(self.rank(rank), rule, "check its host for other jobs, a throttled clock or failing hardware"), [])
         for rank in (rank for rank, found in told.items() if found["wrong"]):
-            self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", "do not train on this host; test its memory and devices"), [])
+            self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", "do not train on this host. Test its memory and devices"), [])
         links = {(int(source), rank): speed for rank, found in told.items() for source, speed in found["links"].items()}
         bus = statistics.median(found["bus"] for found in told.values())
         if links:

@@ -20,7 +20,7 @@ class Build(NamedTuple):
 
 
 BUILDS = (Build("cu130", 580, True), Build("cu126", 525, False))  # the newest first
-GONE = {"cu128": "torch 2.11 was the last with it; cu126 runs on the same drivers, and Blackwell GPUs take cu130"}
+GONE = {"cu128": "torch 2.11 was the last with it, cu126 runs on the same drivers, and Blackwell GPUs take cu130"}
 BLACKWELL = re.compile(r"\b(G?B[123]\d\d|RTX 50\d\d|RTX PRO \d+ Blackwell)\b")
 
 
@@ -62,6 +62,6 @@ def advice(driver: str, models: list[str], cuda: str | None) -> str:
         least = [f"{build.driver} ({build.name})" for build in reversed(BUILDS) if build.blackwell or not any(map(BLACKWELL.search, models))]
         return f"update the driver to at least {' or '.join(least)}"
     if cuda and f"cu{cuda.replace('.', '')}" == build.name:
-        return "check the output of nvidia-smi; hosts with NVSwitch need nvidia-fabricmanager running, containers the GPUs passed on (--gpus all)"
+        return "check the output of nvidia-smi. Hosts with NVSwitch need nvidia-fabricmanager running, containers the GPUs passed on (--gpus all)"
     newer = ", ".join(f"{other.name} from driver {other.driver} on" for other in BUILDS if other.driver > build.driver)
     return f"install the build for this driver: make setup TORCH={build.name}{f' ({newer})' if newer else ''}"

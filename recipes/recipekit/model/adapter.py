@@ -261,7 +261,7 @@ def _check_layout(config: Any, request: AdapterRequest, zero3: bool) -> list[Pro
     problems = []
     for axis, rule in (("ep", "experts on other ranks"), ("tp", "tensor-parallel shards")):
         if getattr(request, axis) > 1:
-            fix = f"use --{axis} 1; ZeRO-3 also shards the frozen weights"
+            fix = f"use --{axis} 1. ZeRO-3 also shards the frozen weights"
             problems.append(Problem(f"{axis} > 1", f"peft's adapters do not support {rule}", fix))
     if zero3 and config.trainable_token_indices is not None:
         rule = "reads rows of the embedding outside of its module, where ZeRO-3 has sharded them"

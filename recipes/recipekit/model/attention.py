@@ -46,7 +46,7 @@ def choose_attention(
     if wanted == VARLEN:
         raise refuse("attention = varlen", f"is not right for this {model_config['model_type']}: {reason}", "leave it out, or use --attention sdpa")
     if problems := check_dense_mask("sdpa", rows[1], rows[0], dtype.itemsize):
-        raise Refusal([replace(problem, rule=f"{problem.rule}; it is not varlen, which makes none: {reason}", fix=SHORTER) for problem in problems])
+        raise Refusal([replace(problem, rule=f"{problem.rule}. It is not varlen, which makes none: {reason}", fix=SHORTER) for problem in problems])
     return "sdpa", f"attention sdpa with a mask of packed documents, not varlen: {reason}"
 
 

@@ -44,7 +44,7 @@ def choose_both_ways(wanted: str, model_config: dict[str, Any], name: str, dtype
     why = reasons.get(VARLEN, "")
     if why and (problems := check_dense_mask(attention, rows[1], rows[0], dtype.itemsize)):
         fix = "use a smaller --seq_len or --micro_batch, or another model"
-        raise Refusal([replace(problem, rule=f"{problem.rule}; it is not varlen, which makes none: {why}", fix=fix) for problem in problems])
+        raise Refusal([replace(problem, rule=f"{problem.rule}. It is not varlen, which makes none: {why}", fix=fix) for problem in problems])
     return both_ways(attention), f"attention {attention} with a mask of packed documents, not varlen: {why}" if why else ""
 
 

@@ -195,5 +195,5 @@ def check_weights(engine: Engine, built: Built, groups: Groups, samples: int = 8
             value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # of FSDP2
             same = torch.equal(value.detach().cpu(), expected)
         if not same:
-            raise refuse(name, "in the engine differs from the model's files", "this is a bug in loading; report it with the model and the versions")
+            raise refuse(name, "in the engine differs from the model's files", "this is a bug in loading. Report it with the model and the versions")
     return len(chosen)

@@ -144,7 +144,7 @@ class Disk:
         if dist.get_rank() == 0:
             shutil.rmtree(self.staging, ignore_errors=True)
         folder = self.staging.with_name(self.staging.name.removeprefix(".").removesuffix(".tmp"))
-        fix = "the checkpoints are complete; free space, then the same command writes the export"
+        fix = "the checkpoints are complete. Free space, then the same command writes the export"
         raise Refusal([Problem(f"export to {folder}", failures[0], fix)], START_AGAIN)
 
 

@@ -50,4 +50,4 @@ def _compared(model_config: dict[str, Any], name: str, auto_class: str, folder: 
         rule = f"{alias} and {first} differ in its files, and a {model_config['model_type']} always ties them"
         raise refuse(f"model = {name}", rule, f"delete {alias} from its files")
     note = f"{alias} differs from {first} in its files, so the two are not tied, as in transformers"
-    return changed, f'model = {name}: {note}; the run has "tie_word_embeddings": false'
+    return changed, f'model = {name}: {note}. The run has "tie_word_embeddings": false'

@@ -150,7 +150,7 @@ def _read(folder: Path, wanted: Callable[[str], bool], contents: dict[str, bytes
     """Add small files of a folder to `contents`, if `wanted(name)` is true."""
     for name in filter(wanted, files.small_files(folder)):
         if (size := (folder / name).stat().st_size) > files.LARGEST:
-            notes.append(f"{folder / name}: {size:,} bytes are too large for a config or tokenizer file; exports leave it out")
+            notes.append(f"{folder / name}: {size:,} bytes are too large for a config or tokenizer file. Exports leave it out")
         else:
             contents[name] = (folder / name).read_bytes().removeprefix(codecs.BOM_UTF8)  # which transformers refuses
 

@@ -168,7 +168,7 @@ def open_weights(name: str, model: PreTrainedModel, new_head: bool = False, revi
     head = {key for key in (*wrong, *missing) if HEAD.match(key)}
     weights.drawn |= head if new_head else set()
     labels = (
-        "; --num_labels N randomly initialises a new head for N classes"
+        ". --num_labels N randomly initialises a new head for N classes"
         if head and head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None
         else ""
     )

@@ -61,7 +61,7 @@ def check_tokens(processor: Any, say: Say) -> None:
     """Report a tokenizer with more tokens than the model has embeddings."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if (fewer := num_embeddings(tokenizer)) < len(tokenizer):
-        say(f"tokenizer: {len(tokenizer)} tokens, but the model has embeddings for {fewer}; data with other tokens are refused")
+        say(f"tokenizer: {len(tokenizer)} tokens, but the model has embeddings for {fewer}. Data with other tokens are refused")
 
 
 def opener(request: Request, task: Task, processor: Any) -> Callable[[Say], Corpus]:

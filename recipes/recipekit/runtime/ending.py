@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import Plan
-from ..refusal import START_AGAIN, Refusal, Say
+from ..refusal import START_AGAIN, Refusal, Say, sentences
 from ..run_folder import EXPORT, MERGE, facts_of_run, read_metrics, way_on, without_base
 from ..tasks.facts import TASKS
 from ..whole_file import write_whole
@@ -36,41 +36,42 @@ def onward(plan: Plan) -> str:
 def way_to_sample(task: str, folder: Path) -> str:
     """Return the command that generates from a model, as the end of a line; "" for a task whose models do not."""
     generates = TASKS[task].auto_class == TASKS["pretrain"].auto_class
-    return f"; sample it with: recipekit sample {shlex.quote(str(folder))}" if generates else ""
+    return f". Sample it with: recipekit sample {shlex.quote(str(folder))}" if generates else ""
 
 
 def finished(plan: Plan, step: int) -> Ending:
     """Return the ending after the last step of this start: of the run, or the step of --stop_at."""
     if step < plan.recipe.steps:
-        return Ending(0, f"stopped at step {step} of {plan.recipe.steps}; {onward(plan)}")
+        return Ending(0, sentences(f"stopped at step {step} of {plan.recipe.steps}", onward(plan)))
     text = f"finished all {step} steps"
     if without_base(plan.out / EXPORT):
-        text += f"; {plan.out / EXPORT} has an adapter of randomly initialised weights; {MERGE} {shlex.quote(str(plan.out))} NEW_FOLDER writes the model"
+        command = f"{MERGE} {shlex.quote(str(plan.out))} NEW_FOLDER"
+        text += f". {plan.out / EXPORT} has an adapter of randomly initialised weights. Write the merged model with {command}"
     elif (plan.out / EXPORT).is_dir():
-        text += f"; the model is in {plan.out / EXPORT}{way_to_sample(plan.recipe.task, plan.out)}"
+        text += f". The model is in {plan.out / EXPORT}{way_to_sample(plan.recipe.task, plan.out)}"
     return Ending(0, text)
 
 
 def stopped(plan: Plan, reason: str, step: int, problems: Sequence[object] = ()) -> Ending:
     """Return the ending by a signal, a launcher that has gone, or by `problems` of the data of the next step."""
-    text = f"stopped by {reason} after step {step} of {plan.recipe.steps}; its checkpoint is complete"
+    text = f"stopped by {reason} after step {step} of {plan.recipe.steps}. Its checkpoint is complete"
     if reason == "bad data":
-        return Ending(REASONS[reason], "; ".join([text, *(f"step {step + 1} cannot be made: {problem}" for problem in problems)]))
-    return Ending(REASONS[reason], f"{text}; {onward(plan)}")
+        return Ending(REASONS[reason], ". ".join([text, *(f"Step {step + 1} cannot be made: {problem}" for problem in problems)]))
+    return Ending(REASONS[reason], sentences(text, onward(plan)))
 
 
 def diverged(plan: Plan, step: int, loss: float, grad_norm: float, saved: int) -> Ending:
     """Return the ending by a loss or a gradient that is not finite."""
     kept = f"the last good checkpoint is step {saved}" if saved else "no checkpoint was written before it"
-    text = f"stopped: step {step} has loss {loss} and grad_norm {grad_norm}; this step is not saved, {kept}"
+    text = f"stopped: step {step} has loss {loss} and grad_norm {grad_norm}. This step is not saved, {kept}"
     ways = f"--resume {plan.out}, or a new --out" if saved else "a new --out"
-    return Ending(1, f"{text}; the same command would repeat it: try a lower --lr with {ways}")
+    return Ending(1, f"{text}. The same command would repeat it: try a lower --lr with {ways}")
 
 
 def refused(plan: Plan, refusal: Refusal, step: int) -> Ending:
     """Return the ending by a refusal after the first step of the run."""
     what = "failed" if refusal.exit_code == START_AGAIN else "refused"
-    return Ending(refusal.exit_code, f"{what} after step {step} of {plan.recipe.steps}, as said above; {onward(plan)}")
+    return Ending(refusal.exit_code, sentences(f"{what} after step {step} of {plan.recipe.steps}, as said above", onward(plan)))
 
 
 def begin(out: Path, step: int, steps: int) -> None:
@@ -82,7 +83,7 @@ def begin(out: Path, step: int, steps: int) -> None:
     lines, facts = read_metrics(out), facts_of_run(out)
     if lines and facts:
         day = time.strftime("%Y-%m-%d %H:%M")
-        text = f"in progress since {day}, from step {step} of {steps}; if no process trains it, the same command continues it"
+        text = f"in progress since {day}, from step {step} of {steps}. If no process trains it, the same command continues it"
         write_whole(out / SUMMARY, page_of(lines, facts, out, text))
 
 

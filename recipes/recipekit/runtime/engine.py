@@ -101,14 +101,13 @@ class Loaded:
             return False
         if step < recipe.steps or not recipe.export:
             why = f"step {step} of {recipe.steps} is not the last one" if step < recipe.steps else "--no-export is set"
-            say(f"--merge: nothing is exported, because {why}; merge a checkpoint with recipekit convert to-hf --merge {out} NEW_FOLDER")
+            say(f"--merge: nothing is exported, because {why}. Merge a checkpoint with recipekit convert to-hf --merge {out} NEW_FOLDER")
             return False
         if not holds_adapter(out / EXPORT):  # merged already, or not yet written
             return False
         self.export(say, MERGED)
-        say(
-            f"merged: the run in {out} has finished {step} of {recipe.steps} steps; {EXPORT}/ keeps the adapter, {MERGED}/ has the merged model{way_to_sample(recipe.task, out / MERGED)}"
-        )
+        where = f"{EXPORT}/ keeps the adapter, {MERGED}/ has the merged model{way_to_sample(recipe.task, out / MERGED)}"
+        say(f"merged: the run in {out} has finished {step} of {recipe.steps} steps. {where}")
         return True
 
 

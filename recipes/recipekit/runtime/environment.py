@@ -40,7 +40,7 @@ def complete(variables: MutableMapping[str, str], ds_config: dict[str, Any], ran
         cores = f"{own} cores" if share <= allowed else f"a CPU limit of {limit:g} cores"
         lines.append(f"threads: {count} for each rank, {cores} for {ranks} rank{'s' if ranks > 1 else ''} ({THREADS})")
     elif variables.get(THREADS) == "1" and "TORCHELASTIC_RUN_ID" in variables and count > 1 and on_host(ds_config):
-        lines.append(f"threads: 1 for each rank, set by torchrun; the CPU optimizer could use {count}: start with {THREADS}={count}")
+        lines.append(f"threads: 1 for each rank, set by torchrun. The CPU optimizer could use {count}: start with {THREADS}={count}")
     return lines + hint_at_ranks(variables, min(own, whole_cores(limit)))
 
 

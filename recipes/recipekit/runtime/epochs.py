@@ -202,7 +202,7 @@ def lines_of(plan: Plan, found: Count) -> list[str]:
     """Return the lines of the start about the epochs of a run."""
     lines = [line_of(plan, name, epoch, found.epochs) for name, epoch in found.of.items()]
     if plan.recipe.epochs:
-        filled = f"; the last step takes {found.more:,} of its rows from the next epoch" if found.more else ""
+        filled = f". The last step takes {found.more:,} of its rows from the next epoch" if found.more else ""
         lines.append(f"epochs: {plan.recipe.epochs:g} = {found.steps:,} steps{filled}")
     lines += few_steps(plan, found.of)
     lines += [f"data: not counted, because the run will stop at this problem: {problem}" for problem in found.problems]

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from ..refusal import START_AGAIN, Refusal, exit_refused
+from ..refusal import START_AGAIN, Refusal, exit_refused, sentences
 from .stopping import POLL, ignore_stops, leave, tell
 
 SEEN = 2.0  # seconds in which the other ranks see the mark
@@ -177,7 +177,7 @@ class Peers:
             ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} on {platform.node()}"
             pids = ", ".join(str(self._here[rank][0]) for rank in lost)
             cause = "killed by a user or by the kernel (out of memory: see dmesg), or crashed"
-            tell(f"lost {ranks} (pid {pids}: {cause}); {self.way_on()}")
+            tell(sentences(f"lost {ranks} (pid {pids}: {cause})", self.way_on()))
             if self._store_lives(lost):
                 with contextlib.suppress(RuntimeError):
                     self._store.set("gone", "")

@@ -23,7 +23,7 @@ def cut_metrics(path: Path, last_step: int) -> str:
     if not lost:
         return ""
     steps = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps (the first is step {lost[0]})"
-    return f"{path}: the lines of {steps} are missing or damaged; the run continues without them"
+    return f"{path}: the lines of {steps} are missing or damaged. The run continues without them"
 
 
 class MetricsFile:
@@ -69,7 +69,7 @@ class MetricsFile:
             self._write()
         except OSError as error:
             number = self._unwritten.count(b"\n")
-            self._say(f"{self._path}: {number} lines are lost ({error.strerror}); the steps after the newest checkpoint are trained again")
+            self._say(f"{self._path}: {number} lines are lost ({error.strerror}). The steps after the newest checkpoint are trained again")
         self._close()
 
     def _write(self) -> None:

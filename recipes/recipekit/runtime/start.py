@@ -76,7 +76,7 @@ def named_wait(command: Command, after: float = WAIT) -> Iterator[None]:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     others = "the other ranks" if command.rank == 0 else "rank 0 and the other ranks"
     text = f"rank {command.rank} of {command.world} waits for {others}, which meet at {where}"
-    text += "; if nobody starts them, unset RANK and WORLD_SIZE"
+    text += ". If nobody starts them, unset RANK and WORLD_SIZE"
     timer = threading.Timer(after, print, (text,), {"flush": True})
     timer.daemon = True
     if command.local_rank == 0 and command.world > 1:

@@ -119,7 +119,7 @@ class Stopper:
         if number is not None:
             self.request(signal.Signals(number).name)
         if self.requested and now > max(self._boundary_due, self._request_due):
-            tell(f"stuck: no step boundary within {self._grace.after(self._slowest):g} s after {self.requested}; stacks of all threads:")
+            tell(f"stuck: no step boundary within {self._grace.after(self._slowest):g} s after {self.requested}. Stacks of all threads:")
             faulthandler.dump_traceback(2)
             os._exit(self.exit_code)
 

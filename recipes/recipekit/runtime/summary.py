@@ -85,10 +85,10 @@ def model_in(out: Path) -> str:
     """Return where the trained model is as Hugging Face files, or how to make them."""
     run = shlex.quote(str(out))
     if without_base(out / EXPORT):
-        return f"{out / EXPORT}, an adapter of randomly initialised weights; {MERGE} {run} NEW_FOLDER writes the model"
+        return f"{out / EXPORT}, an adapter of randomly initialised weights. Write the merged model with {MERGE} {run} NEW_FOLDER"
     if (out / EXPORT).is_dir():
         return str(out / EXPORT)
-    return f"not exported; recipekit convert to-hf {run} NEW_FOLDER writes Hugging Face files"
+    return f"not exported. Write Hugging Face files with recipekit convert to-hf {run} NEW_FOLDER"
 
 
 def loading(facts: Mapping[str, Any], out: Path) -> list[str]:

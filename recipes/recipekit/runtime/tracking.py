@@ -97,7 +97,7 @@ class Tracker:
         if importlib.util.find_spec("wandb") is not None:
             self._wandb = WandbCopy(run, self._run_dir, artifact, self.say, stopping)
         else:
-            self.say("the package wandb is not installed, so there is no W&B run; metrics.jsonl has the same numbers (--no-wandb hides this line)")
+            self.say("the package wandb is not installed, so there is no W&B run. The file metrics.jsonl has the same numbers (--no-wandb hides this line)")
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Records one optimizer step. Floats are written unrounded, non-finite ones as "NaN", "Infinity", "-Infinity" (JSON has none)."""
@@ -187,7 +187,7 @@ class WandbCopy:
         self._thread.join((WANDB_ARTIFACT if export else WANDB_FINISH) + 3)
         if self._thread.is_alive():
             self._left = True
-            self._say("W&B does not answer, its record may lack the last steps; metrics.jsonl is complete")
+            self._say("W&B does not answer, its record may lack the last steps. The file metrics.jsonl is complete")
 
     def _copy(self) -> None:
         from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
@@ -200,7 +200,7 @@ class WandbCopy:
             except (self._wandb.Error, MailboxClosedError, HandleAbandonedError, ServerResponseError, OSError) as error:
                 if self._left:
                     return
-                then = "starting it again" if attempt + 1 < WANDB_STARTS else "given up; metrics.jsonl continues"
+                then = "starting it again" if attempt + 1 < WANDB_STARTS else "given up, and metrics.jsonl continues"
                 if attempt + 1 == WANDB_STARTS or not self._stopping():  # in a stop this is no failure: launchers end every process below a rank
                     self._say(f"W&B stopped recording ({' '.join(str(error).split())}), {then}")
             finally:
@@ -257,11 +257,11 @@ class WandbCopy:
             mode = None if logged_in or "WANDB_MODE" in os.environ else "offline"
             run = self._wandb.init(**self._run, mode=mode, settings=settings)
         except self._wandb.Error as error:
-            self._say(f"{_trouble(' '.join(str(error).split()), host)}; the run continues without W&B")
+            self._say(f"{_trouble(' '.join(str(error).split()), host)}. The run continues without W&B")
             self._wandb.teardown()  # the failed attempt still holds the run's id
             run = self._wandb.init(**self._run, mode="offline", settings=settings)
         if run.offline:
-            self._say(f"W&B records offline; upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}")
+            self._say(f"W&B records offline. Upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}")
         elif run.url:
             self._say(f"W&B: {run.url}")
         return run
@@ -311,9 +311,9 @@ def _wandb_id(path: Path, say: Say) -> str:
     chosen = os.environ.get("WANDB_RUN_ID", "").strip()
     used = chosen or (kept if not copied else "") or secrets.token_hex(4)
     if kept and chosen and chosen != kept:
-        say(f"W&B run {chosen}, from WANDB_RUN_ID; until now this folder was recorded in run {kept}")
+        say(f"W&B run {chosen}, from WANDB_RUN_ID. Until now this folder was recorded in run {kept}")
     elif kept and used != kept:
-        say(f"W&B run {used}, because this folder is a copy of {where[1]}; to continue run {kept}, set WANDB_RUN_ID={kept}")
+        say(f"W&B run {used}, because this folder is a copy of {where[1]}. To continue run {kept}, set WANDB_RUN_ID={kept}")
     if (used, where) != (kept, [inode, str(folder)]):
         write_whole(path, f"{used}\n{inode} {folder}\n")
     return used

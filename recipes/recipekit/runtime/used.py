@@ -38,8 +38,8 @@ from ..refusal import Problem, Refusal, refuse
 
 SHOWN = 4  # of the names, and of the ranks, that a problem lists
 FIX = (
-    "let each micro-batch of each rank run every trained module in the same order; if a rank has no input for a module, "
-    "give the module a blank input; or add 0 x the sum of its output where that output would have been used, never at the end"
+    "let each micro-batch of each rank run every trained module in the same order. If a rank has no input for a module, "
+    "give the module a blank input, or add 0 x the sum of its output where that output would have been used, never at the end"
 )
 
 
@@ -85,7 +85,7 @@ class Comparison:
         goes_on = [f"{_ranks([rank for rank, other in enumerate(at) if other == where])} with {self.places[where]}" for where in sorted(set(at))]
         first = self.places[min(at)]
         names = [name for name in dict.fromkeys(self.names.values()) if f"{name}.".startswith(f"{first}.")]
-        rule = f"not every rank runs it here, where they go on, {', '.join(goes_on)}; each would wait for the others"
+        rule = f"not every rank runs it here, where they go on, {', '.join(goes_on)}. Each would wait for the others"
         raise refuse(f"{_listed(names or [first])} in micro-batch {self.micro_batch + 1} of step {self.step}", rule, FIX)
 
     def _held(self, rank: int) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def say_engine(engine: str, precision: str, ds_config: Any, typed: frozenset[str
     if "engine" not in typed:
         return []
     if engine not in NAMES:
-        return [f"engine: DeepSpeed; the recipe's precision ({precision}) is not used"] if precision != Recipe.precision else []
+        return [f"engine: DeepSpeed. The recipe's precision ({precision}) is not used"] if precision != Recipe.precision else []
     name = ds_config if isinstance(ds_config, str) else "in the recipe"
     but = f", except its optimizer {optimizer['type']}" if optimizer else ""
-    return [f"engine: {NAMES[engine]} in {precision}; the recipe's JSON ({name}) is not used{but}"]
+    return [f"engine: {NAMES[engine]} in {precision}. The recipe's JSON ({name}) is not used{but}"]

@@ -76,7 +76,7 @@ def check_ramp(clean: dict[str, Any], ramp: Ramp, micro: int | None, dp: int, le
     if few := [(first, rows) for first, rows in changes if rows % each == 0 and rows // each < least]:
         rules.append(f"{_listed(few)} give fewer than the 2 * pp = {least} micro-batches that dualpipev requires")
     fix = f'use --batch_ramp "{written((first, fitting[rows] if rows % each or rows // each < least else rows) for first, rows in changes)}"'
-    return [Problem(where, "; ".join(rules), fix)] if rules else []
+    return [Problem(where, ", and ".join(rules), fix)] if rules else []
 
 
 def _listed(changes: list[tuple[int, int]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..mesh import Mesh, nearest_worlds
-from ..refusal import Problem
+from ..refusal import Problem, sentences
 from .batch import product_of
 from .rules import Facts
 from .shapes import divisible, divisors, mask_bytes, shape_of
@@ -70,7 +70,7 @@ def name_worlds(found: list[Problem], world: int, step: int, check_on: Callable[
     if not worlds:
         return found
     ranks = f"{' or '.join(map(str, worlds))} rank{'s' if worlds != [1] else ''}"
-    named = dataclasses.replace(mended[-1], fix=f"{mended[-1].fix}; the recipe fits {ranks} without changes")
+    named = dataclasses.replace(mended[-1], fix=sentences(mended[-1].fix, f"the recipe fits {ranks} without changes"))
     return [named if problem == mended[-1] else problem for problem in found]
 
 

@@ -179,4 +179,4 @@ def _refuse(name: str) -> Any:
 
 def _ends(rest: str) -> bool:
     """Return True if a way ends before `rest`, and no second value is offered there: "9 or 12" leaves a choice."""
-    return rest == "" or rest[0] == ";" or re.match(r",? (or|which) (?![\d\"\[{]|true\b|false\b|more\b)", rest) is not None
+    return rest == "" or rest.startswith(". ") or re.match(r",? (or|which) (?![\d\"\[{]|true\b|false\b|more\b)", rest) is not None

@@ -728,7 +728,7 @@ RULES: tuple[Rule, ...] = (
         "tensor_parallel.autotp_size",
         lambda f: f.stock and f.get("tensor_parallel.autotp_size", 1) > 1 and f.degree("pp") > 1,
         "AutoTP cannot be combined with a pipeline, because it lays out (dp, tp) over all ranks and overwrites mpu",
-        "set it to 1, or use --pp 1; the recipes have their own tensor-parallel layers",
+        "set it to 1, or use --pp 1. The recipes have their own tensor-parallel layers",
         FAILS,
         "engine.py, _configure_tensor_parallel_states; run",
         "pipeline + AutoTP",

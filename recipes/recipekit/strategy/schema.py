@@ -214,7 +214,7 @@ def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[st
     if " or " in new:
         return f"delete it, and write it as pin_memory in {new}", {}
     if name in config:
-        return f"delete it; {new} is already set", {}
+        return f"delete it. The key {new} is already set", {}
     if key in ("cpu_offload", "cpu_offload_param"):  # a switch has become a block
         if not value or value == "false":
             return "delete it", {}
@@ -243,12 +243,12 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     elif elsewhere:
         fix = f"it belongs in {' or '.join(place.rpartition('.')[0] or 'the top level' for place in elsewhere)}"
     elif "of" in node:
-        fix = f"delete it; {node['of']} takes {', '.join(valid)}"
+        fix = f"delete it. {node['of']} takes {', '.join(valid)}"
     elif far := [name for name in difflib.get_close_matches(key, _paths_by_name(), 1, 0.8) if fits(_node(_paths_by_name()[name]), value)]:
         fix = f"did you mean {_paths_by_name()[far[0]]}?"
     else:
         near = difflib.get_close_matches(key, valid, 1, 0.0)
-        fix = f"delete it; the nearest key is {near[0]}" if near else "delete it"
+        fix = f"delete it. The nearest key is {near[0]}" if near else "delete it"
     outcome = FAILS if node.get("strict") else IGNORES
     if path == "optimizer.params" and node["of"] in TAKEN_OUT.get(key, ()):
         outcome = IGNORES

@@ -192,7 +192,7 @@ def collate(pictures: Pictures, rows: list[Row | None], keys: list[int] | None) 
 def _label(value: Any, labels: int) -> int:
     number = class_number(value)
     if not 0 <= number < labels:
-        raise ValueError(f"class {number} is none of the model's, 0 to {labels - 1}; --num_labels gives it others")
+        raise ValueError(f"class {number} is none of the model's, 0 to {labels - 1}. --num_labels gives it others")
     return number
 
 

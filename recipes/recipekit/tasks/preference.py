@@ -28,7 +28,7 @@ def collate(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) -> Mic
     values, held = pairs.references(of_pairs)
     values[of_pairs == 0] = 0.0
     if pairs.references.complete and not (held | (of_pairs == 0)).all():
-        raise RuntimeError("no reference log-probability for a training pair; the reference pass before step 1 should have computed it")
+        raise RuntimeError("no reference log-probability for a training pair. The reference pass before step 1 should have computed it")
     return batch | {"reference": torch.from_numpy(values)}
 
 
