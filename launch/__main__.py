@@ -8,8 +8,8 @@
     python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host
 
 Put the flags of launch before the recipe. Everything after the recipe reaches the recipe exactly as typed.
-A script of --once gets RANK (first rank of its host), LOCAL_WORLD_SIZE (ranks of its host), WORLD_SIZE (ranks of all
-hosts), MASTER_ADDR and MASTER_PORT. For more, read launch/README.md.
+A script that --once starts gets the variables RANK (first rank of its host), LOCAL_WORLD_SIZE (ranks of its host),
+WORLD_SIZE (ranks of all hosts), MASTER_ADDR and MASTER_PORT. For more, read launch/README.md.
 
 Exit codes:
     0            done

@@ -259,8 +259,7 @@ def with_table(page: str) -> str:
     return page
 
 
-def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
-    """Check the JSON of a command line; return the exit code."""
+def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter)
     parser.add_argument(
         "config",
@@ -285,6 +284,12 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
     parser.add_argument(
         "--table", action="store_true", help="Write the tables of rules and optimizers into ds_configs/README.md. Needs a clone of the repository."
     )
+    return parser
+
+
+def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
+    """Check the JSON of a command line; return the exit code."""
+    parser = make_parser(prog)
     given = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(given)
     if arguments.table:
