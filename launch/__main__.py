@@ -1,4 +1,4 @@
-"""Start a recipe, or any script, on one machine, on the hosts of a file, with Slurm or on Kubernetes.
+"""Start a recipe, or any script, on one machine, on the hosts of a hostfile, with Slurm or on Kubernetes.
 
     python -m launch recipes/NAME.py [FLAGS OF THE RECIPE]
     python -m launch --hostfile HOSTS recipes/NAME.py
@@ -8,8 +8,8 @@
     python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host
 
 Put the flags of launch before the recipe. Everything after the recipe reaches the recipe exactly as typed.
-A script of --once gets RANK (first rank of its host), LOCAL_WORLD_SIZE (ranks of its host), WORLD_SIZE (ranks of all
-hosts), MASTER_ADDR and MASTER_PORT. For more, read launch/README.md.
+A script that --once starts gets the variables RANK (first rank of its host), LOCAL_WORLD_SIZE (ranks of its host),
+WORLD_SIZE (ranks of all hosts), MASTER_ADDR and MASTER_PORT. For more, read launch/README.md.
 
 Exit codes:
     0            done
@@ -72,36 +72,55 @@ def main(argv: list[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     usage = "python -m launch [FLAGS OF LAUNCH] recipes/NAME.py [FLAGS OF THE RECIPE]"
     parser = argparse.ArgumentParser(prog="python -m launch", usage=usage, description=__doc__, formatter_class=Formatter, allow_abbrev=False)
-    parser.add_argument("words", nargs="*", metavar="recipes/NAME.py ...", help="the recipe and its flags")
+    parser.add_argument("words", nargs="*", metavar="recipes/NAME.py ...", help="Recipe (file or name), followed by its flags.")
 
     ranks = parser.add_argument_group("ranks and hosts")
-    ranks.add_argument("--where", choices=("local", "hostfile", "slurm", "k8s"), help="where to start the ranks (default: detected)")
-    ranks.add_argument("--hostfile", type=Path, metavar="FILE", help="lines of: NAME slots=RANKS (see launch/hostfile.example)")
-    ranks.add_argument("--nodes", type=number, metavar="N", help="number of hosts: the first ones of the hostfile, or requested from Slurm or Kubernetes")
-    ranks.add_argument("--gpus", type=number, metavar="N", help="ranks on each host (default: slots of the hostfile, number of GPUs, or 1)")
-    ranks.add_argument("--spawn", choices=("deepspeed", "torchrun"), default="deepspeed", help="program that forks the ranks of a host (default: %(default)s)")
-    ranks.add_argument("--bind_cores", "--bind-cores", action="store_true", help="pin each rank to its share of the cores near its GPU (its NUMA node)")
+    ranks.add_argument(
+        "--where",
+        choices=("local", "hostfile", "slurm", "k8s"),
+        help="Place to start the ranks. (default: slurm or k8s if launch runs there, else hostfile with --hostfile, else local)",
+    )
+    ranks.add_argument("--hostfile", type=Path, metavar="FILE", help="File with one line for each host: NAME slots=RANKS. See launch/hostfile.example.")
+    ranks.add_argument("--nodes", type=number, metavar="N", help="Number of hosts: the first N of the hostfile, or N requested from Slurm or Kubernetes.")
+    ranks.add_argument("--gpus", type=number, metavar="N", help="Number of ranks on each host. (default: its slots in the hostfile, its number of GPUs, or 1)")
+    ranks.add_argument(
+        "--spawn", choices=("deepspeed", "torchrun"), default="deepspeed", help="Program that starts the ranks of a host. (default: %(default)s)"
+    )
+    ranks.add_argument("--bind_cores", "--bind-cores", action="store_true", help="Pin each rank to its share of the CPU cores in the NUMA node of its GPU.")
 
     instead = parser.add_argument_group("instead of starting the recipe")
-    instead.add_argument("--dry_run", "--dry-run", action="store_true", help="print the commands and start nothing; with --where k8s: print the manifest")
-    instead.add_argument("--doctor", action="store_true", help="run recipekit doctor on every host, with the flags that follow")
-    instead.add_argument("--once", action="store_true", help="run a script once on every host")
+    instead.add_argument("--dry_run", "--dry-run", action="store_true", help="Print the commands and start nothing. With --where k8s, print the manifest.")
+    instead.add_argument("--doctor", action="store_true", help="Run recipekit doctor on every host. All flags that follow are passed to the doctor.")
+    instead.add_argument("--once", action="store_true", help="Run a script once on every host instead of once for each rank.")
 
     restarts = parser.add_argument_group("restarts")
     restarts.add_argument(
-        "--max_restarts", "--max-restarts", type=int, default=0, metavar="N", help="restarts after a crash, from the newest complete checkpoint (default: 0)"
+        "--max_restarts",
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Maximum number of restarts after a failure, from the newest complete checkpoint. 0 disables restarts. (default: 0)",
     )
-    wait = f"how long a restart waits for hosts (default: {restart.WAIT_HOSTS:g})"
+    wait = f"Seconds that a restart waits for unreachable hosts. (default: {restart.WAIT_HOSTS:g})"
     restarts.add_argument("--wait_hosts", "--wait-hosts", type=number, metavar="SECONDS", help=wait)
 
     connections = parser.add_argument_group("connections")
-    connections.add_argument("--env", action="append", default=[], metavar="NAME", help="also pass this variable to every host; its value is not printed")
-    connections.add_argument("--ssh_config", "--ssh-config", default="", metavar="FILE", help="configuration file for ssh -F")
-    connections.add_argument("--python", default="", metavar="PATH", help="interpreter on every host (default: this one)")
     connections.add_argument(
-        "--master_addr", "--master-addr", default="", metavar="ADDRESS", help="address at which the other hosts reach the first one (default: detected)"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Environment variable to pass to every host in addition. Its value is not printed. You may repeat the flag.",
     )
-    connections.add_argument("--master_port", "--master-port", type=number, default=0, metavar="PORT", help="port on the first host (default: a free one)")
+    connections.add_argument("--ssh_config", "--ssh-config", default="", metavar="FILE", help="SSH configuration file, passed on as ssh -F FILE.")
+    connections.add_argument("--python", default="", metavar="PATH", help="Python interpreter on every host. (default: the one that runs launch)")
+    connections.add_argument(
+        "--master_addr", "--master-addr", default="", metavar="ADDRESS", help="Address of the first host, as the other hosts reach it. (default: detected)"
+    )
+    connections.add_argument(
+        "--master_port", "--master-port", type=number, default=0, metavar="PORT", help="Port on the first host for the process group. (default: a free port)"
+    )
 
     kubernetes.add_flags(parser.add_argument_group("Slurm and Kubernetes"))
     return parser

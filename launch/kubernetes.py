@@ -27,11 +27,13 @@ WAIT = 600.0  # seconds in which the first pod must have an address
 
 
 def add_flags(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument("--sbatch", action="append", default=[], metavar="FLAG", help="slurm: a flag for sbatch, for example --sbatch=--partition=NAME")
-    parser.add_argument("--image", default="", metavar="IMAGE", help="k8s: container image, with this repository in --folder")
-    parser.add_argument("--folder", default="", metavar="PATH", help=f"k8s: path of the repository in the image (default: {FOLDER})")
-    parser.add_argument("--claim", default="", metavar="NAME", help="k8s: PersistentVolumeClaim for FOLDER/runs, shared by all pods (default: runs)")
-    parser.add_argument("--name", default="", metavar="NAME", help="k8s: name of the Job (default: the recipe's name)")
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="FLAG", help="Slurm: flag to pass to sbatch, for example --sbatch=--partition=NAME. You may repeat it."
+    )
+    parser.add_argument("--image", default="", metavar="IMAGE", help="Kubernetes: container image that contains this repository at --folder.")
+    parser.add_argument("--folder", default="", metavar="PATH", help=f"Kubernetes: path of the repository in the image. (default: {FOLDER})")
+    parser.add_argument("--claim", default="", metavar="NAME", help="Kubernetes: PersistentVolumeClaim mounted at FOLDER/runs in all pods. (default: runs)")
+    parser.add_argument("--name", default="", metavar="NAME", help="Kubernetes: name of the Job. (default: the recipe's name)")
 
 
 def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> int:

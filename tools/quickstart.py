@@ -35,10 +35,14 @@ TOLERANCE = 2e-3  # relative: the engine and transformers run the same weights, 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--out", type=path_of, default=Path("runs/quickstart"), metavar="FOLDER", help="run folder; a finished run in it is used again (default: %(default)s)"
+        "--out",
+        type=path_of,
+        default=Path("runs/quickstart"),
+        metavar="FOLDER",
+        help="Run folder. If it has a finished run, that run is used. (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=None, metavar="N", help="optimizer steps (default: the recipe's)")
-    parser.add_argument("--ranks", type=int, default=None, metavar="N", help="number of training processes (default: one for each GPU, 2 without GPUs)")
+    parser.add_argument("--steps", type=int, default=None, metavar="N", help="Number of optimizer steps. (default: the recipe's)")
+    parser.add_argument("--ranks", type=int, default=None, metavar="N", help="Number of training processes. (default: one for each GPU, or 2 without GPUs)")
     arguments = parser.parse_args()
     if arguments.ranks is not None and arguments.ranks < 1:
         parser.error(f"--ranks {arguments.ranks}: must be at least 1")

@@ -27,13 +27,13 @@ class Command:
 
 
 COMMANDS = {
-    "ls": Command("list the recipes with their layout, memory, hardware and goal"),
-    "cp": Command("copy a recipe or a JSON to a file of your own"),
-    "run": Command("start a recipe, on this machine or on several"),
-    "lint": Command("check a DeepSpeed JSON and fix it", ("hjson",)),
-    "doctor": Command("check this machine, or the hosts of a run"),
-    "convert": Command("convert a checkpoint to another layout or to Hugging Face files", NEEDED),
-    "sample": Command("generate text with the model of a run", NEEDED),
+    "ls": Command("list the recipes with layout, memory, hardware and goal"),
+    "cp": Command("copy a recipe or a JSON to a new file"),
+    "run": Command("start a recipe on one or several machines"),
+    "lint": Command("check a DeepSpeed JSON and write a fixed copy", ("hjson",)),
+    "doctor": Command("check this machine or all hosts of a run before you start it"),
+    "convert": Command("convert checkpoints between layouts and Hugging Face files", NEEDED),
+    "sample": Command("generate text with a trained model", NEEDED),
 }
 SHELLS = ("bash", "zsh")
 

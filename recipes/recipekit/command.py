@@ -173,19 +173,25 @@ def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
     """Return the parser of a recipe's flags, in groups by subject; `values` are those of its fields."""
     parser = _Parser(path.name)
     trial = parser.group("try it")
-    trial.add_argument("--help", "-h", metavar="[all]", help="show the most used flags, or all flags by subject")
-    trial.add_argument("--tiny", action="store_true", help="shrink the model, rows and batch; use built-in data, no network")
-    trial.add_argument("--dry_run", action="store_true", help="check every input, print layout, batch and memory, then exit")
-    trial.add_argument("--show_row", action="store_true", help="print the first row, mark the part with a loss, then exit")
-    parser.flag("try it", "show", str, "with --dry_run: print the resolved JSON", "", ("json",))
-    parser.flag("try it", "world", int, "with --dry_run: number of ranks to plan for", 1)
-    parser.flag("try it", "device", str, "with --dry_run: check whether the states fit this device, for example A100-40GB; default: the local GPU", "")
+    trial.add_argument("--help", "-h", metavar="[all]", help="Show the most used flags. --help all shows all flags by subject.")
+    trial.add_argument("--tiny", action="store_true", help="Run a small trial: shrink the model, rows and batch, and use built-in data without network.")
+    trial.add_argument("--dry_run", action="store_true", help="Check all inputs, print layout, batch and memory, then exit.")
+    trial.add_argument("--show_row", action="store_true", help="Print the first row of the data, mark the part with a loss, then exit.")
+    parser.flag("try it", "show", str, "With --dry_run: print the resolved DeepSpeed JSON.", "", ("json",))
+    parser.flag("try it", "world", int, "With --dry_run: number of ranks to plan for.", 1)
+    parser.flag("try it", "device", str, "With --dry_run: check that the states fit on this device, for example A100-40GB. If not given, the local GPU.", "")
     group = ""
     for item in dataclasses.fields(Recipe):
         group = item.metadata.get("group", group)
         if item.name == "ds_config":
             name = values["ds_config"] if isinstance(values["ds_config"], str) else "written in the recipe"
-            parser.flag("layout", "deepspeed_config", str, "memory strategy, a JSON file: a path, or a name beside the recipe or in ds_configs/", name)
+            parser.flag(
+                "layout",
+                "deepspeed_config",
+                str,
+                "DeepSpeed JSON file with the memory strategy: a path, or the name of a file next to the recipe or in ds_configs/.",
+                name,
+            )
         if "help" in item.metadata:
             parser.flag(group, item.name, kinds_of_field(item)[0], item.metadata["help"], values[item.name], item.metadata.get("choices", ()))
     parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -27,13 +27,13 @@ def first_page(file: str, task: str, engine: str, adapted: bool, ranks: int, gro
     start = f"{starter} {max(2, ranks)}" if ranks <= LARGEST_HOST else "python -m launch --hostfile HOSTS"
     examples = {
         f"{start} {file} --dataset {facts.example}": "",
-        f"python {file} --dry_run --world {max(2, ranks)}": "# prints layout and memory, trains nothing",
-        f"python {file} --tiny": "# trains a small model on built-in data",
+        f"python {file} --dry_run --world {max(2, ranks)}": "# print layout and memory, train nothing",
+        f"python {file} --tiny": "# train a small model on built-in data",
     }
     lines = [
         *(f"    {command}  {about}".rstrip() for command, about in examples.items()),
         "",
-        f"{task}: {facts.about}. The most used flags, with - or _ in their names:",
+        f"{task}: {facts.about}. The most used flags (- and _ are equivalent):",
         "",
         _flags(shown),
         f"{len(actions) - len(shown)} more flags, by subject: python {file} --help all",
@@ -44,7 +44,7 @@ def first_page(file: str, task: str, engine: str, adapted: bool, ranks: int, gro
 
 def whole_page(file: str, task: str, groups: Mapping[str, Sequence[argparse.Action]]) -> str:
     """Return all flags of the recipe's task, by subject."""
-    lines = [f"{task}: {TASKS[task].about}. All flags by subject, with - or _ in their names:", ""]
+    lines = [f"{task}: {TASKS[task].about}. All flags by subject (- and _ are equivalent):", ""]
     for title, actions in groups.items():
         lines += [f"{title}:", _flags(actions)]
     return "\n".join([*lines, f"The most used flags: python {file} --help"]) + "\n"

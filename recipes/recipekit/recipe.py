@@ -45,65 +45,72 @@ class Recipe:
             raise Refusal(problems)
         return super().__new__(cls)
 
-    model: str = _say("Hub id or local folder of the model", "", group="model")
-    model_revision: str = _say("branch, tag or commit of the model and its tokenizer on the Hub; empty: main", "")
+    model: str = _say("Model to train: a Hub id or a local folder.", "", group="model")
+    model_revision: str = _say("Branch, tag or commit of the model and its tokenizer on the Hub. If empty, main is used.", "")
     dataset: str = _say(
-        "Hub id, local files (a path, a glob, or several separated by commas), URLs of JSONL or Parquet files, builtin, or a mixture NAME=DATASET@WEIGHT; ...",
+        "Training data: Hub id, local files (path, glob or comma-separated list), URLs of JSONL or Parquet files, or builtin. "
+        "For a mixture, write NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT.",
         "builtin",
         group="data",
     )
-    subset: str = _say("subset (configuration) of the dataset; its README lists them", "")
-    split: str = _say("split of the dataset; a local file is the split train", "train")
-    dataset_revision: str = _say("branch, tag or commit of the dataset on the Hub; empty: main", "")
-    text_field: str = _say("column with the text of a document", "text")
-    bad_rows: str = _say("unreadable row or file: stop the run, or skip and count it", "stop", choices=("stop", "skip"))
-    retry_s: float = _say("seconds to keep retrying a data server that fails", 600.0)
-    token_cache: str = _say("folder for the tokens of local data; auto: beside the datasets cache; off: no cache", "auto")
-    messages_field: str = _say("column with the messages of a chat", "messages")
-    prompt_field: str = _say("column with the prompt of a pair, text or a chat; empty: both answers begin with the prompt", "prompt")
-    chosen_field: str = _say("column with the better answer of a pair, text or a list of messages", "chosen")
-    rejected_field: str = _say("column with the other answer of the pair", "rejected")
-    image_field: str = _say("column with the image: an encoded file (PNG, JPEG, ...) or rows of pixels", "image")
-    label_field: str = _say("column with the number of the image's class", "label")
-    mask_rate: float = _say("share of tokens to mask, sampled again in each epoch", 0.15)
-    whole_words: bool = _say("mask either all tokens of a word or none", False)
-    augment: str = _say("crop: random crop and mirroring of each training image; none: the middle of the image", "crop", choices=("crop", "none"))
-    threads: int = _say("threads that decode and augment images; the rows are the same with any number", 2)
-    task: str = _say("; ".join(f"{name}: {facts.about}" for name, facts in TASKS.items()), "pretrain", choices=tuple(TASKS))
-    tokenizer: str = _say("Hub id or folder of the tokenizer; bytes: the built-in byte-level tokenizer; empty: the model's own", "", group="model")
-    init: str = _say(
-        "pretrained: the published weights; random: initialised from the seed and each parameter's name", "pretrained", choices=("pretrained", "random")
+    subset: str = _say("Subset (configuration) of the dataset, as its dataset card lists it. If empty, the default subset is used.", "")
+    split: str = _say("Split of the dataset. A local file counts as the split train.", "train")
+    dataset_revision: str = _say("Branch, tag or commit of the dataset on the Hub. If empty, main is used.", "")
+    text_field: str = _say("Column that contains the text of each document.", "text")
+    bad_rows: str = _say("Action on an unreadable row or file. stop: save and end the run. skip: skip it and count it.", "stop", choices=("stop", "skip"))
+    retry_s: float = _say("Seconds to keep retrying a failing data server before the run stops.", 600.0)
+    token_cache: str = _say("Folder that caches tokenised data. auto: local data only, next to the datasets cache. off: no cache.", "auto")
+    messages_field: str = _say("Column that contains the messages of each chat.", "messages")
+    prompt_field: str = _say("Column that contains the prompt of each pair, as text or messages. If empty, both answers begin with the prompt.", "prompt")
+    chosen_field: str = _say("Column that contains the preferred answer of each pair, as text or messages.", "chosen")
+    rejected_field: str = _say("Column that contains the rejected answer of each pair, as text or messages.", "rejected")
+    image_field: str = _say("Column that contains the image, as an encoded file (PNG, JPEG, ...) or as rows of pixels.", "image")
+    label_field: str = _say("Column that contains the class of the image, as an integer from 0.", "label")
+    mask_rate: float = _say("Fraction of tokens to mask, between 0 and 1. Masked tokens are sampled again in each epoch.", 0.15)
+    whole_words: bool = _say("Mask whole words: either all tokens of a word or none.", False)
+    augment: str = _say("Augmentation of training images. crop: random crop and random mirroring. none: center crop.", "crop", choices=("crop", "none"))
+    threads: int = _say("Threads on each rank that decode and augment images. The number does not change the data.", 2)
+    task: str = _say(" ".join(("Training task.", *(f"{name}: {facts.about}." for name, facts in TASKS.items()))), "pretrain", choices=tuple(TASKS))
+    tokenizer: str = _say(
+        "Tokenizer: a Hub id, a folder, or bytes (the built-in byte-level tokenizer). If empty, the model's own tokenizer is used.", "", group="model"
     )
-    num_labels: int = _say("number of classes; 0: as in the model; a head of another size, or missing in the files, is randomly initialised", 0)
+    init: str = _say(
+        "Initial weights. pretrained: the published weights. random: sampled from the seed and each parameter's name.",
+        "pretrained",
+        choices=("pretrained", "random"),
+    )
+    num_labels: int = _say("Number of classes. 0 keeps the model's number. A missing head, or one of another size, is randomly initialised.", 0)
     attention: str = _say(
-        "varlen: packed documents without a mask; auto: varlen where it is exact, else sdpa, and the log says why; others: implementations in transformers",
+        "Attention implementation. varlen: separates packed documents without a mask. auto: varlen if it is exact for the model, otherwise sdpa; "
+        "the log gives the reason. sdpa, eager and flash_attention_2 are implemented in transformers.",
         "auto",
         choices=("auto", "varlen", "sdpa", "eager", "flash_attention_2"),
     )
     loss: str = _say(
-        "cross-entropy; chunked: never all logits in memory; whole: full logits; auto: chunked where it is exact",
+        "Cross-entropy implementation. chunked: computes the logits in chunks, to save memory. whole: full logits. auto: chunked if exact, otherwise whole.",
         "auto",
         choices=("auto", "chunked", "whole"),
     )
     compile: str = _say(
-        "torch.compile for the loss and the layers, or only their norms and rotary embeddings; auto: on GPUs that support it",
+        "Use torch.compile for the loss and the layers. If whole layers cannot be compiled, only their norms and rotary embeddings are. "
+        "auto: on if the GPU supports it.",
         "auto",
         choices=("auto", "on", "off"),
     )
-    beta: float = _say("DPO beta: how strongly the model is held to the reference", 0.1)
+    beta: float = _say("DPO beta. A larger value keeps the model closer to the reference model.", 0.1)
     activation_checkpointing: bool = _say(
-        "recompute the activations of every layer in the backward pass, to save memory; the same as --recompute_every 1", False
+        "Recompute the activations of every layer in the backward pass, to save memory. The same as --recompute_every 1.", False
     )
-    recompute_every: int = _say("recompute the activations of every N-th layer in the backward pass, to save memory; 1: of every layer; 0: of none", 0)
+    recompute_every: int = _say("Recompute the activations of every N-th layer in the backward pass, to save memory. 1 recomputes every layer, 0 none.", 0)
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
-    engine: str = _say("DeepSpeed, or torch's DDP or FSDP2, which read no JSON", "deepspeed", choices=ENGINES, group="layout")
-    precision: str = _say("compute precision of ddp and fsdp2, with fp32 weights; fp16: for GPUs without bf16", "bf16", choices=("bf16", "fp32", "fp16"))
-    tp: int = _say("tensor-parallel degree", 1)
-    pp: int = _say("pipeline-parallel degree", 1)
-    sp: int = _say("sequence-parallel degree, for long rows: each rank holds 1/sp of each row and of the attention heads", 1)
-    ep: int = _say("expert-parallel degree: each data-parallel rank holds 1/ep of the experts of a layer", 1)
-    pipeline_schedule: str = _say("order of the micro-batches when pp > 1", "1f1b", choices=("1f1b", "dualpipev"))
+    engine: str = _say("Training engine: DeepSpeed, or PyTorch's DDP or FSDP2. DDP and FSDP2 read no JSON.", "deepspeed", choices=ENGINES, group="layout")
+    precision: str = _say("Compute precision of ddp and fsdp2. Weights stay fp32. Use fp16 for GPUs without bf16.", "bf16", choices=("bf16", "fp32", "fp16"))
+    tp: int = _say("Tensor-parallel degree: ranks over which the weights of each layer are split. 1 disables it.", 1)
+    pp: int = _say("Pipeline-parallel degree: ranks over which the sequence of layers is split. 1 disables it.", 1)
+    sp: int = _say("Sequence-parallel degree, for long rows. Each rank holds 1/sp of each row and of the attention heads. 1 disables it.", 1)
+    ep: int = _say("Expert-parallel degree. Each data-parallel rank holds 1/ep of the experts of a layer. 1 disables it.", 1)
+    pipeline_schedule: str = _say("Order of the micro-batches in the pipeline. Used only if pp > 1.", "1f1b", choices=("1f1b", "dualpipev"))
     # for a model that publishes no plans, or others: see tasks.facts.Plans
     pp_plan: dict | None = None  # module name -> "first", "split" or "last"
     tp_plan: dict | None = None  # module name -> a tensor-parallel style of transformers
@@ -112,51 +119,57 @@ class Recipe:
     lr_scale: dict | None = None  # name of parameters -> factor of their learning rate; `*` stands for any characters
     matrices: tuple = ()  # names of weights that Muon takes for its matrices, in place of all in the layers
 
-    seq_len: int = _say("tokens in a row", 1024, group="batch")
-    micro_batch: int = _say("rows in one forward pass on each data-parallel rank", 1)
-    global_batch: int = _say("rows in one optimizer step, over all ranks", 8)
-    batch_ramp: str = _say("global batches of later steps; 501:512, 2001:1024 means 512 rows from step 501 and 1024 from step 2001", "")
+    seq_len: int = _say("Tokens per row (maximum sequence length).", 1024, group="batch")
+    micro_batch: int = _say("Rows per forward pass on each data-parallel rank.", 1)
+    global_batch: int = _say("Rows per optimizer step, summed over all ranks.", 8)
+    batch_ramp: str = _say(
+        "Global batches of later steps, as STEP:ROWS. For example, 501:512, 2001:1024 sets 512 rows from step 501 and 1024 from step 2001.", ""
+    )
 
-    steps: int = _say("optimizer steps of the full schedule", 1000, group="schedule and optimizer")
-    epochs: float = _say("passes over local data, instead of --steps; 0: use --steps", 0.0)
-    lr: float = _say("peak learning rate", 3e-4)
-    min_lr: float = _say("learning rate at the end of a cosine, linear or wsd schedule", 0.0)
-    warmup_steps: int = _say("steps of linear warm-up", 0)
+    steps: int = _say("Total number of optimizer steps in the schedule.", 1000, group="schedule and optimizer")
+    epochs: float = _say("Number of passes over local data. Sets the run length instead of --steps. 0 uses --steps.", 0.0)
+    lr: float = _say("Peak learning rate.", 3e-4)
+    min_lr: float = _say("Final learning rate of the cosine, linear and wsd schedules.", 0.0)
+    warmup_steps: int = _say("Number of linear warm-up steps. 0 disables warm-up.", 0)
     schedule: str = _say(
-        "learning rate after the warm-up; wsd: constant until the last decay_steps, so that a run can be extended",
+        "Learning rate schedule after the warm-up. wsd: constant until the last --decay_steps steps, so that you can extend the run.",
         "cosine",
         choices=("cosine", "linear", "constant", "wsd"),
     )
-    decay_steps: int = _say("wsd only: number of last steps in which the learning rate falls; usually a tenth of all steps", 0)
-    layer_decay: float = _say("layer-wise learning-rate decay: lr of a layer = lr * layer_decay^(1 + layers above it); 1 disables it", 1.0)
-    weight_decay: float = _say("AdamW weight decay of matrices; vectors (norms, biases) are not decayed", 0.1)
-    beta1: float = _say("AdamW beta1", 0.9)
-    beta2: float = _say("AdamW beta2", 0.95)
-    eps: float = _say("AdamW eps", 1e-8)
-    gradient_clipping: float = _say("largest gradient norm; 0 disables clipping", 1.0)
+    decay_steps: int = _say(
+        "Number of final steps in which the wsd schedule lowers the learning rate, usually a tenth of --steps. Other schedules require 0.", 0
+    )
+    layer_decay: float = _say("Layer-wise learning rate decay: lr of a layer = lr * layer_decay^(1 + number of layers above it). 1 disables it.", 1.0)
+    weight_decay: float = _say("AdamW weight decay of matrices. Vectors (norms, biases) are not decayed. 0 disables it.", 0.1)
+    beta1: float = _say("AdamW beta1: decay rate of the mean of gradients.", 0.9)
+    beta2: float = _say("AdamW beta2: decay rate of the mean of squared gradients.", 0.95)
+    eps: float = _say("AdamW epsilon, added to the denominator.", 1e-8)
+    gradient_clipping: float = _say("Maximum gradient norm. Larger gradients are scaled down to it. 0 disables clipping.", 1.0)
 
     eval_every: int = _say(
-        "steps between evaluations on held-out rows; step_s excludes their time; 0: no evaluation", 0, group="evaluation, checkpoints, export"
+        "Steps between evaluations on held-out rows. 0 disables evaluation. The metric step_s excludes evaluations.", 0, group="evaluation, checkpoints, export"
     )
-    eval_rows: int = _say("held-out rows in an evaluation", 64)
-    save_every: int = _say("steps between checkpoints; step_s excludes their time; 0: only at the end", 0)
-    keep: int = _say("number of newest checkpoints to keep; 0: all", 2)
-    keep_every: int = _say("also save and keep a checkpoint at every N-th step; 0: off", 0)
-    keep_best: bool = _say("also keep the checkpoint with the lowest eval_loss, among steps with an evaluation", False)
-    deterministic: bool = _say("bit-identical results on the same GPUs, at some cost in speed; see recipes/CHECKPOINTS.md", False)
-    save_in_background: bool = _say("train on while a checkpoint is written; needs host memory for a copy of the states", False)
-    stop_at: int = _say("save and stop at this step, without changing the schedule; 0: run to the end", 0)
-    export: bool = _say("write Hugging Face safetensors to OUT/hf when the run is complete", True)
-    merge: bool = _say("LoRA only: export merged weights instead of the adapter; for a finished run, into OUT/hf_merged", False)
-    seed: int = _say("seed of the initial weights, the data order and dropout", 0, group="run")
-    out: str = _say("run folder; may contain $VAR, {job_id} and {wandb_run_id}; empty: runs/<recipe>, with --tiny runs/<recipe>_tiny", "")
-    resume: str = _say("auto: resume the run in OUT; never: start from scratch; or the folder of a run or step to resume from", "auto")
-    wandb: bool = _say("log the run to Weights & Biases (offline if you are not logged in)", True, group="tracking")
-    project: str = _say("Weights & Biases project", "deepspeed-recipes")
-    wandb_artifact: bool = _say("upload OUT/hf to Weights & Biases as an artifact when the run is complete", False)
+    eval_rows: int = _say("Number of held-out rows in each evaluation.", 64)
+    save_every: int = _say("Steps between checkpoints. 0 saves only at the end. The metric step_s excludes saves.", 0)
+    keep: int = _say("Number of most recent checkpoints to keep. 0 keeps all.", 2)
+    keep_every: int = _say("Also save a checkpoint at every N-th step and never remove it. 0 disables this.", 0)
+    keep_best: bool = _say("Also keep the checkpoint with the lowest eval_loss. Only steps with an evaluation count.", False)
+    deterministic: bool = _say("Make results bit-identical on the same GPUs, at some cost in speed. See recipes/CHECKPOINTS.md.", False)
+    save_in_background: bool = _say("Continue training while a checkpoint is written. This needs host memory for a copy of the training states.", False)
+    stop_at: int = _say("Save a checkpoint and stop at this step. The schedule does not change. 0 runs to the end.", 0)
+    export: bool = _say("Write Hugging Face safetensors to OUT/hf when the run is complete.", True)
+    merge: bool = _say(
+        "Export the model with the LoRA adapter merged into its weights, instead of the adapter. A finished run exports to OUT/hf_merged.", False
+    )
+    seed: int = _say("Random seed for initial weights, data order and dropout.", 0, group="run")
+    out: str = _say("Run folder. It may contain $VAR, {job_id} and {wandb_run_id}. If empty, runs/<recipe>, or runs/<recipe>_tiny with --tiny.", "")
+    resume: str = _say("Checkpoint to resume from: a run or step folder. auto: the run in OUT, if there is one. never: start from scratch.", "auto")
+    wandb: bool = _say("Log the run to Weights & Biases. If you are not logged in, the run is recorded offline.", True, group="tracking")
+    project: str = _say("Name of the Weights & Biases project.", "deepspeed-recipes")
+    wandb_artifact: bool = _say("Upload OUT/hf to Weights & Biases as an artifact when the run is complete.", False)
     grace: str | float = _say(
-        "seconds that a rank has to reach a step boundary after a stop request; "
-        "auto: three times the slowest step, at least 25, at most the scheduler's own limit",
+        "Seconds in which each rank must reach the end of its step after a stop request. "
+        "auto: three times the slowest step, but at least 25 and at most the scheduler's limit.",
         "auto",
         group="run",
     )

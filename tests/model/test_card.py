@@ -65,7 +65,7 @@ license_link: LICENSE
 # qwen3_0_6b_sft_zero2
 
 [Qwen/Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base), trained further with DeepSpeed recipes \
-(task `sft`: chats, loss on the assistant's answers only).
+(task `sft`: chats, with the loss on the assistant's answers only).
 
 | fact | value |
 | --- | --- |

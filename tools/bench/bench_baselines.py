@@ -49,10 +49,12 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--rounds", type=int, default=8, metavar="N", help=f"starts of each way; a measurement needs at least {ENOUGH_ROUNDS} (default: %(default)s)"
+        "--rounds", type=int, default=8, metavar="N", help=f"Number of starts of each way. A measurement needs at least {ENOUGH_ROUNDS}. (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help=f"optimizer steps of a start, {WARM_UP} of them as warm-up (default: %(default)s)")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to measure (default: all)")
+    parser.add_argument(
+        "--steps", type=int, default=16, metavar="N", help=f"Optimizer steps of each start, including {WARM_UP} warm-up steps. (default: %(default)s)"
+    )
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="Ways to measure. (default: all)")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.steps < WARM_UP + 2 or arguments.rounds < 1:
         parser.error(f"--rounds must be at least 1, and --steps at least {WARM_UP + 2}")

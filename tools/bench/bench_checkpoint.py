@@ -69,14 +69,16 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         default=ENOUGH_ROUNDS,
         metavar="N",
-        help=f"saves of each kind; a measurement needs at least {ENOUGH_ROUNDS} (default: %(default)s)",
+        help=f"Number of saves of each kind. A measurement needs at least {ENOUGH_ROUNDS}. (default: %(default)s)",
     )
-    parser.add_argument("--steps-after", "--steps_after", type=int, default=3, metavar="N", help="timed steps after each save (default: %(default)s)")
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=(1, 2, 3), help="ZeRO stages (default: 2 3)")
     parser.add_argument(
-        "--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="working folder, on the disk to measure (default: %(default)s)"
+        "--steps-after", "--steps_after", type=int, default=3, metavar="N", help="Number of timed steps after each save. (default: %(default)s)"
     )
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="also write all measurements to this file")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=(1, 2, 3), help="ZeRO stages to measure. (default: 2 3)")
+    parser.add_argument(
+        "--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="Working folder, on the disk to measure. (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="JSON file to which all measurements are written as well. (default: none)")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 

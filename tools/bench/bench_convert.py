@@ -59,15 +59,15 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
         type=int,
         default=ENOUGH_ROUNDS,
         metavar="N",
-        help=f"starts of every command; a measurement needs at least {ENOUGH_ROUNDS} (default: %(default)s)",
+        help=f"Number of starts of every command. A measurement needs at least {ENOUGH_ROUNDS}. (default: %(default)s)",
     )
-    parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES), metavar="ROW", help=f"rows to measure: {', '.join(TITLES)} (default: all)")
-    parser.add_argument("--layers", type=int, default=16, metavar="N", help="layers of the model; each adds 0.21 GB to the checkpoint (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES), metavar="ROW", help=f"Rows to measure: {', '.join(TITLES)}. (default: all)")
+    parser.add_argument("--layers", type=int, default=16, metavar="N", help="Layers of the model. Each adds 0.21 GB to the checkpoint. (default: %(default)s)")
     parser.add_argument(
-        "--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="working folder, on the disk to measure (default: %(default)s)"
+        "--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="Working folder, on the disk to measure. (default: %(default)s)"
     )
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="also write all measurements to this file")
-    parser.add_argument("--tiny", action="store_true", help="use a model of 0.1 M parameters, to try the bench itself")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="JSON file to which all measurements are written as well. (default: none)")
+    parser.add_argument("--tiny", action="store_true", help="Use a model of 0.1 M parameters, to test the bench itself.")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

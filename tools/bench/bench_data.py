@@ -64,18 +64,28 @@ THREADS = (1, 2)
 def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--rounds", type=int, default=ENOUGH_ROUNDS, metavar="N", help=f"number of rounds; a measurement needs at least {ENOUGH_ROUNDS} (default: %(default)s)"
-    )
-    parser.add_argument("--rows", type=int, default=100_000, metavar="N", help=f"rows of {SEQ_LEN} tokens in all files of a kind (default: %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=200, metavar="N", help=f"steps that sleep {STEP * 1000:.0f} ms, to measure how long each waits (default: %(default)s)"
+        "--rounds", type=int, default=ENOUGH_ROUNDS, metavar="N", help=f"Number of rounds. A measurement needs at least {ENOUGH_ROUNDS}. (default: %(default)s)"
     )
     parser.add_argument(
-        "--pairs", type=int, default=40, metavar="N", help="pairs of training steps, one on the stream, one on stored batches (default: %(default)s)"
+        "--rows", type=int, default=100_000, metavar="N", help=f"Total rows of {SEQ_LEN} tokens in the files of each kind. (default: %(default)s)"
     )
-    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="folder for the files (default: %(default)s)")
-    parser.add_argument("--only", choices=("pictures",), help="measure only this, and print its section of the page")
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="also write all measurements to this file")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        metavar="N",
+        help=f"Number of steps that sleep {STEP * 1000:.0f} ms, to measure how long each waits for data. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=40,
+        metavar="N",
+        help="Number of pairs of training steps: one reads the stream, one reads stored batches. (default: %(default)s)",
+    )
+    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="Folder for the data files. (default: %(default)s)")
+    parser.add_argument("--only", choices=("pictures",), help="Measure only this section of the page, and print it. (default: all sections)")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="JSON file to which all measurements are written as well. (default: none)")
     arguments = parser.parse_args(argv)
     for name, least in (("rounds", 1), ("rows", FILES * 8), ("steps", 10), ("pairs", 2)):
         if getattr(arguments, name) < least:

@@ -586,18 +586,25 @@ def main(argv: list[str]) -> int:
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="A", help="parts to run: A, B, C, D, E (default: all)")
-    parser.add_argument("--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="single rows instead of parts; --list shows them")
     parser.add_argument(
-        "--out", type=path_of, default=Path("runs/bench_gpu"), metavar="PATH", help="folder for runs, logs and rows.jsonl (default: %(default)s)"
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="A",
+        help="Parts to run. A: correctness. B, C: speed and memory. D: checkpoints, loop, data. E: gain of each optimization. (default: all)",
     )
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a trial on any machine, without limits for speed and memory")
-    parser.add_argument("--minutes", type=float, default=7.0, metavar="N", help="minutes of a part, after which no row is started (default: %(default)g)")
-    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="write the kept rows as a page")
+    parser.add_argument("--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="Single rows to run, instead of parts. --list shows their names.")
     parser.add_argument(
-        "--no-run", "--no_run", action="store_true", help="run nothing; --page then takes the last rows of this device, from any version of the code"
+        "--out", type=path_of, default=Path("runs/bench_gpu"), metavar="PATH", help="Folder for runs, logs and rows.jsonl. (default: %(default)s)"
     )
-    parser.add_argument("--list", action="store_true", help="list the rows, then exit")
+    parser.add_argument("--tiny", action="store_true", help="Use tiny shapes, for a trial on any machine. Limits for speed and memory are not checked.")
+    parser.add_argument("--minutes", type=float, default=7.0, metavar="N", help="Minutes after which a part starts no further row. (default: %(default)g)")
+    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="Markdown file to which the stored rows are written as a page. (default: none)")
+    parser.add_argument(
+        "--no-run", "--no_run", action="store_true", help="Run nothing. --page then uses the newest rows of this device, from any version of the code."
+    )
+    parser.add_argument("--list", action="store_true", help="List the rows, then exit.")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

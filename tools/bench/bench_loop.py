@@ -87,12 +87,12 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--pairs", type=int, default=40, metavar="N", help=f"blocks of each loop; a measurement needs at least {ENOUGH_PAIRS} (default: %(default)s)"
+        "--pairs", type=int, default=40, metavar="N", help=f"Number of blocks of each loop. A measurement needs at least {ENOUGH_PAIRS}. (default: %(default)s)"
     )
-    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, metavar="N", help="optimizer steps in a block (default: %(default)s)")
+    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, metavar="N", help="Optimizer steps per block. (default: %(default)s)")
     others = [loop for loop in LOOPS if loop != "ours"]
-    parser.add_argument("--loops", nargs="+", choices=others, default=others, help="loops to compare with ours (default: all)")
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="also write all measurements to this file")
+    parser.add_argument("--loops", nargs="+", choices=others, default=others, help="Training loops to compare with recipekit's. (default: all)")
+    parser.add_argument("--json", type=path_of, metavar="OUT", help="JSON file to which all measurements are written as well. (default: none)")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 

@@ -30,12 +30,12 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], metavar="N", help="tokens in a micro-batch (default: 512 1024 2048 4096)"
+        "--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], metavar="N", help="Tokens per micro-batch. (default: 512 1024 2048 4096)"
     )
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 151_936], metavar="N", help="sizes of the vocabulary (default: 32000 151936)")
-    parser.add_argument("--width", type=int, default=64, metavar="N", help="size of the hidden states (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="timed repetitions of each row, after a short warm-up (default: %(default)s)")
-    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="write the page to this file (default: print it)")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 151_936], metavar="N", help="Vocabulary sizes. (default: 32000 151936)")
+    parser.add_argument("--width", type=int, default=64, metavar="N", help="Hidden size. (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="Timed repetitions of each row, after a short warm-up. (default: %(default)s)")
+    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="Markdown file to write. (default: print the page)")
     parser.add_argument("--row", help=argparse.SUPPRESS)  # WAY,TOKENS,VOCABULARY: measures it in this process
     return parser.parse_args(argv)
 

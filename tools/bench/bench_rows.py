@@ -130,9 +130,11 @@ WORDS = f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=list(TOKENS), metavar="N", help=f"lengths of the row in tokens (default: {' '.join(map(str, TOKENS))})"
+        "--tokens", type=int, nargs="+", default=list(TOKENS), metavar="N", help=f"Row lengths in tokens. (default: {' '.join(map(str, TOKENS))})"
     )
-    parser.add_argument("--most", type=float, default=10.0, metavar="GIB", help='memory limit of "before" (default: %(default)g)')
+    parser.add_argument(
+        "--most", type=float, default=10.0, metavar="GIB", help='Memory limit of "before" in GiB. Longer rows are measured only "after". (default: %(default)g)'
+    )
     arguments = parser.parse_args(argv)
     found = []
     for tokens in arguments.tokens:

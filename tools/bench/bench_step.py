@@ -44,12 +44,16 @@ RECIPE = "smollm2_135m_zero1.py"
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("commit", metavar="COMMIT", help="earlier commit to compare with")
-    parser.add_argument("--seq_len", "--seq-len", type=int, nargs="+", default=[256, 4096], metavar="N", help="tokens in a row (default: 256 4096)")
-    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="runs of each version (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=6, metavar="N", help="turns of each version in a round (default: %(default)s)")
+    parser.add_argument("commit", metavar="COMMIT", help="Earlier commit to compare with.")
+    parser.add_argument("--seq_len", "--seq-len", type=int, nargs="+", default=[256, 4096], metavar="N", help="Row lengths in tokens. (default: 256 4096)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="Number of runs of each version. (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=6, metavar="N", help="Turns of each version in a round. (default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=1.5, metavar="N", help="seconds of a turn; at least three steps, the first not timed (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=1.5,
+        metavar="N",
+        help="Minimum seconds per turn. A turn has at least three steps, and the first is not timed. (default: %(default)s)",
     )
     arguments, rest = parser.parse_known_args(argv)
     if arguments.rounds < 1 or arguments.turns < 1:

@@ -64,9 +64,9 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--pairs", type=int, default=40, metavar="N", help=f"blocks of each way; a measurement needs at least {ENOUGH_PAIRS} (default: %(default)s)"
+        "--pairs", type=int, default=40, metavar="N", help=f"Number of blocks of each way. A measurement needs at least {ENOUGH_PAIRS}. (default: %(default)s)"
     )
-    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, metavar="N", help="optimizer steps in a block (default: %(default)s)")
+    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, metavar="N", help="Optimizer steps per block. (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
     return parser.parse_known_args(argv)
 

@@ -370,8 +370,14 @@ def compiled(traced: Traced) -> Traced:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help="a file of recipes/ (default: the cases of bench_gpu.py, printed as a page)")
-    parser.add_argument("--device", default="H100-SXM", metavar="NAME", help="a device of planner/devices.py (default: %(default)s)")
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        default="",
+        metavar="RECIPE",
+        help="Recipe file. Flags of the recipe may follow. (default: the cases of bench_gpu.py, printed as a page)",
+    )
+    parser.add_argument("--device", default="H100-SXM", metavar="NAME", help="Device to predict for, as named in planner/devices.py. (default: %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
     if rest and not arguments.recipe:
         parser.error(f"{rest[0]}: flags follow a recipe")

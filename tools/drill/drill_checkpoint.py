@@ -275,18 +275,18 @@ def table(chains: list[Chain]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills in total, 15 to 60 s each on two cores (default: %(default)s)")
-    parser.add_argument("--chain", type=int, default=25, metavar="N", help="largest number of kills of one job (default: %(default)s)")
-    parser.add_argument("--recipe", type=Path, default=RECIPE, metavar="FILE", help="recipe that is run with --tiny (default: recipes/llama_nano_zero2.py)")
+    parser.add_argument("--kills", type=int, default=200, metavar="N", help="Total number of kills. Each takes 15 to 60 s on two cores. (default: %(default)s)")
+    parser.add_argument("--chain", type=int, default=25, metavar="N", help="Maximum number of kills of one job. (default: %(default)s)")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, metavar="FILE", help="Recipe to run with --tiny. (default: recipes/llama_nano_zero2.py)")
     parser.add_argument(
         "--layouts",
         nargs="+",
         choices=LAYOUTS,
         default=[name for name in LAYOUTS if name != "own"],
-        help="layouts to take in turn; own: the recipe's own layout (default: all except own)",
+        help="Layouts to use in turn. own is the recipe's own layout. (default: all except own)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments and targets (default: %(default)s)")
-    parser.add_argument("--folder", type=path_of, metavar="PATH", help="folder for the jobs (default: a temporary folder, removed after success)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Random seed for the moments and targets of the kills. (default: %(default)s)")
+    parser.add_argument("--folder", type=path_of, metavar="PATH", help="Folder for the jobs. (default: a temporary folder, removed after success)")
     arguments = parser.parse_args(argv)
     if arguments.kills < 1 or arguments.chain < 1:
         parser.error("--kills and --chain are at least 1")

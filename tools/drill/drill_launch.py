@@ -101,9 +101,9 @@ def kill_one(job: subprocess.Popen[bytes], run: Path, chance: random.Random, ear
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=50, metavar="N", help="number of kills, 10 to 40 s each on two cores (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the moments and targets (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=120, metavar="N", help="minutes after which no kill follows (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=50, metavar="N", help="Number of kills. Each takes 10 to 40 s on two cores. (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Random seed for the moments and targets of the kills. (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=120, metavar="N", help="Minutes after which the drill stops killing. (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.kills < 1:
         parser.error("--kills is at least 1")

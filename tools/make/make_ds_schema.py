@@ -1,4 +1,4 @@
-"""Writes recipes/recipekit/strategy/schema.json: every key the installed DeepSpeed reads from its JSON, with type, default and range.
+"""Write recipes/recipekit/strategy/schema.json: every key that the installed DeepSpeed reads from its JSON, with type, default and range.
 
     python tools/make/make_ds_schema.py            # rewrite the file after a change of the DeepSpeed pin
     python tools/make/make_ds_schema.py --check    # exit 1 if the file differs from what the installed DeepSpeed reads
@@ -444,7 +444,7 @@ def text() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare the file instead of writing it; exit code 1 if it is out of date")
+    parser.add_argument("--check", action="store_true", help="Compare the file instead of writing it. The exit code is 1 if the file is out of date.")
     arguments = parser.parse_args()
     new, old = text(), SCHEMA.read_text() if SCHEMA.exists() else ""
     if not arguments.check:

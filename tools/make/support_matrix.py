@@ -739,11 +739,11 @@ def main() -> None:
     from recipekit.paths import path_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help=f"only the models of this task (default: all tasks, or {TEXT} with --types)")
-    parser.add_argument("--types", nargs="+", help="model types (default: all)")
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="layouts to run (default: all)")
-    parser.add_argument("--results", type=path_of, help="file of finished cells: they are not run again, and new cells are added")
-    parser.add_argument("--varlen", action="store_true", help="only print for each type whether its attention is varlen (takes a minute)")
+    parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help=f"Task whose models to run. (default: all tasks, or {TEXT} with --types)")
+    parser.add_argument("--types", nargs="+", help="Model types to run, for example llama. No page is written. (default: all types)")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="Layouts to run. (default: all)")
+    parser.add_argument("--results", type=path_of, help="File of finished cells. These are not run again, and new cells are added. (default: none)")
+    parser.add_argument("--varlen", action="store_true", help="Only print for each type whether it uses varlen attention. This takes a minute.")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -36,12 +36,14 @@ from ..run_folder import CHECKPOINTS
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
 DEGREES = {
-    "dp": "data-parallel degree",
-    "tp": "tensor-parallel degree",
-    "pp": "pipeline-parallel degree",
-    "ep": "expert-parallel degree, taken out of dp",
-    "zero": "ZeRO stage",
+    "dp": "Data-parallel degree of the output.",
+    "tp": "Tensor-parallel degree of the output.",
+    "pp": "Pipeline-parallel degree of the output.",
+    "ep": "Expert-parallel degree of the output. It must divide dp.",
+    "zero": "ZeRO stage of the output, 0 to 3.",
 }
+SOURCES = {"to-hf": "Run folder (its newest checkpoint) or step folder.", "from-hf": "Folder of Hugging Face files."}
+OUT = "Folder to write."
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -70,10 +72,15 @@ def parser(prog: str) -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str, *places: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", formatter_class=CommandFormatter, allow_abbrev=False)
         for place in places:
-            one.add_argument(place, type=path_of, metavar=f"{place}_dir".upper())
-        one.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help="number of threads (default: %(default)s)")
+            one.add_argument(place, type=path_of, metavar=f"{place}_dir".upper(), help=OUT if place == "out" else SOURCES.get(name, "Step folder."))
+        one.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help="Number of worker threads. (default: %(default)s, the usable cores)")
         one.add_argument(
-            "--mem-limit", "--mem_limit", type=size_of, default=size_of("512M"), metavar="BYTES", help="memory for buffers, for example 2G (default: 512M)"
+            "--mem-limit",
+            "--mem_limit",
+            type=size_of,
+            default=size_of("512M"),
+            metavar="BYTES",
+            help="Memory limit for buffers, for example 2G. At least 16M. (default: 512M)",
         )
         one.set_defaults(run=run, out=None)
         return one
@@ -81,20 +88,20 @@ def parser(prog: str) -> argparse.ArgumentParser:
     def degrees(one: argparse.ArgumentParser, default: int | None) -> None:
         for name, about in DEGREES.items():
             one.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{about} (default: {default or 'as in the checkpoint'})")
-        one.add_argument("--dry-run", "--dry_run", action="store_true", help="list the output without writing it")
+        one.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the layout and the size of the output, and write nothing.")
 
-    one = command("to-hf", to_hf, "write Hugging Face files from a run's newest checkpoint, or from a step folder", "source", "out")
-    one.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of the weights (default: as in the model's own files)")
-    one.add_argument("--verify", action="store_true", help="read the output again and compare it with the checkpoint")
-    one.add_argument("--merge", action="store_true", help="adapters only: write the full model, with the adapter merged into its weights")
-    one.add_argument("--dry-run", "--dry_run", action="store_true", help="list the output without writing it")
-    one = command("from-hf", from_hf, "write a step folder of step 0 from Hugging Face files, for --resume", "source", "out")
+    one = command("to-hf", to_hf, "write Hugging Face files from a checkpoint", "source", "out")
+    one.add_argument("--dtype", choices=sorted(DTYPES), help="Dtype of the written weights. (default: the dtype of the model's own files)")
+    one.add_argument("--verify", action="store_true", help="Read the output again and compare it with the checkpoint.")
+    one.add_argument("--merge", action="store_true", help="For a LoRA run: write the full model with the adapter merged into its weights.")
+    one.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the layout and the size of the output, and write nothing.")
+    one = command("from-hf", from_hf, "write a checkpoint of step 0 from Hugging Face files, which --resume can start from", "source", "out")
     degrees(one, 1)
-    one.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="training dtype (default: bf16)")
-    one = command("reshape", reshape, "write a step folder in another layout, with optimizer states", "source", "out")
+    one.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="Training dtype of the output. (default: bf16)")
+    one = command("reshape", reshape, "write a checkpoint in another layout, optimizer states included", "source", "out")
     degrees(one, None)
-    command("verify", verify, "check every file and every tensor against the manifest of the save", "source")
-    command("inspect", inspect, "show the layout and the tensors", "source")
+    command("verify", verify, "compare every file and every tensor with the manifest that the save wrote", "source")
+    command("inspect", inspect, "print the layout and the tensors of a checkpoint", "source")
     return made
 
 

@@ -1,4 +1,4 @@
-"""Copy a recipe or a strategy's JSON to a file of your own. An existing file is never overwritten.
+"""Copy a shipped recipe or DeepSpeed JSON to a new file. An existing file is never overwritten.
 
     recipekit cp qwen3_0_6b_sft_zero2 mine.py
     recipekit cp zero2.json                      # into the current folder, under its own name
@@ -53,8 +53,10 @@ def copy(name: str, target: Path | None) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Copy a file; return the exit code."""
     parser = argparse.ArgumentParser("recipekit cp", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
-    parser.add_argument("name", metavar="NAME", help="name of a recipe or a JSON, with or without its ending")
-    parser.add_argument("file", nargs="?", type=path_of, metavar="FILE", help="new file or its folder (default: the same name in the current folder)")
+    parser.add_argument("name", metavar="NAME", help="Name of a shipped recipe or JSON, with or without .py or .json.")
+    parser.add_argument(
+        "file", nargs="?", type=path_of, metavar="FILE", help="New file, or an existing folder for it. (default: the same name in the current folder)"
+    )
     arguments = parser.parse_args(argv)
     file = copy(arguments.name, arguments.file)
     way = f"recipekit run {file} --tiny" if file.suffix == ".py" else f"recipekit lint {file}"

@@ -1,4 +1,4 @@
-"""Check the hosts of a run before it costs anything: print one table of each host, then every problem with its fix.
+"""Check the hosts of a run before it costs anything: print one table for each host, then every problem with its fix.
 
     recipekit doctor                                               # this machine, one rank for each GPU (2 without GPUs)
     recipekit doctor --recipe mine.py --out runs/x --tp 2          # the needs of this run; flags of the recipe may follow
@@ -11,7 +11,7 @@ The doctor checks:
   - connections between all ranks: plain sockets first, then two seconds of all-reduce and point-to-point messages
 
 A launcher starts the doctor once for each rank, as it starts a recipe. Without a launcher, the doctor itself starts the
-ranks of this machine. It names each rank that is missing, silent or slow. Every wait for a rank has a time limit.
+ranks of this machine. The report names each rank that is missing, silent or slow. Every wait for a rank has a time limit.
 
 Exit codes: 0 healthy; 1 problems, the same on every rank; 2 wrong command line.
 `python tools/doctor.py` is the same command.
@@ -60,13 +60,15 @@ SUSPECT = 1.5  # a rank slower than so many times the others' seconds is measure
 
 def read_arguments(words: list[str], prog: str) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
-    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="the recipe's file; flags that are not listed here go to the recipe")
-    parser.add_argument("--out", type=path_of, metavar="FOLDER", help="run folder (default: the recipe's, or runs)")
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks of the run, for its layout and memory (default: the ranks that are checked)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="without a launcher: ranks to start on this machine (default: one for each GPU, or 2)")
-    parser.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="port that the run will use (default: $MASTER_PORT, or 29500)")
-    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="how long to wait for missing ranks (default: 60)")
-    parser.add_argument("--quick", action="store_true", help="skip the checks that import torch: compiling ops, counting bytes, all-reduce")
+    parser.add_argument(
+        "--recipe", type=recipe_path, metavar="FILE", help="Recipe file of the run to check. Flags that are not listed here are passed to the recipe."
+    )
+    parser.add_argument("--out", type=path_of, metavar="FOLDER", help="Run folder of the run. (default: the recipe's, or runs without --recipe)")
+    parser.add_argument("--world", type=int, metavar="N", help="Number of ranks of the run, for layout and memory. (default: number of ranks checked)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="Ranks to start on this machine, without a launcher. (default: one for each GPU, or 2)")
+    parser.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="Master port of the run. (default: $MASTER_PORT, or 29500)")
+    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="Seconds to wait for missing ranks. (default: 60)")
+    parser.add_argument("--quick", action="store_true", help="Skip the checks that import torch: compiling ops, counting memory, measuring all-reduce.")
     parser.add_argument("--torch-part", "--torch_part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     arguments, flags = parser.parse_known_args(words)

@@ -43,6 +43,7 @@ from ..strategy.schema import schema
 from ..tasks.facts import TASKS
 
 README = STRATEGIES / "README.md"
+DEGREES = {"tp": "Tensor-parallel", "pp": "Pipeline-parallel", "sp": "Sequence-parallel", "ep": "Expert-parallel"}
 BEGIN, END = "<!-- {}: written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
 
 
@@ -258,23 +259,37 @@ def with_table(page: str) -> str:
     return page
 
 
-def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
-    """Check the JSON of a command line; return the exit code."""
+def make_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter)
     parser.add_argument(
-        "config", nargs="?", type=lambda text: str(path_of(text)), help="DeepSpeed JSON: a path or a name in ds_configs/ (default: the recipe's JSON)"
+        "config",
+        nargs="?",
+        type=lambda text: str(path_of(text)),
+        help="DeepSpeed JSON to check: a path, or a name in ds_configs/. (default: the recipe's JSON)",
     )
-    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="recipe file: also check its batch, model and schedule")
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks: also check the layout and the batch")
-    parser.add_argument("--json-only", "--json_only", action="store_true", help="check a JSON that another script (not a recipe) passes to DeepSpeed")
+    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="Recipe file that uses the JSON. Its batch, model and schedule are checked as well.")
+    parser.add_argument("--world", type=int, metavar="N", help="Number of ranks of the run. The layout and the batch are checked as well.")
+    parser.add_argument("--json-only", "--json_only", action="store_true", help="Check a JSON that a script other than a recipe passes to DeepSpeed.")
     parser.add_argument(
-        "--filled-by", "--filled_by", choices=("trainer", "accelerate"), default="", help='program that fills "auto" in that script (default: none)'
+        "--filled-by",
+        "--filled_by",
+        choices=("trainer", "accelerate"),
+        default="",
+        help='Program that fills "auto" values before DeepSpeed reads the JSON. Implies --json-only. (default: none)',
     )
-    for axis in ("tp", "pp", "sp", "ep"):
+    for axis in DEGREES:
         default = "1" if axis == "pp" else "the JSON's, or 1"
-        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{axis} degree of that script (default: {default})")
-    parser.add_argument("--fix", action="store_true", help="write NAME.fixed.json next to the JSON, with every unambiguous fix applied")
-    parser.add_argument("--table", action="store_true", help="write the tables of rules and optimizers into ds_configs/README.md")
+        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{DEGREES[axis]} degree in the script of --json-only. (default: {default})")
+    parser.add_argument("--fix", action="store_true", help="Write NAME.fixed.json next to the JSON, with every unambiguous fix applied, and list the changes.")
+    parser.add_argument(
+        "--table", action="store_true", help="Write the tables of rules and optimizers into ds_configs/README.md. Needs a clone of the repository."
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
+    """Check the JSON of a command line; return the exit code."""
+    parser = make_parser(prog)
     given = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(given)
     if arguments.table:

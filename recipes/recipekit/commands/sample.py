@@ -94,12 +94,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="recipekit sample", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
-    made.add_argument("folder", type=path_of, metavar="RUN_OR_HF", help="run folder, or folder of Hugging Face files")
-    about = f'text that the model answers or continues (default: "{OF_CHAT}" or "{OF_TEXT}")'
+    made.add_argument("folder", type=path_of, metavar="RUN_OR_HF", help="Run folder, or a folder of Hugging Face files.")
+    about = f'Prompt that the model answers (chat) or continues (text). (default: "{OF_CHAT}" for a chat, "{OF_TEXT}" for text)'
     made.add_argument("--prompt", metavar="TEXT", help=about)
-    about = f"tokens to generate if no stop token comes before (default: {LENGTH})"
+    about = f"Maximum number of tokens to generate. A stop token ends the text earlier. (default: {LENGTH})"
     made.add_argument("--max_new_tokens", "--max-new-tokens", type=int, metavar="N", help=about)
-    about = "use the tokenizer's chat template (default: yes, except after training on plain text)"
+    about = "Format the prompt with the tokenizer's chat template. (default: yes if there is one, except after --task pretrain)"
     made.add_argument("--chat", action=argparse.BooleanOptionalAction, help=about)
     return made
 

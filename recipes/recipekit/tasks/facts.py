@@ -83,7 +83,7 @@ TASKS = {
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
     ),
     "sft": Facts(
-        about="chats, loss on the assistant's answers only",
+        about="chats, with the loss on the assistant's answers only",
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
         columns=("messages_field",),
@@ -93,7 +93,7 @@ TASKS = {
         reads=("seq_len", "tokenizer", "token_cache", "loss"),
     ),
     "preference": Facts(
-        about="pairs of answers, DPO makes the chosen one more likely",
+        about="pairs of answers, where DPO makes the chosen one more likely",
         auto_class="AutoModelForCausalLM",
         inputs=("input_ids", "position_ids"),
         columns=("prompt_field", "chosen_field", "rejected_field"),
@@ -110,7 +110,7 @@ TASKS = {
         },
     ),
     "reward": Facts(
-        about="pairs of answers, a reward model scores the chosen one higher (Bradley-Terry)",
+        about="pairs of answers, where a reward model learns to score the chosen one higher (Bradley-Terry)",
         auto_class="AutoModelForSequenceClassification",
         inputs=("input_ids", "position_ids"),
         columns=("prompt_field", "chosen_field", "rejected_field"),
@@ -164,7 +164,7 @@ TASKS = {
         ),
     ),
     "image_classification": Facts(
-        about="images, loss on the class of each image",
+        about="images, with the loss on the class of each image",
         auto_class="AutoModelForImageClassification",
         inputs=("pixel_values",),
         floats=("pixel_values",),
