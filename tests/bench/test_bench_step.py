@@ -19,7 +19,7 @@ def test_the_page_has_the_ratio_of_each_round():
     text = bench_step.page("abc", {256: rounds, 4096: [[{"before": 0.3, "now": 0.1}]] * 3}, ["abc", "--tp", "2"])
     assert "| 256 | 2,000 | 2,000 | 1.500 | 0.500 to 2.000 |" in text
     assert "| 4,096 | 300 | 100 | 3.000 | 3.000 to 3.000 |" in text
-    assert "bench_step.py abc --tp 2" in text and "3 rounds of 2 turns" in text
+    assert "bench_step.py abc --tp 2" in text and "ran 3 rounds. In each round, both trees had 2 turns" in text
 
 
 def test_documents_are_short_and_the_same_on_every_call(tmp_path):

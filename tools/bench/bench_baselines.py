@@ -176,11 +176,11 @@ WORDS = """This was not measured on GPUs.
 
 - **Loss:** every engine trains on the same rows. ZeRO and FSDP2 compute in bf16 from fp32 master weights. DDP runs
   under autocast, which keeps norms in fp32.
-- **Tokens/s:** from the median step after the warm-up. The interval is over the ratios of the rounds.
-- **Peak:** the resident size of the fullest rank. About 500 MiB of it are imports, which every engine has.
+- **Tokens/s:** from the median step after the warm-up. The interval is computed from the ratios of the rounds.
+- **Peak:** the resident size of the rank that uses the most memory. Imports take about 500 MiB of it, in every engine.
 - **Sent:** the bytes that the loopback device received between the warm-up and the last step, from all ranks together.
-  Nothing else may use the device meanwhile.
-- **Start-up:** the time from the command to the beginning of its first step.
+  During the bench, nothing else may use this device.
+- **Start-up:** the time from the command to the beginning of the first step.
 
 ## Which do I take?
 

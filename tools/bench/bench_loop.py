@@ -205,7 +205,8 @@ Load average before the start {report["load_before"]:.1f}, at the end {report["l
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
 
 {report["model"]} trains on {report["ranks"]} ranks with `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
-{report["micro_batch"]} in a micro-batch. The loops ran {report["pairs"]} pairs of blocks of {steps} steps, in random order within a pair.{few}
+{report["micro_batch"]} in a micro-batch. The bench ran {report["pairs"]} pairs. In a pair every loop runs one
+block, in random order. Steps in a block: {steps}.{few}
 
 | loop | tokens/s | ms per step | ours / this loop (95 % interval) | ms per step outside the engine |
 |---|---|---|---|---|
@@ -213,8 +214,8 @@ Load average before the start {report["load_before"]:.1f}, at the end {report["l
 
 Target: {("; " + chr(10)).join(verdicts) or "none for the loops that were chosen"}.
 
-A ratio is the median over the pairs: tokens/s of our loop divided by tokens/s of this loop. The last column is the time
-outside the engine's calls: work + collectives.
+A ratio is tokens/s of our loop divided by tokens/s of the loop in the row, as the median over the pairs. The last
+column is the time outside the engine's calls, as work + collectives.
 
 Our loop waited {1000 * report["data_wait_s"]:.2f} ms of a step for data, {report["data_wait_s"] / report["step_s"]:.2%} of it.
 After {WARM_UP + 1} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())}.

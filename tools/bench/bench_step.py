@@ -165,7 +165,7 @@ Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.dat
 {os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, torch {version("torch")}, deepspeed {version("deepspeed")}, transformers {version("transformers")}.
 
 `{RECIPE} --tiny` trains on {RANKS} ranks. Rows are packed from documents of 100 to 1,000 bytes.
-Each byte is a token. The figures are from {len(rounds)} rounds of {len(rounds[0])} turns of each tree.
+Each byte is a token. The bench ran {len(rounds)} rounds. In each round, both trees had {len(rounds[0])} turns.
 
 | tokens of a row | {commit}: ms a step | this tree: ms a step | faster by, median | all rounds |
 |---|---|---|---|---|

@@ -142,7 +142,8 @@ Load average before the start {report["load_before"]:.1f}, at the end {report["l
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
 
 {report["model"]} trains with tp {report["ranks"]} and `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
-{report["micro_batch"]} in a micro-batch. Each implementation ran {report["pairs"]} pairs of blocks of {report["steps_per_block"]} steps, in random order within a pair.{few}
+{report["micro_batch"]} in a micro-batch. The bench ran {report["pairs"]} pairs. In a pair every implementation
+runs one block, in random order. Steps in a block: {report["steps_per_block"]}.{few}
 
 | way | ms per step | ours is faster by, median (95 % interval) | all-reduces and all-gathers a step |
 |---|---|---|---|
