@@ -166,7 +166,7 @@ def test_a_link_in_a_step_folder_is_kept_and_not_followed(tmp_path: Path) -> Non
     save(folder, 2)
     assert manifest.faults(old) == []
     (line,) = remove_old(folder, Retention(1))
-    assert f". More, not part of the checkpoint, is kept in {folder}/aside_step_00000001.1" in line
+    assert f". more, not part of the checkpoint, is kept in {folder}/aside_step_00000001.1" in line
     assert names(tmp_path / "away") == ["state.json", "thing"]
     assert names(folder / "aside_step_00000001.1") == ["more"]
 

@@ -96,8 +96,8 @@ def test_a_plain_file_with_the_ending_of_a_compressed_one_is_read(tmp_path: Path
     ("content", "says"),
     [
         (b"PAR1\x15\x04", "a.jsonl: contains Parquet, but its ending says text. Rename it to end in .parquet, or download the correct file"),
-        (b"ARROW1\x00\x00", "contains Arrow, .* rename it to end in .arrow"),
-        (b"PK\x03\x04\x14\x00", "contains ZIP, .* rename it to end in .zip"),
+        (b"ARROW1\x00\x00", "contains Arrow, .* Rename it to end in .arrow"),
+        (b"PK\x03\x04\x14\x00", "contains ZIP, .* Rename it to end in .zip"),
         (b"%PDF-1.7\n", "contains PDF, "),
         (b"SQLite format 3\x00", "contains SQLite, "),
     ],
@@ -129,7 +129,7 @@ def test_content_that_is_not_read_is_named(tmp_path: Path, name: str, content: b
 
 def test_a_later_file_that_is_compressed_twice_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(PACK["zstd"](LINES)))
-    with pytest.raises(Refusal, match=r"must be text, but is compressed \(zstd\); .* if a file is compressed twice, decompress it once"):
+    with pytest.raises(Refusal, match=r"must be text, but is compressed \(zstd\)\. .* If a file is compressed twice, decompress it once"):
         rows_of(tmp_path / "a.jsonl.gz")
 
 

@@ -833,7 +833,7 @@ def test_any_type_of_list_holds_tokens(tmp_path, kind):
 
 def test_tokens_in_json_lines_are_refused_with_the_way(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"ids": [1, 2, 3]}\n')
-    with pytest.raises(Refusal, match=r"a.jsonl, row 1: contains token ids, which require a Parquet or Arrow file; .*to_parquet"):
+    with pytest.raises(Refusal, match=r"a.jsonl, row 1: contains token ids, which require a Parquet or Arrow file\. .*to_parquet"):
         take(request_for(str(tmp_path / "a.jsonl"), text_field="ids"), 1)
 
 

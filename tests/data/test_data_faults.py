@@ -319,7 +319,7 @@ def test_a_swapped_shard_is_named(tmp_path):
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
     for number in range(4, 9):
         (tmp_path / f"{number}.jsonl").rename(tmp_path / f"n{number}.jsonl")
-    with pytest.raises(Refusal, match=r"3.jsonl has changed, 4.jsonl is gone, .* 7.jsonl is gone and 6 more;"):
+    with pytest.raises(Refusal, match=r"3.jsonl has changed, 4.jsonl is gone, .* 7.jsonl is gone and 6 more\. Restore"):
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
     with pytest.raises(Refusal, match="the saved data stream has"):  # a run that did not write down its files
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state)

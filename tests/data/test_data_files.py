@@ -224,5 +224,5 @@ def test_an_odd_row_in_the_middle_may_be_left_out(tmp_path):
     source = open_source(request, Domain("", request.dataset), patience=None)  # type: ignore[arg-type]
     first, second = next(source.read(0, 0, 0))
     assert source.documents(first, "row 1") == [("x", "row 1")]
-    with pytest.raises(Refusal, match=r"row 2: has no column 'text', only 'content'; .*--text_field.* or leave it out \(--bad_rows skip\)"):
+    with pytest.raises(Refusal, match=r"row 2: has no column 'text', only 'content'\. .*--text_field.* or leave it out \(--bad_rows skip\)"):
         source.documents(second, source.place(0, 0, 1))

@@ -447,7 +447,7 @@ def test_a_changed_picture_is_another_data_set(classes, tmp_path):
     changed = sorted((tmp_path / "d" / "class_1").iterdir())[3]
     (tmp_path / "new").write_bytes(changed.read_bytes()[:-1] + b"x")
     (tmp_path / "new").replace(changed)
-    with pytest.raises(OtherData, match="from those the saved run read: class_1 has changed;"):
+    with pytest.raises(OtherData, match=r"from those the saved run read: class_1 has changed\. Restore"):
         take(request_for(tmp_path / "d"), 1, state=state, files=before)
 
 

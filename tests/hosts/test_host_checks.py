@@ -93,7 +93,7 @@ def test_gpus_that_torch_does_not_see(host: Path) -> None:
     assert problem.rule == "sees none of the 2 GPUs of this host (NVIDIA H200), driver 550.54.15"
     assert problem.fix.startswith("install the build for this driver: make setup TORCH=cu126") and 'set CUDA_VISIBLE_DEVICES=""' in problem.fix
     (host / "driver" / "version").write_text(OPEN)
-    assert torch.version.cuda or "TORCH=cu130;" in unseen(host)[0].fix
+    assert torch.version.cuda or "TORCH=cu130." in unseen(host)[0].fix
     (host / "driver" / "version").unlink()
     assert "whose driver is not loaded" in unseen(host)[0].rule
 

@@ -180,7 +180,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """.replace("sys.argv[1] in os", "where in os")
 
 
-@pytest.mark.parametrize(("folder", "where", "fix"), [("ops", "the folder of compiled ops ", "Set TORCH_EXTENSIONS_DIR"), (".run.lock", "out = run", "--out")])
+@pytest.mark.parametrize(("folder", "where", "fix"), [("ops", "the folder of compiled ops ", "set TORCH_EXTENSIONS_DIR"), (".run.lock", "out = run", "--out")])
 def test_a_file_system_without_locks(tmp_path: Path, folder: str, where: str, fix: str) -> None:
     """NFS without lockd answers flock so. It is told before anything is compiled or written."""
     (tmp_path / "ops").mkdir()

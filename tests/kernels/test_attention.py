@@ -313,7 +313,7 @@ def test_a_task_without_packed_rows_keeps_sdpa_where_the_class_has_it(task, kind
 
 def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
     config = default_config("gpt2").to_dict()
-    with pytest.raises(Refusal, match=r"dense mask .* takes 51\.5 GB .* it is not varlen, which makes none: it has attention dropout of 0\.1"):
+    with pytest.raises(Refusal, match=r"dense mask .* takes 51\.5 GB .* It is not varlen, which makes none: it has attention dropout of 0\.1"):
         choose_attention("auto", config, "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072))
     assert choose_attention("auto", llama(), "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072)) == (VARLEN, "")
 

@@ -204,8 +204,8 @@ def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
         planned(monkeypatch, 24, "--pp", "24", "--pipeline_schedule", "dualpipev", "--global_batch", "8", "--micro_batch", "2")
     assert str(refused.value) == (
         "pp = 24: makes 48 stages (two on each rank under dualpipev), but the model has only 32 layers. Use --pp 12 or --pp 24 --pipeline_schedule 1f1b\n"
-        "global_batch (train_batch_size) = 8: 1 data-parallel rank * micro_batch 2 leaves 4 micro-batches in a step, but dualpipev requires 2 * pp = 48;"
-        " use global_batch 96, or --pipeline_schedule 1f1b"
+        "global_batch (train_batch_size) = 8: 1 data-parallel rank * micro_batch 2 leaves 4 micro-batches in a step, but dualpipev requires 2 * pp = 48."
+        " Use global_batch 96, or --pipeline_schedule 1f1b"
     )
 
 

@@ -125,7 +125,7 @@ def test_parsing_has_no_side_effect(tmp_path, monkeypatch, capsys):
         (["--dry_run", "--world", "0"], "must be at least 1"),
         (["--dp", "2"], "the ranks that --tp, --pp, --sp and --ep leave are data-parallel"),
         (["--learning-rate=1e-4"], "Use --lr"),
-        (["--num_gpus", "2"], "Write it before the recipe's file"),
+        (["--num_gpus", "2"], "write it before the recipe's file"),
         (["--lr", "-1e-4", "--stepz", "1"], "lr = -0.0001: must be a positive number"),  # which argparse takes for a flag
         (["--wandb=no"], "ignored explicit argument 'no'"),
     ],

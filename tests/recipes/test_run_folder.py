@@ -80,7 +80,7 @@ def test_out_is_not_mixed_with_the_data(tmp_path: Path, dataset: str, out: str) 
 
 def test_the_default_run_folder_inside_the_data_is_refused_too(tmp_path: Path) -> None:
     texts(tmp_path / "a.jsonl")
-    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset .. Choose a separate folder with --out"]
+    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset . Choose a separate folder with --out"]
 
 
 @pytest.mark.parametrize(("out", "relation"), [(ROOT, "is"), (ROOT.parent, "contains")])

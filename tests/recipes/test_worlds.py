@@ -116,7 +116,7 @@ def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, glo
             "llama_nano_zero2",
             ["--world", "3", "--save_every", "-1"],  # no number of ranks mends the other mistake
             "save_every = -1: must not be negative. Use --save_every 0 or more\n"
-            "global_batch (train_batch_size) = 16: is not divisible by 3 data-parallel ranks * micro_batch 4 = 12; use global_batch 12 or 24"
+            "global_batch (train_batch_size) = 16: is not divisible by 3 data-parallel ranks * micro_batch 4 = 12. Use global_batch 12 or 24"
             ". The recipe fits 2 or 4 ranks without changes",
         ),
     ],

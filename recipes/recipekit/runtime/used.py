@@ -39,7 +39,7 @@ from ..refusal import Problem, Refusal, refuse
 SHOWN = 4  # of the names, and of the ranks, that a problem lists
 FIX = (
     "let each micro-batch of each rank run every trained module in the same order. If a rank has no input for a module, "
-    "give the module a blank input, or add 0 x the sum of its output where that output would have been used, never at the end"
+    "give the module a blank input. Or add 0 x the sum of its output where that output would have been used, never at the end"
 )
 
 
