@@ -425,7 +425,7 @@ def test_a_data_set_of_the_hub_is_looked_up_by_one_rank(content, tmp_path):
     assert len(of_two) >= 3 and set(of_two.values()) == {1}, of_two
     hashes = [line for output in outputs for text in output for line in text.splitlines() if line.startswith("rows:")]
     assert len(hashes) == 3 and len(set(hashes)) == 1, outputs
-    assert any("asking again" in line for line in outputs[0][0].splitlines()), outputs[0]
+    assert any("Asking again" in line for line in outputs[0][0].splitlines()), outputs[0]
 
 
 def test_a_resume_reads_the_commit_that_the_run_began_with(monkeypatch):
