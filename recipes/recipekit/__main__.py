@@ -27,7 +27,7 @@ class Command:
 
 
 COMMANDS = {
-    "ls": Command("list the recipes with their layout, memory, hardware and goal"),
+    "ls": Command("list the recipes with their layout, memory, hardware, last checks and goal"),
     "cp": Command("copy a recipe or a JSON to a file of your own"),
     "run": Command("start a recipe, on this machine or on several"),
     "lint": Command("check a DeepSpeed JSON and fix it", ("hjson",)),
