@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             print(failed[-1], flush=True)
         else:
             record({name: date.today().isoformat()})
-            print(f"{name}: {shipped.last_check(name)}", flush=True)
+            print(f"{name}: {cell(name)}", flush=True)
     if failed:
         print("These recipes keep their earlier date:", *failed, sep="\n", file=sys.stderr)
     return 1 if failed else 0
@@ -132,9 +132,14 @@ def gpu_figure(program: str) -> str:
     return shipped.NOT_CHECKED
 
 
+def cell(name: str) -> str:
+    """Return the cell of a recipe in the column `checked`."""
+    return "; ".join(shipped.last_check(name))
+
+
 def with_column(page: str) -> str:
     """Return README.md with the present cells in the column `checked`."""
-    return ROW.sub(lambda row: f"{row[1]} {shipped.last_check(row[2])} |", page)
+    return ROW.sub(lambda row: f"{row[1]} {cell(row[2])} |", page)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ def strategies() -> dict[str, Path]:
     return {file.name: file for file in sorted(STRATEGIES.glob("*.json"))}
 
 
-def last_check(name: str) -> str:
-    """Return the date of a recipe's last run with --tiny on the CPU, and its GPU figure, as in `CPU 2026-11-28, GPU -`."""
+def last_check(name: str) -> tuple[str, str]:
+    """Return the date of a recipe's last run with --tiny on the CPU, and its GPU figure; "-" if there is no such run."""
     entry = json.loads(CHECKED.read_text()).get(name, {})
-    return f"CPU {entry.get('cpu', NOT_CHECKED)}, GPU {entry.get('gpu', NOT_CHECKED)}"
+    return entry.get("cpu", NOT_CHECKED), entry.get("gpu", NOT_CHECKED)
 
 
 def recipe_path(text: str) -> Path:

@@ -28,7 +28,7 @@ def test_a_line_has_the_numbers_of_its_recipe(name: str) -> None:
     text = " ".join(FILES[name].read_text().split('"""')[1].split())
     line = ls.read_line(FILES[name])
     strategy = strategy.removeprefix("none: ").removesuffix(".json")
-    assert (line.name, line.layout, line.hardware, line.checked) == (name, f"{strategy} {mesh}", hardware, checked)
+    assert (line.name, line.layout, line.hardware, line.checked) == (name, f"{strategy} {mesh}", hardware, f"CPU {checked.replace('; ', ', GPU ')}")
     assert f"({line.states} of states" in text if line.states != "-" else "GiB of states" not in text
     assert text.startswith(f"{line.goal} deepspeed --")
 

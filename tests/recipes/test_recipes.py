@@ -83,7 +83,7 @@ def hardware_row(name: str) -> str:
     recipe = load(name).RECIPE
     mesh = make_mesh(num_gpus(name), tp=recipe.tp, pp=recipe.pp, sp=recipe.sp, ep=recipe.ep)
     strategy = recipe.ds_config if recipe.engine == "deepspeed" else f"none: {recipe.engine}"
-    return f"| `{name}` | {strategy} | {mesh} | {needs(name)} | {last_check(name)} |"
+    return f"| `{name}` | {strategy} | {mesh} | {needs(name)} | {'; '.join(last_check(name))} |"
 
 
 def section(title: str, page: str) -> str:

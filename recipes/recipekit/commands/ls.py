@@ -53,7 +53,7 @@ def read_line(file: Path) -> Line:
         layout=f"{strategy} {mesh}",
         states=f"{states[1]} GiB" if states else "-",
         hardware=" ".join(needs[1].split()) if needs else "-",
-        checked=last_check(file.stem),
+        checked="CPU {}, GPU {}".format(*last_check(file.stem)),
         goal=" ".join(text.partition("\n\n")[0].split()),
     )
 
