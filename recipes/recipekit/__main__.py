@@ -27,7 +27,7 @@ class Command:
 
 
 COMMANDS = {
-    "ls": Command("list the recipes with layout, memory, hardware and goal"),
+    "ls": Command("list the recipes with layout, memory, hardware, last checks and goal"),
     "cp": Command("copy a recipe or a JSON to a new file"),
     "run": Command("start a recipe on one or several machines"),
     "lint": Command("check a DeepSpeed JSON and write a fixed copy", ("hjson",)),

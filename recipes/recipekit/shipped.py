@@ -1,5 +1,6 @@
 """Files that come with this package: recipes and strategies, in a clone or in an installed wheel."""
 
+import json
 from pathlib import Path
 
 from .paths import path_of
@@ -8,6 +9,8 @@ KIT = Path(__file__).resolve().parent
 IS_WHEEL = (KIT / "ds_configs").is_dir()  # pyproject.toml puts both folders into the package; a clone has them outside
 RECIPES = KIT / "recipes" if IS_WHEEL else KIT.parent
 STRATEGIES = KIT / "ds_configs" if IS_WHEEL else KIT.parents[1] / "ds_configs"
+CHECKED = RECIPES / "checked.json"  # tools/check_recipes.py writes it
+NOT_CHECKED = "-"
 
 
 def recipes() -> dict[str, Path]:
@@ -18,6 +21,12 @@ def recipes() -> dict[str, Path]:
 def strategies() -> dict[str, Path]:
     """Map the file name of each strategy, as in `zero2.json`, to its file."""
     return {file.name: file for file in sorted(STRATEGIES.glob("*.json"))}
+
+
+def last_check(name: str) -> tuple[str, str]:
+    """Return the date of a recipe's last run with --tiny on the CPU, and its GPU figure; "-" if there is no such run."""
+    entry = json.loads(CHECKED.read_text()).get(name, {})
+    return entry.get("cpu", NOT_CHECKED), entry.get("gpu", NOT_CHECKED)
 
 
 def recipe_path(text: str) -> Path:

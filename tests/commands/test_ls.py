@@ -12,8 +12,8 @@ from recipekit.commands import ls
 from recipekit.shipped import recipes
 
 FILES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py"))}
-# name -> JSON, layout and hardware of the table in README.md, which test_recipes.py holds to the recipes
-ROWS = {name: row for name, *row in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)}
+# name -> JSON, layout, hardware and last checks of the table in README.md, which test_recipes.py holds to the recipes
+ROWS = {name: row for name, *row in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)}
 
 
 def test_there_is_one_line_for_each_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,11 +24,11 @@ def test_there_is_one_line_for_each_recipe(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_line_has_the_numbers_of_its_recipe(name: str) -> None:
-    strategy, mesh, hardware = ROWS[name]
+    strategy, mesh, hardware, checked = ROWS[name]
     text = " ".join(FILES[name].read_text().split('"""')[1].split())
     line = ls.read_line(FILES[name])
     strategy = strategy.removeprefix("none: ").removesuffix(".json")
-    assert (line.name, line.layout, line.hardware) == (name, f"{strategy} {mesh}", hardware)
+    assert (line.name, line.layout, line.hardware, line.checked) == (name, f"{strategy} {mesh}", hardware, f"CPU {checked.replace('; ', ', GPU ')}")
     assert f"({line.states} of states" in text if line.states != "-" else "GiB of states" not in text
     assert text.startswith(f"{line.goal} deepspeed --")
 

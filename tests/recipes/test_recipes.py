@@ -26,6 +26,7 @@ from recipekit.plan import Plan, make_plan
 from recipekit.planner.show import drawn_up, fullest, show
 from recipekit.planner.terms import ACCELERATOR, HOST, total
 from recipekit.refusal import Refusal
+from recipekit.shipped import last_check
 from recipekit.tasks.facts import TASKS
 
 FILES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py"))}
@@ -82,7 +83,7 @@ def hardware_row(name: str) -> str:
     recipe = load(name).RECIPE
     mesh = make_mesh(num_gpus(name), tp=recipe.tp, pp=recipe.pp, sp=recipe.sp, ep=recipe.ep)
     strategy = recipe.ds_config if recipe.engine == "deepspeed" else f"none: {recipe.engine}"
-    return f"| `{name}` | {strategy} | {mesh} | {needs(name)} |"
+    return f"| `{name}` | {strategy} | {mesh} | {needs(name)} | {'; '.join(last_check(name))} |"
 
 
 def section(title: str, page: str) -> str:

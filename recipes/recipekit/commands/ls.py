@@ -1,7 +1,8 @@
-"""List the recipes, one line each: name, layout, GiB of states on each rank, hardware and goal.
+"""List the recipes, one line each: name, layout, GiB of states on each rank, hardware, last checks and goal.
 
     recipekit ls
 
+The checks are the date of the last run with --tiny on the CPU, and the speed on a GPU ("-": not measured).
 A terminal cuts long lines at its right edge. To copy a recipe: recipekit cp NAME mine.py.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from ..command import recipe_of
 from ..help_page import CommandFormatter
 from ..mesh import make_mesh
-from ..shipped import recipes
+from ..shipped import last_check, recipes
 
 RANKS = re.compile(r"^ {4}deepspeed (?:--hostfile \S+ --num_nodes (\d+) )?--num_gpus (\d+) ", re.MULTILINE)
 STATES = re.compile(r"([\d.]+) GiB of states")
@@ -31,11 +32,12 @@ class Line:
     layout: str  # strategy and degrees on the ranks of the docstring's command
     states: str  # GiB of each rank; "-" for less than 0.1
     hardware: str
+    checked: str  # date of the CPU run with --tiny, and the GPU figure
     goal: str
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self.name, self.layout, self.states, self.hardware, self.goal
+        return self.name, self.layout, self.states, self.hardware, self.checked, self.goal
 
 
 def read_line(file: Path) -> Line:
@@ -51,6 +53,7 @@ def read_line(file: Path) -> Line:
         layout=f"{strategy} {mesh}",
         states=f"{states[1]} GiB" if states else "-",
         hardware=" ".join(needs[1].split()) if needs else "-",
+        checked="CPU {}, GPU {}".format(*last_check(file.stem)),
         goal=" ".join(text.partition("\n\n")[0].split()),
     )
 
