@@ -213,6 +213,11 @@ class Recipe:
             return self, []
         fitted: dict[str, Any] = shorter(self.schedule, self.steps, self.warmup_steps, self.decay_steps, typed)
         lines = [f"{name}: {getattr(self, name)} of the recipe lowered to {number} for {self.steps} steps" for name, number in fitted.items()]
+        warmup = fitted.get("warmup_steps", self.warmup_steps)
+        if warmup > self.steps / 4 and "warmup_steps" not in typed:
+            lines.append(
+                f"warmup_steps: {warmup} of the recipe are {warmup / self.steps:.0%} of {self.steps} steps. Shorten with --warmup_steps {self.steps // 10}"
+            )
         if "batch_ramp" not in typed and (left := cut(self.batch_ramp, self.steps)) != self.batch_ramp:
             fitted["batch_ramp"] = left
             lines.append(f"batch_ramp: {self.batch_ramp} of the recipe cut off after {self.steps} steps")

@@ -303,6 +303,18 @@ def test_a_short_trial_shortens_the_decay_that_nobody_typed(steps, warmup, decay
 
 
 @pytest.mark.parametrize(
+    ("words", "share"), [("--steps 43", "70%"), ("--steps 119", "25%"), ("--steps 120", ""), ("--steps 43 --warmup_steps 30", ""), ("", "")]
+)
+def test_a_warm_up_over_a_quarter_of_a_short_run_is_named(words, share):
+    """It fits the steps, but the learning rate is never long at its peak."""
+    recipe = dataclasses.replace(RECIPE, steps=2000, warmup_steps=30)
+    plan = make_plan(parse(recipe, FILE, ["--tiny", "--dry_run", "--world", "4", *words.split()]))
+    steps = plan.recipe.steps
+    said = f"warmup_steps: 30 of the recipe are {share} of {steps} steps. Shorten with --warmup_steps {steps // 10}"
+    assert [note for note in plan.notes if "warmup" in note] == ([said] if share else []) and plan.recipe.warmup_steps == 30
+
+
+@pytest.mark.parametrize(
     ("table", "said"),
     [
         ("501-512", ["is not a valid table of steps and rows. Write"]),

@@ -150,7 +150,7 @@ def test_an_adapter_of_random_weights_is_not_offered_as_a_model(tmp_path: Path, 
     assert said in ending.finished(plan, 3).text and ("randomly initialised" in ending.finished(plan, 3).text) == (base is None)
     facts = FACTS | {"recipe": FACTS["recipe"] | {"task": "sft"}, "identity": {"adapter": {"r": 8}}}
     assert len(loading(facts, tmp_path)) == (2 if base else 0)
-    assert ("convert to-hf --merge" in model_in(tmp_path)) == (base is None)
+    assert ("randomly initialised" in model_in(tmp_path)) == (base is None) and "convert to-hf --merge" in model_in(tmp_path)
 
 
 @pytest.mark.parametrize(

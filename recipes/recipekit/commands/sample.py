@@ -83,6 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         for note in (generator.about, *export.notes, *lowered):
             print(note)
         how = "a chat, by the tokenizer's template" if chat else "plain text, which the model continues"
+        if chat and not export.task and arguments.chat is None:
+            print("The folder does not say what the model was trained on. For plain text, use --no-chat")
         print(f"prompt ({how}; {len(ids)} tokens): {prompt}\n", flush=True)
         sample = write(generator, ids, length, chat)
     except Refusal as refusal:

@@ -46,7 +46,7 @@ def finished(plan: Plan, step: int) -> Ending:
     text = f"finished all {step} steps"
     if without_base(plan.out / EXPORT):
         command = f"{MERGE} {shlex.quote(str(plan.out))} NEW_FOLDER"
-        text += f". {plan.out / EXPORT} has an adapter of randomly initialised weights. Write the merged model with {command}"
+        text += f". {plan.out / EXPORT} has an adapter whose randomly initialised base model is not saved. Write the merged model with {command}"
     elif (plan.out / EXPORT).is_dir():
         text += f". The model is in {plan.out / EXPORT}{way_to_sample(plan.recipe.task, plan.out)}"
     return Ending(0, text)

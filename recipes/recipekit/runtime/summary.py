@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.terms import gib
-from ..run_folder import ADAPTER, CHECKPOINTS, EXPORT, MERGE, unit_of, without_base
+from ..run_folder import ADAPTER, ADAPTER_CONFIG, CHECKPOINTS, EXPORT, MERGE, unit_of, without_base
 from ..step_names import newest_complete
 from ..tasks.facts import TASKS
 from .progress import duration, number
@@ -85,7 +85,9 @@ def model_in(out: Path) -> str:
     """Return where the trained model is as Hugging Face files, or how to make them."""
     run = shlex.quote(str(out))
     if without_base(out / EXPORT):
-        return f"{out / EXPORT}, an adapter of randomly initialised weights. Write the merged model with {MERGE} {run} NEW_FOLDER"
+        return f"{out / EXPORT}, an adapter whose randomly initialised base model is not saved. Write the merged model with {MERGE} {run} NEW_FOLDER"
+    if (out / EXPORT / ADAPTER_CONFIG).is_file():
+        return f"{out / EXPORT}, an adapter. Merge it into its base model with {MERGE} {run} NEW_FOLDER"
     if (out / EXPORT).is_dir():
         return str(out / EXPORT)
     return f"not exported. Write Hugging Face files with recipekit convert to-hf {run} NEW_FOLDER"
