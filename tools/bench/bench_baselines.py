@@ -176,23 +176,23 @@ WORDS = """This was not measured on GPUs.
 
 - **Loss:** every engine trains on the same rows. ZeRO and FSDP2 compute in bf16 from fp32 master weights. DDP runs
   under autocast, which keeps norms in fp32.
-- **Tokens/s:** from the median step after the warm-up. The interval is computed from the ratios of the rounds.
-- **Peak:** the resident size of the rank that uses the most memory. Imports take about 500 MiB of it, in every engine.
-- **Sent:** the bytes that the loopback device received between the warm-up and the last step, from all ranks together.
-  During the bench, nothing else may use this device.
+- **Tokens/s:** computed from the median step after the warm-up. The interval is computed from the ratios of the rounds.
+- **Peak:** the resident size of the rank that uses the most memory. In every engine, imports account for about 500 MiB.
+- **Sent:** the bytes that all ranks together sent over the loopback device, from the warm-up to the last step. Nothing
+  else may use this device during the bench.
 - **Start-up:** the time from the command to the beginning of the first step.
 
 ## Which do I take?
 
 1. **The whole model fits on one GPU (16 to 18 bytes a parameter, and the activations):** DDP. There is nothing to tune.
 2. **Only weights and activations fit:** ZeRO-2. It sends no weights in the forward pass.
-3. **The weights do not fit:** FSDP2 or ZeRO-3. Both shard the same tensors. FSDP2 needs no JSON and only torch. ZeRO-3
-   also offloads states to the host or to NVMe, trains adapters, and works with tp and sp.
+3. **The weights do not fit:** FSDP2 or ZeRO-3, which shard the same tensors. FSDP2 needs only torch, and no JSON.
+   ZeRO-3 also offloads states to the host or to NVMe, trains adapters, and works with tp and sp.
 4. **A layer does not fit, rows are too long, or the network is too slow:** tp, pp, sp or ep. Only DeepSpeed's engine
    supports them here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
 
-You can change the engine of a run with `--engine` or `--deepspeed_config`. Each of the five resumes from the
-checkpoints of the others. The same training follows, and the export is equal bit for bit
+You can change the engine of a run with `--engine` or `--deepspeed_config`, because each of the five resumes from the
+checkpoints of the others. Training continues as before, and the export is equal bit for bit
 (`tests/loop/test_engines.py`).
 
 The table shows the bytes that one of N ranks holds for each parameter, without activations (`--dry_run` prints them):

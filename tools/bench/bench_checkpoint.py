@@ -174,14 +174,14 @@ The figures are medians. The stall also has its range.{few}
 
 {chr(10).join(tables)}
 - **Stall:** the time inside the call, on the slowest rank.
-- **Steps after it:** these steps share the cores and the disk with a background save. The slow-down is the difference
-  to steps without a save.
-- **Remaining wait:** the rest of the save after these steps.
-- **Bytes:** on the disk, for each parameter.
+- **Steps after it:** the time of the next two steps, which share the cores and the disk with a background save. The
+  slow-down is the difference from steps without a save.
+- **Remaining wait:** how long the save still takes after these steps.
+- **Bytes:** bytes on the disk for each parameter.
 
-Our save ends with every byte on the disk (fsync), sha256 of every file, and digests of every tensor in a manifest.
-DeepSpeed's own save does none of this. Part of its output is still in memory when it returns. Before each save, all
-other data are on the disk.
+Our save does more work than DeepSpeed's. It ends only when every byte is on the disk (fsync), and its manifest has the
+sha256 of every file and a digest of every tensor. DeepSpeed's own save does none of this, so part of its output is
+still in memory when it returns. Before each save, all other data are written to the disk.
 """
 
 

@@ -296,15 +296,17 @@ Every command runs in {report["rounds"]} rounds, in random order. Seconds are me
 
 {chr(10).join(verdicts(report))}
 
-- **Time:** of the whole process, including imports. The row start-up shows our imports. DeepSpeed's two converters
-  import torch. Before each command everything is written back, and the source is read once.
-- **Work:** our commands and `cp` end with fsync of every file. Ours also check the digest of every tensor that they
-  read. They write sha256 of every file (not of safetensors) and digests of every tensor.
-- **DeepSpeed's converters:** `zero_to_fp32.py` and `ds_to_universal.py` do none of this. Part of their output is still
-  in memory when they end. This is not counted against them.
-- **Page cache:** our commands bypass it, so their output must be read from the disk when it is loaded. The output of
-  the other commands may still be in memory.
-- **CPU seconds:** of the process and its children. The system's own writing to the disk counts only if fsync does it.
+- **Time:** the time of the whole process, including imports. The row start-up shows the cost of our imports;
+  DeepSpeed's two converters import torch. Before each command, all pending writes are flushed and the source is read
+  once.
+- **Work:** our commands and `cp` end with fsync of every file. Our commands also check the digest of every tensor that
+  they read. They write the sha256 of every file (except safetensors) and a digest of every tensor.
+- **DeepSpeed's converters:** `zero_to_fp32.py` and `ds_to_universal.py` do none of this, so part of their output is
+  still in memory when they end. The comparison does not correct for this.
+- **Page cache:** our commands bypass it, so their output must later be read from the disk. The output of the other
+  commands may still be in memory.
+- **CPU seconds:** the CPU time of the process and its children. The kernel's own writing to the disk counts only if
+  fsync does it.
 - **Memory:** resident pages (anonymous and mapped files), summed over the process and its children. The figure is the
   maximum of all rounds, sampled every {1000 * SAMPLE:.0f} ms.
 """

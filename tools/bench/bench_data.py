@@ -489,9 +489,9 @@ Each kind has {found["rows"]} rows of {SEQ_LEN} tokens in {FILES} files, in the 
 
 {chr(10).join(verdicts)}
 
-The raw read and our reader write 8 bytes a token. Here every row is one piece of a document. The labels of such rows
-share the memory of the ids, one token later, and the rows share their positions. Grain's rows are in memory, the rows
-of the other readers are in files.
+The raw read and our reader write 8 bytes a token. In this data every row is one piece of a document. The labels of such
+a row share the memory of its ids, shifted by one token, and all rows share their positions. Grain reads its rows from
+memory, and the other readers read files.
 
 Tokenising on one core, in Mtok/s: {tokenised}.
 

@@ -695,18 +695,17 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
 
 {chr(10).join(tables)}
 - **A** compares losses on the device with losses on the CPU, as relative differences. The model has two layers,
-  published weights and bf16. "The same bits" means every loss and gradient norm. Rows of two ranks run both ranks on
-  one GPU, which NCCL before 2.30 refuses. So they run on gloo with tensors of the device.
+  published weights and bf16. "The same bits" means that every loss and gradient norm is equal bit for bit. Rows of two
+  ranks run both ranks on one GPU. NCCL before 2.30 refuses this, so they use gloo with tensors on the device.
 - **B and C** use the recipe's own loop and JSON, random weights, and packed documents of random tokens (median 545).
   Times are medians of the steps after the second. The peak is the largest `peak_mem_bytes`, and the plan is the figure
-  of `--dry_run`. The peak must be within {NEAR_PLAN:.0%} of a plan that counts activations, and not below a plan without
-  activations. A run is killed after its last timed step, so it contains no checkpoint.
-- **D** is [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. The pass
-  that times engine calls waits for the device after each call on a GPU. So the milliseconds outside are the time that
-  nothing hides.
-- **E** uses the model and rows of B, with one optimization on and the others off, none of them, and all of them.
-  `--parts E` measures these rows side by side. On one GPU nothing is summed over ranks, so overlap_comm can only cost
-  time there.
+  of `--dry_run`. The peak must be within {NEAR_PLAN:.0%} of a plan that counts activations, and not below a plan
+  without activations. Each run is killed after its last timed step, so it saves no checkpoint.
+- **D** runs [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU,
+  the pass that times engine calls waits for the device after each call. The milliseconds outside the engine are
+  therefore time that no computation hides.
+- **E** uses the model and rows of B with no optimization, with each one alone, and with all of them. `--parts E`
+  measures these rows side by side. On one GPU nothing is summed over ranks, so overlap_comm can only cost time there.
 - [roofline.md](roofline.md) has the upper bounds of an H100 for the rows 1b, 3b_4096 and 8b_lora.
 """
 

@@ -214,8 +214,8 @@ block, in random order. Steps in a block: {steps}.{few}
 
 Target: {("; " + chr(10)).join(verdicts) or "none for the loops that were chosen"}.
 
-A ratio is tokens/s of our loop divided by tokens/s of the loop in the row, as the median over the pairs. The last
-column is the time outside the engine's calls, as work + collectives.
+The ratio is tokens/s of our loop divided by tokens/s of the other loop, as the median over the pairs. The last column
+is the time outside the engine's calls, as work + collectives.
 
 Our loop waited {1000 * report["data_wait_s"]:.2f} ms of a step for data, {report["data_wait_s"] / report["step_s"]:.2%} of it.
 After {WARM_UP + 1} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())}.
@@ -227,21 +227,21 @@ The time of a block includes:
   includes the learning rate of the step, the two all-reduces of the loss and the token count, the gradient norm,
   `metrics.jsonl` and the progress line. A block ends when its threads have finished. Start-up, evaluation and
   checkpoints are excluded.
-- **bare:** forward, backward and step of micro-batches that are already on the device, and `.item()` of the loss on
-  rank 0 in each step. It reads no data and records nothing.
-- **`Trainer`:** its own `train()`. It keeps a log record of every step in memory, and does not print, save or report.
-- **`accelerate`:** `accumulate`, `accelerator.backward`, `DummyOptim`, a prepared `DataLoader`, and `.item()` of the
-  loss on rank 0 in each step.
+- **bare:** forward, backward and step of micro-batches that are already on the device. In each step, rank 0 calls
+  `.item()` on the loss. This loop reads no data and records nothing.
+- **`Trainer`:** its own `train()`. It keeps a log record of every step in memory, but does not print, save or report.
+- **`accelerate`:** a loop with `accumulate`, `accelerator.backward`, `DummyOptim` and a prepared `DataLoader`. In each
+  step, rank 0 calls `.item()` on the loss.
 
-Bare, `Trainer` and `accelerate` cycle through {PREPARED} global batches that were made beforehand. All four start from the same
-weights, with the JSON's optimizer and a constant learning rate. For all four, an `"auto"` bucket size has the value of
-the recipes. `Trainer` and `accelerate` would use hidden_size ** 2. On a small model the bench would then compare bucket
-sizes.
+All four loops start from the same weights, with the JSON's optimizer and a constant learning rate. Bare, `Trainer` and
+`accelerate` cycle through {PREPARED} prepared global batches. All four use the recipes' value for an `"auto"` bucket
+size. `Trainer` and `accelerate` would otherwise use hidden_size ** 2, and on a small model the bench would then compare
+bucket sizes.
 
-The time of a block is the time of the slowest rank. The last column comes from a separate pass ({TIMED_BLOCKS} blocks of each loop,
-rank 0), so its timers do not affect the ratios. Engine calls are forward with the loss, backward and step. The time of
-collectives includes waiting for the other rank. Without the collectives, that wait would happen inside the next engine
-call.
+The time of a block is the time of the slowest rank. The last column comes from a separate pass ({TIMED_BLOCKS} blocks
+of each loop, rank 0), so its timers do not affect the ratios. Engine calls are forward with the loss, backward and
+step. The time of collectives includes waiting for the other rank. Without these collectives, the rank would wait inside
+the next engine call instead.
 """
 
 

@@ -120,10 +120,11 @@ and the loss in chunks.
 
 WORDS = f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY:,}, fp32. One row of two documents goes forward and backward on
   the CPU.
-- **Saved:** tensors that autograd keeps for the backward pass, each storage once, without weights.
-- **Peak:** the largest growth of the process in forward and backward together. It includes the gradients of embedding
-  and head, {2 * 4 * VOCABULARY * WIDTH / 2**20:.0f} MiB.
-- **Result:** with "after", the saved memory grows linearly: every length saves the same bytes a token.
+- **Saved:** the tensors that autograd keeps for the backward pass, without weights. Each storage counts once.
+- **Peak:** the largest growth of the process during the forward and backward pass. It includes the gradients of the
+  embedding and the head, {2 * 4 * VOCABULARY * WIDTH / 2**20:.0f} MiB.
+- **Result:** with attention by documents and the loss in chunks ("after"), the saved memory grows linearly: every
+  length saves the same bytes a token.
 """
 
 

@@ -151,12 +151,12 @@ runs one block, in random order. Steps in a block: {report["steps_per_block"]}.{
 
 After {WARM_UP} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({way})" for way, loss in report["losses"].items())}.
 
-A step is forward, backward and optimizer, with `.item()` of the loss. No data are read and nothing is recorded. All
-three start from the same weights.
+A step consists of forward, backward and optimizer, with `.item()` of the loss. It reads no data and records nothing.
+All three implementations start from the same weights.
 
-**Why ours is faster.** Several column-wise layers read the same activation: q, k and v, or gate and up. Ours sums the
-gradient of that activation once for all of them. The other two sum it once for each layer. With transformers' styles,
-each operation of a linear layer also goes through a DTensor.
+**Why ours is faster.** Several column-wise layers read the same activation: q, k and v, or gate and up. Our
+implementation sums the gradient of that activation once for all of these layers, whereas the other two sum it once for
+each layer. With transformers' styles, each operation of a linear layer also goes through a DTensor.
 """
 
 

@@ -410,21 +410,22 @@ It is an upper bound for {name}, with {device.flops / 1e12:g} TFLOP/s of dense b
 
 WORDS = """## How it is computed
 
-- **Trace:** one micro-batch of the recipe's own model goes forward and backward, with all its layers, on tensors
-  without memory. Layers are recomputed if the recipe says so. The tool writes down the optimizer's operations after
+- **Trace:** one micro-batch runs forward and backward through all layers of the recipe's own model, on tensors without
+  memory. Layers are recomputed if the recipe says so. The tool adds the operations that the optimizer performs after
   DeepSpeed's ZeRO-1 and -2 on one rank. Their cost is divided by the micro-batches of a step.
-- **Least time:** the longer one of bytes at the bandwidth and FLOPs at the peak, for each operation, without overlap.
-  Both are data-sheet peaks that no kernel reaches: large matrix products reach 75 to 80 % of it.
+- **Least time:** for each operation, the longer of two times: its bytes at the peak bandwidth, and its FLOPs at the
+  peak speed. Operations do not overlap. Both peaks are from the data sheet, and no kernel reaches them: large matrix
+  products reach 75 to 80 % of the peak.
 - **Before:** attention with a dense mask, and the loss of full logits. This attention computes all pairs of tokens and
   repeats the key-value heads.
 - **After:** attention by documents (random lengths, median 545), chunked loss and fused AdamW.
-- **Compiled:** like after, but each run of elementwise operations between two other operations is one kernel. The
-  kernel reads its inputs once and writes only tensors that are read later. Tensors that only the backward pass reads
-  are written or recomputed, whichever moves fewer bytes. torch.compile stops at the border of a layer and reduces in
-  separate kernels, so it moves more bytes than this.
-- **Bytes:** eager PyTorch fuses nothing. So before and after count everything that each operation reads and writes.
-- **Left out:** caches of the device (a tensor that fits the L2 cache may be read faster), launches, communication and
-  the CPU.
+- **Compiled:** like after, but consecutive elementwise operations are fused into one kernel. It reads its inputs once
+  and writes only tensors that are read later. Tensors that only the backward pass reads are written or recomputed,
+  whichever moves fewer bytes. torch.compile moves more bytes than this, because it stops at the border of a layer and
+  reduces in separate kernels.
+- **Bytes:** eager PyTorch fuses nothing, so before and after count everything that each operation reads and writes.
+- **Left out:** the caches of the device (a tensor that fits into the L2 cache may be read faster), kernel launches,
+  communication and the CPU.
 - **Elementwise operations** are norms, activations, rotary positions, residual sums and their casts.
 - **MFU** counts the model's FLOPs like `mfu` of `metrics.jsonl`.
 """
