@@ -200,7 +200,7 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if problems := misplaced(arguments, where, variables):
         raise Refused(*problems)
     if arguments.hostfile and where != "hostfile":
-        raise Refused(f"--hostfile {arguments.hostfile}: --where {where} finds its hosts itself, so they cannot be combined. Use only one of them")
+        raise Refused(f"--hostfile {arguments.hostfile}: cannot be combined with --where {where}, which finds its hosts itself. Leave out one of the two flags")
     if where == "slurm" and "SLURM_JOB_ID" not in variables:
         return slurm.submit(arguments, argv, variables)
     if where == "k8s" and "JOB_COMPLETION_INDEX" not in variables:
@@ -239,16 +239,16 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
     if arguments.bind_cores and (arguments.once or arguments.doctor):
         problems.append("--bind_cores: cannot be combined with a program that runs once on each host, because it uses all cores. Leave it out")
     starts_there = (where == "slurm" and "SLURM_JOB_ID" not in variables) or (where == "k8s" and "JOB_COMPLETION_INDEX" not in variables)
-    keep = "Slurm keeps what is exported in files" if where == "slurm" else "a manifest is stored and shown in plain text"
+    keep = "Slurm stores exported variables in files" if where == "slurm" else "a manifest is stored and shown in plain text"
     for before, word in itertools.pairwise(("the recipe's words", *arguments.words)) if starts_there else ():
         if "://" in word and environment.holds_secret(word):
             flag = word.partition("=")[0] if word.startswith("--") else before
-            problems.append(f"{flag}: the address contains a key or a password, and {keep}. Use an address without one, or a path of the cluster")
+            problems.append(f"{flag}: the address contains a key or a password, and {keep}. Use an address without one, or a path on the cluster")
     for name in arguments.env:
         if name not in variables:
             problems.append(f"--env {name}: is not set. Export it first")
         elif starts_there and environment.is_secret(name, variables[name]):
-            way = "log in once on the cluster, its login files serve every node (hf auth login, wandb login)"
+            way = "log in once on the cluster, because all nodes read its login files (hf auth login, wandb login)"
             if where == "k8s":
                 way = f"put it into the job's Secret: kubectl create secret generic NAME-secrets --from-file={name}=FILE"
             problems.append(f"--env {name}: is a secret, and {keep}. Leave it out, and {way}")
@@ -260,7 +260,7 @@ def plan(arguments: argparse.Namespace, words: tuple[str, ...], where: str, vari
     node, master_addr, master_port = None, arguments.master_addr, arguments.master_port
     if where == "hostfile":
         if not arguments.hostfile:
-            raise Refused("--where hostfile: requires the hosts. Give --hostfile FILE (example: launch/hostfile.example)")
+            raise Refused("--where hostfile: requires a hostfile. Name it with --hostfile FILE (example: launch/hostfile.example)")
         machines = hosts.read_hostfile(arguments.hostfile, arguments.nodes, arguments.gpus)
     elif where == "slurm":
         machines = hosts.slurm_hosts(variables, arguments.gpus)

@@ -88,9 +88,9 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
         elif not name:
             problems.append(f"{place}: {words[0]!r} is not a host name or an address. Write letters, digits, dots and hyphens, for example: worker-1 slots=8")
         elif slots is None:
-            problems.append(f"{place}: is not NAME slots=NUMBER. For example: {words[0]} slots=8")
+            problems.append(f"{place}: must have the form NAME slots=NUMBER. Write for example: {words[0]} slots=8")
         elif name in lines:
-            problems.append(f"{place}: the host is already in line {lines[name]}. Write it once, with all its slots")
+            problems.append(f"{place}: the host is already on line {lines[name]}. List it once, with all its slots")
         else:
             lines[name] = number
             hosts.append(Host(words[0], gpus or int(slots[1])))

@@ -171,7 +171,7 @@ class Start:
                 address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
                 if len(self.job.hosts) > 1 and self.job.where == "hostfile" and is_loopback(address):
                     raise Refused(
-                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts cannot reach. Give its address with --master_addr"
+                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts cannot reach. Set --master_addr to an address that all hosts can reach"
                     )
                 port = self.job.master_port or first["port"]
                 self.began = time.monotonic()
@@ -395,4 +395,4 @@ def new_logs(parent: Path) -> Path:
 
 
 def cannot_make(folder: Path, error: OSError) -> Refused:
-    return Refused(f"{folder} cannot be made: {error.strerror}. Choose another run folder with --out, or start from another folder")
+    return Refused(f"{folder} cannot be created: {error.strerror}. Choose another run folder with --out, or start from another folder")

@@ -49,7 +49,7 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
     try:
         return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
     except FileNotFoundError:
-        raise Refused("--where k8s: kubectl is not on PATH. Add --dry-run and apply the manifest where it is") from None
+        raise Refused("--where k8s: kubectl is not on PATH. Add --dry-run, and apply the printed manifest on a machine that has kubectl") from None
 
 
 def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> str:
@@ -132,14 +132,14 @@ def scalar(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     if lone := re.search("[\ud800-\udfff]", text):
         raise Refused(
-            f"--where k8s: an argument holds the byte {ord(lone[0]) - 0xDC00:#x}, which is not valid text. Remove it, because a manifest cannot contain it"
+            f"--where k8s: an argument contains the byte {ord(lone[0]) - 0xDC00:#x}, which is not valid text. Remove it, because a manifest cannot contain it"
         )
     return "".join(character if "\x20" <= character <= "\x7e" else f"\\U{ord(character):08x}" for character in text)
 
 
 def number(name: str, value: str) -> int:
     if not value.isascii() or not value.isdigit():
-        raise Refused(f"--where k8s: {name} = {value!r} must be a number, as the manifest sets it. Render it with --dry-run")
+        raise Refused(f"--where k8s: {name} = {value!r} must be a number. Create the Job from the manifest that --dry-run prints")
     return int(value)
 
 
@@ -149,7 +149,7 @@ def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list
     try:
         address, index, port = variables["MASTER_ADDR"], *(number(name, variables[name]) for name in ("JOB_COMPLETION_INDEX", "MASTER_PORT"))
     except KeyError as error:
-        raise Refused(f"--where k8s: {error.args[0]} is not set as the manifest sets it. Render it with --dry-run") from None
+        raise Refused(f"--where k8s: {error.args[0]} must be set. Create the Job from the manifest that --dry-run prints") from None
     if not 0 <= index < nodes:
         raise Refused(f"JOB_COMPLETION_INDEX = {index}: --nodes is {nodes}. Completions and parallelism of the Job must equal it")
     began = told = time.monotonic()
@@ -161,7 +161,8 @@ def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list
             now = time.monotonic()
             if now - began > WAIT:
                 raise Refused(
-                    f"MASTER_ADDR = {address}: has no address after {WAIT:g} s. Does the Service exist, and is pod 0 running?", code=START_AGAIN
+                    f"MASTER_ADDR = {address}: did not resolve to an address within {WAIT:g} s. Check that the Service exists and that pod 0 is running",
+                    code=START_AGAIN,
                 ) from None
             if now - told > 10:
                 told = now

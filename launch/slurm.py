@@ -10,7 +10,7 @@ from .connection import REPOSITORY
 from .refused import Refused
 
 GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?:[:=,]|$)")  # in a list of resources
-WAY = "log in once on the cluster, its login files serve every node. Give a proxy or server without a password"
+WAY = "log in once on the cluster, because all nodes read its login files. Give a proxy or server without a password"
 SCRIPT = REPOSITORY / "launch" / "slurm.sbatch"
 LOGIN = ("PATH", "HOME", "USER", "LANG", "VIRTUAL_ENV")
 

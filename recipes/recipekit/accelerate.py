@@ -14,17 +14,17 @@ ACCELERATE = {
         "the JSON sets the precision (bf16 in ds_configs/): give another with --deepspeed_config",
     ),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", ("1", "auto"), "it follows from --global_batch and --micro_batch"),
-    "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto",), "write --gradient_clipping after the recipe's file"),
+    "ACCELERATE_GRADIENT_CLIPPING": ("gradient_clipping", ("auto",), "add --gradient_clipping after the recipe's file"),
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", (), "the JSON sets the stage: --deepspeed_config zero2.json or zero3.json"),
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed_config_file", (), "write --deepspeed_config FILE after the recipe's file"),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer_device", ("none",), "write --deepspeed_config zero2_cpu.json or zero3_nvme.json"),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", ("none",), "write --deepspeed_config zero3_cpu.json or zero3_nvme.json"),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed_config_file", (), "add --deepspeed_config FILE after the recipe's file"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer_device", ("none",), "add --deepspeed_config zero2_cpu.json or zero3_nvme.json"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", ("none",), "add --deepspeed_config zero3_cpu.json or zero3_nvme.json"),
     "ACCELERATE_USE_FSDP": (
         "use_fsdp",
         ("false",),
-        "write --engine fsdp2 after the recipe's file, or --deepspeed_config zero3.json, which shards the model in the same way",
+        "add --engine fsdp2 after the recipe's file, or --deepspeed_config zero3.json, which shards the model in the same way",
     ),
-    "ACCELERATE_USE_MEGATRON_LM": ("use_megatron_lm", ("false",), "write --tp and --pp after the recipe's file"),
+    "ACCELERATE_USE_MEGATRON_LM": ("use_megatron_lm", ("false",), "add --tp and --pp after the recipe's file"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", ("no",), "recipes do not use it"),
 }
 

@@ -202,13 +202,13 @@ def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
     """Return the number of ranks, and note each flag that must not be combined with another."""
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if "device" in given and not given["device"].strip():
-        parser.wrong("--device ''", "must not be empty or blank", "for example --device H200. Check the variables of your shell")
+        parser.wrong("--device ''", "must not be empty or blank", "name a device, for example --device H200. Check the variables of your shell")
     for name in given.keys() & OF_DRY_RUNS if not given["dry_run"] else ():
         parser.wrong(f"--{name}", "requires --dry_run", OF_DRY_RUNS[name])
     if "world" in given:
         world = given["world"]
         if world < 1:
-            parser.wrong(f"--world {world}", "must be at least 1", "write --world 1 or more")
+            parser.wrong(f"--world {world}", "must be at least 1", "use --world 1 or more")
     if {"steps", "epochs"} <= given.keys():
         where = f"--epochs {given['epochs']:g} with --steps {given['steps']}"
         parser.wrong(where, "cannot be combined: a run is limited by steps or by epochs", "use only one of them")
@@ -284,7 +284,7 @@ class _Parser(argparse.ArgumentParser):
             try:
                 value = kind(text)
             except ValueError:
-                self.wrong(f"--{name} {shown(text)}", f"must be a {'whole ' if kind is int else ''}number", f"for example --{name} {default}")
+                self.wrong(f"--{name} {shown(text)}", f"must be a {'whole ' if kind is int else ''}number", f"use a number, for example --{name} {default}")
                 return None
             if choices and value not in choices:
                 self.wrong(f"--{name} {shown(text)}", "is not known", f"use --{name} {' or '.join(choices)}")

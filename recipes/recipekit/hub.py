@@ -83,11 +83,13 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
         exists = Path(name).expanduser().exists()
         return refuse(where, text if exists else "the folder does not exist, and the name is not a hub id (ORG/NAME)", "check the path")
     if any(isinstance(link, GatedRepoError) for link in chain) or "gated" in text:
-        return refuse(where, "is gated, and this machine is not logged in with an account that may read it", f"ask for access at {page}, then `hf auth login`")
+        return refuse(
+            where, "is gated, and this machine is not logged in with an account that may read it", f"ask for access at {page}, then run: hf auth login"
+        )
     if any(isinstance(link, RepositoryNotFoundError) for link in chain) or "DatasetNotFoundError" in names:
-        return refuse(where, f"does not exist at {page}, or is private or gated", "check the name. If it is right, `hf auth login`")
+        return refuse(where, f"does not exist at {page}, or is private or gated", "check the name. If it is right, run: hf auth login")
     if names & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"}:
-        fix = f"connect to the network and unset HF_HUB_OFFLINE, or give a local folder. If {page} asks for it, `hf auth login`"
+        fix = f"connect to the network and unset HF_HUB_OFFLINE, or give a local folder. If {page} asks for it, run: hf auth login"
         return refuse(where, "is not in the local cache, and the hub cannot be reached", fix)
     return refuse(where, text, f"see {page}")
 

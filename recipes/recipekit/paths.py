@@ -76,9 +76,9 @@ def check_cache(where: str, text: str) -> None:
     folder = local_path(where, text).absolute()
     there = next(above for above in (folder, *folder.parents) if above.exists())
     if not there.is_dir():
-        raise refuse(where, f"cannot be made: {there} is not a folder", "name a folder that you can write to, or use off")
+        raise refuse(where, f"cannot be created: {there} is not a folder", "name a folder that you can write to, or use off")
     if there != folder and not os.access(there, os.W_OK):
-        raise refuse(where, f"cannot be made: {there} is not writable for this user", "name a folder that you can write to, or use off")
+        raise refuse(where, f"cannot be created: {there} is not writable for this user", "name a folder that you can write to, or use off")
 
 
 def path_of(text: str) -> Path:
@@ -101,13 +101,13 @@ def run_folder(text: str, default: str, is_dry_run: bool = False) -> Path:
     def value(found: re.Match[str]) -> str:
         names = {"job_id": JOB_IDS, "wandb_run_id": (RUN_ID,)}.get(found[1].lower())
         if names is None:
-            raise refuse(where, f"{found[0]} is not known", "use {job_id} or {wandb_run_id}")
+            raise refuse(where, f"{found[0]} is not a known placeholder", "use {job_id} or {wandb_run_id}")
         number = next((os.environ[name] for name in names if os.environ.get(name)), "")
         if not number and is_dry_run:
             return found[0]
         if not number:
             needs = "a job of a scheduler" if names is JOB_IDS else f"{RUN_ID}, as `wandb agent` sets it"
-            raise refuse(where, f"{found[0]} needs {needs}", "name a folder, or start the run there")
+            raise refuse(where, f"{found[0]} requires {needs}", "write a folder name instead, or start the run there")
         return _folder_name(where, number)
 
     sweep = os.environ.get(SWEEP_ID, "")

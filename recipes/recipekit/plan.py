@@ -165,7 +165,7 @@ def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     return [
         Problem(
             f"{f'--{name} ' if name in typed else f'{name} = '}{getattr(recipe, name)}",
-            f"is read by {', '.join(tasks)}, not by {recipe.task}",
+            f"applies only to {', '.join(tasks)}, not to {recipe.task}",
             "leave it out",
         )
         for name, tasks in own_fields().items()
@@ -309,7 +309,7 @@ def check_mixture(facts: Facts, domains: list[Domain]) -> list[Problem]:
     """Refuses several corpora where a task takes one."""
     if len(domains) < 2 or "mixture" not in facts.lacks:
         return []
-    return [Problem(f"--dataset of {len(domains)} corpora", facts.lacks["mixture"], "use one data set")]
+    return [Problem(f"--dataset of {len(domains)} corpora", facts.lacks["mixture"], "set --dataset to a single data set")]
 
 
 @dataclass(frozen=True)

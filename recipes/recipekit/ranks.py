@@ -119,7 +119,7 @@ def check_numbers(variables: Mapping[str, str]) -> list[Problem]:
     """Refuse variables of a launcher that are no numbers, or of no number that a job can have."""
     numbers = {name: variables[name] for name in NUMBERS if variables.get(name, "")}
     return [
-        Problem(f"{name} = {text[:20]}{'...' if len(text) > 20 else ''}", "is not a number that a launcher sets", f"unset {name}")
+        Problem(f"{name} = {text[:20]}{'...' if len(text) > 20 else ''}", "must be a number, as a launcher sets it", f"unset {name}")
         for name, text in numbers.items()
         if not text.isdecimal() or len(text) > 9 or (text == "0" and name in NUMBERS[::3])
     ]

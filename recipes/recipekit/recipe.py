@@ -263,15 +263,25 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     try:
         seconds_of(recipe.grace)
     except ValueError:
-        problems.append(Problem(f"grace = {recipe.grace}", "must be auto or a positive number of seconds", "for example --grace auto or --grace 120"))
+        problems.append(Problem(f"grace = {recipe.grace}", "must be auto or a positive number of seconds", "use --grace auto, or a number such as --grace 120"))
     for name in ("lr", "eps", "retry_s", "beta"):
         if (value := getattr(recipe, name)) <= 0:
-            problems.append(Problem(f"{name} = {value}", "must be a positive number", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
+            problems.append(
+                Problem(
+                    f"{name} = {value}", "must be a positive number", f"use a positive number, for example --{name} {Recipe.__dataclass_fields__[name].default}"
+                )
+            )
     for name in ("beta1", "beta2"):
         if not 0 <= (value := getattr(recipe, name)) < 1:
-            problems.append(Problem(f"{name} = {value}", "must be in [0, 1)", f"for example --{name} {Recipe.__dataclass_fields__[name].default}"))
+            problems.append(
+                Problem(
+                    f"{name} = {value}",
+                    "must be at least 0 and less than 1",
+                    f"use a number in this range, for example --{name} {Recipe.__dataclass_fields__[name].default}",
+                )
+            )
     if not 0 < recipe.mask_rate < 1:
-        problems.append(Problem(f"mask_rate = {recipe.mask_rate}", "must be between 0 and 1", f"for example --mask_rate {Recipe.mask_rate}"))
+        problems.append(Problem(f"mask_rate = {recipe.mask_rate}", "must be between 0 and 1", f"use a fraction, for example --mask_rate {Recipe.mask_rate}"))
     if recipe.stop_at > recipe.steps > 0:
         problems.append(
             Problem(f"stop_at = {recipe.stop_at}", f"is after the last step, {recipe.steps}", f"use --stop_at {recipe.steps} or less, or a larger --steps")
@@ -325,7 +335,9 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
 def _check_rates(scales: dict[str, Any], layer_decay: float, adapted: bool) -> list[Problem]:
     """Refuses factors of learning rates that are none, and those of layers where an adapter is trained."""
     found = [
-        Problem(f"lr_scale of {name!r} = {factor!r}", "must be a positive number", f"for example lr_scale={{{name!r}: 0.5}} in the recipe")
+        Problem(
+            f"lr_scale of {name!r} = {factor!r}", "must be a positive number", f"use a positive number, for example lr_scale={{{name!r}: 0.5}} in the recipe"
+        )
         for name, factor in scales.items()
         if type(factor) not in (int, float) or not 0 < factor < math.inf
     ]
@@ -333,7 +345,7 @@ def _check_rates(scales: dict[str, Any], layer_decay: float, adapted: bool) -> l
     if layer_decay != 1 and adapted:
         found.append(Problem(where, "cannot be combined with an adapter: it scales the learning rates of the model's own layers", "leave it out"))
     if not 0 < layer_decay <= 1:
-        found.append(Problem(where, "must be above 0 and at most 1", "for example --layer_decay 0.75"))
+        found.append(Problem(where, "must be above 0 and at most 1", "use a number in this range, for example --layer_decay 0.75"))
     return found
 
 
@@ -343,7 +355,7 @@ AXES = ("tp", "pp", "sp", "ep")
 def check_lacks(facts: Facts, degrees: Mapping[str, int], adapted: bool = False) -> list[Problem]:
     """Refuses the parallel degrees, and the adapter, that a task does not have."""
     found = [Problem(f"{axis} = {degree}", facts.lacks[axis], f"use --{axis} 1") for axis, degree in degrees.items() if degree > 1 and axis in facts.lacks]
-    return found + ([Problem("adapt", facts.lacks["adapt"], "leave adapt out of the recipe")] if adapted and "adapt" in facts.lacks else [])
+    return found + ([Problem("adapt", facts.lacks["adapt"], "remove adapt from the recipe")] if adapted and "adapt" in facts.lacks else [])
 
 
 def check_kinds(values: dict[str, Any]) -> list[Problem]:

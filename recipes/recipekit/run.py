@@ -142,7 +142,7 @@ def _lock(out: Path) -> IO[str]:
     try:
         lock(file, f"out = {out}", "choose a folder on another disk with --out")
     except BlockingIOError:
-        raise refuse(f"out = {out}", "another job is running in this folder", "wait for it, stop it, or choose another folder with --out") from None
+        raise refuse(f"out = {out}", "another job is running in this folder", "wait for it, stop it, or set --out to another folder") from None
     return file
 
 

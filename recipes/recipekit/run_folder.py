@@ -65,13 +65,13 @@ def check_out(out: Path, is_blank: bool, read: list[tuple[str, Path]]) -> list[P
     Files of a run inside a folder of data are data for the next start, and `--resume never` moves a run folder with all
     that it contains. `is_blank`: an empty value was typed.
     """
-    where, fix = f"out = {out}", "choose a separate folder with --out"
+    where, fix = f"out = {out}", "set --out to a separate folder"
     if is_blank:
         return [Problem("out = ''", "must not be empty or blank", f"{fix}. Check the variables of your shell")]
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if os.path.exists(folder))
     if not there.is_dir():
         rule = f"cannot be written: Not a directory{f': {there}' if there != out.absolute() else ''}"
-        return [Problem(where, rule, "choose a folder that you can write to with --out")]
+        return [Problem(where, rule, "set --out to a folder that you can write to")]
     problems, out = [], out.resolve()
     for what, path in [*read, ("the repository", REPOSITORY)]:
         inside = path.is_dir() and path != REPOSITORY and path in out.parents
@@ -92,7 +92,7 @@ def check_writable(out: Path) -> list[Problem]:
 
 def unwritable(out: Path, error: OSError) -> Problem:
     """Return the problem of a run folder that cannot be written."""
-    return Problem(f"out = {out}", f"cannot be written: {error.strerror}", "choose a folder that you can write to with --out")
+    return Problem(f"out = {out}", f"cannot be written: {error.strerror}", "set --out to a folder that you can write to")
 
 
 def find_resume(
@@ -197,7 +197,7 @@ def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[
     chosen = Path(resume)
     is_run = (chosen / CHECKPOINTS).is_dir()
     if not is_run and not (chosen / MANIFEST).is_file():
-        fix = f"give runs/NAME or runs/NAME/{CHECKPOINTS}/step_00000010"
+        fix = f"set --resume to runs/NAME or runs/NAME/{CHECKPOINTS}/step_00000010"
         raise refuse(f"resume = {resume}", "must be a run folder or one of its step folders", fix)
     checkpoints = (out / CHECKPOINTS).resolve()  # a link in there may lead anywhere
     inside = chosen.resolve() == out.resolve() or checkpoints in (chosen.resolve().parent, chosen.absolute().parent.resolve())

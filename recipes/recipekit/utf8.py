@@ -23,7 +23,7 @@ def use_utf8() -> list[str]:
     encoding, again = locale.getencoding(), os.environ.get(AGAIN, "")
     if not sys.flags.utf8_mode and encoding.lower().replace("-", "") != "utf8":
         if again or not Path(sys.argv[0]).is_file():
-            rule = f"its text is {encoding}, and must be UTF-8"
+            rule = f"its text encoding is {encoding}, but it must be UTF-8"
             raise refuse("locale", rule, "set LC_ALL=C.UTF-8, or start Python with -X utf8")
         os.environ |= {"PYTHONUTF8": "1", AGAIN: encoding}
         for stream in (sys.stdout, sys.stderr):

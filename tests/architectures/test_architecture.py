@@ -289,7 +289,7 @@ def test_config_comes_from_the_folder_the_cache_or_the_shipped_file(tmp_path, mo
 
 @pytest.mark.parametrize(
     ("text", "rule"),
-    [(None, "holds no config.json"), ("{", "is not JSON"), ("[]", "names no model_type"), ('{"hidden_size": 3}', "names no model_type")],
+    [(None, "contains no config.json"), ("{", "is not JSON"), ("[]", "has no model_type"), ('{"hidden_size": 3}', "has no model_type")],
 )
 def test_an_unusable_config_is_refused(tmp_path, text, rule):
     if text is not None:

@@ -42,13 +42,13 @@ def test_other_families_and_missing_keys_are_not_judged() -> None:
     entries = {"model.embed_tokens.weight": Entry("model.safetensors", "F32", (8, 4), 0)}
     check_headers({"model_type": "mamba", "vocab_size": 9, "hidden_size": 4}, entries, "m")
     check_headers({"model_type": "llama", "hidden_size": 4}, entries, "m")
-    with pytest.raises(Refusal, match=r"model.embed_tokens.weight is \[8, 4\] in its files and \[9, 4\] by its config.json"):
+    with pytest.raises(Refusal, match=r"model.embed_tokens.weight is \[8, 4\] in its files but \[9, 4\] in its config.json"):
         check_headers({"model_type": "llama", "vocab_size": 9, "hidden_size": 4}, entries, "m")
 
 
 def test_layers_that_predict_further_tokens_may_be_beyond_the_last() -> None:
     entries = {f"model.layers.{number}.input_layernorm.weight": Entry("model.safetensors", "F32", (4,), 0) for number in range(3)}
     config = {"model_type": "llama", "num_hidden_layers": 2}
-    with pytest.raises(Refusal, match=r"its files hold 3 layers in model.layers, and its config.json makes 2"):
+    with pytest.raises(Refusal, match=r"its files contain 3 layers in model.layers, but its config.json specifies 2"):
         check_headers(config, entries, "m")
     check_headers(config | {"num_nextn_predict_layers": 1}, entries, "m")

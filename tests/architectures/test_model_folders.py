@@ -118,9 +118,9 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "t5": ("t5", lambda folder: None, "a t5 is an encoder-decoder"),
     "bart": ("bart", lambda folder: None, "a bart is an encoder-decoder"),
     "vit": ("vit", lambda folder: None, "a vit is no causal language model that transformers"),
-    "auto_map": ("llama", lambda folder: rewrite(folder, model_type="mylm", auto_map=CODE), "code of the model's own (modeling_mylm.MyModel)"),
-    "auto_map of a known type": ("llama", lambda folder: rewrite(folder, auto_map=CODE), "code of the model's own (modeling_mylm.MyModel)"),
-    "gguf": ("llama", only_gguf, "the folder holds model.Q4_K_M.gguf, a format for inference, and no config.json"),
+    "auto_map": ("llama", lambda folder: rewrite(folder, model_type="mylm", auto_map=CODE), "the model's own code (modeling_mylm.MyModel)"),
+    "auto_map of a known type": ("llama", lambda folder: rewrite(folder, auto_map=CODE), "the model's own code (modeling_mylm.MyModel)"),
+    "gguf": ("llama", only_gguf, "the folder contains model.Q4_K_M.gguf, a format for inference, but no config.json"),
     "gptq, weights whole": ("llama", lambda folder: rewrite(folder, **GPTQ), "is quantised: its config.json has a quantization_config of gptq"),
     "gptq": ("llama", lambda folder: (rewrite(folder, **GPTQ), quantise(folder, PACKED)), "a quantization_config of gptq"),
     "gptq, block deleted": ("llama", lambda folder: quantise(folder, PACKED), "q_proj.qweight: is I32 of a quantised model. Use the unquantised model"),
@@ -131,13 +131,13 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "bnb": ("llama", lambda folder: (rewrite(folder, **BNB), quantise(folder, NF4)), "a quantization_config of bitsandbytes"),
     "bnb, block deleted": ("llama", lambda folder: quantise(folder, NF4), "weight.absmax: is F32 of a quantised model"),
-    "bin only": ("llama", save_as_bin, "holds pytorch_model.bin, which is not read, and no .safetensors file"),
+    "bin only": ("llama", save_as_bin, "contains pytorch_model.bin, which is not supported, but no .safetensors file"),
     "truncated": ("llama", cut_off, "model.safetensors: has "),
     "git lfs": ("llama", point, "model.safetensors: is a Git LFS pointer, not the file itself. Fetch the file: git lfs pull"),
     "shard missing": ("llama", lambda folder: lose_a_shard(folder, True), "model-00002-of-00"),
     "shard and index missing": ("llama", lambda folder: lose_a_shard(folder, False), "lacks part 2 of "),
-    "no weights": ("llama", lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file. Download its safetensors"),
-    "empty": ("llama", clear, "the folder holds no config.json"),
+    "no weights": ("llama", lambda folder: (folder / "model.safetensors").unlink(), "contains no .safetensors file. Download its .safetensors files"),
+    "empty": ("llama", clear, "the folder contains no config.json"),
     "config.json broken": ("llama", lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), "config.json: is not JSON"),
 }
 # What config.json does not tell by a name, so that the model is looked at: by --dry_run, from-hf and the ranks of a start.
@@ -242,7 +242,7 @@ def test_without_a_tokenizer_another_one_is_named(saved, tmp_path, capsys):
     folder = made(saved, tmp_path / "model", TAKEN["llama"])
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(Refusal, match=r"holds no tokenizer.*\. Use --tokenizer with a hub id, a folder, or bytes"):
+    with pytest.raises(Refusal, match=r"contains no tokenizer.*\. Set --tokenizer to a hub id, a folder or bytes"):
         dry_run(folder)
     dry_run(folder, "--tokenizer", str(saved("llama")))
     assert from_hf(folder, capsys) == ""
@@ -322,16 +322,16 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     ("llama", "{}", "preference"): "",
     ("llama", "{}", "reward"): "",
     ("llama", '{"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good", "1": "bad"}}', "reward"): "",
-    ("bert", "{}", "reward"): "a bert is no decoder: what it says of a row would change with the padding behind it. Use --task masked_lm",
-    ("t5", "{}", "reward"): "a t5 is no decoder: what it says of a row would change with the padding behind it. "
+    ("bert", "{}", "reward"): "a bert is not a decoder, so its output for a row would change with the padding after it. Use --task masked_lm",
+    ("t5", "{}", "reward"): "a t5 is not a decoder, so its output for a row would change with the padding after it. "
     "Use a causal language model of recipes/SUPPORT.md",
     ("vit", "{}", "reward"): "a vit is no sequence classification model that transformers 5.22.2 knows. Use --task image_classification",
     ("bert", "{}", "image_classification"): "a bert is no image classification model that transformers 5.22.2 knows. Use --task masked_lm",
     ("bert", "{}", "pretrain"): "a bert reads the tokens that it should predict. Use --task masked_lm",
     ("bert", "{}", "masked_lm"): "",
-    ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true looks back only. Use --task pretrain or sft or preference or reward',
+    ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true is causal. Use --task pretrain or sft or preference or reward',
     ("llama", "{}", "masked_lm"): "a llama is no masked language model that transformers 5.22.2 knows. Use --task pretrain or sft or preference or reward",
-    ("t5", "{}", "masked_lm"): "a t5 is an encoder-decoder, and this task trains encoders alone. Use a masked language model of transformers",
+    ("t5", "{}", "masked_lm"): "a t5 is an encoder-decoder, but this task trains only encoders. Use a masked language model of transformers",
 }
 
 

@@ -65,7 +65,7 @@ def test_a_file_that_holds_no_json_object_is_refused(tmp_path: Path) -> None:
             files.parse_json(content, "X")
     (tmp_path / "a.json").write_text('{"a": [1]}')
     assert files.read_json(tmp_path / "a.json") == {"a": [1]}
-    with pytest.raises(Refusal, match=r"b\.json: cannot be read: No such file or directory\. Make it readable for this user"):
+    with pytest.raises(Refusal, match=r"b\.json: cannot be read: No such file or directory\. Give this user permission to read it"):
         files.read_json(tmp_path / "b.json")
 
 

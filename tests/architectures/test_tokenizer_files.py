@@ -25,7 +25,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "empty": ("tokenizer.json", lambda file: file.write_text(""), "is empty (0 bytes). Download the tokenizer again"),
     "blank": ("tokenizer.json", lambda file: file.write_text(" \n"), "is empty (2 bytes)"),
     "cut": ("tokenizer.json", cut, "is not JSON: "),
-    "another object": ("tokenizer.json", lambda file: file.write_text('{"error": "Not found"}'), "holds no tokenizer: its key model is missing"),
+    "another object": ("tokenizer.json", lambda file: file.write_text('{"error": "Not found"}'), "contains no tokenizer: its key model is missing"),
     "a page": ("tokenizer.json", lambda file: file.write_text("<html>Sign in</html>"), "is not JSON: "),
     "config empty": ("tokenizer_config.json", lambda file: file.write_text(""), "is empty (0 bytes)"),
     "config a list": ("tokenizer_config.json", lambda file: file.write_text("[]"), "is not a JSON object"),
@@ -48,7 +48,7 @@ def test_a_large_file_is_judged_by_its_ends(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(small_files, "PARSED", 1000)
     assert local_tokenizer(str(folder)) == folder
     cut(folder / "tokenizer.json")
-    with pytest.raises(Refusal, match=r"tokenizer.json: is cut, or is not a JSON object\. Download the tokenizer again"):
+    with pytest.raises(Refusal, match=r"tokenizer.json: is truncated, or is not a JSON object\. Download the tokenizer again"):
         local_tokenizer(str(folder))
 
 

@@ -91,7 +91,7 @@ def test_verify_and_inspect(trained: Path) -> None:
         (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--pp", "2"], 1, "Use --zero 1, or --pp 1"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--mem-limit", "3"], 2, "is too small"),
         (["to-hf", "runs", "out"], 1, "contains no complete checkpoint"),
-        (["from-hf", "runs", "out"], 1, "the folder holds no config.json"),
+        (["from-hf", "runs", "out"], 1, "the folder contains no config.json"),
         (["to-hf", "runs/walk"], 2, "required"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "/proc/out", "--dp", "1"], 1, "/proc"),
     ],

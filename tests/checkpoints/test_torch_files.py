@@ -211,7 +211,7 @@ def test_a_stand_in_is_made_of_its_own_class_whatever_a_file_says():
 
 
 def test_nothing_else_is_written(tmp_path: Path):
-    with pytest.raises(pickle.PicklingError, match="belongs in no checkpoint"):
+    with pytest.raises(pickle.PicklingError, match="is not allowed in a checkpoint"):
         torch_files.write(tmp_path / "one.pt", {"function": restored})
 
 

@@ -103,12 +103,12 @@ def test_a_quote_that_is_never_closed_does_not_take_the_memory(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("content", "flags", "says"),
     [
-        (b"", (), "a.csv: is empty. Fetch it again"),
+        (b"", (), "a.csv: is empty. Download it again"),
         (b"\n\n", (), "a.csv: is empty"),
-        (b"\xef\xbb\xbf", (), "a.csv: is empty. Fetch it again"),
+        (b"\xef\xbb\xbf", (), "a.csv: is empty. Download it again"),
         (b"\xef\xbb\xbf\r\n", (), "a.csv: is empty"),
         (b"body,id\nx,1\n", (), "a.csv, row 1: has no column 'text', only 'body', 'id'. Name the column with --text_field"),
-        (b"text,id,text\nx,1,y\n", (), "a.csv: has 2 columns named 'text'. Rename or drop all but one of them"),
+        (b"text,id,text\nx,1,y\n", (), "a.csv: has 2 columns named 'text'. Rename or delete all but one of them"),
         (b"id;text\n1;x\n", (), "a.csv: its header has one column, 'id;text'. Files with this ending must separate columns by ','"),
         (b"id\ttext\n1\tx\n", (), "or rename it to end in .tsv"),
         ("text,id\nx,1\n".encode("utf-16"), (), "a.csv: its header is UTF-16, not UTF-8. Convert the file (iconv -f utf-16 -t utf-8)"),

@@ -84,7 +84,7 @@ def test_tokenizer_inside_a_gguf_file(tmp_path):
         ("meta-llama/Llama-3.2-1B", "", ["--model meta-llama/Llama-3.2-1B", "https://huggingface.co/meta-llama/Llama-3.2-1B", "hf auth login"]),
         ("x", "/no/such/folder", ["--tokenizer /no/such/folder", "the folder does not exist"]),
         ("x", "./no_such", ["--tokenizer ./no_such", "the folder does not exist"]),
-        ("{folder}/empty", "", ["--model", "holds no tokenizer"]),
+        ("{folder}/empty", "", ["--model", "contains no tokenizer"]),
         ("{folder}/broken", "", ["broken/tokenizer.json: is not JSON"]),
     ],
 )

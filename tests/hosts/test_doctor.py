@@ -337,7 +337,7 @@ def test_too_little_shared_memory(tmp_path: Path) -> None:
     assert code == 0, text
     found = [str(item) for item in check_shared_memory(tmp_path, needed=1 << 60) if isinstance(item, Problem)]
     assert (
-        len(found) == 1 and found[0].startswith(f"{tmp_path}: ") and "free: NCCL takes 1073741824.0 GiB. Start the container with --shm-size=1g" in found[0]
+        len(found) == 1 and found[0].startswith(f"{tmp_path}: ") and "free: NCCL requires 1073741824.0 GiB. Start the container with --shm-size=1g" in found[0]
     ), found
 
 
@@ -350,7 +350,7 @@ def test_stale_extension_lock(tmp_path: Path) -> None:
     os.utime(lock, (time.time() - 3 * 3600,) * 2)
     code, text = doctor(tmp_path, "--quick", TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
     told = only_problem(text)
-    assert code == 1 and told.startswith(f"{lock}, 3 h old: left by a compile that was killed") and told.endswith(f". Run: rm -f {lock}"), told
+    assert code == 1 and told.startswith(f"{lock}, 3 h old: is left over from a compile that was killed") and told.endswith(f". Run: rm -f {lock}"), told
     assert lock.exists(), "a doctor changes nothing"
 
 

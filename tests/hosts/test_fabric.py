@@ -100,7 +100,7 @@ def test_the_network_that_nccl_chose() -> None:
 def test_nccl_over_sockets_beside_infiniband() -> None:
     infiniband, ethernet = Port("mlx5_0", 400.0, "InfiniBand"), Port("mlx5_1", 100.0, "Ethernet")
     (problem,) = over_sockets({0: "Socket", 1: "Socket"}, [infiniband])
-    assert "talks over sockets between hosts, although mlx5_0 with 400 Gb/s is there" in problem.rule and "NCCL_IB_DISABLE" in problem.fix
+    assert "uses sockets between hosts, although mlx5_0 with 400 Gb/s is there" in problem.rule and "NCCL_IB_DISABLE" in problem.fix
     assert over_sockets({0: "IB", 1: "IB"}, [infiniband]) == []
     assert over_sockets({0: "Socket"}, [ethernet]) == []  # RoCE has to be wanted
     assert over_sockets({0: ""}, [infiniband]) == []

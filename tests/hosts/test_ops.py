@@ -94,7 +94,7 @@ def test_without_ninja(tmp_path: Path) -> None:
 def test_without_libaio(tmp_path: Path) -> None:
     hidden = "mount --bind /dev/null /usr/include/libaio.h" if Path("/usr/include/libaio.h").exists() else ""
     told = refusal(start(tmp_path, *NVME, prefix=in_mounts(hidden)))
-    assert told.startswith("libaio: async_io, which NVMe offload needs, does not compile without it (") and "Install libaio-dev" in told
+    assert told.startswith("libaio: async_io, which NVMe offload requires, cannot be compiled without it (") and "Install libaio-dev" in told
 
 
 CLAIM = """
@@ -134,7 +134,7 @@ def test_the_toolkit_is_of_the_cuda_of_torch(tmp_path: Path, monkeypatch: pytest
     wanted = [OPS["fused_adam"]]
     assert check_cuda(wanted, "12.6", tmp_path, []) == []  # any of the same major version
     (problem,) = check_cuda(wanted, "13.0", tmp_path, [])
-    assert "is of CUDA 12.4, and torch of CUDA 13.0" in problem.rule and "cuda-toolkit-13-0" in problem.fix
+    assert "has CUDA 12.4, but torch was built for CUDA 13.0" in problem.rule and "cuda-toolkit-13-0" in problem.fix
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
     assert check_cuda(wanted, "13.0", tmp_path, []) == []
     (problem,) = check_cuda([OPS["async_io"]], "12.4", tmp_path, ["c++"])
@@ -330,7 +330,7 @@ def test_a_dead_compile_of_another_host_is_told(tmp_path: Path) -> None:
     assert list(op_cache.left_over(tmp_path)) == [(left, "worker-2")]
     with pytest.raises(Refusal) as caught, op_cache.held(tmp_path, "cpu_adam", print):
         pass
-    assert "was left by a compile on worker-2, and nothing has changed beside it for 60 min. Run: rm -f" in str(caught.value) and left.exists()
+    assert "is left over from a compile on worker-2, and nothing has changed beside it for 60 min. Run: rm -f" in str(caught.value) and left.exists()
 
 
 def test_an_unsigned_mark_is_of_this_host_unless_others_write_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,9 @@ def test_a_setting_that_was_put_back_is_refused(monkeypatch: pytest.MonkeyPatch)
         assert deterministic.check_in_force() == EXPECTED
         torch.use_deterministic_algorithms(True, warn_only=True)
         os.environ["NCCL_ALGO"] = "Tree"
-        with pytest.raises(Refusal, match="--deterministic on rank 3: something has set NCCL_ALGO=Tree, deterministic_algorithms=False since the start"):
+        with pytest.raises(
+            Refusal, match="--deterministic on rank 3: the settings have changed since the start: NCCL_ALGO=Tree, deterministic_algorithms=False"
+        ):
             deterministic.check_in_force()
 
 

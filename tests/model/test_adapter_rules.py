@@ -130,7 +130,7 @@ def scaled_and_resized(model: Any) -> Any:
     ("adapt", "said"),
     [
         (mixed, ["adapt: mixes adapters of several kinds (PeftMixedModel)"]),
-        (untrained, ["adapt: leaves nothing to train"]),
+        (untrained, ["adapt: leaves no weights to train"]),
         (
             scaled_and_resized,
             [

@@ -43,7 +43,7 @@ def test_documents_are_read_as_if_each_were_alone(kind, attention):
         ("deberta", "auto", {}, "attention = auto: does not keep the documents of a row apart in this deberta .*eager: the logits of a tiny copy's documents"),
         ("fnet", "auto", {}, "does not keep the documents of a row apart in this fnet"),
         ("bert", "varlen", {}, "attention = varlen: does not keep .* apart in this bert .varlen: it has attention dropout of 0.1.. Leave it out"),
-        ("modernbert", "flash_attention_2", {}, "cannot keep the documents of a bidirectional model apart. Use --attention varlen"),
+        ("modernbert", "flash_attention_2", {}, "cannot separate packed documents in a bidirectional model. Use --attention varlen"),
     ],
 )
 def test_what_is_refused(kind, wanted, changes, says):

@@ -176,21 +176,21 @@ def refused(*keys: str, base: str = "model", **config: Any) -> str:
     return ""
 
 
-OF_FILES = "Give the config.json of these files"
+OF_FILES = "Use the config.json of these files"
 
 
 @pytest.mark.parametrize(
     ("keys", "config", "said"),
     [
         (["model.layers.2.w", "model.layers.extra", "model.layers.w.5", "model.named.7.w", "other.layers.7.w", "7.w", "layers"], {}, ""),
-        (["model.layers.3.w"], {}, f"4 layers in model.layers, and its config.json makes 3. {OF_FILES}. To train the shorter model, delete model.layers.3 from the files"),
-        (["model.layers.4.w", "model.layers.3.w"], {}, f"5 layers in model.layers, and its config.json makes 3. {OF_FILES}. "
+        (["model.layers.3.w"], {}, f"4 layers in model.layers, but its config.json specifies 3. {OF_FILES}. To train the shorter model, delete model.layers.3 from the files"),
+        (["model.layers.4.w", "model.layers.3.w"], {}, f"5 layers in model.layers, but its config.json specifies 3. {OF_FILES}. "
          "To train the shorter model, delete model.layers.3 to 4 from the files"),
-        (["layers.3"], {}, "4 layers in model.layers, and its config.json makes 3"),
-        (["model.convs.2.w"], {}, "3 layers in model.convs, and its config.json makes 2"),
-        (["model.convs.5.w", "model.layers.3.w"], {}, "6 layers in model.convs, and its config.json makes 2"),
-        (["model.layers.3.w"], {"a": 3, "n_layers": 3, "layer_b": 3}, '4 layers in model.layers, and its config.json makes 3. Write "n_layers": 4 into its config.json. '),
-        (["model.layers.3.w"], {"layers": 4, "text_config": {"x": [3], "num_layer": 3}}, 'makes 3. Write "num_layer": 4 into its config.json. '),
+        (["layers.3"], {}, "4 layers in model.layers, but its config.json specifies 3"),
+        (["model.convs.2.w"], {}, "3 layers in model.convs, but its config.json specifies 2"),
+        (["model.convs.5.w", "model.layers.3.w"], {}, "6 layers in model.convs, but its config.json specifies 2"),
+        (["model.layers.3.w"], {"a": 3, "n_layers": 3, "layer_b": 3}, '4 layers in model.layers, but its config.json specifies 3. Write "n_layers": 4 in its config.json. '),
+        (["model.layers.3.w"], {"layers": 4, "text_config": {"x": [3], "num_layer": 3}}, 'specifies 3. Write "num_layer": 4 in its config.json. '),
         (["model.layers.3.w"], {"layers": True, "layers2": 3.0}, OF_FILES),
     ],
 )  # fmt: skip

@@ -124,7 +124,7 @@ def test_layers_that_config_json_does_not_have_are_refused(tmp_path, kind, task,
     tensors = load_file(tmp_path / FILE)
     layers = 1 + max(int(name.removeprefix(f"{listed}.").split(".")[0]) for name in tensors if name.startswith(f"{listed}."))
     save_file(further_layers(tensors, listed, layers - 1), tmp_path / FILE, metadata={"format": "pt"})
-    expected = rf'its files hold {layers + 2} layers in {place}, and its config.json makes {layers}. Write "{key}": {layers + 2} into its config.json'
+    expected = rf'its files hold {layers + 2} layers in {place}, but its config.json specifies {layers}. Write "{key}": {layers + 2} in its config.json'
     with pytest.raises(Refusal, match=expected):
         read(tmp_path, task)
 
@@ -136,7 +136,7 @@ def test_names_without_the_base_model_have_layers_too(tmp_path):
         "gpt2",
         tensors=lambda tensors: {name.removeprefix("transformer."): value for name, value in further_layers(tensors, "transformer.h", 3).items()},
     )
-    with pytest.raises(Refusal, match=r"its files hold 6 layers in transformer\.h, and its config.json makes 4"):
+    with pytest.raises(Refusal, match=r"its files contain 6 layers in transformer\.h, but its config.json specifies 4"):
         read(tmp_path)
 
 
@@ -144,7 +144,7 @@ def test_experts_that_config_json_does_not_have_are_refused(tmp_path):
     save_model(tmp_path, "mixtral")
     experts = json.loads((tmp_path / "config.json").read_text())["num_local_experts"]
     (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": experts // 2}))
-    with pytest.raises(Refusal, match=rf"\[{experts}, .* in its files and \[{experts // 2}, .* by its config.json"):
+    with pytest.raises(Refusal, match=rf"\[{experts}, .* in its files and \[{experts // 2}, .* in its config.json"):
         read(tmp_path)
 
 

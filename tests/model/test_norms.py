@@ -89,7 +89,7 @@ def test_bf16_weights_beside_statistics_in_fp32():
 
 def test_what_it_cannot_compute_is_refused():
     _, model = pair()
-    with pytest.raises(Refusal, match=r"micro_batch = 1: a BatchNorm sees \(1, 180\): one value a channel has no variance\. Use --micro_batch 2"):
+    with pytest.raises(Refusal, match=r"micro_batch = 1: BatchNorm receives \(1, 180\), and one value per channel has no variance\. Use --micro_batch 2"):
         model(torch.randn(1, 3, 8, 8))
     with pytest.raises(Refusal, match="0 is a SyncBatchNorm, whose statistics are not known here"):
         check_norms(nn.Sequential(nn.SyncBatchNorm(3)))

@@ -111,7 +111,7 @@ def test_weights_of_two_bytes_are_beside_statistics_of_four(dtype: torch.dtype) 
 def test_one_value_a_channel_and_other_norms_are_refused() -> None:
     model = model_of(nn.BatchNorm1d)
     replace_norms(model)
-    with pytest.raises(Refusal, match=r"micro_batch = 1: a BatchNorm sees \(1, 3\)"):
+    with pytest.raises(Refusal, match=r"micro_batch = 1: BatchNorm receives \(1, 3\)"):
         model(torch.ones(1, 3))
     assert model(torch.ones(1, 3, 2)).shape == (1, 3, 2) and model.eval()(torch.ones(1, 3)).shape == (1, 3)
     for other, says in (

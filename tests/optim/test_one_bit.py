@@ -306,7 +306,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
     with pytest.raises(Refusal, match="contains compression errors of 2 ranks"):
         convert.reshape(out, tmp_path / "four", target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None))
     for degrees in ({"zero": 1}, {"tp": 2, "dp": 1}, {"pp": 2, "dp": 1}):
-        with pytest.raises(Refusal, match=f"{next(iter(degrees))} = .*the checkpoint is of OneBitAdam, which has data-parallel ranks"):
+        with pytest.raises(Refusal, match=f"{next(iter(degrees))} = .*the checkpoint uses OneBitAdam, which requires data-parallel ranks"):
             target_layout(step.blueprint, step.layout, **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees)
     raised = dataclasses.replace(SHORT, ds_config=config_of(5))
     go(pools, out, recipe=raised, refused="optimizer.params.freeze_step = 5: the checkpoint of step 4 has already sent compressed signs")

@@ -452,7 +452,7 @@ def test_tensor_ranks_that_end_sub_groups_elsewhere_are_refused() -> None:
     tensors = [Tensor(f"w{number}", (3, 4), 0, cut=(0, 1)) for number in range(3)]
     layout = Layout(Mesh(tp=2), 3, "DeepSpeedZeroOptimizer_Stage3", "float32", sub_group_size=8)
     groups: Any = SimpleNamespace(coords={"tp": 0, "dp": 0, "sp": 0, "pp": 0})
-    with pytest.raises(Refusal, match="sub_group_size = 8: ends sub-groups between other tensors"):
+    with pytest.raises(Refusal, match="sub_group_size = 8: ends sub-groups at different tensors"):
         borders_of(tensors, layout, groups, None, torch.device("cpu"))
 
 

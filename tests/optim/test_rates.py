@@ -185,7 +185,10 @@ def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"layer_decay = 0\.5: scales the rate of the recipe's schedule, but the JSON's scheduler block"):
         planned(tmp_path, layer_decay=0.5, ds_config=scheduled, warmup_steps=0)
     unknown = Plans(layer_decay=0.5, pp={"nowhere": "split"})
-    with pytest.raises(Refusal, match=r"layer_decay = 0\.5: no list of layers of LlamaForCausalLM is known\. Leave it out, or give the recipe a pp_plan"):
+    with pytest.raises(
+        Refusal,
+        match=r"layer_decay = 0\.5: requires a list of layers, but LlamaForCausalLM has no known list\. Leave out --layer_decay, or add a pp_plan to the recipe",
+    ):
         draft(empty_model(tiny_config("llama", 264)), unknown)
 
 

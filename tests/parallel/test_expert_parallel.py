@@ -156,7 +156,7 @@ def test_the_resolved_json_carries_the_block():
 
 def test_experts_that_autoep_cannot_take_apart_are_refused():
     """It would stop with a traceback (OLMoE fits several of its presets), or warn and leave the experts whole (LFM2-MoE)."""
-    refused = {"gpt_oss": "not laid out", "olmoe": "several of its presets fit.* It knows deepseek_v2, deepseek_v3, ", "lfm2_moe": "finds no experts"}
+    refused = {"gpt_oss": "not laid out", "olmoe": "several of its presets fit.* AutoEP supports deepseek_v2, deepseek_v3, ", "lfm2_moe": "finds no experts"}
     for config, says in ((tiny_config("llama"), "no experts"), *((config_of(family), says) for family, says in refused.items())):
         with pytest.raises(Refusal, match=says):
             check(empty_model(config, "eager"), 2)

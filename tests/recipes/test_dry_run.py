@@ -83,7 +83,7 @@ def refused(*words: str) -> str:
 def test_a_model_that_only_this_repository_has_is_refused_as_at_the_start(words: str, said: str) -> None:
     """Its name looks like a hub id, but there is nothing to download."""
     words, (where, _, rest) = words.format("recipekit/llama-nano"), said.format("recipekit/llama-nano").partition(": ")
-    wanted = f"{where}: is only a config.json of this repository, {rest}"
+    wanted = f"{where}: has only a config.json in this repository, {rest}"
     assert refused("--dry_run", *words.split()) == wanted
     assert refused(*words.split()) == wanted
     planned("--dry_run", "--model", "recipekit/llama-nano", "--init", "random", "--tokenizer", "bytes")
@@ -93,13 +93,13 @@ def test_a_model_that_only_this_repository_has_is_refused_as_at_the_start(words:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"hidden_size": 32}, "model.embed_tokens.weight is [264, 16] in its files and [264, 32] by its config.json"),
-        ({"vocab_size": 300}, "model.embed_tokens.weight is [264, 16] in its files and [300, 16] by its config.json"),
-        ({"intermediate_size": 32}, "model.layers.0.mlp.down_proj.weight is [16, 24] in its files and [16, 32] by its config.json"),
-        ({"num_key_value_heads": 2}, "model.layers.0.self_attn.k_proj.weight is [8, 16] in its files and [16, 16] by its config.json"),
-        ({"num_attention_heads": 4}, "model.layers.0.self_attn.q_proj.weight is [16, 16] in its files and [32, 16] by its config.json"),
-        ({"num_hidden_layers": 6}, "its files hold 2 layers in model.layers, and its config.json makes 6"),
-        ({"num_hidden_layers": 1}, "its files hold 2 layers in model.layers, and its config.json makes 1"),
+        ({"hidden_size": 32}, "model.embed_tokens.weight is [264, 16] in its files but [264, 32] in its config.json"),
+        ({"vocab_size": 300}, "model.embed_tokens.weight is [264, 16] in its files but [300, 16] in its config.json"),
+        ({"intermediate_size": 32}, "model.layers.0.mlp.down_proj.weight is [16, 24] in its files but [16, 32] in its config.json"),
+        ({"num_key_value_heads": 2}, "model.layers.0.self_attn.k_proj.weight is [8, 16] in its files but [16, 16] in its config.json"),
+        ({"num_attention_heads": 4}, "model.layers.0.self_attn.q_proj.weight is [16, 16] in its files but [32, 16] in its config.json"),
+        ({"num_hidden_layers": 6}, "its files contain 2 layers in model.layers, but its config.json specifies 6"),
+        ({"num_hidden_layers": 1}, "its files contain 2 layers in model.layers, but its config.json specifies 1"),
     ],
     ids=str,
 )

@@ -154,7 +154,7 @@ def test_tools_refuse_addresses(tmp_path: Path, words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("SLURM_JOB_ID", "417"), ("PBS_JOBID", "8[2].host"), ("LAUNCH_JOB_ID", "a-b")])
 def test_a_job_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    assert refused("--out", "runs/{job_id}") == [("out = runs/{job_id}", "{job_id} needs a job of a scheduler")]
+    assert refused("--out", "runs/{job_id}") == [("out = runs/{job_id}", "{job_id} requires a job of a scheduler")]
     assert str(plan("--out", "runs/{job_id}", "--dry_run").out) == "runs/{job_id}"
     monkeypatch.setenv(name, value)
     assert str(plan("--out", "runs/{job_id}/{JOB_ID}").out) == f"runs/{value}/{value}"

@@ -138,7 +138,14 @@ def test_a_wrong_command_line_is_refused_with_the_nearest_flag(argv, named):
 def test_every_mistake_is_told_at_once_each_with_its_own_fix():
     problems = refused(["--tiny", "--step", "5", "--micro_bacth=3", "--dp", "2", "odd", "--lr", "abc", "--eps", "--seed", "-1"]).problems
     assert [problem.where for problem in problems] == ["--lr abc", "--step 5", "--micro_bacth=3", "--dp 2 odd", "--eps", "seed = -1"]
-    fixes = ["for example --lr 0.0003", "did you mean --steps?", "did you mean --micro_batch?", "leave it out: the ranks", "write --eps", "use --seed 0"]
+    fixes = [
+        "use a number, for example --lr 0.0003",
+        "did you mean --steps?",
+        "did you mean --micro_batch?",
+        "leave it out: the ranks",
+        "write --eps",
+        "use --seed 0",
+    ]
     assert all(problem.fix.startswith(fix) for problem, fix in zip(problems, fixes, strict=True)), [str(problem) for problem in problems]
     assert {problem.where for problem in refused(["--lr", "abc", "--steps", "-3"]).problems} == {"--lr abc", "steps = -3"}
 
@@ -153,7 +160,7 @@ def test_a_number_below_0_is_one_problem(name):
 @pytest.mark.parametrize("text", ["0", "-5", "inf", "nan", "soon"])
 def test_a_grace_that_is_no_time_is_one_problem(text):
     (problem,) = check_recipe(parse(RECIPE, FILE, [f"--grace={text}"]).recipe)
-    assert str(problem) == f"grace = {text}: must be auto or a positive number of seconds. For example --grace auto or --grace 120"
+    assert str(problem) == f"grace = {text}: must be auto or a positive number of seconds. Use --grace auto, or a number such as --grace 120"
 
 
 @pytest.mark.parametrize("grace", ["auto", "90", "0.5", 60, 25.0])
@@ -233,11 +240,11 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
         ("--dataset", "a={tmp}/good@70; b={tmp}/gone@20; c={tmp}/lost.txt@10", ["--dataset {tmp}/gone: ", "--dataset {tmp}/lost.txt: "]),
         ("--dataset", "{tmp}/good/a.txt,{tmp}/good/b.jsonl", ["contains files of several formats"]),
         ("--dataset", "a=x; b=y", ["is not a valid part of a mixture"]),
-        ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be made: {tmp}/good/a.txt is not a folder"]),
-        ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory. Choose a folder that you can write to with --out"]),
+        ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be created: {tmp}/good/a.txt is not a folder"]),
+        ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory. Set --out to a folder that you can write to"]),
         ("--out", "{tmp}/good/a.txt/run", ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt. Choose"]),
         ("--tokenizer", "{tmp}/tok", ["--tokenizer {tmp}/tok: the folder does not exist"]),
-        ("--tokenizer", "{tmp}/tables", ["--tokenizer {tmp}/tables: the folder holds no tokenizer"]),
+        ("--tokenizer", "{tmp}/tables", ["--tokenizer {tmp}/tables: the folder contains no tokenizer"]),
     ],
 )
 def test_data_and_tokenizer_that_are_not_there_are_refused_when_the_run_is_planned(tmp_path, flag, value, said):

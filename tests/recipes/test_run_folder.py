@@ -54,7 +54,7 @@ def test_out_is_not_mixed_with_the_model(tmp_path: Path, out: str, relation: str
     folder = model(tmp_path / "m")
     (tmp_path / "link").symlink_to(folder)
     (found,) = problems("--model", "./m", "--out", out)
-    assert found == f"out = {out}: {relation} the folder of --model ./m. Choose a separate folder with --out"
+    assert found == f"out = {out}: {relation} the folder of --model ./m. Set --out to a separate folder"
     assert planned("--model", "./m", "--out", "m2").out == Path("m2"), "a name that only begins alike"
 
 
@@ -74,18 +74,18 @@ def test_out_is_not_mixed_with_the_data(tmp_path: Path, dataset: str, out: str) 
     texts(tmp_path / "data" / "a.jsonl")
     texts(tmp_path / "other" / "b.jsonl")
     found = problems("--dataset", dataset, "--out", out)
-    assert all("the data of --dataset" in line and line.endswith("Choose a separate folder with --out") for line in found), found
+    assert all("the data of --dataset" in line and line.endswith("Set --out to a separate folder") for line in found), found
     assert planned("--dataset", dataset, "--out", "runs/mine").out == Path("runs/mine")
 
 
 def test_the_default_run_folder_inside_the_data_is_refused_too(tmp_path: Path) -> None:
     texts(tmp_path / "a.jsonl")
-    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset . Choose a separate folder with --out"]
+    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset . Set --out to a separate folder"]
 
 
 @pytest.mark.parametrize(("out", "relation"), [(ROOT, "is"), (ROOT.parent, "contains")])
 def test_out_is_not_the_repository(out: Path, relation: str) -> None:
-    assert problems("--out", out) == [f"out = {out}: {relation} the repository. Choose a separate folder with --out"]
+    assert problems("--out", out) == [f"out = {out}: {relation} the repository. Set --out to a separate folder"]
     assert planned("--out", ROOT / "runs" / "mine").out == ROOT / "runs" / "mine"
 
 

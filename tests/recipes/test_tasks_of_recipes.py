@@ -87,16 +87,16 @@ def test_tiny_sets_what_the_task_reads(recipe: Recipe, tmp_path: Path) -> None:
 
 def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(recipe: Recipe, tmp_path: Path) -> None:
     assert refused(recipe, "--seq_len", "256", "--text_field", "story") == [
-        "--text_field story: is read by pretrain, masked_lm, not by image_classification. Leave it out",
-        "--seq_len 256: is read by pretrain, sft, preference, reward, masked_lm, not by image_classification. Leave it out",
+        "--text_field story: applies only to pretrain, masked_lm, not to image_classification. Leave it out",
+        "--seq_len 256: applies only to pretrain, sft, preference, reward, masked_lm, not to image_classification. Leave it out",
     ]
-    rule = "is read by pretrain, sft, preference, masked_lm, not by image_classification. Leave it out"
+    rule = "applies only to pretrain, sft, preference, masked_lm, not to image_classification. Leave it out"
     assert refused(recipe, "--loss", "chunked") == [f"--loss chunked: {rule}"]
     demand = f"loss = chunked: {rule}"
     assert refused(dataclasses.replace(recipe, loss="chunked")) == [demand], "a demand, which would come to nothing"
     text = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), init="random", tokenizer="bytes", ds_config="zero1.json")
-    assert refused(text, "--augment", "none") == ["--augment none: is read by image_classification, not by pretrain. Leave it out"]
-    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: is read by pretrain, masked_lm, not by sft. Leave it out"]
+    assert refused(text, "--augment", "none") == ["--augment none: applies only to image_classification, not to pretrain. Leave it out"]
+    assert refused(text, "--task", "sft", "--text_field", "x") == ["--text_field x: applies only to pretrain, masked_lm, not to sft. Leave it out"]
     plan(dataclasses.replace(text, text_field="story"), "--task", "sft")  # what the recipe's file says is for its own task
 
 
@@ -129,13 +129,13 @@ def test_a_degree_that_the_task_lacks_is_refused_wherever_it_is_written(recipe: 
 
 def test_an_adapter_and_a_mixture_are_refused_where_a_task_lacks_them(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = "a=some/one@1; b=some/other@1"
-    assert refused(dataclasses.replace(recipe, adapt=lambda model: model)) == [f"adapt: {TASKS[TASK].lacks['adapt']}. Leave adapt out of the recipe"]
+    assert refused(dataclasses.replace(recipe, adapt=lambda model: model)) == [f"adapt: {TASKS[TASK].lacks['adapt']}. Remove adapt from the recipe"]
     monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], lacks={}))
     plan(dataclasses.replace(recipe, adapt=lambda model: model), "--dataset", mixture)
     monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], lacks={"adapt": "nothing to adapt", "mixture": "one is enough"}))
     assert refused(dataclasses.replace(recipe, adapt=lambda model: model), "--dataset", mixture) == [
-        "adapt: nothing to adapt. Leave adapt out of the recipe",
-        "--dataset of 2 corpora: one is enough. Use one data set",
+        "adapt: nothing to adapt. Remove adapt from the recipe",
+        "--dataset of 2 corpora: one is enough. Set --dataset to a single data set",
     ]
     plan(recipe, "--dataset", "some/one")
 
@@ -186,7 +186,7 @@ def test_a_degree_in_which_pairs_are_not_proved_is_refused(tmp_path: Path, task:
 
 def test_beta_is_a_positive_number(tmp_path: Path) -> None:
     made = Recipe(model=folder_of(LLAMA, tmp_path / "llama"), task="preference", init="random", tokenizer="bytes", ds_config="zero1.json")
-    assert refused(made, "--beta", "0") == ["beta = 0.0: must be a positive number. For example --beta 0.1"]
+    assert refused(made, "--beta", "0") == ["beta = 0.0: must be a positive number. Use a positive number, for example --beta 0.1"]
 
 
 YOUNGER = ("image_field", "label_field", "augment", "num_labels")

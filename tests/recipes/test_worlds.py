@@ -110,7 +110,7 @@ def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, glo
             "llama3_1_70b_zero3_nvme",
             ["--world", "2"],
             "zero_optimization.offload_param.buffer_size = 200000000: must be at least the 525336576 elements of the embedding that a rank holds"
-            ". Write 525336576 or more. The recipe fits 8 ranks without changes",
+            ". Set it to 525336576 or more. The recipe fits 8 ranks without changes",
         ),
         (
             "llama_nano_zero2",

@@ -95,5 +95,5 @@ def test_a_program_that_cannot_be_started_again_is_refused(tmp_path: Path) -> No
     for words in (["-X", "utf8=0", str(NANO), "--tiny"], ["-c", "from recipekit import Recipe, run; run(Recipe())"]):
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-        assert done.stderr.splitlines()[1].startswith("  1. locale: its text is ANSI_X3.4-1968, and must be UTF-8. Set LC_ALL=C.UTF-8")
+        assert done.stderr.splitlines()[1].startswith("  1. locale: its text encoding is ANSI_X3.4-1968, but it must be UTF-8. Set LC_ALL=C.UTF-8")
     assert os.listdir(tmp_path) == []

@@ -80,7 +80,9 @@ def test_of_a_stage_that_is_auto_only_the_stage_is_told(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": "auto", "reduce_bucket_size": 500000000, "allgather_bucket_size": 500000000, "overlap_comm": true}}')
     code, text = lint(str(file))
-    assert code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": nothing fills "auto" here. Write 2' in text, text
+    assert (
+        code == 1 and "1 problem " in text and 'zero_optimization.stage = "auto": "auto" is not supported, because nothing fills it in. Set it to 2' in text
+    ), text
 
 
 def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:

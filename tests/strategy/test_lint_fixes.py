@@ -323,7 +323,7 @@ def apply_one(problem: Problem, config: dict[str, Any], recipe: Recipe) -> Recip
             del here[key]
         block, _, key = told[1].rpartition(".")
         at(config, block)[key] = value
-    elif told := re.match(r"write |set it to ", fix):
+    elif told := re.match(rf"write |set (?:it|{re.escape(key)}) to ", fix):
         here[key] = json.JSONDecoder().raw_decode(fix[told.end() :])[0]
     elif told := re.match(r"did you mean (\w+)\?", fix):
         if "must be one of" in problem.rule or key == "type":

@@ -16,8 +16,8 @@ BATCH = {"train_micro_batch_size_per_gpu": 2}
 BLOCKS = {  # path -> (the block, package as pip names it, fix)
     "tensorboard.enabled": ({"enabled": True}, "tensorboard", 'set "tensorboard.enabled": false, or run pip install tensorboard'),
     "comet.enabled": ({"enabled": True, "project": "p"}, "comet_ml", 'set "comet.enabled": false, or run pip install comet_ml'),
-    "expert_parallel.comm_backend": ({"enabled": True, "autoep_size": 1, "comm_backend": "deepep"}, "deep_ep", 'write "comm", or run pip install deep_ep'),
-    "tensor_parallel.vocab_parallel_ce_backend": ({"vocab_parallel_ce_backend": "liger"}, "liger-kernel", 'write "torch", or run pip install liger-kernel'),
+    "expert_parallel.comm_backend": ({"enabled": True, "autoep_size": 1, "comm_backend": "deepep"}, "deep_ep", 'set it to "comm", or run pip install deep_ep'),
+    "tensor_parallel.vocab_parallel_ce_backend": ({"vocab_parallel_ce_backend": "liger"}, "liger-kernel", 'set it to "torch", or run pip install liger-kernel'),
 }
 
 

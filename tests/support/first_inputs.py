@@ -94,16 +94,18 @@ MODELS = {
     "a mistyped folder": Input("--model models/llama", "model = models/llama: the folder does not exist, the model is not in the cache"),
     "a mistyped name": Input("--model llama-32-1b", "model = llama-32-1b: the folder does not exist, the model is not in the cache"),
     "a file": Input("--model docs.jsonl", "model = docs.jsonl: is not a folder on this machine"),
-    "no config.json": Input("--model ./m", "model = ./m: the folder holds no config.json", model(lambda folder: (folder / "config.json").unlink())),
+    "no config.json": Input("--model ./m", "model = ./m: the folder contains no config.json", model(lambda folder: (folder / "config.json").unlink())),
     "a cut config.json": Input("--model ./m", "m/config.json: is not JSON", model(lambda folder: (folder / "config.json").write_text('{"model_type": '))),
     "an unknown type": Input("--model ./m", "model = ./m: a lama is no causal language model", model(model_type="lama")),
-    "wider": Input("--model ./m", "model = ./m: model.embed_tokens.weight is [1024, 32] in its files and [1024, 64] by its config.json", model(hidden_size=64)),
-    "more layers": Input("--model ./m", "model = ./m: its files hold 2 layers in model.layers, and its config.json makes 3", model(num_hidden_layers=3)),
-    "fewer layers": Input("--model ./m", "model = ./m: its files hold 2 layers in model.layers, and its config.json makes 1", model(num_hidden_layers=1)),
-    "no weights": Input("--model ./m", "m: holds no .safetensors file", model(lambda folder: (folder / "model.safetensors").unlink())),
+    "wider": Input("--model ./m", "model = ./m: model.embed_tokens.weight is [1024, 32] in its files but [1024, 64] in its config.json", model(hidden_size=64)),
+    "more layers": Input("--model ./m", "model = ./m: its files contain 2 layers in model.layers, but its config.json specifies 3", model(num_hidden_layers=3)),
+    "fewer layers": Input(
+        "--model ./m", "model = ./m: its files contain 2 layers in model.layers, but its config.json specifies 1", model(num_hidden_layers=1)
+    ),
+    "no weights": Input("--model ./m", "m: contains no .safetensors file", model(lambda folder: (folder / "model.safetensors").unlink())),
     "weights of torch": Input(
         "--model ./m",
-        "m: holds pytorch_model.bin, which is not read",
+        "m: contains pytorch_model.bin, which is not supported",
         model(lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
     ),
     "cut weights": Input("--model ./m", "m/model.safetensors: has ", model(halved)),
@@ -114,7 +116,7 @@ MODELS = {
         "--model ./m", "--model m: its tokenizer's files cannot be read", model(rewritten("tokenizer.json", model={"type": "None"}))
     ),
     "no tokenizer": Input(
-        "--model ./m", "--model m: the folder holds no tokenizer", model(lambda folder: [path.unlink() for path in folder.glob("tokenizer*")])
+        "--model ./m", "--model m: the folder contains no tokenizer", model(lambda folder: [path.unlink() for path in folder.glob("tokenizer*")])
     ),
     "no end of text": Input("--model ./m", "--tokenizer: has no end-of-text token", model(rewritten("tokenizer_config.json", eos_token=None))),
     "no chat template": Input(

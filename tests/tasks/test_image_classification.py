@@ -111,8 +111,8 @@ def test_rows_that_only_fill_up():
         ({"image": encoded(Image.fromarray(np.zeros((4, 4), np.uint16))), "label": 0}, "more than 8 bits per channel"),
         ({"image": None, "label": 0}, "is not a readable image: NoneType"),
         ({"image": [[300]], "label": 0}, "pixels must be whole numbers from 0 to 255"),
-        ({"image": [[3]], "label": 10}, "class 10 is none of the model's, 0 to 9"),
-        ({"image": [[3]], "label": -1}, "class -1 is none of the model's, 0 to 9"),
+        ({"image": [[3]], "label": 10}, "class 10 is not one of the model's classes, 0 to 9"),
+        ({"image": [[3]], "label": -1}, "class -1 is not one of the model's classes, 0 to 9"),
         ({"image": [[3]], "label": None}, "must be a class number, not NoneType 'None'"),
         ({"image": [[3]], "label": "cat"}, "must be a class number, not str 'cat'"),
     ],
@@ -357,7 +357,7 @@ def test_an_image_processor_that_is_null_counts_as_missing(tmp_path):
 
 
 def test_a_model_of_other_channels_is_refused():
-    with pytest.raises(Refusal, match=r"takes pictures of 4 channels, and they are grey \(1\) or coloured \(3\)"):
+    with pytest.raises(Refusal, match=r"requires images with 4 channels, but images are read as grey \(1\) or color \(3\)"):
         pictures({"num_channels": 4})
 
 
@@ -376,7 +376,7 @@ def test_classes_that_the_model_does_not_have_are_refused_before_it_is_built(tmp
         pictures({"id2label": None}, model="a/b", dataset="builtin")
     assert pictures({"id2label": None, "num_labels": 12}, dataset="builtin").num_labels == 12
     data = folder_of(tmp_path / "data", 3)
-    with pytest.raises(Refusal, match=r"data: has 3 folders of classes, and a/b has 10 labels\. Use --num_labels 3"):
+    with pytest.raises(Refusal, match=r"data: has 3 folders of classes, but a/b has 10 labels\. Use --num_labels 3"):
         pictures(model="a/b", dataset=str(data))
     assert pictures({"id2label": {"0": "a", "1": "b", "2": "c"}}, dataset=f"a={data}@1; b={data}/*/*.png@2").num_labels == 3
     assert pictures(dataset=str(tmp_path / "none")).num_labels == 10  # told where it is opened, on all ranks

@@ -350,14 +350,14 @@ def test_a_model_that_reads_padding_is_refused(monkeypatch):
             transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=264, num_labels=1)
         ),
     )
-    with pytest.raises(Refusal, match="the number that a bert gives an answer changes with the padding behind it"):
+    with pytest.raises(Refusal, match="the score of a bert for an answer changes with the padding after it"):
         reward.check(config, "sdpa", "m")
 
 
 def test_a_decoder_that_is_read_at_its_first_token_is_refused():
     """BERT as a decoder pools the first place, which sees itself alone: every answer would get one number."""
     config = default_config("bert", "reward").to_dict() | {"model_type": "bert", "is_decoder": True}
-    with pytest.raises(Refusal, match="the number that a bert gives an answer does not depend on its last token"):
+    with pytest.raises(Refusal, match="the score of a bert for an answer does not depend on its last token"):
         reward.check(config, "sdpa", "m")
 
 

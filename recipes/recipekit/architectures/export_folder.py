@@ -39,14 +39,14 @@ def find_export(path: Path) -> Export:
             fix += f". A model of the hub is downloaded with hf download {path} --local-dir FOLDER"
         raise refuse(str(path), rule, fix)
     if is_step_folder(path):
-        raise refuse(str(path), "is a checkpoint, which plain transformers does not read", _way(path))
+        raise refuse(str(path), "is a checkpoint, which transformers cannot load", _way(path))
     if path.name == CHECKPOINTS and (path.parent / FACTS).exists():
         path = path.parent
     is_run = (path / FACTS).exists() or (path / CHECKPOINTS).is_dir()
     if any((path / name).is_file() for name in (CONFIG, ADAPTER)):
         return Export(path, _task_of_run(path.parent) if (path.parent / FACTS).exists() else "")
     if not is_run:
-        raise refuse(str(path), f"holds no {CONFIG}, no {ADAPTER} and no {FACTS}", _inside(path))
+        raise refuse(str(path), f"contains no {CONFIG}, {ADAPTER} or {FACTS}", _inside(path))
     _check_task(_task_of_run(path), str(path))
     if any((path / EXPORT / name).is_file() for name in (CONFIG, ADAPTER)):
         merged = without_base(path / EXPORT) and (path / MERGED / CONFIG).is_file()
@@ -113,11 +113,11 @@ def base_of(folder: Path) -> tuple[str, str]:
     if without_base(folder):
         run = folder.parent if folder.name == EXPORT else "RUN"
         way = f"write the merged model with {MERGE} {run} NEW_FOLDER, then run recipekit sample NEW_FOLDER. If you have the base model, {fix}"
-        raise refuse(where, "names no base model, as a run with randomly initialised weights exports it", way)
+        raise refuse(where, "names no base model, because its run started from randomly initialised weights", way)
     if not isinstance(base, str) or not base.strip():
         raise refuse(where, "names no base model", fix)
     if not Path(base).is_dir() and (Path(base).is_absolute() or not is_hub_id(base)):
-        raise refuse(where, f"the base model {base} does not exist on this machine", f"put it there, or {fix}")
+        raise refuse(where, f"the base model {base} does not exist on this machine", f"copy it there, or {fix}")
     if not Path(base).is_dir() and hub_is_away() and commit_of(base, revision) is None:
         at = f" --revision {revision}" if revision else ""
         rule = f"the base model {base} is not in the cache, and the hub cannot be reached"
@@ -129,7 +129,7 @@ def check_files(folder: Path) -> None:
     """Raise `Refusal` if a folder's config.json is of no model that generates text, or if its weights are not whole."""
     config = read_json(folder / CONFIG)
     if not isinstance(config.get("model_type"), str):
-        raise refuse(str(folder / CONFIG), "names no model_type", "give a folder of Hugging Face files")
+        raise refuse(str(folder / CONFIG), "has no model_type", "use a folder with the files of a Hugging Face model")
     _check_task(fitting_task(config), str(folder))
     if problem := unfit(config, "pretrain"):
         rule, fix = problem

@@ -124,19 +124,19 @@ def _check_layers(model_config: dict[str, Any], family: Family, held: int, name:
     place = f"{family.base}{family.layers}"
     if held > count:
         raise more_layers(name, place, held, count, family.num_layers)
-    rule = f"its files hold {held} layers in {place}, and its config.json makes {count}"
-    raise refuse(f"model = {name}", rule, f'write "{family.num_layers}": {held} into its config.json, or give the files of all {count} layers')
+    rule = f"its files contain {held} layers in {place}, but its config.json specifies {count}"
+    raise refuse(f"model = {name}", rule, f'write "{family.num_layers}": {held} in its config.json, or give the files of all {count} layers')
 
 
 def more_layers(name: str, place: str, held: int, count: int, key: str) -> Refusal:
     """Return the refusal of files with more layers in `place` than config.json states under `key`, "" if it is not known."""
-    known = f'write "{key}": {held} into its config.json' if key else "give the config.json of these files"
+    known = f'write "{key}": {held} in its config.json' if key else "use the config.json of these files"
     numbers = f"{count} to {held - 1}" if held - count > 1 else f"{count}"
-    rule = f"its files hold {held} layers in {place}, and its config.json makes {count}"
+    rule = f"its files contain {held} layers in {place}, but its config.json specifies {count}"
     return refuse(f"model = {name}", rule, f"{known}. To train the shorter model, delete {place}.{numbers} from the files")
 
 
 def other_shape(name: str, key: str, held: list[int], due: list[int], more: str = "") -> Refusal:
     """Return the refusal of a tensor that has another shape than config.json gives it; `more` ends the fix."""
-    rule = f"{key} is {held} in its files and {due} by its config.json"
+    rule = f"{key} is {held} in its files but {due} in its config.json"
     return refuse(f"model = {name}", rule, f"use files and a config.json of the same model{more}")

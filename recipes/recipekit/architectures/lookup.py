@@ -26,7 +26,7 @@ def model_config(model: str, task: str = "pretrain", revision: str = "") -> dict
     if folder.is_dir():
         return read_config(folder / "config.json", model, task)
     if not is_hub_id(model) or folder.is_file():
-        raise refuse(f"model = {model}", "is not a folder on this machine", "give a folder that holds config.json, or a hub id ORG/NAME")
+        raise refuse(f"model = {model}", "is not a folder on this machine", "set --model to a folder with a config.json, or to a hub id ORG/NAME")
     if cached := folder_of(model, revision=revision):
         return read_config(cached / "config.json", model, task)
     shipped = SHIPPED / (model.replace("/", "--") + ".json")
@@ -59,7 +59,7 @@ READS_AHEAD = {
 }
 CAUSAL = TASKS["pretrain"].auto_class
 OURS = "recipekit/"  # a model that no other program knows
-NO_CONFIG = "the folder holds no config.json", "give the folder that save_pretrained wrote"
+NO_CONFIG = "the folder contains no config.json", "set --model to the folder that save_pretrained wrote"
 OTHERS = "use a causal language model of recipes/SUPPORT.md"
 
 
@@ -73,7 +73,7 @@ def read_config(path: Path, model: str, task: str = "pretrain") -> dict[str, Any
     except FileNotFoundError:
         raise _no_config(path.parent, model) from None
     except OSError as error:
-        raise refuse(str(path), f"cannot be read: {error.strerror}", "make it readable for this user") from None
+        raise refuse(str(path), f"cannot be read: {error.strerror}", "give this user permission to read it") from None
     return parse_config(content, str(path), model, task)
 
 
@@ -91,7 +91,7 @@ def parse_config(content: bytes, path: str, model: str, task: str) -> dict[str, 
     except ValueError as error:  # of JSON, or of UTF-8
         raise refuse(path, f"is not JSON: {error}", "download the model again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise refuse(path, "names no model_type", "give the config.json of a transformers model")
+        raise refuse(path, "has no model_type", "use the config.json of a transformers model")
     if not isinstance(config.get("architectures") or [], list):
         raise refuse(path, "its architectures must be a list of class names", 'write it as in "architectures": ["LlamaForCausalLM"], or delete the line')
     if problems := _untrainable(config, task or fitting_task(config), f"model = {model}"):
@@ -117,12 +117,16 @@ def fitting_task(config: dict[str, Any]) -> str:
 
 def _no_config(folder: Path, model: str) -> Refusal:
     if not folder.is_dir():
-        return refuse(f"model = {model}", "is not a folder on this machine", "give a folder that holds config.json")
+        return refuse(f"model = {model}", "is not a folder on this machine", "set --model to a folder with a config.json")
     if gguf := sorted(folder.glob("*.gguf")):
-        rule = f"the folder holds {gguf[0].name}, a format for inference, and no config.json"
+        rule = f"the folder contains {gguf[0].name}, a format for inference, but no config.json"
         return refuse(f"model = {model}", rule, "use the safetensors files of the model that it was converted from")
     if (folder / "adapter_config.json").exists():
-        return refuse(f"model = {model}", "the folder holds an adapter, and no config.json", "give the base model, or merge the adapter into it and save that")
+        return refuse(
+            f"model = {model}",
+            "the folder contains an adapter but no config.json",
+            "set --model to the base model, or to a folder with the adapter merged into it",
+        )
     return refuse(f"model = {model}", *NO_CONFIG)
 
 
@@ -147,27 +151,27 @@ def unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
     kind, auto_class = config["model_type"], TASKS[task].auto_class
     types, causal, noun = types_of(auto_class), auto_class == CAUSAL, _noun(auto_class)
     if TASKS[task].pairs and not causal and kind in types and (kind not in types_of(CAUSAL) or unfit(config, "pretrain")):
-        return f"a {kind} is no decoder: what it says of a row would change with the padding behind it", OTHERS
+        return f"a {kind} is not a decoder, so its output for a row would change with the padding after it", OTHERS
     others = OTHERS if causal else f"use {'an' if noun[0] in 'aeiou' else 'a'} {noun} of transformers"
     auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
     own = str(auto_map.get(auto_class) or next(iter(auto_map.values()), ""))  # the class that replaces one of transformers
     same = auto_map.get(auto_class) is None or own.rpartition(".")[2].lower() in [name.lower() for name in types.get(kind, ())]
     if own and (kind not in types or not same):
-        return f"its auto_map names code of the model's own ({own}), which recipes never run", f"{others}, whose class is in transformers itself"
+        return f"its auto_map requires the model's own code ({own}), which recipes never run", f"{others}, whose class is in transformers itself"
     if causal:
         masked = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
         switch = READS_AHEAD.get(kind)
         if config.get("is_encoder_decoder"):
-            return f"a {kind} is an encoder-decoder, and recipes train decoders alone", others
+            return f"a {kind} is an encoder-decoder, but recipes train only decoders", others
         if (kind not in types and masked) or (switch is not None and not config.get(switch)):
-            fix = f'{others}. A {kind} that looks back only says "{switch}": true in its config.json' if switch else others
+            fix = f'{others}. The config.json of a causal {kind} has "{switch}": true' if switch else others
             return f"a {kind} reads the tokens that it should predict", fix
     if TASKS[task].masked and config.get("is_encoder_decoder"):
-        return f"a {kind} is an encoder-decoder, and this task trains encoders alone", others
+        return f"a {kind} is an encoder-decoder, but this task trains only encoders", others
     if TASKS[task].masked and kind in types and READS_AHEAD.get(kind) and config.get(READS_AHEAD[kind]):
-        return f'a {kind} whose config.json says "{READS_AHEAD[kind]}": true looks back only', f"{others}, or delete that line"
+        return f'a {kind} whose config.json says "{READS_AHEAD[kind]}": true is causal', f"{others}, or delete that line"
     if kind not in types:
-        return f"a {kind} is no {noun} that transformers {version('transformers')} knows", others
+        return f"transformers {version('transformers')} does not support a {kind} as {'an' if noun[0] in 'aeiou' else 'a'} {noun}", others
     return None
 
 
@@ -203,7 +207,7 @@ def check_own_names(model: str, init: str, tokenizer: str | None) -> list[Proble
     if not ways:
         return []
     name = f"model = {model}" if "weights" in ways or not tokenizer else f"tokenizer = {tokenizer}"
-    return [Problem(name, f"is only a config.json of this repository, without {' and '.join(ways)}", f"use {' '.join(ways.values())}")]
+    return [Problem(name, f"has only a config.json in this repository, without {' and '.join(ways)}", f"use {' '.join(ways.values())}")]
 
 
 def is_ours(name: str) -> bool:
@@ -234,4 +238,4 @@ def local_tokenizer(model: str, tokenizer: str = "") -> Path | None:
         return folder
     if gguf := sorted(folder.glob("*.gguf")):
         return gguf[0]
-    raise refuse(f"{flag} {folder}", "the folder holds no tokenizer (tokenizer.json, ...)", "use --tokenizer with a hub id, a folder, or bytes")
+    raise refuse(f"{flag} {folder}", "the folder contains no tokenizer (tokenizer.json, ...)", "set --tokenizer to a hub id, a folder or bytes")

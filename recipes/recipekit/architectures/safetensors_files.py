@@ -56,10 +56,10 @@ def read_header(folder: Path, file: str) -> dict[str, Entry]:
         for dim in entries[key].shape:
             numel *= dim
         if begin != position or end - begin != numel:
-            raise refuse(f"{path}: {key}", f"lies at {begin} to {end} where {position} and {numel} bytes are due", AGAIN)
+            raise refuse(f"{path}: {key}", f"is stored at bytes {begin} to {end}, but must start at {position} and have {numel} bytes", AGAIN)
         position = end
     if 8 + length + position != size:
-        raise refuse(str(path), f"has {size} bytes, its header describes {8 + length + position}", AGAIN)
+        raise refuse(str(path), f"has {size} bytes, but its header describes {8 + length + position}", AGAIN)
     return entries
 
 
@@ -85,8 +85,8 @@ def open_folder(folder: Path) -> dict[str, Entry]:
         weight_map, names = {}, [WHOLE] if WHOLE in found_names else found_names
     if not names:
         others = sorted(path.name for pattern in OTHER_FILES for path in folder.glob(pattern))
-        rule = f"holds {others[0]}, which is not read, and no .safetensors file" if others else "holds no .safetensors file"
-        raise refuse(str(folder), rule, "download its safetensors, or load the model once with transformers and save it with save_pretrained")
+        rule = f"contains {others[0]}, which is not supported, but no .safetensors file" if others else "contains no .safetensors file"
+        raise refuse(str(folder), rule, "download its .safetensors files, or load the model once with transformers and save it with save_pretrained")
     parts = {(int(part[1]), int(part[2])) for name in names if (part := re.fullmatch(r".*-(\d{5})-of-(\d{5})\.safetensors", name))}
     if missing := sorted(set(range(1, max((of for _, of in parts), default=0) + 1)) - {number for number, _ in parts}):
         raise refuse(str(folder), f"lacks part {missing[0]} of {max(of for _, of in parts)} of its .safetensors files", AGAIN)

@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return parse_json(path.read_bytes(), str(path))
     except OSError as error:
-        raise refuse(str(path), f"cannot be read: {error.strerror}", "make it readable for this user") from None
+        raise refuse(str(path), f"cannot be read: {error.strerror}", "give this user permission to read it") from None
 
 
 def check_generation_file(folder: Path) -> None:
@@ -115,9 +115,9 @@ def check_tokenizer_files(folder: Path) -> None:
         if size <= PARSED:
             found = read_json(path)
             if path.name == "tokenizer.json" and not isinstance(found.get("model"), dict):
-                raise refuse(str(path), "holds no tokenizer: its key model is missing", fix)
+                raise refuse(str(path), "contains no tokenizer: its key model is missing", fix)
         elif not (path.open("rb").read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and _end_of(path).endswith(b"}")):
-            raise refuse(str(path), "is cut, or is not a JSON object", fix)
+            raise refuse(str(path), "is truncated, or is not a JSON object", fix)
 
 
 def _end_of(path: Path) -> bytes:

@@ -36,8 +36,8 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     step = open_step(source)
     errors.check(step.folder, layout, step.blueprint, blueprint or step.blueprint)
     if not any(tensor.group is not None for tensor in step.blueprint.tensors):
-        rule = "is of ZeRO-0 and another program: its optimizer states have no names"
-        raise refuse(str(step.folder), rule, "convert only its weights: to-hf, then from-hf")
+        rule = "was saved at ZeRO-0 by another program, so its optimizer states have no names"
+        raise refuse(str(step.folder), rule, "convert only its weights, with recipekit convert to-hf and then from-hf")
     journal = Journal(out, {"source": step.fingerprint, "layout": layout.to_json()})
     now = blueprint or step.blueprint
     with ExitStack() as stack:

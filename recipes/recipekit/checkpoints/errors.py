@@ -73,7 +73,7 @@ def check_degrees(was: Layout, degrees: dict[str, int], zero: int) -> list[Probl
     if not sends_signs(was):
         return []
     asked = degrees | {"zero": zero}
-    rule = f"the checkpoint is of {was.algorithm}, which has data-parallel ranks with the whole model only"
+    rule = f"the checkpoint uses {was.algorithm}, which requires data-parallel ranks that each hold the full model"
     return [
         Problem(f"{name} = {asked[name]}", rule, f"use --{name} {least}")
         for name, least in (("tp", 1), ("pp", 1), ("ep", 1), ("zero", 0))

@@ -26,7 +26,7 @@ class Journal:
 
     def __init__(self, out: Path, plan: dict[str, Any]):
         if out.exists():
-            raise refuse(str(out), "already exists, and nothing is overwritten", "choose another folder, or remove it")
+            raise refuse(str(out), "already exists and is not overwritten", "choose another folder, or remove it")
         self.out, self._file, self._lock = out, journal_file(out), threading.Lock()
         self.folder = self._file.parent
         boot = Path("/proc/sys/kernel/random/boot_id")

@@ -64,7 +64,7 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
     if saved is None:
         if same:
             return state, True
-        rule = f"was written by another layout ({was}) than this one ({layout}), and {UNDESCRIBED}"
+        rule = f"was written in the layout {was}, not in this run's layout {layout}, and {UNDESCRIBED}"
         raise refuse(
             f"resume from {step}", rule, "resume once with the same ranks, degrees and strategy. A checkpoint that this run saves can change the layout"
         )

@@ -35,9 +35,11 @@ def tag_folder(path: Path) -> Path | None:
 def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
     """Returns (blueprint, layout, state) of a tag folder. Raises `Refusal` where the files do not decide them."""
     if any(folder.glob("layer_*")):
-        raise _undecided(folder, "is from a pipeline, and pipeline layer files do not name their model", "export it with the program that wrote it")
+        raise _undecided(
+            folder, "is from a pipeline, and pipeline layer files do not name their model", "export it to Hugging Face files with the program that wrote it"
+        )
     if any(folder.glob("*expp_rank_*")) or any(folder.glob("*_expert_*")):
-        raise _undecided(folder, "has experts that DeepSpeed sharded", "export it with the program that wrote it")
+        raise _undecided(folder, "has experts that DeepSpeed sharded", "export it to Hugging Face files with the program that wrote it")
     stage = 3 if any(folder.glob("zero_pp_rank_*_model_states.pt")) else 2 if any(folder.glob("*_optim_states.pt")) else 0
     model = read(folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"))
     tp, dp, config = model["mp_world_size"], model["dp_world_size"], model["ds_config"]
@@ -78,7 +80,7 @@ def optimizer_of(config: dict[str, Any], states: set[str], folder: Path) -> dict
     named, scalars = (states_of(config), facts_of(config).scalars) if known else ((), ())
     if not known or {*named, *scalars} != states:
         rule = f"has optimizer states {', '.join(sorted(states)) or 'none'}, not {kind}'s {', '.join((*named, *scalars)) or '(unknown)'}"
-        raise _undecided(folder, rule, "export it with the program that wrote it")
+        raise _undecided(folder, rule, "export it to Hugging Face files with the program that wrote it")
     return {"algorithm": family_of(config), "states": named, "scalars": scalars}
 
 
@@ -114,7 +116,11 @@ def _autotp_cuts(folder: Path, model: dict[str, Any], tp: int) -> dict[str, tupl
     notes = model.get("universal_checkpoint_info") or {}
     affine = notes.get("affine_map") or {}
     if affine.get("version") != 1 or notes.get("autotp_unsupported_parameter_patterns"):
-        raise _undecided(folder, f"is of {tp} tensor ranks and does not say how they cut the parameters", "export it with the program that wrote it")
+        raise _undecided(
+            folder,
+            f"is of {tp} tensor ranks but does not record how they split the parameters",
+            "export it to Hugging Face files with the program that wrote it",
+        )
     cuts = {}
     for pattern, facts in affine["params"].items():
         name, whole = re.sub(r"\\(.)", r"\1", pattern.removeprefix("^").removesuffix("$")), tuple(facts["logical_shape"])
@@ -125,7 +131,11 @@ def _autotp_cuts(folder: Path, model: dict[str, Any], tp: int) -> dict[str, tupl
             for piece in sorted(facts["ranks"][rank]["pieces"], key=lambda piece: piece["dest"][0]):
                 differ = [dim for dim, size in enumerate(piece["shape"]) if size != whole[dim]]
                 if len(differ) > 1 or list(piece["source"][1]) != strides or "scale" in piece:
-                    raise _undecided(f"{folder}: {name}", "is split in a way that is not a range of one dimension", "export it with the program that wrote it")
+                    raise _undecided(
+                        f"{folder}: {name}",
+                        "is split in a way that is not a range of one dimension",
+                        "export it to Hugging Face files with the program that wrote it",
+                    )
                 dim = differ[0] if differ else 0
                 start = piece["source"][0] // strides[dim]
                 own.append((start, start + piece["shape"][dim]))

@@ -67,7 +67,7 @@ class Step:
 def open_step(path: Path) -> Step:
     """Opens the step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
     if not path.is_dir():
-        raise refuse(str(path), "the folder does not exist", "give a run folder, such as runs/NAME, or a step folder of one")
+        raise refuse(str(path), "the folder does not exist", "name a run folder, such as runs/NAME, or a step folder inside one")
     steps = step_folders(path / CHECKPOINTS)[::-1] or [path]
     found: list[str] = []
     if not (steps[0] / manifest.MANIFEST).exists() and not (steps[0] / manifest.STATE).exists() and (folder := other_programs.tag_folder(steps[0])):
@@ -88,7 +88,7 @@ def open_step(path: Path) -> Step:
             )
         listed = manifest.read(step)
         return Step(step, state, Blueprint.from_json(saved), layout, listed["tensors"], tuple(manifest.unlisted(step, listed)))
-    raise refuse(str(path), f"contains no complete checkpoint ({'; '.join(found)})", "give a run folder, or a step folder of one")
+    raise refuse(str(path), f"contains no complete checkpoint ({'; '.join(found)})", "name a run folder, or a step folder inside one")
 
 
 def target_layout(
@@ -152,7 +152,7 @@ def _check_ep(blueprint: Blueprint, degrees: dict[str, int]) -> list[Problem]:
         fix = f"use --ep 1, or {' '.join(f'--{name} 1' for name in others)}"
         found.append(Problem(where, "expert parallelism can be combined only with data parallelism and ZeRO", fix))
     if not experts:
-        found.append(Problem(f"ep = {ep}", "the checkpoint names no experts that DeepSpeed's AutoEP divides", "use --ep 1"))
+        found.append(Problem(f"ep = {ep}", "the checkpoint contains no experts that DeepSpeed's AutoEP shards", "use --ep 1"))
     elif experts % ep:
         fits = " or ".join(str(degree) for degree in divisors(experts, dp) if degree < ep)
         found.append(Problem(f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {fits}"))

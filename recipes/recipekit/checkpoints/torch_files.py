@@ -94,7 +94,7 @@ _REBUILD, _NEWER, _UNTYPED, _SIZE, _DEVICE = (
 def member(kind: Any, name: str) -> Stand:
     """Reads a member of an enum, which Python 3.11.0 to 3.11.3 write as a call of `getattr`; refuses every other call."""
     if kind is not ZeroStage or name not in STAGES:
-        raise ValueError(f"getattr({kind}, {name!r}) is in no checkpoint")
+        raise ValueError(f"getattr({kind}, {name!r}) is not allowed in a checkpoint")
     return ZeroStage(STAGES.index(name))
 
 
@@ -218,7 +218,7 @@ class _Pickler(_PythonPickler):
         elif any(obj is known for known in PLAIN):
             super().save_global(obj, name)
         else:
-            raise pickle.PicklingError(f"{obj} belongs in no checkpoint")
+            raise pickle.PicklingError(f"{obj} is not allowed in a checkpoint")
 
     dispatch = _PythonPickler.dispatch | {kind: lambda self, obj: self.save_global(obj) for kind in (type, FunctionType)}
 

@@ -154,7 +154,7 @@ def check_space(out: Path, needed: int) -> None:
     """Raises `Refusal` if the disk has no room for the output, before anything is written."""
     free = shutil.disk_usage(existing(out)).free
     if needed > free:
-        raise refuse(str(out), f"needs {needed:,} bytes, {free:,} are free", "free space, or choose another folder")
+        raise refuse(str(out), f"requires {needed:,} bytes, but only {free:,} are free", "free space, or choose another folder")
 
 
 def opened(path: Path) -> Step:
@@ -260,7 +260,7 @@ def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, w
 
 def verify(arguments: argparse.Namespace) -> int:
     if not arguments.source.is_dir():
-        raise refuse(str(arguments.source), "is not a folder", "give a step folder, such as runs/NAME/checkpoints/step_00000010")
+        raise refuse(str(arguments.source), "is not a folder", "name a step folder, such as runs/NAME/checkpoints/step_00000010")
     bar = Bar()
     with bar.progress:
         faults = convert.verify(arguments.source, effort(arguments, bar))

@@ -188,7 +188,7 @@ def _refused(where: str, full: str) -> Iterator[None]:
     except Refusal:
         raise
     except (torch.OutOfMemoryError, MemoryError):
-        raise refuse(where, f"is too large: {full}", "CUDA_VISIBLE_DEVICES= loads it on the CPU") from None
+        raise refuse(where, f"is too large: {full}", "set CUDA_VISIBLE_DEVICES= (empty) to load it on the CPU") from None
     except (OSError, ImportError) as error:
         if Path(where).is_dir():
             raise refuse(where, f"cannot be loaded: {_first_line(error)}", AGAIN) from None
@@ -209,7 +209,7 @@ def as_chat(export: Export, tokenizer: Any, wanted: bool | None) -> bool:
     has_template = bool(tokenizer.chat_template)
     if wanted and not has_template:
         rule = f"the tokenizer in {export.folder} has no chat template"
-        raise refuse("--chat", rule, "leave it out: the model then continues the prompt")
+        raise refuse("--chat", rule, "leave out --chat. The model then continues the prompt")
     if wanted is not None:
         return wanted
     return has_template and export.task != "pretrain"
@@ -228,7 +228,7 @@ def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except (TemplateError, TypeError) as error:
             rule = f"the chat template refuses a message of a user: {_first_line(error)}"
-            raise refuse("--prompt", rule, "use --no-chat: the model then continues the prompt") from None
+            raise refuse("--prompt", rule, "use --no-chat. The model then continues the prompt") from None
     else:
         begin = [tokenizer.bos_token_id] if edges(tokenizer)[0][:1] == [tokenizer.bos_token_id] else []
         try:
@@ -238,12 +238,12 @@ def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
         ids = [*begin, *own] if own else []
     if not ids:
         rule = "the tokenizer cannot encode part of it and has no token for unknown text"
-        raise refuse("--prompt", rule, "write another prompt")
+        raise refuse("--prompt", rule, "use another --prompt")
     most = generator.model.get_input_embeddings().weight.shape[0]
     if (largest := max(ids)) >= most:
         word = tokenizer.convert_ids_to_tokens(largest)
         rule = f"has token {largest} ({word!r}), and the model has embeddings for 0 to {most - 1}"
-        raise refuse("--prompt", rule, "write another prompt, or use the model's own tokenizer")
+        raise refuse("--prompt", rule, "use another --prompt, or use the model's own tokenizer")
     return list(ids)
 
 

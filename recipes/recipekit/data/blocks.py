@@ -96,7 +96,7 @@ def no_document(source: Source, rows: int, empty: int, bad: int) -> Refusal:
     """Return the refusal of data without a document to train on, with the columns that were read."""
     met = f". Its columns are {', '.join(map(repr, columns))}" if (columns := source.columns()) else ""
     if not rows and not bad:
-        return refuse("--dataset", f"contains no rows{met}", "use other data")
+        return refuse("--dataset", f"contains no rows{met}", "set --dataset to other data")
     left = rows - empty - bad
     held = f" and {left:,} held out for evaluation" if left > 0 else ""
     rule = f"contains no document to train on: of {max(rows, empty + bad):,} rows {empty:,} are empty, {bad:,} cannot be read{held}{met}"

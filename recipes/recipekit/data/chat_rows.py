@@ -128,7 +128,7 @@ def _list(value: Any, place: str) -> list[Message]:
         return []
     if not isinstance(value, list):
         rule = f"must be a list of messages (--messages_field), not {type(value).__name__} {str(value)[:40]!r}"
-        raise refuse(place, rule, f"name another column, correct the row, or {SKIP}")
+        raise refuse(place, rule, f"name another column with --messages_field, correct the row, or {SKIP}")
     return value
 
 

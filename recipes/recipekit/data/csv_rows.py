@@ -34,7 +34,7 @@ def read(stream: BinaryIO, separator: str, place: str) -> tuple[list[str], Itera
     except csv.Error as error:
         raise refuse(place, f"its header cannot be read: {error}", "correct the first line") from error
     if not header:
-        raise refuse(place, "is empty", f"fetch it again, or {SKIP}")
+        raise refuse(place, "is empty", f"download it again, or {SKIP}")
     _check_header(header, separator, place)
     return header, _records(rows, header)
 

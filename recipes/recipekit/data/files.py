@@ -132,9 +132,9 @@ def _check_folder(folder: Path, files: list[Path], of_split: tuple[Path, ...], p
     known = f"{', '.join(KINDS)}{', or images in one folder per class' if pictures else ''}"
     if media and len(media) >= len(files):
         rule = f"contains {MEDIA[suffix(media[0])]} ({count_endings(media)}), which no task supports"
-        raise refuse(where, rule, "to train on its text files, name them")
+        raise refuse(where, rule, "name its text files with --dataset to train on them")
     if not files:
-        raise refuse(where, f"contains no supported files ({known})", "convert its files to one of these")
+        raise refuse(where, f"contains no supported files ({known})", "convert its files to one of these formats")
     metadata = [file for file in of_split if file.name in METADATA]
     if metadata and pictures and suffix(files[0]) in PICTURES:
         rule = f"contains {metadata[0].name} with columns for its images, which is not supported"

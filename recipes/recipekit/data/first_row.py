@@ -141,7 +141,7 @@ def _first_of_lines(file: Path, columns: tuple[str, ...]) -> tuple[int, dict[str
     """Reads the first row that is not blank: (number, content). The content is empty if the row is longer than `FIRST_BYTES`."""
     head = _head(file).removeprefix(codecs.BOM_UTF8)
     if not head:
-        raise refuse(str(file), "is empty", f"fetch it again, or {SKIP}")
+        raise refuse(str(file), "is empty", f"download it again, or {SKIP}")
     lines = head.split(b"\n")
     if len(head) == FIRST_BYTES:
         lines.pop()  # it goes on

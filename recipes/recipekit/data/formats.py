@@ -82,7 +82,7 @@ def lines_source(spans: list[Span], wanted: Wanted, mark: str, **more: Any) -> S
 
 def _lines(span: Span, row: int, read_rows: int) -> Iterator[list[bytes]]:
     if span.stop == 0:
-        raise refuse(str(span.file), "is empty", "fetch it again, or leave it out (--bad_rows skip)")
+        raise refuse(str(span.file), "is empty", "download it again, or leave it out (--bad_rows skip)")
     lines: list[bytes] = []
     try:
         for number, line in enumerate(_raw_lines(span)):

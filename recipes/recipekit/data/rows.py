@@ -64,7 +64,7 @@ def named_twice(names: list[str]) -> tuple[str, str] | None:
     if len(names) == len(set(names)):
         return None
     twice = next(name for name in names if names.count(name) > 1)
-    return f"has {names.count(twice)} columns named {twice!r}", "rename or drop all but one of them"
+    return f"has {names.count(twice)} columns named {twice!r}", "rename or delete all but one of them"
 
 
 def is_empty(value: Any) -> bool:

@@ -34,7 +34,13 @@ def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
     wished = "--wandb" if "wandb" in typed else f"WANDB_MODE = {mode}" if mode in ("online", "shared") else ""
     if not wanted or not wished or wandb_disabled() or importlib.util.find_spec("wandb"):
         return []
-    return [Problem(wished, "the package wandb is not installed", "run: pip install -r requirements.txt, or leave it out: metrics.jsonl holds the same")]
+    return [
+        Problem(
+            wished,
+            "the package wandb is not installed",
+            "run: pip install -r requirements.txt, or leave it out, because metrics.jsonl contains the same metrics",
+        )
+    ]
 
 
 def check_wandb(wanted: bool) -> Findings:
@@ -94,4 +100,4 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
         fix = f"ask for access at {page}, then `hf auth login`"
         yield Problem(f"model = {model}", "is gated, and this host is not logged in with an account that may read it", fix)
     elif found:
-        yield Problem(f"model = {model}", f"does not exist at {page}, or is private ({found})", "check the name. If it is right, `hf auth login`")
+        yield Problem(f"model = {model}", f"does not exist at {page}, or is private ({found})", "check the name. If it is right, run: hf auth login")

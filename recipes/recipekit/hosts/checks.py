@@ -36,7 +36,9 @@ def check_versions(pins: list[str]) -> Findings:
         elif lost := [module for module in _modules(name) if importlib.util.find_spec(module) is None]:
             matching -= 1
             yield Problem(
-                f"{name} {found}", f"is recorded as installed, but {lost[0]} is gone", f"run: pip install --force-reinstall --no-deps {name}=={pinned}"
+                f"{name} {found}",
+                f"is recorded as installed, but its file {lost[0]} is missing",
+                f"run: pip install --force-reinstall --no-deps {name}=={pinned}",
             )
     yield Row("packages", f"{matching} of {len(pins)} as requirements.txt pins them")
 
@@ -65,7 +67,7 @@ def check_toolchain(config: dict[str, Any] | None) -> Findings:
     for left, who in op_cache.left_over(op_cache.folder()):
         if who or not _open_somewhere(left):
             why = f"on {who} that was killed (nothing has changed beside it since)" if who else "that was killed (no process of this host has it open)"
-            yield Problem(f"{left}, {_age(left)} old", f"left by a compile {why}. Every later compile waits for it for ever", f"run: rm -f {left}")
+            yield Problem(f"{left}, {_age(left)} old", f"is left over from a compile {why}, and every later compile waits for it", f"run: rm -f {left}")
 
 
 def _open_somewhere(path: Path) -> bool:

@@ -106,8 +106,8 @@ def over_sockets(networks: dict[int, str], adapters: list[Port]) -> list[Problem
     infiniband = [port for port in adapters if port.layer == "InfiniBand"]
     if not infiniband or "Socket" not in networks.values():
         return []
-    rule = f"talks over sockets between hosts, although {infiniband[0].device} with {infiniband[0].gbit:g} Gb/s is there"
-    fix = "install libibverbs (rdma-core), pass /dev/infiniband to the container, unset NCCL_IB_DISABLE and NCCL_NET. NCCL_DEBUG=INFO tells why"
+    rule = f"uses sockets between hosts, although {infiniband[0].device} with {infiniband[0].gbit:g} Gb/s is there"
+    fix = "install libibverbs (rdma-core), pass /dev/infiniband to the container, unset NCCL_IB_DISABLE and NCCL_NET. Set NCCL_DEBUG=INFO to see the reason"
     return [Problem("NCCL", rule, fix)]
 
 

@@ -23,7 +23,7 @@ def check_out(out: Path, mark: str | None) -> Findings:
     there = existing(out)
     where = f"out = {out}"
     if os.path.isfile(out):
-        yield Problem(where, "is a file", "choose a folder with --out")
+        yield Problem(where, "is a file", "set --out to a folder")
         return
     try:
         with tempfile.TemporaryFile(dir=there, prefix=".doctor_") as file:
@@ -37,12 +37,16 @@ def check_out(out: Path, mark: str | None) -> Findings:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = amount(shutil.disk_usage(there).free)
-            yield Problem(where, f"{there} is full ({error.strerror}, {free} free)", "free space, or choose a folder on another disk with --out")
+            yield Problem(where, f"{there} is full ({error.strerror}, {free} free)", "free space, or set --out to a folder on another disk")
         else:
-            yield Problem(where, f"{there} cannot be written: {error.strerror}", "choose a folder that you can write to with --out")
+            yield Problem(where, f"{there} cannot be written: {error.strerror}", "set --out to a folder that you can write to")
     yield Row("out", f"{out.absolute()} ({file_system(there) or 'unknown file system'}, {amount(shutil.disk_usage(there).free)} free)")
     if mark and not os.path.exists(there / mark):
-        yield Problem(where, f"{there} is not the folder that rank 0 writes to: its mark {mark} is not in it", "give a folder with --out that all hosts share")
+        yield Problem(
+            where,
+            f"{there} is not the folder that rank 0 writes to, because rank 0's marker file {mark} is missing",
+            "set --out to a folder that all hosts share",
+        )
 
 
 def check_drive(folder: Path) -> Findings:
@@ -67,11 +71,11 @@ def check_drive(folder: Path) -> Findings:
             read = time.perf_counter()
             os.close(descriptor)
     except OSError as error:
-        yield Problem(f"nvme_path = {folder}", f"{there} cannot be written: {error.strerror}", "write the folder of a local drive with room")
+        yield Problem(f"nvme_path = {folder}", f"{there} cannot be written: {error.strerror}", "set nvme_path to a folder on a local drive with free space")
         return
     writes, reads = (16 * len(block) / seconds / 1e9 for seconds in (written - begun, read - written))
     cached = "" if past_cache else ", through the page cache"
     yield Row("NVMe", f"{there} ({file_system(there)}): writes {writes:.2f} GB/s, reads {reads:.2f} GB/s{cached}, {amount(shutil.disk_usage(there).free)} free")
     if min(writes, reads) < SLOWEST_DRIVE:
         rule = f"writes {writes:.2f} GB/s and reads {reads:.2f} GB/s: below {SLOWEST_DRIVE} GB/s every step waits for it"
-        yield Problem(f"nvme_path = {folder}", rule, "write the folder of a local NVMe drive")
+        yield Problem(f"nvme_path = {folder}", rule, "set nvme_path to a folder on a local NVMe drive")

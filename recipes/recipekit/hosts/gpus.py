@@ -67,7 +67,7 @@ def check_devices(local_world: int) -> Findings:
     for gpu in found[:local_world]:
         if gpu.used > gpu.total // 10:
             held = f"another process holds {amount(gpu.used)} of {amount(gpu.total)}"
-            yield Problem(f"GPU {gpu.number} ({gpu.name})", held, "end it (nvidia-smi shows it), or leave this GPU out")
+            yield Problem(f"GPU {gpu.number} ({gpu.name})", held, "end that process (nvidia-smi lists it), or leave this GPU out")
     if found:  # ranks on a CPU take none
         yield from check_shared_memory(Path("/dev/shm"))
 
@@ -118,16 +118,18 @@ def check_ordinal(local_rank: int) -> list[Problem]:
     fix = (
         "let every rank see all GPUs: leave out srun's --gpus-per-task and --gpu-bind (give --gpus-per-node), and set no CUDA_VISIBLE_DEVICES for single ranks"
     )
-    return [Problem(seen, "each rank uses the GPU of its number, and must see the others for direct copies", f"{fix}, or start {count} on each host")]
+    return [
+        Problem(seen, "each rank uses the GPU with its own number, and must also see the other GPUs for direct copies", f"{fix}, or start {count} on each host")
+    ]
 
 
 def check_shared_memory(folder: Path, needed: int = NCCL_BUFFERS) -> Findings:
     """Checks that `folder` has `needed` bytes of room for the messages between the GPUs of a host."""
     if not folder.is_dir():
-        yield Problem(str(folder), "does not exist, but the ranks of a host communicate through it", f"mount -t tmpfs tmpfs {folder}")
+        yield Problem(str(folder), "does not exist, but the ranks of a host communicate through it", f"run: mount -t tmpfs tmpfs {folder}")
         return
     use = shutil.disk_usage(folder)
     yield Row("shared memory", f"{amount(use.free)} of {amount(use.total)} free")
     if use.free < needed:
         fix = "start the container with --shm-size=1g (Kubernetes: an emptyDir with medium: Memory), or remove leftover files in it"
-        yield Problem(f"{folder}: {amount(use.free)} of {amount(use.total)} free", f"NCCL takes {amount(needed)}", fix)
+        yield Problem(f"{folder}: {amount(use.free)} of {amount(use.total)} free", f"NCCL requires {amount(needed)}", fix)

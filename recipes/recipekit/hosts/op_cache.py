@@ -170,7 +170,7 @@ def _clear(place: Path, part: str, file: IO[str], say: Say) -> None:
             return
         who = owner.split()[0] if owner else "another host"
         if (quiet := _quiet(place / part)) > QUIET:
-            rule = f"was left by a compile on {who}, and nothing has changed beside it for {quiet / 60:.0f} min"
+            rule = f"is left over from a compile on {who}, and nothing has changed beside it for {quiet / 60:.0f} min"
             raise refuse(str(left), rule, f"run: rm -f {left}, unless it still compiles there")
         if not told:
             say(f"waiting for {who}, which compiles DeepSpeed's {part}")

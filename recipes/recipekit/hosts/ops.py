@@ -86,7 +86,9 @@ def check(ops: list[Op], cuda: str | None) -> list[Problem]:
     if any("pin_memory" in op.parts for op in ops if op not in missing) and not any(map(_loads, LIBAIO_NAMES)):
         problems.append(
             Problem(
-                "libaio", "async_io, which NVMe offload needs, does not load without it", "install libaio1 or libaio1t64 (Debian, Ubuntu), or libaio (Fedora)"
+                "libaio",
+                "async_io, which NVMe offload requires, cannot be loaded without it",
+                "install libaio1 or libaio1t64 (Debian, Ubuntu), or libaio (Fedora)",
             )
         )
     if missing:
@@ -106,12 +108,18 @@ def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
     compiler, c_compiler = _compilers()
     found = [name for name in dict.fromkeys((compiler[0], c_compiler[0])) if not shutil.which(name)]
     if found:
-        problems.append(Problem(f"compiler {' and '.join(found)}", f"not found {what}", "install one (Debian, Ubuntu: apt-get install g++), or set CXX and CC"))
+        problems.append(
+            Problem(
+                f"compiler {' and '.join(found)}",
+                f"not found {what}",
+                "install one (Debian, Ubuntu: apt-get install g++), or set CXX and CC",
+            )
+        )
     if not shutil.which("ninja", path=_path()):
         problems.append(Problem("ninja", f"not found {what}", f"{sys.executable} -m pip install -r requirements.txt"))
     problems += _check_headers(what)
     if any("async_io" in op.parts or "gds" in op.parts for op in ops) and not found and (why := _link(compiler, "io_setup(1, 0)", "libaio.h", ["-laio"])):
-        problems.append(Problem("libaio", f"async_io, which NVMe offload needs, does not compile without it ({why})", LIBAIO))
+        problems.append(Problem("libaio", f"async_io, which NVMe offload requires, cannot be compiled without it ({why})", LIBAIO))
     if cuda and (compiled_against := [op for op in ops if op.cuda]):
         problems += check_cuda(compiled_against, cuda, cuda_home(), [] if found else compiler)
     return problems
@@ -131,7 +139,7 @@ def check_torch_compile(cuda: bool) -> list[Problem]:
     if not any(map(shutil.which, named)):
         problems.insert(0, Problem(f"compiler {' or '.join(named)}", f"not found {what}", f"install one, or set {'CC' if cuda else 'CXX'}"))
     if cuda and importlib.util.find_spec("triton") is None:
-        problems.append(Problem("triton", f"not found {what} on a GPU", "install the triton that torch's wheel for CUDA asks for"))
+        problems.append(Problem("triton", f"not found {what} on a GPU", "install the Triton version that torch's CUDA wheel requires"))
     if cuda:
         import torch
 
@@ -161,7 +169,7 @@ def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str])
     except (OSError, subprocess.SubprocessError, AssertionError) as error:
         return [Problem(f"CUDA_HOME = {home}", f"has no bin/nvcc that runs, to compile {what} ({_short(error)})", fix)]
     if release[1] != major and os.environ.get("DS_SKIP_CUDA_CHECK") != "1":
-        rule = f"is of CUDA {release[1]}.{release[2]}, and torch of CUDA {cuda}: {what} would need a different libcudart than torch ships"
+        rule = f"has CUDA {release[1]}.{release[2]}, but torch was built for CUDA {cuda}, and {what} would need a different libcudart than torch ships"
         return [Problem(f"CUDA_HOME = {home}", rule, f"{fix}, or set DS_SKIP_CUDA_CHECK=1 if you know that both versions work together")]
     linked = [f"-L{home}", f"-L{home / 'lib64'}", "-lcuda", "-lcudart"]
     if compiler and any("pin_memory" in op.parts for op in ops) and (why := _link(compiler, "0", "stddef.h", linked)):

@@ -109,7 +109,7 @@ class Report:
             ranks, free = self.seen[node]["ranks"], self.seen[node]["room"]
             for place, what, fix in (
                 ("host", "host memory", "use more hosts, or a strategy of less memory (ds_configs/README.md)"),
-                ("NVMe", "the NVMe folder", "free space, or write the folder of a larger drive as nvme_path"),
+                ("NVMe", "the NVMe folder", "free space, or set nvme_path to a folder on a larger drive"),
             ):
                 if place in free and needs[place] * ranks > free[place]:
                     rule = f"{ranks} ranks of this run need {amount(needs[place] * ranks)} for their states"
@@ -120,7 +120,7 @@ class Report:
         made = f"{count} checkpoint{'s' if count > 1 else ''} of {amount(size)}{files}"
         self.add(Row("disk", f"{made}, {amount(free)} free"), [0])
         if total > free:
-            fix = "free space, keep fewer with --keep, leave out --export, or choose a folder on another disk with --out"
+            fix = "free space, keep fewer with --keep, leave out --export, or set --out to a folder on another disk"
             self.add(Problem(f"out = {out}: {amount(free)} free", f"the run writes {amount(total)}: {made}", fix), [])
 
     def measured(self, told: dict[int, dict[str, Any]], joined: dict[int, dict[str, Any]]) -> None:
@@ -165,7 +165,7 @@ class Report:
         firsts = {node: min(rank for rank, seen in self.seen.items() if seen["node"] == node) for node in self.nodes}
         places = {rank: fabric.Place(seen["node"], rank - firsts[seen["node"]]) for rank, seen in self.seen.items()}
         for where, text in self._name(fabric.below(links, fabric.floors(places, facts, networks.get(0, "")))):
-            fix = "look at nvidia-smi topo -m, nvidia-smi nvlink -s, ibstat, and what NCCL chooses with NCCL_DEBUG=INFO"
+            fix = "check nvidia-smi topo -m, nvidia-smi nvlink -s, ibstat, and what NCCL chooses with NCCL_DEBUG=INFO"
             self.add(Problem(where, f"the link is slow: {text}", fix), [])
 
     def slow(self, told: dict[int, dict[str, Any]], times: float = SLOW) -> dict[int, tuple[float, float]]:

@@ -82,7 +82,7 @@ def check_in_force() -> dict[str, Any]:
         where = f"--deterministic on rank {os.environ.get('RANK', '0')}"
         raise refuse(
             where,
-            f"something has set {', '.join(wrong)} since the start",
+            f"the settings have changed since the start: {', '.join(wrong)}",
             f"remove that from the code that the recipe imports or runs in adapt ({sys.argv[0]})",
         )
     return found

@@ -289,7 +289,7 @@ def _check_trained(made: Any) -> list[Problem]:
         aliases[id(parameter)] = aliases.get(id(parameter), False) or name in held
     trained = [(name, parameter) for name, parameter in made.named_parameters() if parameter.requires_grad]
     if not trained:
-        return [Problem("adapt", "leaves nothing to train", "set inference_mode=False in LoraConfig")]
+        return [Problem("adapt", "leaves no weights to train", "set inference_mode=False in LoraConfig")]
     if lost := [name for name, parameter in trained if not aliases[id(parameter)]]:
         rule = f"trains weights that peft does not write into the adapter's file: {_listed(lost)}"
         return [Problem("adapt", rule, "name their modules in modules_to_save of LoraConfig")]

@@ -38,13 +38,13 @@ def choose_attention(
         return wanted, ""
     if facts.rows != PACKED:
         if wanted == VARLEN:
-            raise refuse("attention = varlen", "requires rows of packed documents, which this task does not have", "leave it out")
+            raise refuse("attention = varlen", "requires rows of packed documents, which this task does not have", "leave out --attention")
         return ("sdpa" if class_of(config_of(model_config, name), facts.auto_class)._supports_sdpa else "eager"), ""
     reason = unfit_here(model_config, dtype, device) or unfit(model_config, name)
     if not reason:
         return VARLEN, ""
     if wanted == VARLEN:
-        raise refuse("attention = varlen", f"is not right for this {model_config['model_type']}: {reason}", "leave it out, or use --attention sdpa")
+        raise refuse("attention = varlen", f"is not exact for this {model_config['model_type']}: {reason}", "leave out --attention, or use --attention sdpa")
     if problems := check_dense_mask("sdpa", rows[1], rows[0], dtype.itemsize):
         raise Refusal([replace(problem, rule=f"{problem.rule}. It is not varlen, which makes none: {reason}", fix=SHORTER) for problem in problems])
     return "sdpa", f"attention sdpa with a mask of packed documents, not varlen: {reason}"

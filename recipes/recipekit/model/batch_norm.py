@@ -28,7 +28,7 @@ def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
     if not norm.training:
         return batch_norm(x, mean, var, weight, bias, False, 0.0, norm.eps)
     if x.numel() == x.shape[1]:
-        raise refuse("micro_batch = 1", f"a BatchNorm sees {tuple(x.shape)}: one value a channel has no variance", "use --micro_batch 2 or more")
+        raise refuse("micro_batch = 1", f"BatchNorm receives {tuple(x.shape)}, and one value per channel has no variance", "use --micro_batch 2 or more")
     mean, var = torch.zeros_like(mean), torch.ones_like(var)
     out = batch_norm(x, mean, var, weight, bias, True, 1.0, norm.eps)  # with a momentum of 1 they become those of this micro-batch
     if torch._C._current_graph_task_id() == -1:  # no backward pass runs
@@ -73,7 +73,7 @@ def check_norms(model: nn.Module) -> None:
         if isinstance(module, _BatchNorm) and (type(module) not in (*OURS, *OURS.values()) or not module.track_running_stats):
             kind = type(module).__name__
             rule = f"{name} is a {kind} without running statistics" if type(module) in OURS else f"{name} is a {kind}, whose statistics are not known here"
-            raise refuse(f"model = {type(model).__name__}", rule, "use a model of torch's BatchNorm1d or BatchNorm2d, or without")
+            raise refuse(f"model = {type(model).__name__}", rule, "use a model with torch's BatchNorm1d or BatchNorm2d, or without BatchNorm")
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def choose_both_ways(wanted: str, model_config: dict[str, Any], name: str, dtype
     """
     if wanted not in ("auto", VARLEN, *MASKING):
         raise refuse(
-            f"attention = {wanted}", "cannot keep the documents of a bidirectional model apart", "use --attention varlen, which also uses FlashAttention"
+            f"attention = {wanted}", "cannot separate packed documents in a bidirectional model", "use --attention varlen, which also uses FlashAttention"
         )
     kind, tried = model_config["model_type"], (VARLEN, *MASKING) if wanted == "auto" else (wanted,)
     reasons: dict[str, str] = {}
@@ -93,7 +93,7 @@ def check_both_ways(model_config: dict[str, Any], attention: str = "auto", name:
             logits, changed = (model(input_ids=row).logits[0] for row in (ids, other))
     except WRONG_VALUE as error:
         said = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {str(error)[:200]}"
-        return f"not known whether a {kind} looks both ways: no tiny copy of it runs ({said})"
+        return f"it could not be tested whether a {kind} is bidirectional: no tiny copy of it runs ({said})"
     if not (logits - changed)[:-1].any():
         rule = f"the logits of this {kind} do not depend on the tokens behind them, and a hidden token is told by these, too"
         raise refuse(f"model = {name}", rule, "use --task pretrain, or an encoder")

@@ -38,7 +38,7 @@ def check_causal(model_config: dict[str, Any], attention: str = "sdpa", name: st
         return f"{unknown}: the logits of a tiny copy do not tell"
     if before.max() > READS_AHEAD_FROM * logits.abs().max():
         rule = f"a {config.model_type} reads the tokens that it should predict: with another token at the end the logits before it change"
-        raise refuse(f"model = {name}", rule, f"{OTHERS}, and leave its attention causal")
+        raise refuse(f"model = {name}", rule, f"{OTHERS}, with causal attention")
     return ""
 
 

@@ -53,7 +53,9 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
     matrices = hidden_matrices(model, plans.matrices)
     if plans.layer_decay != 1 and not blocks:
         raise refuse(
-            f"layer_decay = {plans.layer_decay}", f"no list of layers of {type(model).__name__} is known", "leave it out, or give the recipe a pp_plan"
+            f"layer_decay = {plans.layer_decay}",
+            f"requires a list of layers, but {type(model).__name__} has no known list",
+            "leave out --layer_decay, or add a pp_plan to the recipe",
         )
     own = {
         name: group_of(name, len(shapes[name]), plans, name in matrices, layer_scale(place(name), len(blocks), plans.layer_decay))

@@ -82,7 +82,7 @@ def recompute(model: PreTrainedModel, every: int) -> None:
         return
     if not (blocks := blocks_of(model)):
         rule = f"transformers recomputes no layers of a {model.config.model_type}, and it has no list of layers"
-        raise refuse(f"recompute_every = {every}", rule, "leave --recompute_every and --activation_checkpointing out")
+        raise refuse(f"recompute_every = {every}", rule, "leave out --recompute_every and --activation_checkpointing")
     for name in blocks[::every]:
         block = model.get_submodule(name)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -138,7 +138,7 @@ class Weights:
         found = "a NaN" if low.isnan() else "an infinite value" if low.isinf() or high.isinf() else ""
         if found:
             fix = "use files that were saved before the run diverged or the values were cast"
-            self.not_finite.append(Problem(f"model = {self.name}", f"{name} holds {found} in its files", fix))
+            self.not_finite.append(Problem(f"model = {self.name}", f"{name} contains {found} in its files", fix))
         else:
             largest, dtype = max(-low, high).item(), str(filled.dtype).removeprefix("torch.")
             rule = f"{name} holds {largest:.3g} in its files, which is infinite in {dtype}"

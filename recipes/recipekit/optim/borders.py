@@ -121,7 +121,7 @@ def borders_of(tensors: list[Tensor], layout: Layout, groups: Groups, optimizer:
     made = [groups_of(tensors, layout, tp_rank) for tp_rank in range(layout.mesh.tp)]
     names = [[[tensor.name for tensor, _ in flat] for flat in flat_tensors(each, layout)] for each in made]
     if any(other != names[0] for other in names):
-        rule = "ends sub-groups between other tensors on other tensor ranks, which then could not add up the norms of a tensor"
+        rule = "ends sub-groups at different tensors on different tensor ranks, so the norm of a tensor could not be summed"
         raise refuse(f"zero_optimization.sub_group_size = {layout.sub_group_size}", rule, "leave it out")
     parts: dict[torch.Tensor, list[Part]] = {}
     rank = groups.coords["dp"] * layout.mesh.sp + groups.coords["sp"]

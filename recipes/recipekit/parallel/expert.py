@@ -46,9 +46,9 @@ def check(model: PreTrainedModel, ep: int) -> list[MoELayerSpec]:
         validate_autoep_post_detection(config, found)
     except ValueError as error:
         said = "several of its presets fit, none is made for this type" if "ambiguous" in str(error) else str(error).split(". ")[0]
-        raise refuse(f"ep = {ep} with {kind}", f"DeepSpeed's AutoEP does not take it apart: {said}", f"use --ep 1. It knows {_known_types()}") from error
+        raise refuse(f"ep = {ep} with {kind}", f"DeepSpeed's AutoEP does not take it apart: {said}", f"use --ep 1. AutoEP supports {_known_types()}") from error
     if missed := sorted(blocks - {spec.moe_module_name for spec in found}):
-        raise refuse(f"ep = {ep} with {kind}", f"DeepSpeed's AutoEP finds no experts in {missed[0]}", f"use --ep 1. It knows {_known_types()}")
+        raise refuse(f"ep = {ep} with {kind}", f"DeepSpeed's AutoEP finds no experts in {missed[0]}", f"use --ep 1. AutoEP supports {_known_types()}")
     return found
 
 

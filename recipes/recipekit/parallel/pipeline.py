@@ -58,11 +58,11 @@ def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
         raise refuse(
             f"pp > 1 with {type(model).__name__}",
             "this model publishes no pipeline plan" if not plan else f"its plan {dict(plan)} must name modules of the model, one of them the list to split",
-            f"write one into the recipe:\n    pp_plan={{{', '.join(f'{name!r}: {stage!r}' for name, stage in _guess(model, modules).items())}}}",
+            f"add one to the recipe:\n    pp_plan={{{', '.join(f'{name!r}: {stage!r}' for name, stage in _guess(model, modules).items())}}}",
         )
     for name in lists:
         if not isinstance(modules[name], nn.ModuleList | nn.Sequential):
-            raise refuse(f"pp_plan: {name}", f"is a {type(modules[name]).__name__}, which has no blocks to split", "name a list of layers")
+            raise refuse(f"pp_plan: {name}", f"is a {type(modules[name]).__name__}, which has no blocks to split", "name a list of layers in pp_plan")
     return tuple(f"{name}.{child}" for name in lists for child, _ in modules[name].named_children())
 
 

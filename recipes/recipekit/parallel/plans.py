@@ -58,7 +58,7 @@ def fitting(model: str, mesh: Mesh, on: bool) -> Iterator[None]:
             raise
         said = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
         rule = f"the code of {model} fails when it is cut so ({said}, in {place})"
-        raise refuse(cut, rule, "leave these degrees at 1. If it trains so, the plan that cuts it does not fit its layers") from error
+        raise refuse(cut, rule, "set these degrees to 1. If the model then trains, its parallel plan does not fit its layers") from error
 
 
 def _raised_in(error: BaseException) -> str:

@@ -64,12 +64,12 @@ def check(model: PreTrainedModel, seq_len: int) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise _refuse(kind, "its attention does not go through transformers' AttentionInterface")
     if sinks := [name for name, _ in model.named_parameters() if "sink" in name]:
-        raise _refuse(kind, f"{sinks[0]} holds a number for each head, of which a rank has only some")
+        raise _refuse(kind, f"{sinks[0]} contains one number for each head, but a rank has only some of the heads")
     rope = getattr(model.config, "rope_parameters", None) or {}
     for numbers in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
         most = numbers.get("original_max_position_embeddings") or getattr(model.config, "max_position_embeddings", seq_len)
         if numbers.get("rope_type") in ("dynamic", "longrope") and seq_len > most:
-            rule = f"beyond {most} tokens its rotary frequencies depend on the longest document of the row ({numbers['rope_type']}), and a part has another"
+            rule = f"beyond {most} tokens its rotary frequencies depend on the longest document of the row ({numbers['rope_type']}), and each rank sees only a part of the row"
             raise refuse(f"sp > 1 with seq_len = {seq_len}", rule, f"use --sp 1, or --seq_len {most} or less")
 
 

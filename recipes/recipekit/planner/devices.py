@@ -62,10 +62,10 @@ def device_called(name: str) -> tuple[str, Device]:
         known = min(meant, key=len)
         return known, DEVICES[known]
     if not meant:
-        raise refuse(f"--device {name}", "is not in the table of devices", f"give one of {', '.join(DEVICES)}")
+        raise refuse(f"--device {name}", "is not a known device", f"use one of {', '.join(DEVICES)}")
     sizes = ", ".join(f"{known} ({DEVICES[known].memory >> 30} GiB)" for known in meant)
     names = " or ".join(f"--device {_distinct(name, known)}" for known in meant)
-    raise refuse(f"--device {name}", f"may be any of {sizes}", f"write {names}")
+    raise refuse(f"--device {name}", f"is ambiguous, because it may be any of {sizes}", f"use {names}")
 
 
 def _meant(name: str) -> list[str]:

@@ -189,7 +189,7 @@ def with_count(plan: Plan, found: Count, say: Say) -> Plan:
     if not recipe.epochs:
         return plan
     if not found.steps:
-        unknown = Problem(f"epochs = {recipe.epochs:g}", "the data contain no row to train on", "use other data")
+        unknown = Problem(f"epochs = {recipe.epochs:g}", "the data contain no rows to train on", "set --dataset to other data")
         raise Refusal(found.problems or [unknown])
     made = make_plan(dataclasses.replace(plan.command, counted=found.steps))
     for note in made.notes:

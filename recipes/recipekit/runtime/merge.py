@@ -61,8 +61,8 @@ def adapted_model(step: Step) -> Any:
 
     where, file, config = str(step.folder), step.small_files.get(ADAPTER), step.model_config
     if file is None or config is None:
-        lacks = f"no {ADAPTER}: it is no checkpoint of an adapter" if file is None else "no config.json that can be read"
-        raise refuse(where, f"holds {lacks}", "leave --merge out")
+        lacks = f"no {ADAPTER}, so it is not a checkpoint of an adapter" if file is None else "no readable config.json"
+        raise refuse(where, f"contains {lacks}", "leave out --merge")
     lora: Any = PeftConfig.from_pretrained(str(file.parent))
     lora.inference_mode, lora.init_lora_weights = False, True  # the weights come from the checkpoint
     name = next((found[1] for tensor in step.blueprint.tensors if (found := NAMES.search(tensor.name))), "default")

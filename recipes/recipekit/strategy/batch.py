@@ -24,7 +24,7 @@ def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, me
     steps = None if steps == "auto" else steps
     if total is not None and mesh is None and not of_recipe and micro and steps and total % (micro * steps):
         rule = f"is not divisible by micro_batch {micro} * {steps} micro-batches = {micro * steps} on any number of ranks"
-        return [Problem(f"train_batch_size = {total}", rule, f"write {_near(total, micro * steps)}, or delete one of the three keys", FAILS)]
+        return [Problem(f"train_batch_size = {total}", rule, f"set train_batch_size to {_near(total, micro * steps)}, or delete one of the three keys", FAILS)]
     if total is None or mesh is None or min(total, micro or 1) < 1:
         return []
     dp, literal = mesh.dp, {key for key, value in clean.items() if value != "auto"}
@@ -34,7 +34,12 @@ def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, me
         parts = dp * (steps or 1)
         if total % parts:
             return [
-                Problem(f"train_batch_size = {total}", f"is not divisible by {product_of(dp, None, steps)} = {parts}", f"write {_near(total, parts)}", FAILS)
+                Problem(
+                    f"train_batch_size = {total}",
+                    f"is not divisible by {product_of(dp, None, steps)} = {parts}",
+                    f"set train_batch_size to {_near(total, parts)}",
+                    FAILS,
+                )
             ]
         return []
     if total % (dp * micro):
@@ -47,7 +52,11 @@ def _check_first(clean: dict[str, Any], total: int | None, micro: int | None, me
         return [Problem(where, f"is not divisible by {product_of(dp, micro, None)} = {dp * micro}", f"use {', or '.join(ways)}", FAILS)]
     if steps is not None and total != dp * micro * steps:
         rule = f"{product_of(dp, micro, steps)} = {dp * micro * steps}, but a step must have {total} rows"
-        auto = f'write "auto" or {total // (dp * micro)}' if of_recipe else f"write {total // (dp * micro)}"
+        auto = (
+            f'set gradient_accumulation_steps to "auto" or {total // (dp * micro)}'
+            if of_recipe
+            else f"set gradient_accumulation_steps to {total // (dp * micro)}"
+        )
         rows = f"use {all_rows} {dp * micro * steps}"
         ways = (
             [rows, auto] if "train_micro_batch_size_per_gpu" in literal and "train_batch_size" not in literal else [auto, rows]
@@ -65,7 +74,11 @@ def check_ramp(clean: dict[str, Any], ramp: Ramp, micro: int | None, dp: int, le
     changes, steps = ramp.table[1:], clean.get("gradient_accumulation_steps", "auto")
     where = f"batch_ramp = {written(changes)}"
     if changes and steps != "auto":
-        return [Problem(where, f"its steps cannot all use the JSON's gradient_accumulation_steps = {steps}", 'write "auto" in the JSON')]
+        return [
+            Problem(
+                where, f"its steps cannot all use the JSON's gradient_accumulation_steps = {steps}", 'set gradient_accumulation_steps to "auto" in the JSON'
+            )
+        ]
     each = dp * (micro or 0)
     if each < 1:
         return []

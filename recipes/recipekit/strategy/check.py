@@ -136,7 +136,7 @@ def _schedule(found: list[Problem], config: dict[str, Any], clean: dict[str, Any
         total = at(clean, f"{where}total_num_steps")
         if steps is None or total in (None, steps):
             return found
-        fix = f"write {steps}, or delete the scheduler block and use --schedule"
+        fix = f"set it to {steps}, or delete the scheduler block and use --schedule"
         return [*found, Problem(f"{where}total_num_steps = {total}", f"must equal the {steps} steps of the run", fix, APPLIES)]
     clean.pop("scheduler", None)
     numbers: dict[str, Any] = {"schedule": SCHEDULES[name]}
@@ -167,7 +167,7 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
     for field, value in (literals(clean) | degrees_in(clean)).items():
         if field in typed and value != getattr(recipe, field):
             path = (SHARED | DEGREES)[field]
-            fix = 'drop the flag, or write "auto" in the JSON' if path in AUTO else "drop the flag, or delete the key from the JSON"
+            fix = 'leave out the flag, or write "auto" in the JSON' if path in AUTO else "leave out the flag, or delete the key from the JSON"
             found.append(Problem(f"--{field} {getattr(recipe, field)}", f"contradicts {path.removesuffix('.0').removesuffix('.1')} = {value} in the JSON", fix))
     if "scheduler" in clean:
         fields = ("warmup_steps", "decay_steps", "schedule", "min_lr") + (
@@ -177,7 +177,7 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
             Problem(
                 f"--{field} {getattr(recipe, field)}",
                 "contradicts the scheduler block of the JSON, which sets the learning rate",
-                "drop the flag, or delete the block",
+                "leave out the flag, or delete the block",
             )
             for field in fields
             if field in typed
@@ -192,5 +192,5 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
         for field, key in (("weight_decay", "weight_decay"), ("beta1", "betas"), ("beta2", "betas"), ("eps", "eps")):
             if field in typed and not takes_number(takes, key):
                 rule = f"{name} takes {'a pair as' if key in takes else 'no'} {key}, so the flag would be ignored"
-                found.append(Problem(f"--{field} {getattr(recipe, field)}", rule, "drop the flag, or use AdamW"))
+                found.append(Problem(f"--{field} {getattr(recipe, field)}", rule, "leave out the flag, or use AdamW"))
     return found

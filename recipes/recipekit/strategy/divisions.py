@@ -41,7 +41,7 @@ def check_divisions(degrees: dict[str, int], facts: Facts, seq_len: int, model_c
         largest = shape_of(model_config, "vocab_size") * shape_of(model_config, "hidden_size", "n_embd", "d_model")
         part = math.ceil(largest / mesh.dp / mesh.sp / mesh.tp)
         if part > (size := facts.get(key, 100_000_000)):
-            found.append(Problem(f"{key} = {size}", f"must be at least the {part} elements of the embedding that a rank holds", f"write {part} or more"))
+            found.append(Problem(f"{key} = {size}", f"must be at least the {part} elements of the embedding that a rank holds", f"set it to {part} or more"))
     return found
 
 

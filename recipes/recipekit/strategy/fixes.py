@@ -3,7 +3,7 @@
 The text of a fix begins with one of these, and may name other ways behind a comma, a semicolon or "or":
 
     delete it                      delete the block
-    write JSON                     set it to JSON                  add 1
+    write JSON                     set it (or KEY) to JSON         add 1
     set "PATH": JSON, ...          add "PATH": JSON
     write "PATH": JSON instead     did you mean NAME?              it belongs in BLOCK
 
@@ -84,13 +84,13 @@ def carried_out(problem: Problem, config: dict[str, Any]) -> tuple[dict[str, Any
     if text == "add 1" and isinstance(here.get(key), int):
         here[key] += 1
         return config, f"= {here[key]}", False
-    if found := re.match(r"(?:write|set it to) (?!\")", text):
+    if found := re.match(rf"(?:write|set (?:it|{re.escape(key)}) to) (?!\")", text):
         value, rest = _json(text[found.end() :])
         if value is MISSING or not _ends(rest.removeprefix(" without quotes")):
             return None
         here[key] = value
         return config, f"= {shown(value)}", False
-    if found := re.match(r"(?:write|set|add) (?=\")", text):
+    if found := re.match(rf"(?:write|set|add|set (?:it|{re.escape(key)}) to) (?=\")", text):
         return _set(config, path, text[found.end() :])
     return None
 

@@ -30,7 +30,7 @@ def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path
     near = difflib.get_close_matches(Path(name).name, known, 1)
     fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}" if known else "use the path of a DeepSpeed JSON"
     looked = ", ".join(str(path) for path in dict.fromkeys(places))
-    raise refuse(f"deepspeed_config = {name}", f"no such file (looked for {looked})", fix)
+    raise refuse(f"deepspeed_config = {name}", f"the file does not exist (searched for {looked})", fix)
 
 
 def differences(config: dict[str, Any], path: Path | None) -> list[str]:

@@ -145,7 +145,7 @@ def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
     number = isinstance(lr, (int, float))
     fixes = {path: f"write {json.dumps(value)}" for path, value in meant_by_auto(config).items()}
     fixes |= dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps"), "delete it")
-    fixes |= {"zero_optimization.stage": f"write {3 if stage3 else 2}"}
+    fixes |= {"zero_optimization.stage": f"set it to {3 if stage3 else 2}"}
     fixes |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1")  # then the rows of a step are known
     fixes |= {"train_batch_size": "delete it"} if "train_micro_batch_size_per_gpu" in config else {}
     # WarmupLR takes the optimizer's rate itself, WarmupDecayLR would take 0.001
@@ -268,7 +268,7 @@ def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
     by_lower = {name.lower(): name for name in names}
     inside = [name for name in by_lower if name in given.lower()]  # DeepSpeed_Adam, adamw_torch
     near = [max(inside, key=len)] if inside else difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
-    fix = f"did you mean {by_lower[near[0]]}?" if near else f"write one of {', '.join(names)}"
+    fix = f"did you mean {by_lower[near[0]]}?" if near else f"set it to one of {', '.join(names)}"
     return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} supports no such {block} in a JSON", fix, FAILS)
 
 

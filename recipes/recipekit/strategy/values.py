@@ -44,15 +44,15 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
     if value == "auto" and node.get("default") != "auto":
         drops = strict and not path.startswith(("optimizer.", "scheduler."))
         word = "boolean" in types and path not in CHECKED  # any word counts as true
-        return Problem(where, 'nothing fills "auto" here', f"write {example(node)}", REPLACES if drops or word else FAILS)
+        return Problem(where, '"auto" is not supported, because nothing fills it in', f"set it to {example(node)}", REPLACES if drops or word else FAILS)
     if path == "zero_optimization" and isinstance(value, bool):
-        return Problem(where, "is the old format of 2020, which only switches between stage 0 and 1", f'write {{"stage": {int(value)}}}', APPLIES)
+        return Problem(where, "is the old format of 2020, which only switches between stage 0 and 1", f'set it to {{"stage": {int(value)}}}', APPLIES)
     if not any(_is(value, name) for name in types):
         names = " or ".join(
             {"object": "a block {...}", "array": "a list [...]", "integer": "a whole number", "number": "a number", "null": "null"}.get(name, f"a {name}")
             for name in types
         )
-        fix = "delete it" if value is None and not node.get("required") else f"write {_meant(node, value)}"
+        fix = "delete it" if value is None and not node.get("required") else f"set it to {_meant(node, value)}"
         return Problem(where, f"must be {names}", fix, _converted(node, value, path, strict))
     if isinstance(value, str):
         if "enum" in node and not (value in node["enum"] or (node.get("any_case") and value.lower() in [str(name).lower() for name in node["enum"]])):
@@ -60,13 +60,13 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
             return Problem(
                 where,
                 f"must be one of {', '.join(str(name) for name in node['enum'])}",
-                f"did you mean {near[0]}?" if near else f"write {example(node)}",
+                f"did you mean {near[0]}?" if near else f"set it to {example(node)}",
                 REPLACES if path == "scheduler.params.warmup_type" else FAILS,  # by its default, with a warning
             )
         return None
     numbers = [number for number in node.get("enum", []) if not isinstance(number, str)]
     if numbers and value is not None and value not in numbers:
-        return Problem(where, f"must be {' or '.join(json.dumps(number) for number in numbers)}", f"write {_nearest(numbers, value)}", FAILS)
+        return Problem(where, f"must be {' or '.join(json.dumps(number) for number in numbers)}", f"set it to {_nearest(numbers, value)}", FAILS)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         for word, bad, says in (
             ("min", lambda bound: value < bound, "at least"),
@@ -76,24 +76,24 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
         ):
             if word in node and bad(node[word]):
                 if path == "gradient_clipping":
-                    return Problem(where, "must be at least 0", "write 0, which also disables clipping", APPLIES)
+                    return Problem(where, "must be at least 0", "set it to 0, which also disables clipping", APPLIES)
                 outcome = {"activation_checkpointing.number_checkpoints": APPLIES, "flops_profiler.profile_step": IGNORES}.get(path, FAILS)
-                return Problem(where, f"must be {says} {node[word]:g}", f"write {example(node)}", outcome)
+                return Problem(where, f"must be {says} {node[word]:g}", f"set it to {example(node)}", outcome)
     return _wrong_list(node, value, path, where) if isinstance(value, list) else None
 
 
 def _wrong_list(node: Node, value: list[Any], path: str, where: str) -> Problem | None:
     """Find what is wrong with the items of a list."""
     if not all(_is(item, node.get("items", "any")) for item in value):
-        return Problem(where, f"must contain only items of type {node['items']}", f"write {example(node)}", FAILS)
+        return Problem(where, f"must contain only items of type {node['items']}", f"set it to {example(node)}", FAILS)
     if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
-        return Problem(where, f"{shown(odd[0])} is not one of {', '.join(node['items_enum'])}", "write one of these", FAILS)
+        return Problem(where, f"{shown(odd[0])} is not one of {', '.join(node['items_enum'])}", "use only these values", FAILS)
     if "length" in node and len(value) != node["length"]:
-        return Problem(where, f"must contain {node['length']} numbers", f"write {example(node)}", FAILS)
+        return Problem(where, f"must contain {node['length']} numbers", f"set it to {example(node)}", FAILS)
     if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
-        return Problem(where, "each number must be at least 0 and less than 1", "write [0.9, 0.95]", FAILS)
+        return Problem(where, "each number must be at least 0 and less than 1", "set it to [0.9, 0.95]", FAILS)
     if path.endswith(".eps") and not all(_is(item, "number") and item >= 0 for item in (0 if value[0] is None else value[0], value[1])):
-        return Problem(where, "each number must be at least 0, and the first may be null", "write [null, 0.001]", FAILS)
+        return Problem(where, "each number must be at least 0, and the first may be null", "set it to [null, 0.001]", FAILS)
     return None
 
 

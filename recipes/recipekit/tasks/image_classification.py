@@ -84,7 +84,7 @@ def processor(request: Request, model_config: dict[str, Any]) -> Pictures:
     own, tower = published(request.model, request.init, request.model_revision), model_config.get("vision_config") or model_config
     channels = tower.get("num_channels", 3)
     if channels not in (1, 3):
-        raise refuse(f"model = {request.model}", f"takes pictures of {channels} channels, and they are grey (1) or coloured (3)", "use another model")
+        raise refuse(f"model = {request.model}", f"requires images with {channels} channels, but images are read as grey (1) or color (3)", "use another model")
     normalised = own.get("do_normalize", True)
     mean, std = (_each(own.get(name, 0.5) if normalised else plain, channels) for name, plain in (("image_mean", 0.0), ("image_std", 1.0)))
     return Pictures(
@@ -126,7 +126,7 @@ def published(model: str, init: str, revision: str = "") -> dict[str, Any]:
             return own
         return {}
     except (OSError, ValueError) as error:
-        raise refuse(str(file), f"cannot be read: {error}", "download the model again, or delete the file: 0.5 is taken off then") from error
+        raise refuse(str(file), f"cannot be read: {error}", "download the model again, or delete the file. Without it, 0.5 is subtracted") from error
 
 
 def _each(value: Any, channels: int) -> tuple[float, ...]:
@@ -153,9 +153,9 @@ def check_classes(request: Request, model_config: dict[str, Any]) -> int:
         dataset = domain.dataset
         where, classes = f"--dataset {dataset}", folder_classes(dataset, request.split, domain.subset)
         if dataset == "builtin" and labels < len(SHAPES):
-            raise refuse(where, f"has {len(SHAPES)} classes, and {request.model} has {labels} labels", f"use --num_labels {len(SHAPES)}")
+            raise refuse(where, f"has {len(SHAPES)} classes, but {request.model} has {labels} labels", f"use --num_labels {len(SHAPES)}")
         if classes and len(classes) != labels:
-            raise refuse(where, f"has {len(classes)} folders of classes, and {request.model} has {labels} labels", f"use --num_labels {len(classes)}")
+            raise refuse(where, f"has {len(classes)} folders of classes, but {request.model} has {labels} labels", f"use --num_labels {len(classes)}")
         if classes and classes != (first := first or classes):
             odd = next(name for name in classes if name not in first)
             raise refuse(where, f"has a class {odd}, which another folder of the mixture does not have", "give all folders the same classes")
@@ -192,7 +192,7 @@ def collate(pictures: Pictures, rows: list[Row | None], keys: list[int] | None) 
 def _label(value: Any, labels: int) -> int:
     number = class_number(value)
     if not 0 <= number < labels:
-        raise ValueError(f"class {number} is none of the model's, 0 to {labels - 1}. --num_labels gives it others")
+        raise ValueError(f"class {number} is not one of the model's classes, 0 to {labels - 1}. Set --num_labels to the number of classes in the data")
     return number
 
 

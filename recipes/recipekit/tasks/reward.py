@@ -77,11 +77,11 @@ def check(model_config: dict[str, Any], attention: str, name: str) -> str:
             )
         except (*WRONG_VALUE, ImportError) as error:
             told = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {str(error)[:200]}"
-            return f"not known whether a {kind} ignores the padding of a row: {told}"
+            return f"it could not be tested whether a {kind} ignores the padding of a row: {told}"
     if alone.shape != (len(ids), 1) or not (alone - behind).abs().max() <= READS_PADS_FROM * alone.abs().max():
-        rule = f"the number that a {kind} gives an answer changes with the padding behind it"
+        rule = f"the score of a {kind} for an answer changes with the padding after it"
     elif torch.equal(alone, other):
-        rule = f"the number that a {kind} gives an answer does not depend on its last token"
+        rule = f"the score of a {kind} for an answer does not depend on its last token"
     else:
         return ""
     raise refuse(f"model = {name}", rule, "use a decoder of recipes/SUPPORT.md")
