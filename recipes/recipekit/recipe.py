@@ -266,11 +266,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         problems.append(Problem(f"grace = {recipe.grace}", "must be auto or a positive number of seconds", "use --grace auto, or a number such as --grace 120"))
     for name in ("lr", "eps", "retry_s", "beta"):
         if (value := getattr(recipe, name)) <= 0:
-            problems.append(
-                Problem(
-                    f"{name} = {value}", "must be a positive number", f"use a positive number, for example --{name} {Recipe.__dataclass_fields__[name].default}"
-                )
-            )
+            fix = f"use a positive number, for example --{name} {Recipe.__dataclass_fields__[name].default}"
+            problems.append(Problem(f"{name} = {value}", "must be a positive number", fix))
     for name in ("beta1", "beta2"):
         if not 0 <= (value := getattr(recipe, name)) < 1:
             problems.append(

@@ -172,7 +172,7 @@ def test_the_prompt_is_a_chat_where_the_run_has_learned_chats(
     tokens = len("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n") - len("<|im_start|>" * 2 + "<|im_end|>") + 3
     how = f"a chat, by the tokenizer's template; {tokens} tokens" if chat else "plain text, which the model continues; 2 tokens"
     assert f"prompt ({how}): hi\n" in printed
-    assert ("For plain text, use --no-chat\n" in printed) == (not task)
+    assert ("For a model of plain text, use --no-chat\n" in printed) == (not task)
 
 
 def test_a_run_that_trains_on_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

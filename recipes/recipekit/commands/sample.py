@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
             print(note)
         how = "a chat, by the tokenizer's template" if chat else "plain text, which the model continues"
         if chat and not export.task and arguments.chat is None:
-            print("The folder does not say what the model was trained on. For plain text, use --no-chat")
+            print("The task of this model is unknown. For a model of plain text, use --no-chat")
         print(f"prompt ({how}; {len(ids)} tokens): {prompt}\n", flush=True)
         sample = write(generator, ids, length, chat)
     except Refusal as refusal:

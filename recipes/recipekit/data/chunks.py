@@ -82,9 +82,7 @@ def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes,
             return None
     except OSError as error:
         if token_cache != "auto":
-            raise refuse(
-                f"--token_cache {token_cache}", f"cannot be created: {error.strerror}", "set --token_cache to a folder that you can write to, or to off"
-            ) from error
+            raise refuse(f"--token_cache {token_cache}", f"cannot be created: {error.strerror}", "set it to a writable folder or to off") from error
         LOG.warning("tokens are not kept: %s", error)
         return None
     return folder
