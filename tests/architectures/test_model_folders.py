@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "modernbert": ("modernbert", lambda folder: None, "a modernbert reads the tokens that it should predict"),
     "t5": ("t5", lambda folder: None, "a t5 is an encoder-decoder"),
     "bart": ("bart", lambda folder: None, "a bart is an encoder-decoder"),
-    "vit": ("vit", lambda folder: None, "a vit is no causal language model that transformers"),
+    "vit": ("vit", lambda folder: None, "does not support a vit as a causal language model"),
     "auto_map": ("llama", lambda folder: rewrite(folder, model_type="mylm", auto_map=CODE), "the model's own code (modeling_mylm.MyModel)"),
     "auto_map of a known type": ("llama", lambda folder: rewrite(folder, auto_map=CODE), "the model's own code (modeling_mylm.MyModel)"),
     "gguf": ("llama", only_gguf, "the folder contains model.Q4_K_M.gguf, a format for inference, but no config.json"),
@@ -304,8 +304,8 @@ def test_the_types_are_those_of_transformers():
 
 # (model, what its config.json says beside it, task) -> the end of the refusal; "" if it is taken.
 TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
-    ("vit", "{}", "pretrain"): "a vit is no causal language model that transformers 5.22.2 knows. Use --task image_classification",
-    ("vit", "{}", "sft"): "a vit is no causal language model that transformers 5.22.2 knows. Use --task image_classification",
+    ("vit", "{}", "pretrain"): "transformers 5.22.2 does not support a vit as a causal language model. Use --task image_classification",
+    ("vit", "{}", "sft"): "transformers 5.22.2 does not support a vit as a causal language model. Use --task image_classification",
     ("vit", "{}", "image_classification"): "",
     ("vit", '{"architectures": ["ViTModel"]}', "image_classification"): "",
     ("vit", '{"quantization_config": {"quant_method": "gptq"}}', "image_classification"): "has a quantization_config of gptq. Use the unquantised model. "
@@ -318,19 +318,19 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
         "llama",
         "{}",
         "image_classification",
-    ): "a llama is no image classification model that transformers 5.22.2 knows. Use --task pretrain or sft or preference or reward",
+    ): "transformers 5.22.2 does not support a llama as an image classification model. Use --task pretrain or sft or preference or reward",
     ("llama", "{}", "preference"): "",
     ("llama", "{}", "reward"): "",
     ("llama", '{"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good", "1": "bad"}}', "reward"): "",
     ("bert", "{}", "reward"): "a bert is not a decoder, so its output for a row would change with the padding after it. Use --task masked_lm",
     ("t5", "{}", "reward"): "a t5 is not a decoder, so its output for a row would change with the padding after it. "
     "Use a causal language model of recipes/SUPPORT.md",
-    ("vit", "{}", "reward"): "a vit is no sequence classification model that transformers 5.22.2 knows. Use --task image_classification",
-    ("bert", "{}", "image_classification"): "a bert is no image classification model that transformers 5.22.2 knows. Use --task masked_lm",
+    ("vit", "{}", "reward"): "transformers 5.22.2 does not support a vit as a sequence classification model. Use --task image_classification",
+    ("bert", "{}", "image_classification"): "transformers 5.22.2 does not support a bert as an image classification model. Use --task masked_lm",
     ("bert", "{}", "pretrain"): "a bert reads the tokens that it should predict. Use --task masked_lm",
     ("bert", "{}", "masked_lm"): "",
     ("bert_decoder", "{}", "masked_lm"): 'a bert whose config.json says "is_decoder": true is causal. Use --task pretrain or sft or preference or reward',
-    ("llama", "{}", "masked_lm"): "a llama is no masked language model that transformers 5.22.2 knows. Use --task pretrain or sft or preference or reward",
+    ("llama", "{}", "masked_lm"): "transformers 5.22.2 does not support a llama as a masked language model. Use --task pretrain or sft or preference or reward",
     ("t5", "{}", "masked_lm"): "a t5 is an encoder-decoder, but this task trains only encoders. Use a masked language model of transformers",
 }
 

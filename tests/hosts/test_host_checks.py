@@ -289,8 +289,8 @@ def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     found = list(checks.check_versions(["whole-one==1.0", "lost-one==1.0", "bare-one==1.0"]))
     assert [str(problem) for problem in found if isinstance(problem, Problem)] == [
-        "lost-one 1.0: is recorded as installed, but lost is gone. Run: pip install --force-reinstall --no-deps lost-one==1.0",
-        "bare-one 1.0: is recorded as installed, but bare_one is gone. Run: pip install --force-reinstall --no-deps bare-one==1.0",
+        "lost-one 1.0: is recorded as installed, but its file lost is missing. Run: pip install --force-reinstall --no-deps lost-one==1.0",
+        "bare-one 1.0: is recorded as installed, but its file bare_one is missing. Run: pip install --force-reinstall --no-deps bare-one==1.0",
     ]
     assert "1 of 3" in str(found[-1])
 

@@ -201,7 +201,9 @@ def test_keys_of_further_layers_are_refused_with_their_number(keys: list[str], c
 
 def test_layers_are_found_with_and_without_the_base_models_name() -> None:
     for key in ("layers.3.w", "model.layers.3.w"):
-        assert refused(key, base="").startswith("4 layers in layers, ") and refused(key).startswith("4 layers in model.layers, ")
+        assert refused(key, base="").startswith("model = X: its files contain 4 layers in layers, ") and refused(key).startswith(
+            "model = X: its files contain 4 layers in model.layers, "
+        )
     assert refused("model.layers.3.w", base="other") == ""
 
 
@@ -214,13 +216,13 @@ def test_layers_are_found_with_and_without_the_base_models_name() -> None:
     ],
 )
 def test_layers_that_predict_further_tokens_may_follow(config: dict[str, Any]) -> None:
-    assert refused("model.layers.4.w", **config) == "" and refused("model.layers.5.w", **config).startswith("6 layers in ")
+    assert refused("model.layers.4.w", **config) == "" and refused("model.layers.5.w", **config).startswith("model = X: its files contain 6 layers in ")
     other: dict[str, Any] = {f"x{key}": value for key, value in config.items() if isinstance(value, int)} | {
         "num_nextn_predict_layers": None,
         "mtp_num_layers": True,
         "mtp_layersx": 2,
     }
-    assert refused("model.layers.3.w", **other).startswith("4 layers in ")
+    assert refused("model.layers.3.w", **other).startswith("model = X: its files contain 4 layers in ")
 
 
 # Prefixes and wrappers ---------------------------------------------------------------------------------------------------

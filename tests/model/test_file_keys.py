@@ -124,7 +124,7 @@ def test_layers_that_config_json_does_not_have_are_refused(tmp_path, kind, task,
     tensors = load_file(tmp_path / FILE)
     layers = 1 + max(int(name.removeprefix(f"{listed}.").split(".")[0]) for name in tensors if name.startswith(f"{listed}."))
     save_file(further_layers(tensors, listed, layers - 1), tmp_path / FILE, metadata={"format": "pt"})
-    expected = rf'its files hold {layers + 2} layers in {place}, but its config.json specifies {layers}. Write "{key}": {layers + 2} in its config.json'
+    expected = rf'its files contain {layers + 2} layers in {place}, but its config.json specifies {layers}. Write "{key}": {layers + 2} in its config.json'
     with pytest.raises(Refusal, match=expected):
         read(tmp_path, task)
 
@@ -144,7 +144,7 @@ def test_experts_that_config_json_does_not_have_are_refused(tmp_path):
     save_model(tmp_path, "mixtral")
     experts = json.loads((tmp_path / "config.json").read_text())["num_local_experts"]
     (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": experts // 2}))
-    with pytest.raises(Refusal, match=rf"\[{experts}, .* in its files and \[{experts // 2}, .* in its config.json"):
+    with pytest.raises(Refusal, match=rf"\[{experts}, .* in its files but \[{experts // 2}, .* in its config.json"):
         read(tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_layers_that_predict_further_tokens_are_named(tmp_path):
     save_file(tensors | {f"model.layers.{layers}.eh_proj.weight": torch.ones(4)}, tmp_path / FILE, metadata={"format": "pt"})
     assert read(tmp_path).note.endswith(f"1 tensor of its files is not used: model.layers.{layers}.eh_proj.weight")
     save_file(tensors | {f"model.layers.{layers + 1}.eh_proj.weight": torch.ones(4)}, tmp_path / FILE, metadata={"format": "pt"})
-    with pytest.raises(Refusal, match=f"its files hold {layers + 2} layers"):
+    with pytest.raises(Refusal, match=f"its files contain {layers + 2} layers"):
         read(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_values_that_are_no_numbers_are_noted(tmp_path, kind, name, value, found
 
     save_model(tmp_path, kind, tensors=spoiled)
     (rule,) = values_of(tmp_path)[1]
-    assert rule.endswith(f"holds {found} in its files")
+    assert rule.endswith(f"contains {found} in its files")
 
 
 @pytest.mark.parametrize("inner", ["convolution.weight", "normalization.running_var"])
@@ -237,7 +237,7 @@ def test_values_are_checked_beside_a_new_head_and_in_buffers(tmp_path, monkeypat
     recipe = Recipe(model=str(tmp_path), task=task, num_labels=labels)
     built = build_model(recipe, config, None, ds_config(0), torch.device("cpu"))
     assert built.weights is not None and bool(built.weights.drawn) == bool(labels)
-    assert [problem.rule for problem in built.weights.not_finite] == [f"{name} holds a NaN in its files"]
+    assert [problem.rule for problem in built.weights.not_finite] == [f"{name} contains a NaN in its files"]
 
 
 def test_values_that_the_training_dtype_does_not_hold_are_noted(tmp_path):

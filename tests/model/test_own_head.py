@@ -109,7 +109,7 @@ def test_a_head_alone_is_the_embedding(tmp_path):
 
 def test_a_head_of_another_shape_is_refused(tmp_path):
     save_model(tmp_path, "llama", tensors=lambda tensors: tensors | {"lm_head.weight": torch.ones(270, 32)}, **TIED)
-    with pytest.raises(Refusal, match=r"lm_head.weight is \[270, 32\] in its files and \[264, "):
+    with pytest.raises(Refusal, match=r"lm_head.weight is \[270, 32\] in its files but \[264, "):
         build_model(Recipe(model=str(tmp_path)), config_json(str(tmp_path)), None, ds_config(0), torch.device("cpu"))
 
 
@@ -229,7 +229,7 @@ def test_a_nan_that_one_rank_reads_ends_all(pools, tmp_path, layout):
 
     save_model(tmp_path / "model", "llama", tensors=spoiled)
     recipe = recipe_of(str(tmp_path / "model"), tmp_path / "run", ds_config=strategy("zero0"), **{layout: 2})
-    expected = f"model = {tmp_path / 'model'}: {name} holds a NaN in its files. Use files that were saved before the run diverged or the values were cast"
+    expected = f"model = {tmp_path / 'model'}: {name} contains a NaN in its files. Use files that were saved before the run diverged or the values were cast"
     assert pools.run(2, run_main, recipe=recipe, argv=[]) == [expected] * 2
 
 

@@ -90,10 +90,10 @@ def test_a_copy_is_read_from_the_file_of_its_original(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "dtype", "found"),
     [
-        ([1.0, NAN], "float32", "p holds a NaN in its files"),
-        ([INF, NAN], "float16", "p holds a NaN in its files"),
-        ([1.0, INF], "bfloat16", "p holds an infinite value in its files"),
-        ([-INF, 1.0], "float32", "p holds an infinite value in its files"),
+        ([1.0, NAN], "float32", "p contains a NaN in its files"),
+        ([INF, NAN], "float16", "p contains a NaN in its files"),
+        ([1.0, INF], "bfloat16", "p contains an infinite value in its files"),
+        ([-INF, 1.0], "float32", "p contains an infinite value in its files"),
         ([1.0, 70000.0], "float16", "p holds 7e+04 in its files, which is infinite in float16"),
         ([-81234.0, 70000.0], "float16", "p holds 8.12e+04 in its files, which is infinite in float16"),
         ([-70000.0, 3.0], "float16", "p holds 7e+04 in its files, which is infinite in float16"),

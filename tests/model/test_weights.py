@@ -141,7 +141,7 @@ def test_files_that_lack_a_parameter_are_refused(tmp_path):
 def test_files_of_another_shape_are_refused(tmp_path):
     save_tiny(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 96}
-    with pytest.raises(Refusal, match=r"gate_proj.weight is \[.*\] in its files and \[96, "):
+    with pytest.raises(Refusal, match=r"gate_proj.weight is \[.*\] in its files but \[96, "):
         build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
 
 
@@ -155,7 +155,7 @@ def test_a_transposed_tensor_is_refused(tmp_path):
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].T.contiguous()}, file, metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(Refusal, match=rf"{name} is \[{columns}, {rows}\] in its files and \[{rows}, {columns}\]"):
+    with pytest.raises(Refusal, match=rf"{name} is \[{columns}, {rows}\] in its files but \[{rows}, {columns}\]"):
         build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
 
 

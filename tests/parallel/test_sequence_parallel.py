@@ -167,7 +167,7 @@ def test_a_part_knows_where_documents_start_in_the_whole_row():
     [
         ({"model_type": "qwen3_next", "num_experts": 4, "layer_types": ["linear_attention", "full_attention"]}, "outside of attention"),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "hidden_size": 64}, "outside of attention"),
-        ({"model_type": "gpt_oss", "num_local_experts": 4, "layer_types": ["full_attention"] * 2}, "a number for each head"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4, "layer_types": ["full_attention"] * 2}, "one number for each head"),
         ({"model_type": "bloom", "n_layer": 2, "hidden_size": 64}, "AttentionInterface"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 16}, "--seq_len 16"),
     ],

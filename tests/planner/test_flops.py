@@ -217,7 +217,7 @@ def test_a_device_is_found_by_what_people_call_it() -> None:
     for name, why in (
         ("H100", r"may be any of NVIDIA H100 80GB HBM3 \(80 GiB\), NVIDIA H100 NVL \(94 GiB\)"),
         ("H-100", "may be any of NVIDIA H100 80GB"),
-        ("A1004", "is not in"),
+        ("A1004", "is not a known device"),
         ("TPU", "is not a known device"),
     ):
         with pytest.raises(Refusal, match=why):

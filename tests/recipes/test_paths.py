@@ -163,8 +163,8 @@ def test_a_job_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, name: st
 
 
 def test_each_trial_of_a_sweep_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused("--out", "{wandb_run_id}")[0][1] == "{wandb_run_id} needs WANDB_RUN_ID, as `wandb agent` sets it"
-    assert refused("--out", "{run}") == [("out = {run}", "{run} is not known")]
+    assert refused("--out", "{wandb_run_id}")[0][1] == "{wandb_run_id} requires WANDB_RUN_ID, as `wandb agent` sets it"
+    assert refused("--out", "{run}") == [("out = {run}", "{run} is not a known placeholder")]
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     assert refused()[0] == ("WANDB_SWEEP_ID = s1", "WANDB_RUN_ID is not set, so this trial has no separate folder")
     monkeypatch.setenv("WANDB_RUN_ID", "r1")

@@ -139,4 +139,4 @@ def test_a_recipe_of_another_task_is_checked_by_the_facts_of_its_task(tmp_path: 
     assert code == 1 and "1 problem in" in text and "sp = 2: a picture is one short row, which is not cut over ranks. Use --sp 1" in text, text
     (tmp_path / "recipe.py").write_text(recipe.format("").replace("image_classification", "sft"))
     code, text = lint("--recipe", "recipe.py", cwd=tmp_path)
-    assert code == 1 and "a vit is no causal language model" in text and "Use --task image_classification" in text, text
+    assert code == 1 and "does not support a vit as a causal language model" in text and "Use --task image_classification" in text, text

@@ -96,7 +96,7 @@ MODELS = {
     "a file": Input("--model docs.jsonl", "model = docs.jsonl: is not a folder on this machine"),
     "no config.json": Input("--model ./m", "model = ./m: the folder contains no config.json", model(lambda folder: (folder / "config.json").unlink())),
     "a cut config.json": Input("--model ./m", "m/config.json: is not JSON", model(lambda folder: (folder / "config.json").write_text('{"model_type": '))),
-    "an unknown type": Input("--model ./m", "model = ./m: a lama is no causal language model", model(model_type="lama")),
+    "an unknown type": Input("--model ./m", "model = ./m: transformers 5.22.2 does not support a lama as a causal language model", model(model_type="lama")),
     "wider": Input("--model ./m", "model = ./m: model.embed_tokens.weight is [1024, 32] in its files but [1024, 64] in its config.json", model(hidden_size=64)),
     "more layers": Input("--model ./m", "model = ./m: its files contain 2 layers in model.layers, but its config.json specifies 3", model(num_hidden_layers=3)),
     "fewer layers": Input(

@@ -372,7 +372,7 @@ def folder_of(folder: Path, classes: int) -> Path:
 
 
 def test_classes_that_the_model_does_not_have_are_refused_before_it_is_built(tmp_path):
-    with pytest.raises(Refusal, match=r"--dataset builtin: has 10 classes, and a/b has 2 labels\. Use --num_labels 10"):
+    with pytest.raises(Refusal, match=r"--dataset builtin: has 10 classes, but a/b has 2 labels\. Use --num_labels 10"):
         pictures({"id2label": None}, model="a/b", dataset="builtin")
     assert pictures({"id2label": None, "num_labels": 12}, dataset="builtin").num_labels == 12
     data = folder_of(tmp_path / "data", 3)

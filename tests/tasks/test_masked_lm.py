@@ -237,7 +237,7 @@ def test_what_a_tokenizer_must_have():
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
             "masked_lm",
-            "a llama is no masked language model that transformers .* knows. Use --task pretrain",
+            "transformers .* does not support a llama as a masked language model. Use --task pretrain",
         ),
         ({"model_type": "bert", "is_decoder": True}, "masked_lm", 'a bert whose config.json says "is_decoder": true is causal. Use --task pretrain'),
         ({"model_type": "bart", "is_encoder_decoder": True}, "masked_lm", "a bart is an encoder-decoder, but this task trains only encoders"),

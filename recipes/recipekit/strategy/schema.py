@@ -143,13 +143,13 @@ def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
     zero, lr = at(config, "zero_optimization"), at(config, "optimizer.params.lr")
     stage3 = isinstance(zero, dict) and any(key.startswith(("stage3_", "offload_param")) for key in zero)
     number = isinstance(lr, (int, float))
-    fixes = {path: f"write {json.dumps(value)}" for path, value in meant_by_auto(config).items()}
+    fixes = {path: f"set it to {json.dumps(value)}" for path, value in meant_by_auto(config).items()}
     fixes |= dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps"), "delete it")
     fixes |= {"zero_optimization.stage": f"set it to {3 if stage3 else 2}"}
     fixes |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1")  # then the rows of a step are known
     fixes |= {"train_batch_size": "delete it"} if "train_micro_batch_size_per_gpu" in config else {}
     # WarmupLR takes the optimizer's rate itself, WarmupDecayLR would take 0.001
-    fixes |= {"scheduler.params.warmup_max_lr": f"write {lr}" if number else "delete it" if at(config, "scheduler.type") == "WarmupLR" else "write 0.001"}
+    fixes |= {"scheduler.params.warmup_max_lr": f"set it to {lr}" if number else "delete it" if at(config, "scheduler.type") == "WarmupLR" else "set it to 0.001"}
     clipping = (
         "delete it" if "gradient_clipping" in config else f'write "gradient_clipping": {json.dumps(at(config, "optimizer.params.max_grad_norm"))} instead'
     )
