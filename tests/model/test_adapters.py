@@ -302,7 +302,10 @@ def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path:
 
 
 def test_a_checkpoint_without_an_adapter_is_not_merged(tmp_path: Path) -> None:
-    for files, said in (({}, "no adapter_config.json, so it is not a checkpoint of an adapter"), ({"adapter_config.json": tmp_path / "x"}, "no readable config.json")):
+    for files, said in (
+        ({}, "no adapter_config.json, so it is not a checkpoint of an adapter"),
+        ({"adapter_config.json": tmp_path / "x"}, "no readable config.json"),
+    ):
         step: Any = SimpleNamespace(folder=tmp_path, small_files=files, model_config=None)
         with pytest.raises(Refusal, match=rf"contains {said}.*\. Leave out --merge"):
             adapted_model(step)

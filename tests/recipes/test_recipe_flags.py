@@ -242,7 +242,11 @@ def test_tiny_fits_any_number_of_ranks(world, degrees, batch):
         ("--dataset", "a=x; b=y", ["is not a valid part of a mixture"]),
         ("--token_cache", "{tmp}/good/a.txt/deep", ["--token_cache {tmp}/good/a.txt/deep: cannot be created: {tmp}/good/a.txt is not a folder"]),
         ("--out", "{tmp}/good/a.txt", ["out = {tmp}/good/a.txt: cannot be written: Not a directory. Set --out to a folder that you can write to"]),
-        ("--out", "{tmp}/good/a.txt/run", ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt. Set --out to a folder that you can write to"]),
+        (
+            "--out",
+            "{tmp}/good/a.txt/run",
+            ["out = {tmp}/good/a.txt/run: cannot be written: Not a directory: {tmp}/good/a.txt. Set --out to a folder that you can write to"],
+        ),
         ("--tokenizer", "{tmp}/tok", ["--tokenizer {tmp}/tok: the folder does not exist"]),
         ("--tokenizer", "{tmp}/tables", ["--tokenizer {tmp}/tables: the folder contains no tokenizer"]),
     ],
