@@ -89,7 +89,7 @@ def _rows_of_a_rank(request: Request, count: int, documents: str, dp: int, say: 
     if not count:
         raise refuse(f"--dataset {request.dataset}", "is too small: the 1 % held out for evaluation is empty", "use --eval_every 0, or add more data")
     if count < request.eval_rows:
-        say(f"evaluation has {count} rows, not eval_rows = {request.eval_rows}: the held-out 1 % of the {documents} holds no more")
+        say(f"evaluation has {count} row{'s' * (count != 1)}, not eval_rows = {request.eval_rows}: the held-out 1 % of the {documents} holds no more")
     return mine
 
 

@@ -229,7 +229,7 @@ def line_of(plan: Plan, name: str, epoch: Epoch, of_run: dict[str, tuple[float, 
     """Return the line about one corpus: what an epoch holds, and how many steps and epochs the run has."""
     recipe, facts = plan.recipe, plan.recipe.facts
     if facts.rows == PACKED:
-        held = f"{epoch.documents:,} documents, {epoch.tokens:,} tokens, {epoch.rows:,} rows of {recipe.seq_len:,}"
+        held = f"{epoch.documents:,} document{'s' * (epoch.documents != 1)}, {epoch.tokens:,} tokens, {epoch.rows:,} row{'s' * (epoch.rows != 1)} of {recipe.seq_len:,}"
     else:
         held = f"{epoch.rows:,} {facts.unit}"
     reasons = {"empty": epoch.empty, "unreadable": epoch.bad, "without a token to learn": epoch.barren}
