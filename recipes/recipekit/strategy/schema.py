@@ -149,9 +149,7 @@ def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
     fixes |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1")  # then the rows of a step are known
     fixes |= {"train_batch_size": "delete it"} if "train_micro_batch_size_per_gpu" in config else {}
     # WarmupLR takes the optimizer's rate itself, WarmupDecayLR would take 0.001
-    fixes |= {
-        "scheduler.params.warmup_max_lr": f"set it to {lr}" if number else "delete it" if at(config, "scheduler.type") == "WarmupLR" else "set it to 0.001"
-    }
+    fixes |= {"scheduler.params.warmup_max_lr": f"set it to {lr}" if number else "delete it" if at(config, "scheduler.type") == "WarmupLR" else "set it to 0.001"}
     clipping = (
         "delete it" if "gradient_clipping" in config else f'write "gradient_clipping": {json.dumps(at(config, "optimizer.params.max_grad_norm"))} instead'
     )
