@@ -192,9 +192,9 @@ WORDS = """This was not measured on GPUs.
 4. **A layer does not fit, rows are too long, or the network is too slow:** use tp, pp, sp or ep. Only DeepSpeed's
    engine supports them here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
 
-You are not bound to your first choice: change the engine of a run with `--engine` or `--deepspeed_config`, because each
-of the five resumes from the checkpoints of the others. Training continues as before, and the export is equal bit for
-bit (`tests/loop/test_engines.py`).
+You can change the engine of a run later, with `--engine` or `--deepspeed_config`, because each of the five resumes from
+the checkpoints of the others. Training continues as before, and the export is equal bit for bit
+(`tests/loop/test_engines.py`).
 
 The table shows the bytes that one of N ranks holds for each parameter, without activations (`--dry_run` prints them):
 

@@ -443,8 +443,8 @@ Load average before the start {found["load_before"]:.1f}, at the end {found["loa
 {", ".join(f"{name} {found['versions'][name]}" for name in ("Python", "pillow", "numpy", "torch"))}; commit {found["commit"]}.
 
 The bench reads {PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]} pixels and {found["pictures"]["bytes"] / 1000:.0f} KB each from memory.
-The task image_classification turns them into micro-batches of {BATCH}: it decodes each image, takes a random crop of
-{CROP} x {CROP} pixels, mirrors it and converts it to floats. The figures are medians of {found["rounds"]} rounds.
+The task image_classification turns them into micro-batches of {BATCH}. To do so, it decodes each image, takes a random
+crop of {CROP} x {CROP} pixels, mirrors it and converts it to floats. The figures are medians of {found["rounds"]} rounds.
 {busy}
 | threads | images / s | ratio to one thread | images / s of one core's time |
 |---|---|---|---|
@@ -492,9 +492,9 @@ The files are in the page cache, so the disk plays no part. The figures are medi
 {chr(10).join(verdicts)}
 
 The readers do not all do the same work, which limits the comparison. The raw read and our reader write 8 bytes a token.
-In this data every row is one piece of a document. The labels of such a row therefore need no memory of their own: they
-are its ids, shifted by one token, and all rows share the same positions. Grain reads its rows from memory, whereas the
-other readers read files.
+In this data every row is one piece of a document, so the labels of a row need no additional memory: they share the
+memory of its ids, shifted by one token. All rows also share their positions. Grain reads its rows from memory, whereas
+the other readers read files.
 
 Tokenising on one core, in Mtok/s: {tokenised}.
 
