@@ -492,9 +492,9 @@ The files are in the page cache, so the disk plays no part. The figures are medi
 {chr(10).join(verdicts)}
 
 The readers do not all do the same work, which limits the comparison. The raw read and our reader write 8 bytes a token.
-In this data every row is one piece of a document, so the labels of a row need no additional memory: they share the
-memory of its ids, shifted by one token. All rows also share their positions. Grain reads its rows from memory, whereas
-the other readers read files.
+In this data every row is one piece of a document, so its labels need no additional memory. They share the memory of the
+ids, shifted by one token, and all rows share their positions. Grain reads its rows from memory, whereas the other
+readers read files.
 
 Tokenising on one core, in Mtok/s: {tokenised}.
 

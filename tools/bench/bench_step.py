@@ -165,8 +165,8 @@ Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.dat
 {os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, torch {version("torch")}, deepspeed {version("deepspeed")}, transformers {version("transformers")}.
 
 The earlier commit and this working tree each train `{RECIPE} --tiny` on {RANKS} ranks.
-They take turns on the CPU. The bench ran {len(rounds)} rounds. In each round, both trees had {len(rounds[0])} turns. Each row of training data is packed from documents of
-100 to 1,000 bytes, and each byte is a token.
+They take turns on the CPU. The bench ran {len(rounds)} rounds. In each round, both trees had {len(rounds[0])} turns.
+Each row of training data is packed from documents of 100 to 1,000 bytes, and each byte is a token.
 
 | tokens of a row | {commit}: ms a step | this tree: ms a step | faster by, median | all rounds |
 |---|---|---|---|---|
