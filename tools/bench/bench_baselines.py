@@ -162,8 +162,8 @@ Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}
 Load average before the start {before:.1f}, at the end {after:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
 
-The nano recipe runs in bf16 on {report["ranks"]} ranks. Each round starts every engine once, in random order, for {report["steps"]} steps.
-The figures are medians of {report["rounds"]} rounds.{few}
+The table compares the five engines on the same run: the nano recipe in bf16 on {report["ranks"]} ranks. In each round, every engine
+starts once and trains for {report["steps"]} steps, in random order. The figures are medians of {report["rounds"]} rounds.{few}
 
 | engine | last loss | tokens/s | x {BESIDE} (95 %) | peak MiB a rank | MiB sent a step | start-up s |
 |---|---|---|---|---|---|---|
@@ -184,15 +184,16 @@ WORDS = """This was not measured on GPUs.
 
 ## Which do I take?
 
-1. **The whole model fits on one GPU (16 to 18 bytes a parameter, and the activations):** DDP. There is nothing to tune.
-2. **Only weights and activations fit:** ZeRO-2. It sends no weights in the forward pass.
-3. **The weights do not fit:** FSDP2 or ZeRO-3, which shard the same tensors. FSDP2 needs only torch, and no JSON.
-   ZeRO-3 also offloads states to the host or to NVMe, trains adapters, and works with tp and sp.
-4. **A layer does not fit, rows are too long, or the network is too slow:** tp, pp, sp or ep. Only DeepSpeed's engine
-   supports them here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
+1. **The whole model fits on one GPU (16 to 18 bytes a parameter, and the activations):** use DDP, because there is
+   nothing to tune.
+2. **Only weights and activations fit:** use ZeRO-2, which sends no weights in the forward pass.
+3. **The weights do not fit:** use FSDP2 or ZeRO-3, which shard the same tensors. FSDP2 needs only torch, and no JSON.
+   Choose ZeRO-3 if you also want to offload states to the host or to NVMe, to train adapters, or to use tp or sp.
+4. **A layer does not fit, rows are too long, or the network is too slow:** use tp, pp, sp or ep. Only DeepSpeed's
+   engine supports them here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
 
-You can change the engine of a run with `--engine` or `--deepspeed_config`, because each of the five resumes from the
-checkpoints of the others. Training continues as before, and the export is equal bit for bit
+You can change the engine of a run later, with `--engine` or `--deepspeed_config`, because each of the five resumes from
+the checkpoints of the others. Training continues as before, and the export is equal bit for bit
 (`tests/loop/test_engines.py`).
 
 The table shows the bytes that one of N ranks holds for each parameter, without activations (`--dry_run` prints them):

@@ -169,8 +169,9 @@ Written by `python tools/bench/bench_checkpoint.py` on {found["date"]}: {found["
 Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in found["versions"].items())}; commit {found["commit"]}.
 
-{found["ranks"]} ranks train in bf16. Each kind of save runs {found["rounds"]} times, in random order within a round. A first save is not counted.
-The figures are medians. The stall also has its range.{few}
+To compare the kinds of save, {found["ranks"]} ranks train in bf16 and save {found["rounds"]} times with each kind.
+In each round, every kind saves once, in random order. The first save of a kind has its own column and is not counted
+in the others. All figures are medians, and the range of the stall is in parentheses.{few}
 
 {chr(10).join(tables)}
 - **Stall:** the time inside the call, on the slowest rank.
@@ -179,9 +180,10 @@ The figures are medians. The stall also has its range.{few}
 - **Remaining wait:** how long the save still takes after these steps.
 - **Bytes:** bytes on the disk for each parameter.
 
-Our save does more work than DeepSpeed's. It ends only when every byte is on the disk (fsync), and its manifest has the
-sha256 of every file and a digest of every tensor. DeepSpeed's own save does none of this, so part of its output is
-still in memory when it returns. Before each save, all other data are written to the disk.
+When you compare the figures, note that our save does more work than DeepSpeed's. Our save ends only when every byte is
+on the disk (fsync), and its manifest contains the sha256 of every file and a digest of every tensor. DeepSpeed's own
+save does none of this, so part of its output is still in memory when it returns. Before each save, the bench first
+writes all other pending data to the disk.
 """
 
 

@@ -287,8 +287,9 @@ Written by `python tools/bench/bench_convert.py` on {report["date"]}: {report["m
 Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
 
-The source is a ZeRO-2 bf16 checkpoint of 8 ranks, {report["checkpoint_bytes"] / 1e9:.2f} GB, in the page cache.
-Every command runs in {report["rounds"]} rounds, in random order. Seconds are medians, with the range in parentheses.{few}
+All commands read the same source, a ZeRO-2 bf16 checkpoint of 8 ranks with {report["checkpoint_bytes"] / 1e9:.2f} GB, from the page cache.
+In each of {report["rounds"]} rounds, every command runs once, in random order. The seconds in the table are medians, with the range
+in parentheses.{few}
 
 | command | GB written | seconds | CPU seconds | MB/s | of `cp`'s speed | GB resident | anonymous |
 |---|---|---|---|---|---|---|---|
@@ -296,17 +297,17 @@ Every command runs in {report["rounds"]} rounds, in random order. Seconds are me
 
 {chr(10).join(verdicts(report))}
 
-- **Time:** the time of the whole process, including imports. The row start-up shows the cost of our imports;
-  DeepSpeed's two converters import torch. Before each command, all pending writes are flushed and the source is read
-  once.
-- **Work:** our commands and `cp` end with fsync of every file. Our commands also check the digest of every tensor that
-  they read. They write the sha256 of every file (except safetensors) and a digest of every tensor.
+- **Time** is the time of the whole process, including imports. To see the cost of our imports, look at the row
+  start-up; DeepSpeed's two converters import torch. Before each command, the bench flushes all pending writes and reads
+  the source once, so that every command starts alike.
+- **Work:** our commands and `cp` end only after fsync of every file. Our commands also check the digest of every tensor
+  that they read, and write the sha256 of every file (except safetensors) and a digest of every tensor.
 - **DeepSpeed's converters:** `zero_to_fp32.py` and `ds_to_universal.py` do none of this, so part of their output is
   still in memory when they end. The comparison does not correct for this.
 - **Page cache:** our commands bypass it, so their output must later be read from the disk. The output of the other
   commands may still be in memory.
-- **CPU seconds:** the CPU time of the process and its children. The kernel's own writing to the disk counts only if
-  fsync does it.
+- **CPU seconds** are the CPU time of the process and its children. They include the kernel's own writing to the disk
+  only if fsync does it.
 - **Memory:** resident pages (anonymous and mapped files), summed over the process and its children. The figure is the
   maximum of all rounds, sampled every {1000 * SAMPLE:.0f} ms.
 """

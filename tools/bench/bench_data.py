@@ -442,14 +442,15 @@ Written by `python tools/bench/bench_data.py --only pictures` on {found["date"]}
 Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
 {", ".join(f"{name} {found['versions'][name]}" for name in ("Python", "pillow", "numpy", "torch"))}; commit {found["commit"]}.
 
-The input is {PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]} pixels, {found["pictures"]["bytes"] / 1000:.0f} KB each, in memory. The task image_classification makes
-micro-batches of {BATCH}: decoded, randomly cropped to {CROP} x {CROP}, mirrored, floats. The figures are medians of {found["rounds"]} rounds.
+The bench reads {PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]} pixels and {found["pictures"]["bytes"] / 1000:.0f} KB each from memory.
+The task image_classification turns them into micro-batches of {BATCH}. To do so, it decodes each image, takes a random
+crop of {CROP} x {CROP} pixels, mirrors it and converts it to floats. The figures are medians of {found["rounds"]} rounds.
 {busy}
 | threads | images / s | ratio to one thread | images / s of one core's time |
 |---|---|---|---|
 {chr(10).join(rows)}
 
-A step sleeps {STEP * 1000:.0f} ms, then takes 16 images. It waits {median(waited) * 1000:.2f} ms for them. The 99th percentile of the wait
+If a step sleeps {STEP * 1000:.0f} ms and then takes 16 images, it waits {median(waited) * 1000:.2f} ms for them (median). The 99th percentile of the wait
 is {quantiles(waited, n=100)[98] * 1000:.2f} ms, {quantiles(waited, n=100)[98] / STEP:.1%} of the step.
 """
 
@@ -481,7 +482,8 @@ Written by `python tools/bench/bench_data.py` on {found["date"]}: {found["machin
 Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in found["versions"].items())}; commit {found["commit"]}.
 
-Each kind has {found["rows"]} rows of {SEQ_LEN} tokens in {FILES} files, in the page cache. The figures are medians of {found["rounds"]} rounds.{few}
+Every reader reads the same data, once from Arrow and once from Parquet files: {found["rows"]} rows of {SEQ_LEN} tokens in {FILES} files.
+The files are in the page cache, so the disk plays no part. The figures are medians of {found["rounds"]} rounds.{few}
 
 | files | reader | Mtok/s | of raw | ours / this |
 |---|---|---|---|---|
@@ -489,24 +491,26 @@ Each kind has {found["rows"]} rows of {SEQ_LEN} tokens in {FILES} files, in the 
 
 {chr(10).join(verdicts)}
 
-The raw read and our reader write 8 bytes a token. In this data every row is one piece of a document. The labels of such
-a row share the memory of its ids, shifted by one token, and all rows share their positions. Grain reads its rows from
-memory, and the other readers read files.
+The readers do not all do the same work, which limits the comparison. The raw read and our reader write 8 bytes a token.
+In this data every row is one piece of a document, so its labels need no additional memory. They share the memory of the
+ids, shifted by one token, and all rows share their positions. Grain reads its rows from memory, whereas the other
+readers read files.
 
 Tokenising on one core, in Mtok/s: {tokenised}.
 
 ## How long a step waits
 
-A step sleeps {STEP * 1000:.0f} ms, then takes the next global batch of 16 rows from the prefetch thread ({found["steps"]} steps).
-The target is a 99th percentile of 1 % of the step.
+To see whether training waits for data, the bench simulates {found["steps"]} steps. Each step sleeps {STEP * 1000:.0f} ms instead of computing,
+then takes the next global batch of 16 rows from the prefetch thread. The target is that the 99th percentile (p99) of
+this wait is at most 1 % of the step.
 
 | data | median, ms | p99, ms | p99 of the step | |
 |---|---|---|---|---|
 {chr(10).join(waiting)}
 
-The quickstart's recipe also ran {found["pairs"]} pairs of steps on one rank, in random order: one step on the stream, one on
-batches in memory. On the stream a step takes {train["ratio"]:.4f} times as long (95 % interval {low:.4f} to {high:.4f}).
-A step takes {median(train["kept"]) * 1000:.0f} ms.
+To measure the cost of the stream in real training, the quickstart's recipe ran {found["pairs"]} pairs of steps on one rank.
+In each pair, one step reads from the stream and the other uses batches that are already in memory, in random order.
+A step takes {median(train["kept"]) * 1000:.0f} ms from memory, and {train["ratio"]:.4f} times as long from the stream (95 % interval {low:.4f} to {high:.4f}).
 {pictures_section(found)}"""
 
 

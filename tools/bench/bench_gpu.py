@@ -592,19 +592,27 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
         choices=PARTS,
         default=list(PARTS),
         metavar="A",
-        help="Parts to run. A: correctness. B, C: speed and memory. D: checkpoints, loop, data. E: gain of each optimization. (default: all)",
+        help="Run only these parts. A: correctness. B, C: speed and memory. D: checkpoints, loop, data. E: gain of each optimization. (default: all)",
     )
-    parser.add_argument("--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="Single rows to run, instead of parts. --list shows their names.")
     parser.add_argument(
-        "--out", type=path_of, default=Path("runs/bench_gpu"), metavar="PATH", help="Folder for runs, logs and rows.jsonl. (default: %(default)s)"
+        "--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="Run only these jobs, instead of complete parts. --list shows their names."
+    )
+    parser.add_argument(
+        "--out",
+        type=path_of,
+        default=Path("runs/bench_gpu"),
+        metavar="PATH",
+        help="Folder for runs, logs and the results in rows.jsonl. (default: %(default)s)",
     )
     parser.add_argument("--tiny", action="store_true", help="Use tiny shapes, for a trial on any machine. Limits for speed and memory are not checked.")
-    parser.add_argument("--minutes", type=float, default=7.0, metavar="N", help="Minutes after which a part starts no further row. (default: %(default)g)")
-    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="Markdown file to which the stored rows are written as a page. (default: none)")
     parser.add_argument(
-        "--no-run", "--no_run", action="store_true", help="Run nothing. --page then uses the newest rows of this device, from any version of the code."
+        "--minutes", type=float, default=7.0, metavar="N", help="Minutes for each part: after this time, the part starts no further job. (default: %(default)g)"
     )
-    parser.add_argument("--list", action="store_true", help="List the rows, then exit.")
+    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="Write the stored results as a page to this Markdown file. (default: no page)")
+    parser.add_argument(
+        "--no-run", "--no_run", action="store_true", help="Run no jobs. --page then uses the newest results of this device, from any version of the code."
+    )
+    parser.add_argument("--list", action="store_true", help="List the jobs of each part, then exit.")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -694,18 +702,21 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
 {heading(kept, len(measured))}
 
 {chr(10).join(tables)}
-- **A** compares losses on the device with losses on the CPU, as relative differences. The model has two layers,
-  published weights and bf16. "The same bits" means that every loss and gradient norm is equal bit for bit. Rows of two
-  ranks run both ranks on one GPU. NCCL before 2.30 refuses this, so they use gloo with tensors on the device.
-- **B and C** use the recipe's own loop and JSON, random weights, and packed documents of random tokens (median 545).
-  Times are medians of the steps after the second. The peak is the largest `peak_mem_bytes`, and the plan is the figure
-  of `--dry_run`. The peak must be within {NEAR_PLAN:.0%} of a plan that counts activations, and not below a plan
-  without activations. Each run is killed after its last timed step, so it saves no checkpoint.
-- **D** runs [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU,
-  the pass that times engine calls waits for the device after each call. The milliseconds outside the engine are
-  therefore time that no computation hides.
-- **E** uses the model and rows of B with no optimization, with each one alone, and with all of them. `--parts E`
-  measures these rows side by side. On one GPU nothing is summed over ranks, so overlap_comm can only cost time there.
+- **A** shows whether training on the device is right: it compares losses on the device with losses on the CPU, as
+  relative differences. The model has two layers, published weights and bf16. "The same bits" means that every loss and
+  gradient norm is equal bit for bit. The rows with two ranks run both ranks on one GPU. Because NCCL before 2.30
+  refuses this, they use gloo with tensors on the device.
+- **B and C** measure speed and memory. They use the recipe's own loop and JSON, random weights, and packed documents of
+  random tokens (median 545). Times are medians of the steps after the second. The peak is the largest `peak_mem_bytes`,
+  and the plan is the figure of `--dry_run`. If a plan counts activations, the peak must be within {NEAR_PLAN:.0%} of it.
+  Otherwise the peak must not be below the plan. Each run is killed after its last timed step, so it saves no
+  checkpoint.
+- **D** measures the time that training spends outside computation, by running [bench_loop.py](bench_loop.py) and
+  [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU, the pass that times engine calls waits for
+  the device after each call, so the milliseconds outside the engine are time that no computation hides.
+- **E** shows the gain of each optimization: it runs the model and rows of B with no optimization, with each one alone,
+  and with all of them. `--parts E` measures these rows side by side. On one GPU nothing is summed over ranks, so
+  overlap_comm can only cost time there.
 - [roofline.md](roofline.md) has the upper bounds of an H100 for the rows 1b, 3b_4096 and 8b_lora.
 """
 
@@ -724,7 +735,8 @@ def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
     when = " and ".join(dict.fromkeys((dates[0], dates[-1])))
     return f"""Written by `python tools/bench/bench_gpu.py` on {when}: {key["device"]}.
 Versions: {versions}.
-Measured at commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} pass.{tiny}"""
+Measured at commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} pass.{tiny}
+A row is one job of the bench, such as a short training run. The bar of a row is the target that it must reach to pass."""
 
 
 # Processes of their own ---------------------------------------------------------------------------------------------

@@ -204,9 +204,10 @@ on {report["date"]}: {report["machine"]}.
 Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
 
-{report["model"]} trains on {report["ranks"]} ranks with `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
-{report["micro_batch"]} in a micro-batch. The bench ran {report["pairs"]} pairs. In a pair every loop runs one
-block, in random order. Steps in a block: {steps}.{few}
+Every loop trains {report["model"]} on {report["ranks"]} ranks with `{report["ds_config"]}`.
+A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in micro-batches of {report["micro_batch"]}.
+Because the speed of the host varies, the loops take turns: the bench ran {report["pairs"]} rounds, which this page calls pairs.
+In each pair, every loop runs one block of {steps} optimizer step{"s" if steps != 1 else ""}, in random order.{few}
 
 | loop | tokens/s | ms per step | ours / this loop (95 % interval) | ms per step outside the engine |
 |---|---|---|---|---|
@@ -214,11 +215,13 @@ block, in random order. Steps in a block: {steps}.{few}
 
 Target: {("; " + chr(10)).join(verdicts) or "none for the loops that were chosen"}.
 
-The ratio is tokens/s of our loop divided by tokens/s of the other loop, as the median over the pairs. The last column
-is the time outside the engine's calls, as work + collectives.
+For each pair, the bench divides the tokens/s of our loop by the tokens/s of the other loop. The ratio in the table is
+the median over the pairs, so a ratio above 1 means that our loop is faster. The last column shows how much of a step is
+spent outside the engine's calls: first the loop's own work, then the collectives.
 
 Our loop waited {1000 * report["data_wait_s"]:.2f} ms of a step for data, {report["data_wait_s"] / report["step_s"]:.2%} of it.
-After {WARM_UP + 1} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())}.
+To check that all loops train alike, the bench compared their losses after {WARM_UP + 1} steps on the same rows:
+{", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())}.
 
 The time of a block includes:
 
@@ -227,21 +230,21 @@ The time of a block includes:
   includes the learning rate of the step, the two all-reduces of the loss and the token count, the gradient norm,
   `metrics.jsonl` and the progress line. A block ends when its threads have finished. Start-up, evaluation and
   checkpoints are excluded.
-- **bare:** forward, backward and step of micro-batches that are already on the device. In each step, rank 0 calls
-  `.item()` on the loss. This loop reads no data and records nothing.
+- **bare:** forward, backward and step of micro-batches that are already on the device. In each step, rank 0 also calls
+  `.item()` on the loss. This loop neither reads data nor records anything.
 - **`Trainer`:** its own `train()`. It keeps a log record of every step in memory, but does not print, save or report.
 - **`accelerate`:** a loop with `accumulate`, `accelerator.backward`, `DummyOptim` and a prepared `DataLoader`. In each
   step, rank 0 calls `.item()` on the loss.
 
-All four loops start from the same weights, with the JSON's optimizer and a constant learning rate. Bare, `Trainer` and
-`accelerate` cycle through {PREPARED} prepared global batches. All four use the recipes' value for an `"auto"` bucket
-size. `Trainer` and `accelerate` would otherwise use hidden_size ** 2, and on a small model the bench would then compare
-bucket sizes.
+To make the comparison fair, all four loops start from the same weights and use the JSON's optimizer with a constant
+learning rate. Bare, `Trainer` and `accelerate` cycle through {PREPARED} prepared global batches. All four use the recipes'
+value for an `"auto"` bucket size. `Trainer` and `accelerate` would otherwise use hidden_size ** 2, and on a small model
+the bench would then compare bucket sizes instead of loops.
 
-The time of a block is the time of the slowest rank. The last column comes from a separate pass ({TIMED_BLOCKS} blocks
-of each loop, rank 0), so its timers do not affect the ratios. Engine calls are forward with the loss, backward and
-step. The time of collectives includes waiting for the other rank. Without these collectives, the rank would wait inside
-the next engine call instead.
+The time of a block is the time of the slowest rank. The last column comes from a separate pass ({TIMED_BLOCKS} blocks of each loop,
+rank 0), so that its timers do not affect the ratios. In that pass, the engine's calls are forward with the loss,
+backward and step. The time of collectives includes waiting for the other rank, because without these collectives the
+rank would wait inside the next engine call instead.
 """
 
 

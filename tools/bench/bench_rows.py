@@ -108,8 +108,9 @@ def page(found: list[tuple[int, Kept | None, Kept]], most: float) -> str:
 
 Written by `python tools/bench/bench_rows.py` on {datetime.date.today().isoformat()}:
 {os.cpu_count()} CPU cores, {versions}.
-Sizes are in MiB. Before: a dense mask and the loss of full logits, if they fit {most:g} GiB. After: attention by documents
-and the loss in chunks.
+The table compares two ways of training on long rows (sequences), with sizes in MiB. "Before" uses a dense mask and
+computes the loss from full logits, if they fit into {most:g} GiB. "After" uses attention by documents and computes the loss
+in chunks.
 
 | tokens of a row | before: saved | peak | after: saved | peak | after: saved bytes a token |
 |---|---|---|---|---|---|

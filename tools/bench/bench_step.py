@@ -164,8 +164,9 @@ def page(commit: str, rows: dict[int, list[list[dict[str, float]]]], words: list
 Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.date.today().isoformat()}:
 {os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, torch {version("torch")}, deepspeed {version("deepspeed")}, transformers {version("transformers")}.
 
-`{RECIPE} --tiny` trains on {RANKS} ranks. Rows are packed from documents of 100 to 1,000 bytes.
-Each byte is a token. The bench ran {len(rounds)} rounds. In each round, both trees had {len(rounds[0])} turns.
+The earlier commit and this working tree each train `{RECIPE} --tiny` on {RANKS} ranks.
+They take turns on the CPU. The bench ran {len(rounds)} rounds. In each round, both trees had {len(rounds[0])} turns.
+Each row of training data is packed from documents of 100 to 1,000 bytes, and each byte is a token.
 
 | tokens of a row | {commit}: ms a step | this tree: ms a step | faster by, median | all rounds |
 |---|---|---|---|---|

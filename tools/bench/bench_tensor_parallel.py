@@ -141,18 +141,20 @@ Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}
 Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
 
-{report["model"]} trains with tp {report["ranks"]} and `{report["ds_config"]}`: {report["global_batch"]} rows of {report["seq_len"]} tokens a step,
-{report["micro_batch"]} in a micro-batch. The bench ran {report["pairs"]} pairs. In a pair every implementation
-runs one block, in random order. Steps in a block: {report["steps_per_block"]}.{few}
+Every implementation trains {report["model"]} with tp {report["ranks"]} and `{report["ds_config"]}`.
+A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in micro-batches of {report["micro_batch"]}.
+Because the speed of the host varies, the implementations take turns: the bench ran {report["pairs"]} rounds, called pairs.
+In each pair, every implementation runs a block of steps, in random order. The number of steps in a block is {report["steps_per_block"]}.{few}
 
 | way | ms per step | ours is faster by, median (95 % interval) | all-reduces and all-gathers a step |
 |---|---|---|---|
 {chr(10).join(rows)}
 
-After {WARM_UP} steps on the same rows the losses were {", ".join(f"{loss:.4f} ({way})" for way, loss in report["losses"].items())}.
+To check that all three train alike, the bench compared their losses after {WARM_UP} steps on the same rows:
+{", ".join(f"{loss:.4f} ({way})" for way, loss in report["losses"].items())}.
 
-A step consists of forward, backward and optimizer, with `.item()` of the loss. It reads no data and records nothing.
-All three implementations start from the same weights.
+The time of a step covers forward, backward, the optimizer and `.item()` of the loss, but neither the reading of data
+nor logging. All three implementations start from the same weights.
 
 **Why ours is faster.** Several column-wise layers read the same activation: q, k and v, or gate and up. Our
 implementation sums the gradient of that activation once for all of these layers, whereas the other two sum it once for

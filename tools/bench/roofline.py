@@ -410,22 +410,23 @@ It is an upper bound for {name}, with {device.flops / 1e12:g} TFLOP/s of dense b
 
 WORDS = """## How it is computed
 
-- **Trace:** one micro-batch runs forward and backward through all layers of the recipe's own model, on tensors without
-  memory. Layers are recomputed if the recipe says so. The tool adds the operations that the optimizer performs after
-  DeepSpeed's ZeRO-1 and -2 on one rank. Their cost is divided by the micro-batches of a step.
-- **Least time:** for each operation, the longer of two times: its bytes at the peak bandwidth, and its FLOPs at the
-  peak speed. Operations do not overlap. Both peaks are from the data sheet, and no kernel reaches them: large matrix
-  products reach 75 to 80 % of the peak.
-- **Before:** attention with a dense mask, and the loss of full logits. This attention computes all pairs of tokens and
-  repeats the key-value heads.
-- **After:** attention by documents (random lengths, median 545), chunked loss and fused AdamW.
-- **Compiled:** like after, but consecutive elementwise operations are fused into one kernel. It reads its inputs once
-  and writes only tensors that are read later. Tensors that only the backward pass reads are written or recomputed,
-  whichever moves fewer bytes. torch.compile moves more bytes than this, because it stops at the border of a layer and
-  reduces in separate kernels.
+- **Trace:** to list the operations of a step, one micro-batch runs forward and backward through all layers of the
+  recipe's own model, on tensors without memory. Layers are recomputed if the recipe says so. The tool then adds the
+  operations that the optimizer performs after DeepSpeed's ZeRO-1 and -2 on one rank, and divides their cost by the
+  micro-batches of a step.
+- **Least time:** an operation takes at least the longer of two times: its bytes at the peak bandwidth, and its FLOPs at
+  the peak speed. The bound assumes that operations do not overlap. Both peaks are from the data sheet, and no kernel
+  reaches them: large matrix products reach 75 to 80 % of the peak.
+- **Before** uses attention with a dense mask, which computes all pairs of tokens and repeats the key-value heads, and
+  computes the loss from full logits.
+- **After** uses attention by documents (random lengths, median 545), chunked loss and fused AdamW.
+- **Compiled** is like after, except that consecutive elementwise operations are fused into one kernel. This kernel
+  reads its inputs once and writes only tensors that are read later. Tensors that only the backward pass reads are
+  written or recomputed, whichever moves fewer bytes. In practice, torch.compile moves more bytes than this, because it
+  stops at the border of a layer and reduces in separate kernels.
 - **Bytes:** eager PyTorch fuses nothing, so before and after count everything that each operation reads and writes.
-- **Left out:** the caches of the device (a tensor that fits into the L2 cache may be read faster), kernel launches,
-  communication and the CPU.
+- **Left out:** the bound ignores kernel launches, communication and the CPU. It also ignores the caches of the device,
+  although a tensor that fits into the L2 cache may be read faster.
 - **Elementwise operations** are norms, activations, rotary positions, residual sums and their casts.
 - **MFU** counts the model's FLOPs like `mfu` of `metrics.jsonl`.
 """
