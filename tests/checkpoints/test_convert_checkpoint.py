@@ -25,7 +25,7 @@ def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def page_commands() -> list[list[str]]:
     """The four commands of recipes/CHECKPOINTS.md."""
-    text = (ROOT / "recipes" / "CHECKPOINTS.md").read_text().split("Four commands:")[1].split("The converter works")[0].replace("\\\n", "")
+    text = (ROOT / "recipes" / "CHECKPOINTS.md").read_text().split("These four commands")[1].split("The first two commands")[0].replace("\\\n", "")
     commands = [shlex.split(line.strip()) for line in text.splitlines() if line.startswith("    ")]
     assert [command[0] for command in commands] == ["deepspeed", "deepspeed", "python", "python"]
     return commands

@@ -206,8 +206,8 @@ Load average before the start {report["load_before"]:.1f}, at the end {report["l
 
 Every loop trains {report["model"]} on {report["ranks"]} ranks with `{report["ds_config"]}`.
 A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in micro-batches of {report["micro_batch"]}.
-Because the speed of the host varies, the loops take turns: the bench ran {report["pairs"]} rounds, which this page calls pairs.
-In each pair, every loop runs one block of {steps} optimizer step{"s" if steps != 1 else ""}, in random order.{few}
+Because the speed of the host varies, the loops take turns. The bench ran {report["pairs"]} pairs.
+In a pair, every loop runs one block of {steps} optimizer step{"s" if steps != 1 else ""}, in random order.{few}
 
 | loop | tokens/s | ms per step | ours / this loop (95 % interval) | ms per step outside the engine |
 |---|---|---|---|---|

@@ -143,8 +143,8 @@ Load average before the start {report["load_before"]:.1f}, at the end {report["l
 
 Every implementation trains {report["model"]} with tp {report["ranks"]} and `{report["ds_config"]}`.
 A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in micro-batches of {report["micro_batch"]}.
-Because the speed of the host varies, the implementations take turns: the bench ran {report["pairs"]} rounds, called pairs.
-In each pair, every implementation runs a block of steps, in random order. The number of steps in a block is {report["steps_per_block"]}.{few}
+Because the speed of the host varies, the implementations take turns. The bench ran {report["pairs"]} pairs.
+In a pair, every implementation runs a block of steps, in random order. The number of steps in a block is {report["steps_per_block"]}.{few}
 
 | way | ms per step | ours is faster by, median (95 % interval) | all-reduces and all-gathers a step |
 |---|---|---|---|
