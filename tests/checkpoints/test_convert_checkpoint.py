@@ -86,7 +86,7 @@ def test_verify_and_inspect(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["to-hf", "runs/none", "out"], 1, "runs/none: the folder does not exist. Give a run folder"),
+        (["to-hf", "runs/none", "out"], 1, "runs/none: the folder does not exist. Name a run folder"),
         (["to-hf", "runs/walk", "runs/walk_hf"], 1, "already exists"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--pp", "2"], 1, "Use --zero 1, or --pp 1"),
         (["reshape", "runs/walk/checkpoints/step_00000002", "out", "--mem-limit", "3"], 2, "is too small"),

@@ -322,7 +322,7 @@ def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeyp
         (tmp_path / "half" / "run.json").write_text(json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}}))
         with pytest.raises(Refusal, match=says) as refused:
             planned(monkeypatch, tmp_path / "half", "--seed", 5, "--global_batch", 8)
-    assert f"resume with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run" in str(refused.value)
+    assert f"Resume with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run" in str(refused.value)
 
 
 def test_what_may_change_is_accepted(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
