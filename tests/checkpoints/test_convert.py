@@ -172,14 +172,15 @@ def load_and_save(recipe: Recipe, argv: list[str], lora: bool = False) -> tuple[
     """Resumes, trains nothing, and saves what DeepSpeed's engine then holds."""
     import recipekit.train as loop
 
-    def only_save(ready: Any) -> int:
+    def only_save(ready: Any) -> Any:
         from recipekit.data.sameness import merge_states
+        from recipekit.runtime.ending import Ending
 
         everyone: list[Any] = [None] * ready.plan.mesh.world
         torch.distributed.all_gather_object(everyone, ready.stream.state)
         ready.saver.retention = Retention(0)
         ready.saver.save(ready.state | {"data": merge_states(everyone), "step": ready.state["step"] + 90})
-        return 1
+        return Ending(1, "saved without training")
 
     real, loop.loop = loop.loop, only_save
     try:
