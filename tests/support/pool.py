@@ -198,7 +198,7 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
     from recipekit.runtime import ending
     from recipekit.runtime.start import do_without_shm_op
 
-    ending.draw_losses = lambda *_: None  # half a second at the end of each run; tests/runtime/test_ending.py draws
+    ending.draw_picture = lambda *_: None  # half a second at the end of each run; tests/runtime/test_ending.py draws
     global LINEAR
     LINEAR = torch.nn.functional.linear
     torch.set_num_threads(1)
