@@ -337,7 +337,7 @@ def tell(problems: list[str], told: list[str], say: Say) -> None:
     for problem in problems:
         if len(told) < TOLD and problem not in told:
             told.append(problem)
-            last = ", the last one that is told. The metric bad_rows counts on" if len(told) == TOLD else ""
+            last = ", the last one that is reported. The metric bad_rows counts on" if len(told) == TOLD else ""
             say(f"skipped (--bad_rows skip): {problem}{last}")
 
 

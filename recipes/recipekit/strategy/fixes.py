@@ -1,6 +1,6 @@
 """Fixes of a DeepSpeed JSON that can be carried out as they are written.
 
-The text of a fix begins with one of these, and may name other ways behind a comma, a semicolon or "or":
+The text of a fix begins with one of these, and may name other ways behind a comma, in a further sentence or behind "or":
 
     delete it                      delete the block
     write JSON                     set it (or KEY) to JSON         add 1
