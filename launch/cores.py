@@ -9,7 +9,7 @@ ROOT = Path("/")
 SYSTEM = Path("/sys")
 
 
-# The next four functions are also in recipekit/cores.py: launch imports nothing of recipekit.
+# The next four functions are also in recipekit/spec/cores.py: launch imports nothing of recipekit.
 def usable_cores(root: Path = ROOT) -> int:
     """Return how many cores this process may keep busy, at least 1."""
     return min(len(os.sched_getaffinity(0)), whole_cores(cpu_limit(root)))

@@ -1,6 +1,6 @@
 """Refuses a job that cannot be started: prints every problem at once, each with its fix."""
 
-START_AGAIN = 75  # exit code after a fault from outside (a lost rank or host, a failing disk), as in recipekit/refusal.py
+START_AGAIN = 75  # exit code after a fault from outside (a lost rank or host, a failing disk), as in recipekit/spec/refusal.py
 
 
 class Refused(ValueError):

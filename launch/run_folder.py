@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# As in recipekit/paths.py
+# As in recipekit/spec/paths.py
 JOB_IDS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
 ADDRESS = r".*://|[^/]*:/|[^/@\s]+@[^/:@\s]+:"
 NONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # NotADirectoryError if `runs` is a file
@@ -38,7 +38,7 @@ def is_address(text: str) -> bool:
 
 
 def _filled(out: str, default: str, variables: dict[str, str]) -> str:
-    """Return the run folder as recipekit/paths.py reads it; "" for a text that it refuses, so that rank 0 can report it."""
+    """Return the run folder as recipekit/spec/paths.py reads it; "" for a text that it refuses, so that rank 0 can report it."""
     text = out or default
     if (sweep := variables.get("WANDB_SWEEP_ID")) and "{wandb_run_id}" not in text.lower():
         text = f"{out or f'{default}_sweep_{sweep}'}/{{wandb_run_id}}"
@@ -128,7 +128,7 @@ def newest_checkpoint(out: Path) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the number of the step folder `name`, by the rule of recipekit/step_names.py; None for any other name."""
+    """Return the number of the step folder `name`, by the rule of recipekit/spec/step_names.py; None for any other name."""
     found = re.fullmatch(r"step_([0-9]{8,})", name)
     return int(found[1]) if found and f"step_{int(found[1]):08d}" == name else None
 

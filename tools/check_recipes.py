@@ -25,10 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit import shipped
 from recipekit.hosts.ports import free_port
-from recipekit.packages import require_packages
-from recipekit.whole_file import write_whole
+from recipekit.spec import shipped
+from recipekit.spec.packages import require_packages
+from recipekit.spec.whole_file import write_whole
 
 README = ROOT / "README.md"
 TINY = ("--tiny", "--steps", "3", "--eval_every", "1")  # as in test_recipe_trains_tiny_by_its_command

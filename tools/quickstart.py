@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.hosts.ports import launcher_port
-from recipekit.packages import require_packages
-from recipekit.paths import path_of
+from recipekit.spec.packages import require_packages
+from recipekit.spec.paths import path_of
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 PROMPT, CONTINUATION = 60, 120  # tokens of a sample
@@ -81,8 +81,8 @@ def main() -> int:
     from recipekit.commands.sample import load
     from recipekit.data.held_out import eval_rows
     from recipekit.data.request import request_of
-    from recipekit.recipe import Recipe
-    from recipekit.run_folder import CHECKPOINTS, EXPORT, FACTS, METRICS, STRATEGY, read_metrics
+    from recipekit.spec.recipe import Recipe
+    from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, FACTS, METRICS, STRATEGY, read_metrics
 
     facts = json.loads((arguments.out / FACTS).read_text())["recipe"]
     recipe = Recipe(**{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__})
@@ -113,8 +113,8 @@ def main() -> int:
 
 def training(ranks: int, out: Path, steps: int | None) -> list[str]:
     """Returns the words after `deepspeed` on the command line; raises a global batch that the ranks cannot share evenly."""
-    from recipekit.command import recipe_of
-    from recipekit.mesh import fit_batch
+    from recipekit.spec.command import recipe_of
+    from recipekit.spec.mesh import fit_batch
 
     recipe = recipe_of(RECIPE)
     _, rows = fit_batch(ranks, recipe.micro_batch, recipe.global_batch, frozenset())
@@ -124,7 +124,7 @@ def training(ranks: int, out: Path, steps: int | None) -> list[str]:
 
 def strategy_in_fp32(out: Path) -> Path:
     """Write the recipe's DeepSpeed JSON without bf16 beside the run folder `out`, and return its path."""
-    from recipekit.command import recipe_of
+    from recipekit.spec.command import recipe_of
 
     config = json.loads((ROOT / "ds_configs" / str(recipe_of(RECIPE).ds_config)).read_text())
     del config["data_types"]

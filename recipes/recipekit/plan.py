@@ -10,31 +10,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .accelerate import check_accelerate, check_launcher
 from .architectures import lookup
 from .architectures.headers import check_headers
 from .architectures.positions import beyond_positions
 from .architectures.safetensors_files import open_folder
 from .architectures.shrink import BYTE_VOCAB, ROBERTAS, shrink
 from .architectures.small_files import check_generation_file
-from .command import Command
 from .data.files import folder_classes, local_files, say_files
 from .data.first_row import check_first_row
 from .data.folders import targets
 from .data.mixture import Domain, domains_of
 from .data.request import request_of
 from .data.revisions import check_offline, check_revisions, say_unused
-from .hub import check_variables, is_offline
+from .dslint import baseline, check, divisions, json_file, outputs, resolve, shapes, swap
+from .dslint.numbers import degrees, enabled, literals
 from .kernels.deterministic import check_environment
-from .mesh import Mesh, fit_batch, fit_degrees, make_mesh
-from .paths import check_cache, is_there, say_trial
-from .phases import check_epochs, scaled
-from .recipe import AXES, Recipe, check_kinds, check_recipe, check_values
-from .refusal import Problem, Refusal
-from .run_folder import check_out, check_writable, find_resume, pins
-from .strategy import baseline, check, divisions, json_file, outputs, resolve, shapes, swap
-from .strategy.numbers import degrees, enabled, literals
-from .tasks.facts import TASKS, Facts, own_fields
+from .spec.accelerate import check_accelerate, check_launcher
+from .spec.command import Command
+from .spec.hub import check_variables, is_offline
+from .spec.mesh import Mesh, fit_batch, fit_degrees, make_mesh
+from .spec.paths import check_cache, is_there, say_trial
+from .spec.phases import check_epochs, scaled
+from .spec.recipe import AXES, Recipe, check_kinds, check_recipe, check_values
+from .spec.refusal import Problem, Refusal
+from .spec.run_folder import check_out, check_writable, find_resume, pins
+from .spec.task_specs import TASKS, Facts, own_fields
 
 TINY_SEQ_LEN = 128
 POSITIONS = {  # by model_type: what bounds the length of its rows (transformers 5.22.2)

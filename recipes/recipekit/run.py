@@ -9,20 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from .command import Command, parse
 from .hosts import op_cache
 from .hosts.accounts import wandb_disabled
 from .hosts.locks import lock
 from .hosts.ports import free_port, has_joined
-from .packages import check_packages
-from .planner.devices import device_called
-from .ranks import take_rank
-from .recipe import Recipe
-from .refusal import START_AGAIN, Problem, Refusal, exit_refused, refuse
-from .run_folder import CHECKPOINTS, unwritable
 from .runtime import environment
-from .utf8 import use_utf8
-from .whole_file import FAILING
+from .spec.command import Command, parse
+from .spec.devices import device_called
+from .spec.packages import check_packages
+from .spec.ranks import take_rank
+from .spec.recipe import Recipe
+from .spec.refusal import START_AGAIN, Problem, Refusal, exit_refused, refuse
+from .spec.run_folder import CHECKPOINTS, unwritable
+from .spec.utf8 import use_utf8
+from .spec.whole_file import FAILING
 
 if TYPE_CHECKING:
     from .plan import Plan

@@ -13,16 +13,12 @@ import torch.distributed as dist
 
 from .checkpoints.state import State
 from .data.sameness import StreamState, merge_states, roll
-from .engine import Engine
+from .engine import used
 from .kernels.documents import for_layers
-from .mesh import Mesh
-from .optim.schedules import lr_at
 from .parallel import pipeline, plans, timeline
 from .parallel.sequence import own_part
 from .plan import Plan
-from .refusal import Refusal, Say
-from .run_folder import EXPORT
-from .runtime import ending, references, used
+from .runtime import ending, references
 from .runtime.agree import check_peers, shared_problems
 from .runtime.continuation import continue_command
 from .runtime.corpus import first_day
@@ -32,9 +28,15 @@ from .runtime.failure import Peers
 from .runtime.metrics import metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
 from .runtime.stopping import REASONS
-from .runtime.tracking import WANDB_ARTIFACT, NoTracker
-from .task import MicroBatch, Sums, Task
+from .runtime.sums import Sums
+from .spec.engine import Engine
+from .spec.mesh import Mesh
+from .spec.refusal import Refusal, Say
+from .spec.run_folder import EXPORT
+from .spec.schedules import lr_at
+from .spec.task import MicroBatch, Task
 from .tasks.find import task_called, with_numbers
+from .track.tracking import WANDB_ARTIFACT, NoTracker
 
 PEERS_EVERY = 10  # steps between two proofs that the peers of a data-parallel rank were given the same tokens
 

@@ -7,8 +7,8 @@ import pytest
 from recipekit.architectures.families import default_config, tiny_config
 from recipekit.architectures.lookup import SHIPPED, fitting_task, model_config
 from recipekit.architectures.shrink import BYTE_VOCAB, shrink
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 

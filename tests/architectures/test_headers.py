@@ -6,8 +6,8 @@ import pytest
 from recipekit.architectures.families import tiny_config
 from recipekit.architectures.headers import FAMILIES, check_headers
 from recipekit.architectures.safetensors_files import Entry
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS
 
 
 def files_of(config: dict[str, Any], task: str) -> dict[str, Entry]:

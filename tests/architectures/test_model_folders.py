@@ -16,7 +16,6 @@ from pool import ROOT, environment
 from recipekit.architectures.families import default_config, tiny_config
 from recipekit.architectures.lookup import CAUSAL, READS_AHEAD, fitting_task, folder_of, model_config, read_config, types_of
 from recipekit.architectures.safetensors_files import INDEX
-from recipekit.command import parse
 from recipekit.commands import convert as tool
 from recipekit.data.processors import byte_tokenizer
 from recipekit.model.build import build_model
@@ -24,8 +23,9 @@ from recipekit.model.causal import check_causal
 from recipekit.model.empty import config_of, construct
 from recipekit.plan import BEHIND_PADDING, ENCODERS, POSITIONS, make_plan
 from recipekit.planner.show import show
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file, save_file
 from test_resume import BASE, train
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipekit.architectures import safetensors_files
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file, save_file
 
 

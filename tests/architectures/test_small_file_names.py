@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from recipekit.architectures import small_files as files
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 
 TOKENIZER = {
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json"),

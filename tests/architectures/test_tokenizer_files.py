@@ -8,7 +8,7 @@ import pytest
 from recipekit.architectures import small_files
 from recipekit.architectures.lookup import local_tokenizer
 from recipekit.data.processors import byte_tokenizer, load_tokenizer
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 
 
 @pytest.fixture

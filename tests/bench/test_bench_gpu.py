@@ -16,8 +16,8 @@ import psutil
 import pytest
 from job import Job, command_line
 from pool import ROOT, environment
-from recipekit.command import parse
 from recipekit.plan import make_plan
+from recipekit.spec.command import parse
 
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 

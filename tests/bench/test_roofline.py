@@ -12,11 +12,11 @@ sys.path.insert(0, str(ROOT / "tools" / "bench"))
 
 import bench_gpu
 import roofline
+from op_costs import BACKWARD, FORWARD, RECOMPUTATION, Costs, Operation, bytes_of, fused
+from recipekit.model.flops import model_flops
 from recipekit.plan import Plan
-from recipekit.planner.devices import DEVICES, Device
-from recipekit.planner.flops import model_flops
-from recipekit.planner.op_costs import BACKWARD, FORWARD, RECOMPUTATION, Costs, Operation, bytes_of, fused
-from recipekit.refusal import Refusal
+from recipekit.spec.devices import DEVICES, Device
+from recipekit.spec.refusal import Refusal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 DEVICE = Device(flops=1000.0, memory=1, bandwidth=100.0)

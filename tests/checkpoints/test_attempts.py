@@ -2,7 +2,7 @@
 
 import pytest
 from recipekit.checkpoints.attempts import Attempts
-from recipekit.refusal import START_AGAIN, Refusal
+from recipekit.spec.refusal import START_AGAIN, Refusal
 
 EVERY = 10
 

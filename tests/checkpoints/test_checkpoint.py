@@ -20,9 +20,13 @@ import pytest
 import torch
 from disks import small_disk
 from job import NANO, Job, checkpoints, contention, deepspeed, metrics, steps_done
-from recipekit.checkpoints import convert, manifest, step_folder
-from recipekit.checkpoints.manifest import faults
-from recipekit.refusal import Refusal
+from recipekit.checkpoints import step_folder
+from recipekit.checkpoints.reshape import reshape
+from recipekit.checkpoints.verify import verify
+from recipekit.convert.hugging_face import to_hf
+from recipekit.spec.refusal import Refusal
+from recipekit.storage import manifest
+from recipekit.storage.manifest import faults
 from test_resume import BASE, train
 
 slow = pytest.mark.slow
@@ -78,7 +82,7 @@ def flipped(run: Path, number: int) -> list[tuple[str, list[str], str, list[str]
         barrier()
         taken = newest(run, said.append)
         if get_rank() == 0:
-            found.append((str(file.relative_to(step)), convert.verify(step), taken.name if taken else "", said))
+            found.append((str(file.relative_to(step)), verify(step), taken.name if taken else "", said))
             flip(file, at, bit)
         barrier()
     return found
@@ -101,7 +105,7 @@ def test_each_of_200_flipped_bits_is_found_and_the_checkpoint_before_is_taken(po
         assert taken == "step_00000001"
         assert len(said) == 1 and f"step_00000002 is damaged, passed over: {file} " in said[0]
     assert {Path(file).suffix for file, *_ in found} >= {".pt", ".json"} and "manifest.json" in {file for file, *_ in found}
-    assert convert.verify(step_of(run)) == [], "every bit was put back"
+    assert verify(step_of(run)) == [], "every bit was put back"
 
 
 def test_every_truncated_or_missing_file_is_named(run: Path) -> None:
@@ -110,10 +114,10 @@ def test_every_truncated_or_missing_file_is_named(run: Path) -> None:
         content, name = file.read_bytes(), str(file.relative_to(step))
         for size in {0, 1, len(content) // 2, len(content) - 1}:
             os.truncate(file, size)
-            assert names(faults(step)) == names(convert.verify(step)) == [name]
+            assert names(faults(step)) == names(verify(step)) == [name]
             file.write_bytes(content)
         file.unlink()
-        assert names(faults(step)) == names(convert.verify(step)) == [name]
+        assert names(faults(step)) == names(verify(step)) == [name]
         file.write_bytes(content)
     assert faults(step) == []
 
@@ -130,17 +134,17 @@ def test_a_file_with_bytes_after_its_end_is_named(tmp_path: Path) -> None:
 def test_extra_files_are_named_and_read_by_nothing(run: Path, tmp_path: Path) -> None:
     """Among them files that DeepSpeed, a conversion or an export would take for their own."""
     step = step_of(run)
-    convert.to_hf(step, tmp_path / "hf")
-    convert.reshape(step, tmp_path / "reshaped", step_folder.open_step(step).layout)
+    to_hf(step, tmp_path / "hf")
+    reshape(step, tmp_path / "reshaped", step_folder.open_step(step).layout)
     extra = [".nfs0001", "errors_rank_0.pt", "hf_files/more.json", "mp_rank_07_model_states.pt", "rng_rank_7.pt", "sub/more.pt"]
     (step / "sub").mkdir()
     for name in extra:
         (step / name).write_bytes(b"{}")
     (step / "away").symlink_to(tmp_path)
-    assert faults(step) == convert.verify(step) == []
+    assert faults(step) == verify(step) == []
     assert manifest.unlisted(step, manifest.read(step)) == list(step_folder.open_step(step).unlisted) == sorted([*extra, "away"])
-    convert.to_hf(step, tmp_path / "hf2")
-    convert.reshape(step, tmp_path / "reshaped2", step_folder.open_step(step).layout)
+    to_hf(step, tmp_path / "hf2")
+    reshape(step, tmp_path / "reshaped2", step_folder.open_step(step).layout)
     for out in ("hf", "reshaped"):
         assert {path.name: path.read_bytes() for path in files_of(tmp_path / f"{out}2")} == {path.name: path.read_bytes() for path in files_of(tmp_path / out)}
 
@@ -149,7 +153,7 @@ def test_swapped_and_stale_files_are_named(run: Path) -> None:
     step = step_of(run)
     first, second = step / "rng_rank_0.pt", step / "rng_rank_1.pt"
     swap(first, second)
-    assert names(faults(step)) == names(convert.verify(step)) == [first.name, second.name]
+    assert names(faults(step)) == names(verify(step)) == [first.name, second.name]
     swap(first, second)
 
     swap(step / "rng_rank_0.pt", step_of(run, 1) / "state.json")
@@ -157,7 +161,7 @@ def test_swapped_and_stale_files_are_named(run: Path) -> None:
     swap(step / "rng_rank_0.pt", step_of(run, 1) / "state.json")
 
     stale = step_of(run, 1).rename(step_of(run, 7))
-    assert names(faults(stale)) == names(convert.verify(stale)) == ["manifest.json"]
+    assert names(faults(stale)) == names(verify(stale)) == ["manifest.json"]
     assert faults(step) == []
 
 
@@ -283,9 +287,9 @@ def test_no_tool_runs_what_a_file_contains(saved: Path, tmp_path: Path, bare: bo
     files = [path for path in files_of(step_of(saved)) if path.suffix == ".pt"]
     assert len(files) == 5
     works: dict[str, Callable[[Path], Any]] = {
-        "verify": convert.verify,
-        "to-hf": lambda step: convert.to_hf(step, tmp_path / "out"),
-        "reshape": lambda step: convert.reshape(step, tmp_path / "out", step_folder.open_step(step).layout),
+        "verify": verify,
+        "to-hf": lambda step: to_hf(step, tmp_path / "out"),
+        "reshape": lambda step: reshape(step, tmp_path / "out", step_folder.open_step(step).layout),
     }
     readers = {"bf16": set(works), "mp": {"reshape"}, "rng": set()}  # the 16-bit weights are copies, the generators are for a resume
     for file in files:
@@ -334,7 +338,7 @@ def test_a_manifest_that_leaves_its_folder_is_refused(run: Path, name: str) -> N
     step = step_of(run)
     listed = manifest.read(step)
     manifest.write(step, 2, listed["files"] | {name: manifest.facts(step / name)}, listed["tensors"])
-    assert names(faults(step)) == names(convert.verify(step)) == [name]
+    assert names(faults(step)) == names(verify(step)) == [name]
 
 
 @pytest.mark.parametrize("content", [[], {"files": []}, {"files": {"state.json": 3}}, {"files": {"state.json": {}}}, "x", None])
@@ -347,7 +351,7 @@ def test_a_manifest_of_another_form_is_no_manifest(run: Path, content: Any) -> N
         full.pop("sha256")
         content = full | {"sha256": manifest._digest(full)}
     (step / "manifest.json").write_text(json.dumps(content))
-    assert faults(step) == convert.verify(step) == ["manifest.json differs from what was written"]
+    assert faults(step) == verify(step) == ["manifest.json differs from what was written"]
 
 
 # Full disks and failing writes ------------------------------------------------------------------------------------
@@ -582,7 +586,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_the_older_checkpoints(lau
     assert job.output.count("The run continues and tries again at the next steps") == 1
     assert checkpoints(disk / "run") == [1, 2]
     assert (disk / "run" / "checkpoints" / "latest").read_text() == "step_00000002"
-    assert convert.verify(step_of(disk / "run", 1)) == convert.verify(step_of(disk / "run", 2)) == []
+    assert verify(step_of(disk / "run", 1)) == verify(step_of(disk / "run", 2)) == []
 
 
 # Dead peers -------------------------------------------------------------------------------------------------------
@@ -618,4 +622,4 @@ def test_a_rank_does_not_wait_for_the_part_of_a_dead_peer(launch: Callable[..., 
     seconds, busy = job.wait_gone(60), contention()
     print(f"gone after {seconds:.1f} s, contention {busy:.1f}")
     assert seconds < 10 * busy, job.output[-8000:]
-    assert checkpoints(tmp_path / "run") == [1, 2] and convert.verify(step_of(tmp_path / "run")) == []
+    assert checkpoints(tmp_path / "run") == [1, 2] and verify(step_of(tmp_path / "run")) == []

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recipekit.checkpoints import create
-from recipekit.checkpoints.copying import Effort, copies, partial_digests, run
-from recipekit.checkpoints.tensor_files import open_checkpoint
-from recipekit.mesh import Mesh
-from recipekit.optim.facts import FACTORS
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, default_optimizer, held, stage_bounds
 from recipekit.parallel.factors import elements_of, state_of
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.optimizer_specs import FACTORS
+from recipekit.storage import create
+from recipekit.storage.copying import Effort, copies, partial_digests, run
+from recipekit.storage.tensor_files import open_checkpoint
 
 TENSORS = (
     Tensor("embed", (20, 7), 0, (0, 1), "ends"),

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from recipekit.checkpoints import convert, manifest, step_folder
-from recipekit.checkpoints.journal import Journal
+from recipekit.checkpoints import step_folder
+from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.save import point_latest, put_aside_later
-from recipekit.mesh import Mesh
-from recipekit.run_folder import DATA_FILES, FACTS, STRATEGY
-from recipekit.runtime.metrics_file import cut_metrics
-from recipekit.whole_file import replacing, write_whole
+from recipekit.convert.hugging_face import to_hf
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.run_folder import DATA_FILES, FACTS, STRATEGY
+from recipekit.spec.whole_file import replacing, write_whole
+from recipekit.storage import manifest
+from recipekit.storage.journal import Journal
+from recipekit.track.metrics_file import cut_metrics
 from test_resume import BASE, train
 
 
@@ -155,10 +158,10 @@ def test_a_converted_checkpoint_is_on_the_disk_before_it_is_named(saved: dict[st
     step = saved["--no-save_in_background"][0] / "checkpoints" / "step_00000002"
     layout = dataclasses.replace(step_folder.open_step(step).layout, mesh=Mesh(dp=1))
     with noted() as calls:
-        convert.reshape(step, tmp_path / "reshaped", layout)
+        reshape(step, tmp_path / "reshaped", layout)
     check_flushed_between(calls, tmp_path, check(calls, tmp_path / "reshaped"))
     with noted() as calls:
-        convert.to_hf(step, tmp_path / "hf")
+        to_hf(step, tmp_path / "hf")
     check_flushed_between(calls, tmp_path, check(calls, tmp_path / "hf"))
 
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.checkpoints import convert
 from recipekit.checkpoints.deepspeed_io import read_pickle
+from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.step_folder import open_step, target_layout
-from recipekit.refusal import Refusal
+from recipekit.convert.hugging_face import to_hf
+from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file
 
 
@@ -64,7 +65,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_raw_checkpoint_becomes_hugging_face_files(pools, tmp_path, zero, frozen):
     """zero_to_fp32 stops at ZeRO-0, and at ZeRO-1 it drops the frozen parameters without a word."""
     whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=zero, frozen=frozen)[0]
-    convert.to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
+    to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
     got = exported(tmp_path / "hf")
     assert got.keys() == whole.keys()
     for name, value in whole.items():
@@ -74,7 +75,7 @@ def test_a_raw_checkpoint_becomes_hugging_face_files(pools, tmp_path, zero, froz
 def test_shuffled_groups_are_read_in_their_own_order(pools, tmp_path):
     """ds_to_universal makes silently wrong weights of them: 18 of 21 parameters of the study's model."""
     whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=2, round_robin_gradients=True)[0]
-    convert.to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
+    to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
     assert all(torch.equal(value, whole[name]) for name, value in exported(tmp_path / "hf").items())
     master = open_step(tmp_path / "raw")
     assert [tensor.name for tensor in master.blueprint.tensors] != list(whole)
@@ -89,8 +90,8 @@ def test_an_optimizer_without_adams_moments_is_converted(pools, tmp_path, zero):
     if zero:
         step, source = open_step(source), tmp_path / "other"
         assert (step.layout.algorithm, step.layout.states, step.layout.scalars) == ("SGD", ("momentum_buffer",), ())
-        convert.reshape(tmp_path / "raw", source, target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=3))
-    convert.to_hf(source, tmp_path / "hf", check=True)
+        reshape(tmp_path / "raw", source, target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=3))
+    to_hf(source, tmp_path / "hf", check=True)
     assert all(torch.equal(value.to(torch.bfloat16), whole[name]) for name, value in exported(tmp_path / "hf").items())
 
 
@@ -113,7 +114,7 @@ def test_an_adam_that_counts_its_steps_in_the_group_is_read(pools, tmp_path):
         torch.save(saved, file)
     step = open_step(tmp_path / "raw")
     layout = target_layout(step.blueprint, step.layout, dp=1, tp=None, pp=None, zero=1)
-    convert.reshape(tmp_path / "raw", tmp_path / "other" / "global_step2", layout)
+    reshape(tmp_path / "raw", tmp_path / "other" / "global_step2", layout)
     weights, _, steps = pools.run(1, load_raw, folder=str(tmp_path / "other"), zero=1)[0]
     assert steps == 2 and all(torch.equal(weights[name], value) for name, value in whole.items())
 
@@ -124,7 +125,7 @@ def test_a_raw_checkpoint_goes_on_in_another_layout(pools, tmp_path, source, tar
     whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=source)[0]
     step = open_step(tmp_path / "raw")
     layout = target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=target)
-    convert.reshape(tmp_path / "raw", tmp_path / "other" / "global_step2", layout)
+    reshape(tmp_path / "raw", tmp_path / "other" / "global_step2", layout)
     results = pools.run(3, load_raw, folder=str(tmp_path / "other"), zero=target)
     assert results[0][1] == [0.1, 0.0] and results[0][2] == 2
     for name, value in whole.items():
@@ -154,7 +155,7 @@ def load_raw(folder: str, zero: int) -> tuple[dict[str, torch.Tensor], list[floa
 def test_autotp_is_joined_by_its_own_notes(pools, tmp_path, zero, heads):
     """save_16bit_model writes rank 0's shards and says nothing; ds_to_universal ends with a TypeError at one key-value head."""
     pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=zero, tp=2, heads=heads)
-    convert.to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
+    to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
     got = exported(tmp_path / "hf")
     ranks = [read_pickle(tmp_path / "raw" / "global_step2" / f"mp_rank_{rank:02d}_model_states.pt")["module"] for rank in range(2)]
     assert got["lm_head.weight"].shape == (67, 32) and got["model.layers.0.self_attn.k_proj.weight"].shape == (8 * heads, 32)
@@ -169,7 +170,7 @@ def test_what_the_files_do_not_decide_is_refused(pools, tmp_path):
     pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=0)
     step = open_step(tmp_path / "raw")
     with pytest.raises(Refusal, match=r"its optimizer states have no names\. Convert only its weights"):
-        convert.reshape(tmp_path / "raw", tmp_path / "out", target_layout(step.blueprint, step.layout, dp=2, tp=None, pp=None, zero=1))
+        reshape(tmp_path / "raw", tmp_path / "out", target_layout(step.blueprint, step.layout, dp=2, tp=None, pp=None, zero=1))
     with pytest.raises(Refusal, match="publishes no tensor-parallel plan"):
         target_layout(step.blueprint, step.layout, dp=None, tp=2, pp=None, zero=None)
     (tmp_path / "raw" / "global_step2" / "layer_00-model_states.pt").write_bytes(b"")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from disks import resize, small_disk
 from job import checkpoints
-from recipekit.refusal import Refusal
 from recipekit.run import _lock
+from recipekit.spec.refusal import Refusal
 from test_resume import BASE, train
 
 slow = pytest.mark.slow

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipekit.checkpoints import manifest
 from recipekit.checkpoints.retention import Retention, remove_old
 from recipekit.checkpoints.save import put_aside_later
+from recipekit.storage import manifest
 
 
 def save(folder: Path, step: int, eval_loss: object = None, name: str = "") -> Path:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from disks import small_disk
-from recipekit.checkpoints import manifest
 from recipekit.checkpoints.retention import Retention, own_steps
 from recipekit.checkpoints.room import Demand, Room, bytes_of, lacking, oldest_first, remove_oldest
-from recipekit.step_names import step_name, step_of
+from recipekit.spec.step_names import step_name, step_of
+from recipekit.storage import manifest
 
 PART = 64 << 10  # bytes of a checkpoint's file
 

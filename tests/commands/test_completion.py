@@ -1,4 +1,4 @@
-"""recipekit/completion.py: keys typed in an interactive bash, and the candidates that its own completion makes of them."""
+"""recipekit/commands/completion.py: keys typed in an interactive bash, and the candidates that its own completion makes of them."""
 
 import os
 import pty
@@ -14,8 +14,8 @@ import pytest
 from pool import environment
 from recipekit.__main__ import COMMANDS, main
 from recipekit.commands import lint
-from recipekit.completion import LINT, script
-from recipekit.shipped import recipes, strategies
+from recipekit.commands.completion import LINT, script
+from recipekit.spec.shipped import recipes, strategies
 
 
 @pytest.fixture

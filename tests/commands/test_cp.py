@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pool import ROOT
 from recipekit.__main__ import main
-from recipekit.command import recipe_of
-from recipekit.shipped import recipes, strategies
+from recipekit.spec.command import recipe_of
+from recipekit.spec.shipped import recipes, strategies
 
 
 @pytest.fixture(autouse=True)

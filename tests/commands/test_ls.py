@@ -9,7 +9,7 @@ import sys
 import pytest
 from pool import ROOT, environment
 from recipekit.commands import ls
-from recipekit.shipped import recipes
+from recipekit.spec.shipped import recipes
 
 FILES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py"))}
 # name -> JSON, layout, hardware and last checks of the table in README.md, which test_recipes.py holds to the recipes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pool import ROOT, environment
 from recipekit import __main__ as command
-from recipekit.refusal import refuse
+from recipekit.spec.refusal import refuse
 
 MODULES = {path.stem for path in (ROOT / "recipes" / "recipekit" / "commands").glob("*.py")} - {"__init__"}
 

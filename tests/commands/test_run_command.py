@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pool import ROOT, environment
 from recipekit.commands import run
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 
 
 def start(module: str, words: list[str], folder: Path) -> tuple[int, str, str]:

@@ -17,8 +17,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from recipekit.architectures.export_folder import find_export
 from recipekit.commands.sample import load, main, write
 from recipekit.data.processors import byte_tokenizer
-from recipekit.run_folder import FACTS
-from recipekit.step_names import MANIFEST
+from recipekit.spec.run_folder import FACTS
+from recipekit.spec.step_names import MANIFEST
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

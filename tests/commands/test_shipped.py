@@ -1,4 +1,4 @@
-"""recipekit/shipped.py, and `script` of launch: a name is a file of the user, else the shipped recipe of that name."""
+"""recipekit/spec/shipped.py, and `script` of launch: a name is a file of the user, else the shipped recipe of that name."""
 
 import argparse
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pool import ROOT
 from recipekit.commands import doctor, lint
-from recipekit.packages import pins
-from recipekit.shipped import recipe_path, recipes, strategies
+from recipekit.spec.packages import pins
+from recipekit.spec.shipped import recipe_path, recipes, strategies
 
 from launch.__main__ import script
 

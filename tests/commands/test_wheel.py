@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, environment, free_port
-from recipekit.shipped import recipes, strategies
+from recipekit.spec.shipped import recipes, strategies
 
 pytestmark = pytest.mark.slow
 SITE = Path("lib") / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"

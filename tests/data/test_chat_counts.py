@@ -16,11 +16,11 @@ from recipekit.data.encode import Counts, Encoder, wanted_tokens
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.stream import open_corpus
-from recipekit.mesh import Mesh
-from recipekit.refusal import Refusal
 from recipekit.runtime.metrics import metrics_of
-from recipekit.task import IGNORE
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
+from recipekit.spec.task_specs import TASKS
 
 DAY = date(2026, 3, 4)
 PAIR = [user("q"), assistant("a")]  # 23 tokens of bytes and ChatML; the last three are learned

@@ -20,7 +20,7 @@ from recipekit.data.chat_rows import (
     with_arguments,
     without_nulls,
 )
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 
 SHAREGPT, ALPACA, PROMPTS = "ShareGPT (conversations)", "Alpaca (instruction, input, output)", "prompts and completions"
 PAIR = [user("q"), assistant("a")]

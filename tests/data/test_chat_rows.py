@@ -14,10 +14,10 @@ from recipekit.data.encode import Encoder
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.stream import open_corpus, open_stream
-from recipekit.refusal import Refusal
-from recipekit.run_folder import day_of_run
 from recipekit.runtime.metrics import chats_lost
-from recipekit.task import IGNORE
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import day_of_run
+from recipekit.spec.task import IGNORE
 
 NUMBERS = range(120)
 CHATML = "<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>\n"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from chat_templates import TOOLS, assistant, published_tokenizer, system, template_tokenizer, tool, user
 from recipekit.data.chat_spans import ChatTemplate
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 
 DAY = date(2026, 3, 4)
 PAIR = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]

@@ -8,8 +8,8 @@ import pytest
 from chat_templates import TOOLS, assistant, published_tokenizer, system, template_tokenizer, tool, user
 from recipekit.data.chat_spans import ChatTemplate
 from recipekit.data.encode import Encoder, counted_chats, encode_chats
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
 
 DAY = date(2026, 3, 4)
 TURNS = [system("S."), user("q1"), assistant("a1"), user("q2"), assistant(" a2 ")]

@@ -13,7 +13,7 @@ import pytest
 from chat_templates import TOOLS, assistant, template_tokenizer, tool, user
 from recipekit.data.chat_spans import ChatTemplate
 from recipekit.data.encode import counted_chats
-from recipekit.task import IGNORE
+from recipekit.spec.task import IGNORE
 
 BUNDLED = Path(*find_spec("trl").submodule_search_locations) / "chat_templates"
 TOKENS = re.compile(r"<\|[^|<>' ]{1,30}\|>|<｜[^<>' ]{1,30}｜>|</?[a-z_]{3,30}>|\[/?[A-Z_]+\]")

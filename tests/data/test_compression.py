@@ -11,14 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pool import ROOT
-from recipekit.command import parse
 from recipekit.data.mixture import Domain
 from recipekit.data.request import Request
 from recipekit.data.source import UNREADABLE
 from recipekit.data.sources import open_source
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 TEXTS = [f"document {number} with some more words than this" for number in range(3000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

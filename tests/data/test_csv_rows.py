@@ -8,14 +8,14 @@ from typing import Any
 import datasets
 import pytest
 from pool import ROOT
-from recipekit.command import parse
 from recipekit.data import csv_rows
 from recipekit.data.mixture import Domain
 from recipekit.data.request import Request
 from recipekit.data.sources import open_source
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 
 def read(file: Path, first: int = 0, **fields: Any) -> list[Any]:

@@ -28,7 +28,6 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from recipekit.command import Command
 from recipekit.data import blocks, chunks, lanes, sources, stream
 from recipekit.data.content import is_held_out
 from recipekit.data.encode import Counts, encode_chats
@@ -44,9 +43,10 @@ from recipekit.data.source import Source, Wanted
 from recipekit.data.sources import open_source
 from recipekit.data.stream import open_stream
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE
+from recipekit.spec.command import Command
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 BYTES = byte_tokenizer()

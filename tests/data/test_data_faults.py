@@ -23,7 +23,7 @@ from recipekit.data.held_out import eval_rows
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.stream import open_stream
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 
 BYTES = byte_tokenizer()
 END = BYTES.eos_token_id

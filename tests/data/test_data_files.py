@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pool import ROOT
-from recipekit.command import parse
 from recipekit.data.files import local_files
 from recipekit.data.mixture import Domain
 from recipekit.data.request import Request
 from recipekit.data.sources import open_source
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"
 SFT = ("--task", "sft")

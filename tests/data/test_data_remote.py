@@ -29,7 +29,7 @@ from recipekit.data.processors import byte_tokenizer
 from recipekit.data.remote import Patience, look_up, shown
 from recipekit.data.request import Request
 from recipekit.data.stream import open_stream
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 
 BYTES = byte_tokenizer()
 COMMIT = "5" * 40

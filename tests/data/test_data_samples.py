@@ -31,8 +31,8 @@ from recipekit.data.sameness import OtherData, merge_states
 from recipekit.data.samples import open_rows, open_samples
 from recipekit.data.source import Wanted
 from recipekit.data.sources import open_source
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE, MicroBatch, Samples
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE, MicroBatch, Samples
 
 SMALL = Sizes(block_samples=100, chunk_rows=64)
 NAMES = ("image", "label")

@@ -17,7 +17,7 @@ from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.samples import open_rows
 from recipekit.data.stream import open_corpus, open_stream
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 from recipekit.tasks.find import task_called
 
 ROWS = 60  # each third one is empty

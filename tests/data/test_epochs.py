@@ -18,7 +18,7 @@ from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.samples import open_rows, open_samples
 from recipekit.data.stream import open_corpus, open_stream
-from recipekit.phases import Ramp
+from recipekit.spec.phases import Ramp
 from recipekit.tasks.find import task_called
 
 TOKENIZER = byte_tokenizer()

@@ -6,11 +6,11 @@ from pathlib import Path
 import datasets
 import pytest
 from pool import ROOT
-from recipekit.command import parse
 from recipekit.data.files import local_files
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 
 def write(folder: Path, names: str, readme: str = "", page: str = "README.md") -> Path:

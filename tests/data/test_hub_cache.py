@@ -14,20 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_hub import Files, files_in, serve, write_cache
-from recipekit import hub
 from recipekit.architectures.lookup import folder_of, is_local, model_config
-from recipekit.command import Command
 from recipekit.data import hub_cache
 from recipekit.data.hub_cache import hub_commits
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.revisions import check_revisions
 from recipekit.data.stream import open_stream
-from recipekit.hub import cache_folder, commit_of, is_offline, not_cached, snapshot_of
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import FACTS, find_resume, pins
+from recipekit.spec import hub
+from recipekit.spec.command import Command
+from recipekit.spec.hub import cache_folder, commit_of, is_offline, not_cached, snapshot_of
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import FACTS, find_resume, pins
 from recipekit.tasks.image_classification import published
 
 ONE, TWO, THREE = (number * 40 for number in "123")
@@ -290,7 +290,7 @@ from recipekit.data.hub_cache import hub_commits
 from recipekit.data.processors import load_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.stream import open_stream
-from recipekit.hub import commit_of
+from recipekit.spec.hub import commit_of
 from recipekit.model.weights import weights_folder
 from recipekit.tasks.image_classification import published
 found = {}

@@ -12,7 +12,6 @@ import pytest
 import recipekit.data.samples as samples_module
 import recipekit.data.stream as stream_module
 from PIL import Image
-from recipekit import run_folder
 from recipekit.data import chunks, digests, remote, tokenizer_identity
 from recipekit.data.chunks import open_cache
 from recipekit.data.masks import Masks
@@ -22,10 +21,11 @@ from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.hosts import op_cache
 from recipekit.model.small import once_a_config
-from recipekit.phases import ramp_of
-from recipekit.recipe import Recipe
 from recipekit.runtime import references
-from recipekit.tasks.facts import TASKS
+from recipekit.spec import run_folder
+from recipekit.spec.phases import ramp_of
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.task_specs import TASKS
 from recipekit.tasks.find import task_called
 from recipekit.tasks.image_classification import Pictures
 

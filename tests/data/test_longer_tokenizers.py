@@ -13,10 +13,10 @@ from recipekit.data.pairs import Pairs, encode_pair
 from recipekit.data.processors import byte_tokenizer, check_tokenizer, fitting_tokenizer, pad_id
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_corpus
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal, refuse
 from recipekit.runtime import corpus
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal, refuse
+from recipekit.spec.task_specs import TASKS
 
 SAYS = r"contains token 264 \('<image>'\): the tokenizer has 265 tokens, but the model has embeddings for 0 to 263. Call resize_token_embeddings\(265\)"
 

@@ -23,18 +23,18 @@ from fashion import png
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from recipekit.command import parse
 from recipekit.data import formats
 from recipekit.data.held_out import eval_samples
 from recipekit.data.request import Request, Sizes
 from recipekit.data.sameness import OtherData, merge_states, roll
 from recipekit.data.samples import open_samples
-from recipekit.mesh import Mesh
 from recipekit.plan import Plan, make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
 from recipekit.runtime import corpus
-from recipekit.task import IGNORE, MicroBatch
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE, MicroBatch
 from recipekit.tasks.image_classification import TASK, Pictures
 from test_data_faults import rss_anon
 

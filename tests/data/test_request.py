@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from recipekit.data.columns import absent_column, columns_read
 from recipekit.data.request import Request, Sizes, request_of
-from recipekit.recipe import Recipe
 from recipekit.runtime import corpus
+from recipekit.spec.recipe import Recipe
 
 
 def test_values_and_defaults_are_those_of_the_recipe():

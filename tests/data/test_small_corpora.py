@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from recipekit.command import parse
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_rows, eval_samples
 from recipekit.data.pairs import Pairs
@@ -20,9 +19,10 @@ from recipekit.data.sameness import OtherData
 from recipekit.data.samples import open_rows, open_samples
 from recipekit.data.stream import open_corpus, open_stream
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
 from recipekit.tasks.find import task_called
 
 TOKENIZER = byte_tokenizer()

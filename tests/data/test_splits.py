@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from pool import ROOT
-from recipekit.command import parse
 from recipekit.data.files import folder_classes, local_files
 from recipekit.data.mixture import Domain, domains_of
 from recipekit.data.request import Request
 from recipekit.data.sources import open_source
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 CLONE = "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet data/test-00000-of-00001.parquet"
 TWO = "- config_name: {}\n  data_files:\n  - split: train\n    path: {}\n  - split: test\n    path: {}\n"
@@ -353,7 +353,7 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     """It recorded the split and subset of the recipe's file, which were not read for local data."""
     write(tmp_path, "a.jsonl")
     out, identity = tmp_path / "run", planned(tmp_path / "a.jsonl").recipe
-    from recipekit.run_folder import identity as identity_of
+    from recipekit.spec.run_folder import identity as identity_of
 
     out.mkdir()
     before = identity_of(identity, None) | {"split": "train_sft", "subset": "de"}

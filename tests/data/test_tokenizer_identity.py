@@ -16,9 +16,9 @@ from recipekit.data.sameness import OtherData
 from recipekit.data.samples import open_samples
 from recipekit.data.stream import open_stream
 from recipekit.data.tokenizer_identity import former_identity, identity_of
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
+from recipekit.spec.task_specs import TASKS
 from recipekit.tasks.find import task_called
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast

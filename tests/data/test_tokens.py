@@ -18,8 +18,8 @@ from recipekit.architectures.shrink import BYTE_VOCAB
 from recipekit.data.chat_spans import ChatTemplate
 from recipekit.data.encode import encode_chats, encode_texts
 from recipekit.data.processors import byte_tokenizer, check_tokenizer, load_tokenizer
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -118,7 +118,7 @@ def test_gated_and_unknown_repositories_are_refused():
     server = HTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     program = """
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 from recipekit.data.processors import load_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.stream import open_corpus
@@ -146,8 +146,8 @@ def test_a_hub_that_is_away_is_refused_soon_and_once():
     """Its own client asks five times for each file, and says so each time; what is in the cache is used."""
     program = """
 import time
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from recipekit.data.processors import load_tokenizer
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
@@ -174,7 +174,7 @@ def test_retries_of_the_hubs_client_are_one_short_line_each():
     program = """
 import logging
 from huggingface_hub.utils import http_backoff
-from recipekit.hub import shorten_retries
+from recipekit.spec.hub import shorten_retries
 shorten_retries()
 try:
     http_backoff("GET", "http://127.0.0.1:1/api", max_retries=1)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from job import NANO
 from pool import ROOT, environment
+from recipekit.doctor.subject import Slot, read_subject
 from recipekit.hosts import checks, gpus
 from recipekit.hosts.gpus import check_gpus_seen, check_ordinal
 from recipekit.hosts.ports import check_master_port, free_port, launcher_port
-from recipekit.hosts.subject import Slot, read_subject
-from recipekit.refusal import Problem
+from recipekit.spec.refusal import Problem
 from test_torch_builds import CLOSED, OPEN
 
 # As nvidia-smi of driver 550 prints it: index, uuid, name, memory.total, memory.used, driver_version

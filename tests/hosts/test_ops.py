@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from job import NANO, in_mounts
 from pool import ROOT, environment
+from recipekit.dslint.swap import file_system
 from recipekit.hosts import op_cache
 from recipekit.hosts.ops import OPS, check, check_cuda, cuda_home, needed
-from recipekit.refusal import Refusal
-from recipekit.strategy.swap import file_system
+from recipekit.spec.refusal import Refusal
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 NVME = ("--deepspeed_config", "zero3_nvme.json")

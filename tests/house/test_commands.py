@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pool import ROOT, environment
 from recipekit.__main__ import COMMANDS
-from recipekit.command import parse
-from recipekit.recipe import Recipe
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
 from test_recipes import FILES, load
 from test_structure import project_files
 

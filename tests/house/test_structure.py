@@ -50,9 +50,9 @@ def own_names() -> set[str]:
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *KIT_MODULES.values(), *TOOLS, *LAUNCH], ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_tests_import_a_recipe_a_tool_or_launch(path):
-    mine = {path.stem for path in LAUNCH} | {"launch"} if path in LAUNCH else {"recipekit"}
-    forbidden = own_names() - mine
+def test_only_tests_import_a_recipe_launch_or_a_tool_of_another_folder(path):
+    beside = {other.stem for other in path.parent.glob("*.py")} if path in [*TOOLS, *LAUNCH] else set()
+    forbidden = own_names() - beside - ({"launch"} if path in LAUNCH else {"recipekit"})
     assert not tops(path) & forbidden, f"{path} imports {tops(path) & forbidden}"
 
 
@@ -66,71 +66,47 @@ def test_recipes_see_recipekit_by_its_front_door():
         assert ours == {"recipekit.Recipe", "recipekit.run"}, path
 
 
-WORDS = {
-    "refusal",
-    "mesh",
-    "phases",
-    "recipe",
-    "command",
-    "arguments",
-    "help_page",
-    "other_names",
-    "shadows",
-    "hub",
-    "run_folder",
-    "step_names",
-    "task",
-    "engine",
-    "packages",
-    "starters",
-    "accelerate",
-    "ranks",
-    "utf8",
-    "paths",
-    "whole_file",
-    "cores",
-    "shipped",
-    "completion",
-    "tasks.facts",
-    "optim.facts",
-}  # vocabulary: imports only words
-MAY = {  # wing -> wings that it may import besides words and itself; recipekit/README.md has the same table
+MAY = {  # package or module -> packages that it imports besides itself and spec; recipekit/README.md has the same table
+    "spec": set(),
     "architectures": set(),
-    "strategy": {"architectures"},
+    "dslint": {"architectures"},
     "kernels": set(),
     "parallel": {"kernels"},
     "data": {"architectures", "kernels", "parallel"},
-    "model": {"architectures", "strategy", "kernels", "parallel"},
+    "model": {"architectures", "dslint", "kernels", "parallel"},
     "tasks": {"data", "model"},
     "optim": {"parallel"},
-    "checkpoints": {"architectures", "strategy", "parallel"},
-    "plan": {"architectures", "strategy", "data", "kernels"},
-    "planner": {"strategy", "kernels", "parallel", "model", "tasks", "plan"},
-    "hosts": {"architectures", "strategy", "plan"},
-    "runtime": {"strategy", "kernels", "tasks", "parallel", "data", "model", "optim", "checkpoints", "plan", "planner", "hosts"},
-    "train": {"strategy", "kernels", "tasks", "parallel", "data", "model", "optim", "checkpoints", "plan", "planner", "runtime"},
-    "run": {"strategy", "plan", "planner", "hosts", "runtime", "train"},
-    "commands": {"architectures", "strategy", "parallel", "data", "model", "checkpoints", "plan", "planner", "hosts", "runtime", "run"},
+    "storage": {"architectures", "parallel"},
+    "checkpoints": {"architectures", "dslint", "parallel", "storage"},
+    "engine": {"checkpoints", "model", "optim", "parallel"},
+    "plan": {"architectures", "dslint", "data", "kernels"},
+    "planner": {"dslint", "kernels", "parallel", "model", "tasks", "plan"},
+    "track": set(),
+    "hosts": {"dslint", "plan"},
+    "runtime": {
+        *("dslint", "kernels", "parallel", "data", "model", "tasks"),
+        *("storage", "checkpoints", "engine", "track", "plan", "planner", "hosts"),
+    },
+    "train": {"kernels", "tasks", "parallel", "data", "checkpoints", "engine", "track", "plan", "runtime"},
+    "run": {"plan", "planner", "hosts", "runtime", "train"},
+    "convert": {"architectures", "storage", "checkpoints", "parallel", "model"},
+    "doctor": {"architectures", "dslint", "hosts", "plan", "planner", "parallel"},
+    "commands": {
+        *("architectures", "dslint", "parallel", "data", "model", "storage", "checkpoints"),
+        *("convert", "doctor", "plan", "hosts", "runtime", "run"),
+    },
     "__main__": {"commands"},
 }
 LIGHT = (  # import neither torch nor transformers nor datasets
-    *(
-        "run",
-        "plan",
-        "hub",
-        *sorted(WORDS - {"task", "engine"}),
-        "data.files",
-        "data.mixture",
-        "parallel.blueprint",
-        "checkpoints.convert",
-        "checkpoints.step_folder",
-    ),
-    *("__main__", "commands.ls", "commands.cp", "commands.run"),
-    *("hosts.checks", "runtime.stopping", "runtime.failure", "kernels.deterministic", "kernels.blocks", "planner.devices", "planner.memory"),
-    *(name for name in KIT_MODULES if name.startswith(("strategy.", "architectures.")) and name not in ("architectures.families",)),
+    *(name for name in KIT_MODULES if name.startswith(("spec.", "dslint."))),
+    *(name for name in KIT_MODULES if name.startswith("architectures.") and name != "architectures.families"),
+    *("run", "plan", "data.files", "data.mixture", "kernels.blocks", "kernels.deterministic", "parallel.blueprint", "model.flops"),
+    *("checkpoints.step_folder", "checkpoints.reshape", "checkpoints.verify", "convert.hugging_face"),
+    *("hosts.checks", "runtime.stopping", "runtime.failure", "planner.memory"),
+    *("__main__", "commands.completion", "commands.ls", "commands.cp", "commands.run"),
 )
 FUNCTION_LINES, MODULE_LINES = 60, 400
-TABLES = {"strategy/rules.py"}  # rules and facts, as long as they are
+TABLES = {"dslint/rules.py"}  # rules and facts, as long as they are
 MOST_RECIPES = 20  # functions that take a whole one; what an engine does not read are eight fields, so its check is one of them
 
 
@@ -144,40 +120,38 @@ def module_of(name: str) -> str:
 GRAPH = {module: {module_of(name) for name in imports(path) if name.startswith("recipekit.")} for module, path in KIT_MODULES.items()}
 
 
-def wing(module: str) -> str:
-    """Facts of a wing stand for themselves: they are a word, and light."""
-    return module if module.endswith(".facts") and module in WORDS else module.partition(".")[0]
+def package(module: str) -> str:
+    return module.partition(".")[0]
 
 
-def test_no_two_files_and_no_two_wings_import_each_other():
+def test_no_two_files_and_no_two_packages_import_each_other():
     """Imports inside functions included."""
     order = list(TopologicalSorter(GRAPH).static_order())  # raises CycleError
-    assert [module for module in order if wing(module) not in ("commands", "__main__")][-1] == "__init__"
-    wings: dict[str, set[str]] = {}
+    assert [module for module in order if package(module) not in ("commands", "__main__")][-1] == "__init__"
+    packages: dict[str, set[str]] = {}
     for module, imported in GRAPH.items():
-        wings.setdefault(wing(module), set()).update(wing(other) for other in imported if wing(other) != wing(module))
-    list(TopologicalSorter(wings).static_order())
+        packages.setdefault(package(module), set()).update(package(other) for other in imported if package(other) != package(module))
+    list(TopologicalSorter(packages).static_order())
 
 
-def test_every_import_is_in_the_table():
-    assert {wing(module) for module in KIT_MODULES} == {*WORDS, *MAY, "__init__"}
-    wrong = [
-        f"{module} imports {other}"
-        for module, imported in GRAPH.items()
-        for other in imported
-        if module != "__init__" and wing(other) not in {wing(module), *WORDS, *MAY.get(wing(module), set())}
-    ]
-    assert not wrong, "recipekit/README.md has the table:\n" + "\n".join(sorted(wrong))
+def test_the_table_has_every_import_and_no_other():
+    found = {name: set[str]() for name in MAY}
+    for module in KIT_MODULES.keys() - {"__init__"}:
+        found[package(module)] |= {package(other) for other in GRAPH[module]} - {package(module), "spec", "__init__"}
+    assert found == MAY, "recipekit/README.md has the table"
 
 
 def test_the_map_has_the_table():
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ?([^|]*?) ?\|$", (KIT / "README.md").read_text(), re.MULTILINE)
-    told = {name: {word.strip(" `") for word in listed.split(",") if word.strip()} for name, listed in rows if name in MAY}
-    everything = {"runtime", "train", "run", "commands", "__main__"}
-    assert {name: listed for name, listed in told.items() if name not in everything} == {name: listed for name, listed in MAY.items() if name not in everything}
+    told: dict[str, set[str]] = {}
+    for name, listed in (row for row in rows if row[0] in MAY):
+        but = listed.removeprefix("all above except ")
+        words = {word.strip() for word in but.split(",") if word.strip()}
+        told[name] = told.keys() - {"spec"} - words if but != listed else words
+    assert told == MAY
 
 
-def test_the_face_of_a_wing_is_its_docstring():
+def test_the_face_of_a_package_is_its_docstring():
     for module, path in KIT_MODULES.items():
         if module.endswith(".__init__"):
             assert [type(node) for node in ast.parse(path.read_text()).body] == [ast.Expr], path
@@ -366,7 +340,7 @@ def sections(page: Path) -> set[str]:
 
 
 def test_every_json_parses_strictly():
-    from recipekit.strategy.json_file import load
+    from recipekit.dslint.json_file import load
 
     strategies = sorted((ROOT / "ds_configs").glob("*.json"))
     assert strategies

@@ -18,10 +18,10 @@ from recipekit.kernels.documents import document_starts, documents_of, for_layer
 from recipekit.kernels.varlen import BLOCK, PADDED, SHORT, by_document, varlen
 from recipekit.model.attention import choose_attention, unfit, unfit_here
 from recipekit.model.build import build_model
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS
 from recipekit.tasks import pretrain
-from recipekit.tasks.facts import TASKS
 from recipekit.train import to_device
 from torch.profiler import ProfilerActivity, profile
 

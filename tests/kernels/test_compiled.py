@@ -12,7 +12,7 @@ from job import NANO, metrics
 from pool import environment
 from recipekit.kernels.compiled import compile_layers, is_norm, switch
 from recipekit.kernels.cross_entropy import losses_and_tokens, token_losses
-from recipekit.recipe import Recipe
+from recipekit.spec.recipe import Recipe
 from test_export import add_lora
 from test_parity import Case, accumulating, compare, each, recipe_for, reference, strategy, train_in_layout
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -11,7 +11,7 @@ from ranks_in_threads import Ranks
 from recipekit.kernels import cross_entropy as kernel
 from recipekit.kernels.blocks import BLOCK, CPU_BLOCK, NARROWEST, columns_at_once
 from recipekit.kernels.cross_entropy import Part, losses_and_tokens, token_losses
-from recipekit.task import IGNORE
+from recipekit.spec.task import IGNORE
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -10,9 +10,9 @@ import torch
 import transformers
 from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import shrink
-from recipekit.refusal import Refusal
-from recipekit.strategy.divisions import MOST_MASK_BYTES
-from recipekit.strategy.shapes import mask_bytes
+from recipekit.dslint.divisions import MOST_MASK_BYTES
+from recipekit.dslint.shapes import mask_bytes
+from recipekit.spec.refusal import Refusal
 from test_recipes import plan
 from torch.utils._python_dispatch import TorchDispatchMode
 

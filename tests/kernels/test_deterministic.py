@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from job import metrics, numbers
-from recipekit.command import parse
 from recipekit.kernels import deterministic
 from recipekit.kernels.deterministic import VARIABLES, check_environment
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import IDENTITY
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import IDENTITY
 from safetensors.torch import load_file
 from test_resume import BASE, train
 

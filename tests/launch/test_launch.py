@@ -13,7 +13,7 @@ import pytest
 import torch
 from job import NANO, Job, checkpoints, contention, deepspeed, metrics, steps_done
 from pool import ROOT
-from recipekit.checkpoints.manifest import faults
+from recipekit.storage.manifest import faults
 from wandb_file import read_exit_codes, read_history
 
 GONE = 10.0  # seconds in which no process may be left

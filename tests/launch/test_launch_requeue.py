@@ -127,7 +127,7 @@ def test_a_slurm_job_that_is_over_is_not_put_back(tmp_path: Path, monkeypatch: p
     assert hand_back(143, "SIGTERM", "", tmp_path, said.append) == 143 and "scontrol cannot be started" in said[0]
 
 
-@pytest.mark.parametrize(("text", "recipe"), [("from recipekit import run", True), ("import recipekit.hub", True), ("print(1)", False)])
+@pytest.mark.parametrize(("text", "recipe"), [("from recipekit import run", True), ("import recipekit.spec.hub", True), ("print(1)", False)])
 def test_a_recipe_is_known_by_its_import(tmp_path: Path, text: str, recipe: bool) -> None:
     (tmp_path / "x.py").write_text(text)
     assert run_folder.is_recipe((str(tmp_path / "x.py"), "--tiny")) is recipe

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from job import NANO, Job, contention, metrics
 from pool import ROOT, environment
-from recipekit import refusal
+from recipekit.spec import refusal
 
 sys.path.insert(0, str(ROOT))
 

@@ -194,7 +194,7 @@ def test_tasks_of_srun_are_the_ranks_of_one_run(slurm: Slurm) -> None:
     assert came == [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]]
     refused = srun(slurm, "--nodes=2", "--ntasks=4", "--distribution=cyclic", sys.executable, str(NANO), "--tiny")
     assert "the ranks of a host must be neighbours. Start it with srun --distribution=block" in refused and "Traceback" not in refused
-    alone = "import os; from recipekit.ranks import take_rank; print(take_rank(os.environ), os.environ.get('WORLD_SIZE'))"
+    alone = "import os; from recipekit.spec.ranks import take_rank; print(take_rank(os.environ), os.environ.get('WORLD_SIZE'))"
     nested = shlex.join(["srun", "--ntasks=1", "--nodes=1", "--overlap", "--quiet", sys.executable, "-c", alone])
     batch = ["salloc", "--quiet", "--ntasks=3", "--nodes=2", "sh", "-c", f"{shlex.join([sys.executable, '-c', alone])}; {nested}"]
     assert slurm.run(*batch, PYTHONPATH=python_path()).splitlines() == ["[] None"] * 2

@@ -17,8 +17,8 @@ import yaml
 from hypothesis import example, given
 from job import Job
 from pool import ROOT
-from recipekit.command import parse
-from recipekit.recipe import Recipe
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
 from words import BYTES, NASTY, QUICK, WORD, arbitrary_words
 
 sys.path.insert(0, str(ROOT))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from job import NANO, Job
 from pool import environment, free_port
-from recipekit.ranks import place_of, take_rank
-from recipekit.refusal import Refusal
-from recipekit.starters import LOCAL_RANKS, RANK_ONLY, STARTERS
+from recipekit.spec.ranks import place_of, take_rank
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.starters import LOCAL_RANKS, RANK_ONLY, STARTERS
 
 SRUN: dict[str, str] = {
     "SLURM_JOB_ID": "7",

@@ -17,8 +17,8 @@ import test_images
 import torch
 import transformers
 from recipekit.architectures.families import default_config
-from recipekit.recipe import Recipe
-from recipekit.run_folder import numbers, read_metrics
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.run_folder import numbers, read_metrics
 from reference import Trained, num_labels, train_plain
 from test_images import PICTURES, TASK, convert, exported, plan_of, train_images
 from test_parity import STEPS, Case, compare, each, strategy

@@ -16,11 +16,11 @@ import test_resume
 import torch
 from job import NANO, Job, checkpoints, command_line, deepspeed, metrics, numbers
 from recipekit.architectures.small_files import CARD
-from recipekit.command import parse
+from recipekit.dslint.baseline import check_precision
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.strategy.baseline import check_precision
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from reference import TEXT, Trained, adamw, summed_cross_entropy, train_plain
 from safetensors.torch import load_file
 from test_parity import STEPS, Case, accumulating, compare, compare_bf16, each, pinned, recipe_for, reference, strategy, train_in_layout

@@ -36,8 +36,8 @@ from device_cases import (
 )
 from job import NANO, metrics
 from pool import BEGAN_WITH, OF_A_GPU, ROOT, environment, free_port
-from recipekit.command import parse
-from recipekit.recipe import Recipe
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
 from test_attention import computes_on_a_gpu
 from test_parity import recipe_for, strategy
 from test_weights import save_tiny
@@ -326,7 +326,7 @@ def dropped_out(recipe: Recipe, config: dict[str, Any], out: str) -> int:
 
 
 def measured() -> dict[str, Any]:
-    from recipekit.hosts import speed
+    from recipekit.doctor import speed
 
     speed.join()
     return speed.measure(seconds=1.5)

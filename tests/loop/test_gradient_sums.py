@@ -24,9 +24,9 @@ def gradients(name: str, folder: str, more: dict[str, Any]) -> list[float]:
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_grad
-    from recipekit.mesh import make_mesh
-    from recipekit.recipe import Recipe
-    from recipekit.strategy import json_file, resolve
+    from recipekit.dslint import json_file, resolve
+    from recipekit.spec.mesh import make_mesh
+    from recipekit.spec.recipe import Recipe
 
     class Toy(torch.nn.Module):
         """Its gradient is its input."""

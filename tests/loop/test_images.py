@@ -20,13 +20,13 @@ import transformers
 from PIL import Image
 from pool import ROOT, CaseFailed, environment
 from recipekit.architectures.families import default_config
-from recipekit.command import parse
 from recipekit.data.held_out import eval_samples
 from recipekit.data.request import request_of
 from recipekit.data.samples import open_samples
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.run_folder import numbers
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.run_folder import numbers
 from recipekit.tasks import image_classification
 from reference import Plain, Trained, num_labels, num_right, train_plain
 from safetensors.torch import load_file

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from recipekit.recipe import Recipe
+from recipekit.spec.recipe import Recipe
 from test_export import add_lora
 from test_parity import TP2, accumulating, corpus, recipe_for, strategy, train_in_layout
 

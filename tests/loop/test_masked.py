@@ -20,7 +20,6 @@ import transformers
 from job import Job, deepspeed, metrics
 from pool import ROOT, environment
 from recipekit.architectures.families import default_config
-from recipekit.command import parse
 from recipekit.data.held_out import eval_rows
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
@@ -32,11 +31,12 @@ from recipekit.model.initial import fill
 from recipekit.model.weights import open_weights
 from recipekit.parallel import pipeline
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import numbers
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import numbers
+from recipekit.spec.task_specs import TASKS
 from recipekit.tasks import masked_lm
-from recipekit.tasks.facts import TASKS
 from recipekit.train import to_device
 from reference import Plain, Trained, num_right, train_plain
 from safetensors.torch import load_file

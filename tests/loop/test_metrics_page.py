@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from job import metrics
 from pool import ROOT
-from recipekit.recipe import Recipe
+from recipekit.spec.recipe import Recipe
 
 PAGE = ROOT / "recipes" / "METRICS.md"
 ON_GPUS_ONLY = {"mfu"}
@@ -41,7 +41,7 @@ def test_every_key_has_a_unit_and_a_meaning_and_no_table_is_wider_than_a_screen(
 
 def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_path: Path) -> None:
     """A mixture with a bad row, an empty one, a ramp and evaluations, which has all keys but those of a GPU."""
-    from recipekit.optim.schedules import lr_at  # these import torch, which the test above does without
+    from recipekit.spec.schedules import lr_at  # these import torch, which the test above does without
     from test_resume import BASE, train
 
     recipe = replace(BASE, ds_config="zero2.json", seq_len=128, micro_batch=2, global_batch=4, batch_ramp="2:8", steps=3, warmup_steps=1, eval_every=2)

@@ -16,14 +16,14 @@ import pytest
 import torch
 from recipekit.architectures.families import default_config
 from recipekit.architectures.lookup import SHIPPED
-from recipekit.command import parse
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
 from recipekit.parallel.sequence import own_part
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.run_folder import numbers, read_metrics, unit_of
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.run_folder import numbers, read_metrics, unit_of
 from reference import Trained, train_plain
 
 STEPS = 10

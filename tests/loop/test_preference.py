@@ -18,17 +18,17 @@ import pytest
 import torch
 import transformers
 from pool import CaseFailed
-from recipekit.command import parse
 from recipekit.data.held_out import eval_samples
 from recipekit.data.pairs import NUM_DRAWN, drawn
 from recipekit.data.request import request_of
 from recipekit.data.samples import open_samples
 from recipekit.model.empty import empty_model
+from recipekit.model.flops import keys_seen, model_flops
 from recipekit.plan import make_plan
-from recipekit.planner.devices import DEVICES, Device
-from recipekit.planner.flops import keys_seen, model_flops
-from recipekit.recipe import Recipe
-from recipekit.run_folder import numbers
+from recipekit.spec.command import parse
+from recipekit.spec.devices import DEVICES, Device
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.run_folder import numbers
 from recipekit.tasks.find import task_called
 from reference import Plain, Trained, num_right, train_plain
 from safetensors.torch import load_file

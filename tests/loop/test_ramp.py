@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from job import metrics, numbers
-from recipekit.command import parse
 from recipekit.plan import make_plan
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file
 from test_engines import TORCH, run_engine
 from test_parity import NUMBERS, STEPS, Case, accumulating, compare, each, pinned, recipe_for, reference, strategy, train_in_layout

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.command import parse
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
 from recipekit.model.build import build_model
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
 from reference import num_labels, summed_cross_entropy
 from safetensors.torch import load_file
 from test_parity import STEPS, Case, accumulating, each, pinned, recipe_for, strategy, train_in_layout

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from device_cases import ADAPTED, QUICK, RECIPE, SLOW, check_adapter, check_training, copies_for_a_checkpoint, drawn_otherwise, rule_breakers, wrong_weight
 from pool import Pool
-from recipekit.command import parse
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
 from test_parity import strategy
 from test_weights import save_tiny
 

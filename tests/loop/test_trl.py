@@ -14,12 +14,12 @@ import transformers
 from datasets import Dataset
 from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import BYTE_VOCAB, shrink
-from recipekit.command import parse
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.samples import open_samples
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
 from recipekit.tasks.find import task_called
 from test_parity import strategy
 from test_preference import pairs

@@ -18,8 +18,8 @@ from recipekit.model.adapter import AdapterRequest, adapted, config_of, merged, 
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
 from recipekit.model.export import _joined
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from test_adapters import CASES, Q, logits_of, recipe_with, refused, trained, wrapped
 from test_model import ds_config, tiny_config
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled

@@ -18,10 +18,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from recipekit.architectures import safetensors_files
-from recipekit.checkpoints.convert import to_hf
-from recipekit.checkpoints.published import published_as
-from recipekit.command import parse
 from recipekit.commands.convert import main as convert
+from recipekit.convert.hugging_face import to_hf
+from recipekit.convert.merge import adapted_model
+from recipekit.convert.published import published_as
 from recipekit.data.processors import byte_tokenizer
 from recipekit.model.adapter import AdapterRequest, adapted, config_of
 from recipekit.model.build import build_model
@@ -30,10 +30,10 @@ from recipekit.model.export import export
 from recipekit.model.small_files import gather, origin_of
 from recipekit.parallel.blueprint import Blueprint
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import ADAPTER, FACTS, check_adapter
-from recipekit.runtime.merge import adapted_model
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import ADAPTER, FACTS, check_adapter
 from safetensors.torch import load_file
 from test_export import NUMBERS
 from test_model import ds_config, tiny_config
@@ -90,8 +90,8 @@ def trained(model: Any) -> Any:
 
 def export_cases(folder: str, names: list[str]) -> dict[str, Any]:
     """Run on the rank of a pool: export each case as an adapter and merged, and return its logits and what a step folder states."""
-    from recipekit.mesh import make_mesh
     from recipekit.parallel.groups import Groups
+    from recipekit.spec.mesh import make_mesh
 
     groups, found = Groups(make_mesh(1), "cpu"), {}
     for name in names:
@@ -159,8 +159,8 @@ def check_case(folder: Path, name: str, logits: torch.Tensor, blueprint: dict[st
 
 def export_in_bf16(folder: str) -> None:
     """Run on the rank of a pool: export an adapter and its merged model in bf16, with files of one tensor each where they are cut."""
-    from recipekit.mesh import make_mesh
     from recipekit.parallel.groups import Groups
+    from recipekit.spec.mesh import make_mesh
 
     groups, base = Groups(make_mesh(1), "cpu"), Path(folder, "base")
     plain = build_model(Recipe(model="none", init="random", seed=5), tiny_config("llama"), None, ds_config(0), torch.device("cpu")).model

@@ -6,8 +6,8 @@ from recipekit.architectures.families import default_config
 from recipekit.kernels.attention import VARLEN
 from recipekit.model.attention import choose_attention
 from recipekit.model.both_ways import leaks
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS
 
 CPU = torch.device("cpu")
 

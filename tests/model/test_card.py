@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 from recipekit.architectures.small_files import CARD
-from recipekit.checkpoints import convert
 from recipekit.commands.convert import main
-from recipekit.mesh import Mesh
+from recipekit.convert.hugging_face import from_hf
 from recipekit.model.card import BASE_LICENSE, card_of, card_of_run, is_unchanged, license_of
 from recipekit.model.describe import published_blueprint
 from recipekit.model.export import publish
 from recipekit.model.small_files import SmallFiles
 from recipekit.parallel.blueprint import Layout, default_optimizer
+from recipekit.spec.mesh import Mesh
 from test_weights import save_tiny
 
 FACTS: dict[str, Any] = {
@@ -301,7 +301,7 @@ def test_to_hf_writes_the_card_of_a_checkpoint_in_a_run_folder(run, tmp_path):
     blueprint = published_blueprint(tmp_path / "base")
     step = run / "checkpoints" / "step_00000000"
     step.parent.mkdir()
-    convert.from_hf(tmp_path / "base", step, blueprint, Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32"))
+    from_hf(tmp_path / "base", step, blueprint, Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32"))
     assert main(["to-hf", str(step), str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / CARD).read_text() == card_of_run(run, 0, merged=False)
     step.rename(tmp_path / "alone")

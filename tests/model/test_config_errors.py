@@ -11,7 +11,7 @@ from recipekit.architectures.families import tiny_config
 from recipekit.model import head
 from recipekit.model.config_errors import suspects_of, wrong_values
 from recipekit.model.empty import construct
-from recipekit.refusal import Refusal, refuse
+from recipekit.spec.refusal import Refusal, refuse
 from recipekit.tasks import image_classification
 
 ERRORS = [ArithmeticError, ZeroDivisionError, AssertionError, AttributeError, LookupError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError]

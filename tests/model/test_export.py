@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.command import parse
 from recipekit.data.held_out import eval_rows
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
@@ -15,7 +14,8 @@ from recipekit.model.build import build_model
 from recipekit.model.export import save_small_files
 from recipekit.model.small_files import Origin, gather
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
 from recipekit.tasks import pretrain
 from test_model import ds_config, tiny_config
 from test_parity import strategy

@@ -13,7 +13,7 @@ from recipekit.model import file_keys
 from recipekit.model.empty import empty_model
 from recipekit.model.file_keys import Affix, find_stored, foreign_affix, refuse_affix, separated_names, tied_names, ties, unused_keys
 from recipekit.parallel.blueprint import Stored
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 from torch import nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightRenaming
 

@@ -17,9 +17,9 @@ from recipekit.model import initial
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
 from recipekit.model.weights import Weights, open_weights
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS
 from safetensors.torch import load_file, save_file
 from test_model import ds_config
 

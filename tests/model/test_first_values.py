@@ -15,8 +15,8 @@ from recipekit.model import initial
 from recipekit.model.build import build_model
 from recipekit.model.config_errors import WRONG_VALUE
 from recipekit.model.empty import config_of, empty_model
-from recipekit.recipe import Recipe
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.task_specs import TASKS
 
 sys.path.insert(0, str(ROOT / "tools" / "make"))
 import support_matrix

@@ -11,11 +11,11 @@ from recipekit.model.attention import unfit
 from recipekit.model.build import build_model
 from recipekit.model.head import HERE, Operation, give_losses, operations_of, recorded
 from recipekit.model.small import logits_of, small_copy
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
+from recipekit.spec.task_specs import TASKS
 from recipekit.tasks import pretrain
-from recipekit.tasks.facts import TASKS
 
 OF_LOSSES = pretrain.of_losses(pretrain.TASK)
 FACTS = TASKS["pretrain"]

@@ -7,12 +7,12 @@ import torch
 from recipekit.architectures.families import tiny_config as tiny_of
 from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import BYTE_VOCAB, shrink
-from recipekit.mesh import make_mesh
 from recipekit.model import build as model_module
 from recipekit.model.describe import draft
 from recipekit.optim.groups import parameter_groups
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.mesh import make_mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 CONFIGS = {
     "llama": "meta-llama--Llama-3.1-8B",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from recipekit.model.batch_norm import StepBatchNorm1d, StepBatchNorm2d, check_norms, move_statistics, norms_of, replace_norms
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

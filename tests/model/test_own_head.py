@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from recipekit.checkpoints import convert
 from recipekit.checkpoints.step_folder import target_layout
-from recipekit.command import parse
-from recipekit.mesh import Mesh
+from recipekit.convert.hugging_face import from_hf, to_hf
 from recipekit.model.build import build_model
 from recipekit.model.describe import published_model
 from recipekit.model.own_head import config_of_files
 from recipekit.parallel.blueprint import Layout, default_optimizer
 from recipekit.plan import make_plan
 from recipekit.planner.show import drawn_up, empty_of, notes_on_files
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS
 from safetensors.torch import load_file, save_file
 from test_file_keys import FILE, Tensors, save_model
 from test_model import ds_config
@@ -118,12 +118,12 @@ def read_and_written(folder: str, out: str, stage: int, tp: int, pp: int) -> tor
     import deepspeed
     import torch.distributed as dist
     from recipekit.data.processors import byte_tokenizer
-    from recipekit.mesh import make_mesh
     from recipekit.model.export import export
     from recipekit.model.small_files import Origin, gather
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel import pipeline
     from recipekit.parallel.groups import Groups
+    from recipekit.spec.mesh import make_mesh
 
     world = dist.get_world_size()
     groups = Groups(make_mesh(world, tp=tp, pp=pp), "cpu")
@@ -182,8 +182,8 @@ def test_a_conversion_keeps_a_head_of_its_own(tmp_path, kind, task):
     assert "differs from" in note
     start = Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32")
     layout = target_layout(model.blueprint, start, model.config, dp=2, tp=None, pp=None, zero=1)
-    convert.from_hf(folder, tmp_path / "step", model.blueprint, layout, config=model.config, originals=model.copies)
-    convert.to_hf(tmp_path / "step", tmp_path / "hf")
+    from_hf(folder, tmp_path / "step", model.blueprint, layout, config=model.config, originals=model.copies)
+    to_hf(tmp_path / "step", tmp_path / "hf")
     assert config_json(str(tmp_path / "hf"))["tie_word_embeddings"] is False
     again, expected = (logits_of(str(path), auto_class) for path in (tmp_path / "hf", folder))
     assert torch.allclose(again, expected, rtol=0, atol=1e-6)

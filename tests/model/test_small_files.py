@@ -12,10 +12,10 @@ from recipekit.model import small_files
 from recipekit.model.build import Built, build_model
 from recipekit.model.empty import config_of
 from recipekit.model.small_files import SmallFiles, changed_config, gather, origin_of
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
 from recipekit.runtime import small_files as of_run
 from recipekit.runtime.small_files import end_tokens
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from test_model import ds_config, tiny_config
 from transformers import AutoTokenizer, GenerationConfig
 

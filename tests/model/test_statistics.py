@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks_in_threads import Ranks
 from recipekit.model.batch_norm import OURS, check_norms, move_statistics, norms_of, replace_norms
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 from torch import nn
 
 EPS, MOMENTUM = 0.1, 0.3

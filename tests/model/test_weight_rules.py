@@ -14,7 +14,7 @@ from recipekit.model.empty import empty_model
 from recipekit.model.own_head import config_of_files
 from recipekit.model.weights import Weights, open_weights
 from recipekit.parallel.blueprint import Stored
-from recipekit.refusal import Refusal
+from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file, save_file
 from test_file_keys import FILE, save_model
 from test_own_head import TIED, config_json, folder_of

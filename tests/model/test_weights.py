@@ -11,12 +11,12 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from recipekit.architectures.safetensors_files import INDEX
-from recipekit.command import parse
 from recipekit.model.build import build_model
 from recipekit.model.weights import weights_folder
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from reference import train_plain
 from test_model import ds_config, tiny_config
 from test_parity import strategy
@@ -59,12 +59,12 @@ def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]
     """Builds the saved model in a layout, initialises the engine, checks it, and returns the whole weights of this rank's stage."""
     import deepspeed
     import torch.distributed as dist
-    from recipekit.mesh import make_mesh
     from recipekit.model.build import check_weights
     from recipekit.model.export import whole_parameters
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel import pipeline
     from recipekit.parallel.groups import Groups
+    from recipekit.spec.mesh import make_mesh
 
     world = dist.get_world_size()
     groups = Groups(make_mesh(world, tp=tp, pp=pp), "cpu")
@@ -186,8 +186,8 @@ def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
     import gc
 
     import torch.distributed as dist
-    from recipekit.mesh import make_mesh
     from recipekit.parallel.groups import Groups
+    from recipekit.spec.mesh import make_mesh
 
     config = json.loads((Path(folder) / "config.json").read_text())
     groups = Groups(make_mesh(dist.get_world_size(), tp=tp, pp=pp), "cpu")

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
-from recipekit.checkpoints import create
-from recipekit.mesh import Mesh
+from recipekit.engine.deepspeed_engine import repaired
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, default_optimizer
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import read_metrics
-from recipekit.runtime.deepspeed_engine import repaired
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import read_metrics
+from recipekit.storage import create
 from test_parity import accumulating, recipe_for, strategy, train_in_layout
 
 slow = pytest.mark.slow
@@ -64,7 +64,7 @@ def step_in_fp16(stage: int, fp16: dict[str, Any]) -> tuple[list[torch.Tensor], 
     [(1, {"initial_scale_power": 12}), (2, {"initial_scale_power": 5}), (3, {"loss_scale": 128}), (0, {"loss_scale": 1})],
 )
 def test_one_step_of_sgd_is_plain_pytorchs(pools, stage, fp16):
-    """Without ZeRO only where nothing is scaled: strategy/rules.py refuses the rest."""
+    """Without ZeRO only where nothing is scaled: dslint/rules.py refuses the rest."""
     plain = network().float()
     start = [weight.detach().clone() for weight in plain.parameters()]
     torch.stack([plain(rows_of(rank)).square().mean() / 2 for rank in range(2)]).sum().backward()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from job import metrics
-from recipekit.recipe import Recipe
+from recipekit.spec.recipe import Recipe
 from test_parity import strategy, train_in_layout
 
 ROWS, STEPS, MORE = 1, 32768, 16  # rows of a step and steps of the base run; how many times as large the batch is

@@ -13,8 +13,8 @@ from recipekit.model.describe import draft
 from recipekit.model.empty import empty_model
 from recipekit.parallel.param_groups import check_named
 from recipekit.parallel.plans import hidden_matrices, plans_of
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import LAYERS, TASKS, Plans
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import LAYERS, TASKS, Plans
 from torch import nn
 
 MODELS = {path.stem: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))}

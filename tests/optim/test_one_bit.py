@@ -11,16 +11,17 @@ import papers
 import pytest
 import torch
 from job import metrics, numbers
-from recipekit.checkpoints import convert, manifest
-from recipekit.checkpoints.errors import FILES
+from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.step_folder import open_step, target_layout
-from recipekit.command import parse
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
 from recipekit.model.build import build_model
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.storage import manifest
+from recipekit.storage.errors import FILES
 from reference import learning_rate, num_labels, tokenizer_of
 from test_engines import exported
 from test_parity import Case as Layout
@@ -57,7 +58,7 @@ def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -
     """
     import recipekit.train as loop
     from recipekit.checkpoints.deepspeed_io import read_pickle
-    from recipekit.task import Sums
+    from recipekit.runtime.sums import Sums
     from recipekit.tasks.find import task_called
 
     plan = make_plan(parse(dataclasses.replace(recipe, ds_config=strategy("zero0"), out="/nonexistent"), Path("one_bit.py"), ["--tiny", *pinned(recipe)]))
@@ -304,7 +305,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
     assert len(metrics(out)) == 4
     step = open_step(out)
     with pytest.raises(Refusal, match="contains compression errors of 2 ranks"):
-        convert.reshape(out, tmp_path / "four", target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None))
+        reshape(out, tmp_path / "four", target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None))
     for degrees in ({"zero": 1}, {"tp": 2, "dp": 1}, {"pp": 2, "dp": 1}):
         with pytest.raises(Refusal, match=f"{next(iter(degrees))} = .*the checkpoint uses OneBitAdam, which requires data-parallel ranks"):
             target_layout(step.blueprint, step.layout, **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees)

@@ -1,6 +1,6 @@
 """Every optimizer that a JSON can name trains, is saved, goes on and is converted, or is refused before anything starts.
 
-The rows of `optim/facts.py` are held against the optimizers themselves: the names of their states, and the bytes.
+The rows of `spec/optimizer_specs.py` are held against the optimizers themselves: the names of their states, and the bytes.
 """
 
 import dataclasses
@@ -16,15 +16,17 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from job import metrics, numbers
-from recipekit.checkpoints import convert, manifest
-from recipekit.checkpoints.create import read_carried
+from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.step_folder import open_step, target_layout
-from recipekit.command import parse
-from recipekit.optim.facts import FACTORS, FACTS, facts_of, states_of
+from recipekit.checkpoints.verify import verify
+from recipekit.dslint.schema import schema
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.strategy.schema import schema
+from recipekit.spec.command import parse
+from recipekit.spec.optimizer_specs import FACTORS, FACTS, facts_of, states_of
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.storage import manifest
+from recipekit.storage.create import read_carried
 from test_lint import lint
 from test_parity import strategy
 from test_resume import BASE, train
@@ -118,8 +120,8 @@ def check_round_trip(pools: Any, folder: Path, config: dict[str, Any], convert_t
     if convert_to:
         step, there, back = open_step(second), folder / "there", folder / "back"
         shape = {"tp": None, "pp": None}
-        convert.reshape(second, there, target_layout(step.blueprint, step.layout, dp=4, zero=int(convert_to[4]), **shape))
-        convert.reshape(there, back, target_layout(step.blueprint, step.layout, dp=2, zero=step.layout.zero_stage, **shape))
+        reshape(second, there, target_layout(step.blueprint, step.layout, dp=4, zero=int(convert_to[4]), **shape))
+        reshape(there, back, target_layout(step.blueprint, step.layout, dp=2, zero=step.layout.zero_stage, **shape))
         assert tensors(second) == tensors(there) == tensors(back)
         assert len({json.dumps(read_carried(each, open_step(each).blueprint, open_step(each).layout).scalars) for each in (second, there, back)}) == 1
         other = dataclasses.replace(recipe, ds_config=strategy(convert_to) | {"optimizer": config["optimizer"]})
@@ -186,9 +188,9 @@ def test_ours_go_through_every_kind_of_layout_and_back(pools: Any, tmp_path: Pat
     was, source = open_step(second), second
     for number, asked in enumerate(WAY):
         now = open_step(source)
-        convert.reshape(source, tmp_path / str(number), target_layout(was.blueprint, now.layout, **{"dp": None, "tp": None, "pp": None} | asked))
+        reshape(source, tmp_path / str(number), target_layout(was.blueprint, now.layout, **{"dp": None, "tp": None, "pp": None} | asked))
         source = tmp_path / str(number)
-        assert tensors(source) == tensors(second) and not convert.verify(source)
+        assert tensors(source) == tensors(second) and not verify(source)
     assert open_step(source).layout == was.layout
     losses = [line["loss"] for line in metrics(tmp_path / "whole")]
     one = dataclasses.replace(recipe, ds_config=config_of("zero1", name, TRAIN[name]))

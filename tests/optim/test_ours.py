@@ -15,8 +15,6 @@ import test_parity
 import torch
 from job import metrics, numbers
 from recipekit.checkpoints.step_folder import open_step
-from recipekit.command import parse
-from recipekit.mesh import Mesh
 from recipekit.optim import borders
 from recipekit.optim import muon as muon_module
 from recipekit.optim.adafactor import Adafactor, boxes
@@ -27,8 +25,10 @@ from recipekit.optim.lion import Lion
 from recipekit.optim.muon import NewtonSchulz
 from recipekit.parallel.blueprint import Layout, Tensor, flat_groups, groups_of, held
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from reference import TEXT, Trained, train_plain
 from test_engines import TORCH, exported, plain_in_bf16
 from test_parity import STEPS, Case, accumulating, compare, compare_bf16, each, pinned, recipe_for, strategy

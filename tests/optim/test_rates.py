@@ -15,10 +15,8 @@ import pytest
 import torch
 from job import metrics, numbers
 from recipekit.architectures.families import tiny_config
-from recipekit.checkpoints import convert
 from recipekit.checkpoints.step_folder import open_step, target_layout
-from recipekit.command import parse
-from recipekit.mesh import Mesh
+from recipekit.convert.hugging_face import from_hf
 from recipekit.model import build as model_module
 from recipekit.model.describe import draft, published_blueprint
 from recipekit.model.empty import empty_model
@@ -29,10 +27,12 @@ from recipekit.parallel.pipeline import check_stages
 from recipekit.parallel.plans import published_plans
 from recipekit.plan import make_plan
 from recipekit.planner.show import drawn_up
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import find_resume, identity
-from recipekit.tasks.facts import Plans
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import find_resume, identity
+from recipekit.spec.task_specs import Plans
 from reference import TEXT, Trained, train_plain
 from test_engines import TORCH
 from test_optimizers import RECIPE, check_round_trip, config_of
@@ -113,7 +113,7 @@ def test_a_run_of_other_groups_starts_from_converted_files(pools: Any, tmp_path:
     recipe = dataclasses.replace(RECIPE, model=str(tmp_path / "model"), ds_config=config, tokenizer="bytes", lr_scale={"*.embed_tokens.weight": 0.5})
     blueprint = published_blueprint(tmp_path / "model")
     layout = target_layout(blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=2, tp=1, pp=1, zero=2)
-    convert.from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout)
+    from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout)
     argv = ["--init", "pretrained", "--tokenizer", "bytes", "--stop_at", "3"]
     for name, more in (("direct", []), ("converted", ["--resume", str(tmp_path / "start")])):
         results = pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / name), *argv, *more])

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recipekit.architectures.families import tiny_config
-from recipekit.mesh import Mesh
 from recipekit.model.describe import draft
 from recipekit.model.empty import empty_model
 from recipekit.parallel import tensor as tensor_parallel
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, flat_tensors, groups_of, held, runs, stage_bounds
 from recipekit.parallel.plans import published_plans
+from recipekit.spec.mesh import Mesh
 
 FAMILIES = ("llama", "phi3", "qwen3_moe", "mixtral", "gemma2", "olmo2", "deepseek_v3", "glm4", "qwen3")
 

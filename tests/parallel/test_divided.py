@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 from recipekit.architectures import families
-from recipekit.mesh import Mesh
 from recipekit.model.build import build_model
 from recipekit.optim.groups import parameter_groups
 from recipekit.parallel import blueprint as plan
 from recipekit.parallel.blueprint import Block, Blueprint, Layout, Tensor, groups_of
 from recipekit.parallel.divided import divide
-from recipekit.recipe import Recipe
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
 from test_model import ds_config
 
 FAMILIES = ["qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "qwen3_5_moe", "qwen3_5_moe_text", "minimax_m3_vl_text"]

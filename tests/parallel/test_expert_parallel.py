@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 from recipekit.architectures import families
-from recipekit.mesh import make_mesh
+from recipekit.dslint import check as ds_config
+from recipekit.dslint import resolve
+from recipekit.engine.used import compared
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
 from recipekit.optim.groups import parameter_groups
 from recipekit.parallel.expert import check
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.runtime.used import compared
-from recipekit.strategy import check as ds_config
-from recipekit.strategy import resolve
+from recipekit.spec.mesh import make_mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from test_model import ds_config as ds
 from test_model import tiny_config
 from test_parity import accumulating, compare, recipe_for, reference, strategy, train_in_layout

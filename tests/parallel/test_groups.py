@@ -10,11 +10,11 @@ from unittest import mock
 
 import psutil
 import pytest
-from recipekit.mesh import Mesh
 from recipekit.parallel.blueprint import Layout
 from recipekit.parallel.groups import LONGEST_WAIT, WAITING, interface_to, set_time_limit, time_limit
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from test_resume import BASE, train
 
 slow = pytest.mark.slow

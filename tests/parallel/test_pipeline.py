@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.command import parse
 from recipekit.data.held_out import eval_rows
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
-from recipekit.mesh import Mesh
 from recipekit.model.describe import draft
 from recipekit.model.empty import empty_model
 from recipekit.parallel import blueprint, pipeline
 from recipekit.parallel.plans import plans_of, published_plans
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS, Plans
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS, Plans
 from test_model import tiny_config
 from test_parity import Case, accumulating, compare, compare_bf16, each, recipe_for, reference, strategy, train_and_compare, train_in_layout
 

@@ -15,9 +15,9 @@ from recipekit.parallel import pipeline
 from recipekit.parallel import tensor as tensor_parallel
 from recipekit.parallel.partial import partial_gradients
 from recipekit.parallel.plans import plans_of, published_plans
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS, Plans
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS, Plans
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 

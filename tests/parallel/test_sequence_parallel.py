@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.mesh import make_mesh
+from recipekit.dslint import check as ds_config
+from recipekit.dslint import resolve
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
 from recipekit.parallel.sequence import check, own_part
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.strategy import check as ds_config
-from recipekit.strategy import resolve
+from recipekit.spec.mesh import make_mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from test_model import ds_config as ds
 from test_model import tiny_config
 from test_parity import accumulating, compare, recipe_for, reference, strategy, train_in_layout

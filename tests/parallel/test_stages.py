@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from recipekit.architectures.families import tiny_config
-from recipekit.mesh import Mesh
 from recipekit.model.describe import draft
 from recipekit.model.empty import class_of, config_of
 from recipekit.parallel import blueprint as blueprints
 from recipekit.parallel import pipeline
 from recipekit.parallel.plans import plans_of
-from recipekit.refusal import Refusal
-from recipekit.tasks.facts import TASKS, Plans
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task_specs import TASKS, Plans
 
 LAYERS, ROWS, LENGTH = 5, 2, 11  # five layers over three stages: 2, 2 and 1, or what their sizes make of them
 MODELS: list[tuple[str, str, dict[str, Any]]] = [

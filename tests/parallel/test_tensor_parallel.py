@@ -18,10 +18,10 @@ def sums_of_a_pass(checkpointed: bool) -> tuple[list[int], list[int]]:
     from unittest import mock
 
     import torch.distributed as dist
-    from recipekit.mesh import Mesh
     from recipekit.model.build import build_model
     from recipekit.parallel.groups import Groups
-    from recipekit.recipe import Recipe
+    from recipekit.spec.mesh import Mesh
+    from recipekit.spec.recipe import Recipe
 
     config = json.loads((SHIPPED / "meta-llama--Llama-3.2-1B.json").read_text())
     config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -58,10 +58,10 @@ def test_a_layer_sums_two_activations_and_two_gradients(pools: Any, checkpointed
 def logits_of(family: str, tp: int) -> torch.Tensor:
     """The logits of a model whose biases, all drawn as zeros, are 0.1: whole, or cut over the ranks of a pool."""
     from recipekit.architectures.families import tiny_config
-    from recipekit.mesh import Mesh
     from recipekit.model.build import build_model
     from recipekit.parallel.groups import Groups
-    from recipekit.recipe import Recipe
+    from recipekit.spec.mesh import Mesh
+    from recipekit.spec.recipe import Recipe
 
     groups = Groups(Mesh(tp=tp), "cpu") if tp > 1 else None
     recipe = Recipe(init="random", tp=tp, attention="eager")

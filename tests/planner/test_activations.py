@@ -15,12 +15,12 @@ import torch
 from job import metrics
 from pool import ROOT, environment
 from recipekit.architectures.lookup import model_config
-from recipekit.command import parse
 from recipekit.kernels.compiled import compile_layers
 from recipekit.plan import make_plan
 from recipekit.planner.activations import Shape, activation_terms, layer_bytes, shape_of
 from recipekit.planner.terms import ACCELERATOR, BACKWARD, total
-from recipekit.recipe import Recipe
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
 from test_resume import BASE
 from transformers import AutoConfig, AutoModelForCausalLM
 

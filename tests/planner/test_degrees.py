@@ -8,15 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from recipekit.architectures.families import tiny_config
-from recipekit.command import parse
-from recipekit.mesh import Mesh
 from recipekit.model.describe import draft
 from recipekit.model.empty import empty_model
 from recipekit.plan import Plan, make_plan
 from recipekit.planner.show import layout_of, show, stages_in
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
 from recipekit.runtime.start import check_memory
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 BASE = Recipe(
     init="random",

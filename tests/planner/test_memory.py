@@ -15,16 +15,16 @@ from unittest import mock
 
 import pytest
 import torch
-from recipekit.command import parse
+from recipekit.doctor.needs import count_needs
 from recipekit.plan import make_plan
 from recipekit.planner import memory
 from recipekit.planner.memory import rank_terms
-from recipekit.planner.needs import count_needs
 from recipekit.planner.pinned import pinned_bytes
 from recipekit.planner.show import drawn_up, fullest
 from recipekit.planner.terms import HOST, REDUCE, STEP, Term, total
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from test_parity import strategy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 from job import metrics
-from recipekit.recipe import Recipe
+from recipekit.spec.recipe import Recipe
 from test_resume import BASE, train
 
 MORE = 200 * 2**20

@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipekit.command import parse
-from recipekit.mesh import Mesh
 from recipekit.model.empty import empty_model
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor
 from recipekit.plan import make_plan
 from recipekit.planner.memory import LOGIT_BYTES, Load, rank_terms
 from recipekit.planner.show import arithmetic, outputs, steps_of
-from recipekit.recipe import Recipe
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.task_specs import TASKS
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 PICTURES = TASKS["image_classification"]

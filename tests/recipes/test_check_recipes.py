@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pool import ROOT
-from recipekit import shipped
+from recipekit.spec import shipped
 from test_recipes import FILES
 from test_recipes import test_recipe_trains_tiny_by_its_command as slow_test
 

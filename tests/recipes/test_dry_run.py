@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from pool import ROOT, environment
-from recipekit import hub
 from recipekit.architectures.safetensors_files import create
-from recipekit.command import parse
 from recipekit.plan import Plan, make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec import hub
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 RECIPE = Recipe(model="./base", tokenizer="bytes", dataset="docs.jsonl", seq_len=64, global_batch=4, steps=2, eval_every=0, ds_config="zero2.json")
 CONFIG: dict[str, Any] = {

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, environment
-from recipekit.command import parse
 from recipekit.data.files import local_files
 from recipekit.data.mixture import domains_of
 from recipekit.plan import Plan, make_plan
-from recipekit.recipe import AXES, EMPTY_HAS_A_MEANING, LARGEST, PATHS, Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import AXES, EMPTY_HAS_A_MEANING, LARGEST, PATHS, Recipe
+from recipekit.spec.refusal import Refusal
 
 RECIPE = Recipe(model="recipekit/llama-nano", tokenizer="bytes", init="random", steps=4, seq_len=64)
 TEXTS = [item.name for item in dataclasses.fields(Recipe) if item.type is str and "choices" not in item.metadata]

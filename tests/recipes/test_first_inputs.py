@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from first_inputs import FOX, INPUTS, NUMBERS, TEXTS, lines
-from recipekit.command import parse
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 
 RECIPE = Recipe(model="./base", dataset="docs.jsonl", ds_config="zero1.json")
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<e>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

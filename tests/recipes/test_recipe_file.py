@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, environment, free_port
-from recipekit.command import one_recipe, parse, recipe_of
 from recipekit.commands.lint import lint
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.shadows import HIDEABLE, LIBRARIES, UNUSED, shadows
+from recipekit.spec.command import one_recipe, parse, recipe_of
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.shadows import HIDEABLE, LIBRARIES, UNUSED, shadows
 
 START = "from recipekit import Recipe, run\n"
 END = '\nif __name__ == "__main__":\n    run(RECIPE)\n'
@@ -28,7 +28,7 @@ WRONG = {
     "RECIPE = Recipe(warmup_stepz=8)": "mine.py, line 2: Recipe(warmup_stepz=8): the field does not exist. Did you mean warmup_steps?",
     "RECIPE = Recipe(deepspeed_config='zero3.json')": "mine.py, line 2: Recipe(deepspeed_config='zero3.json'): the field does not exist. Use ds_config",
     "RECIPE = Recipe(tiny=True)": "mine.py, line 2: Recipe(tiny=True): the field does not exist. Omit it, and write --tiny on the command line",
-    "RECIPE = Recipe(frobnicate=[0] * 99)": "mine.py, line 2: Recipe(frobnicate=...): the field does not exist. recipes/recipekit/recipe.py lists the fields",
+    "RECIPE = Recipe(frobnicate=[0] * 99)": "mine.py, line 2: Recipe(frobnicate=...): the field does not exist. recipes/recipekit/spec/recipe.py lists the fields",
     "RECIPE = Recipe('Qwen/Qwen3-0.6B')": "mine.py, line 2: Recipe('Qwen/Qwen3-0.6B'): every value requires the name of its field. Write NAME=VALUE",
     "import dataclasses\nRECIPE = dataclasses.replace(Recipe(), epocs=2, report_to='none')": "mine.py, line 3: Recipe(epocs=2): the field does not exist. ",
     "RECIPE = Recipe(model='x'),": "mine.py: RECIPE: must be a Recipe, not tuple. Remove the comma after Recipe(...)",

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import ROOT, environment, free_port
-from recipekit.command import parse, recipe_of
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe, check_recipe, seconds_of
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse, recipe_of
+from recipekit.spec.recipe import Recipe, check_recipe, seconds_of
+from recipekit.spec.refusal import Refusal
 
 RECIPE = Recipe(model="meta-llama/Llama-3.2-1B", tp=4, warmup_steps=10)
 FILE = Path("/somewhere/mine.py")
@@ -517,7 +517,7 @@ STAGE = "accelerate launch --zero_stage 3: applies to scripts that use an Accele
 def test_flags_of_accelerate_that_no_recipe_reads_are_refused(tmp_path: Path, flags: list[str], said: list[str]) -> None:
     """They were ignored without a word: accelerate writes them into the environment for an Accelerator."""
     (tmp_path / "mine.py").write_text(
-        "from recipekit.accelerate import check_accelerate\nimport os\nfor problem in check_accelerate(os.environ):\n    print(problem)\n"
+        "from recipekit.spec.accelerate import check_accelerate\nimport os\nfor problem in check_accelerate(os.environ):\n    print(problem)\n"
     )
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--main_process_port", str(free_port()), *flags, "mine.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment() | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=300, check=False)
@@ -537,7 +537,7 @@ def test_flags_of_accelerate_that_no_recipe_reads_are_refused(tmp_path: Path, fl
 def test_accelerate_starts_as_many_ranks_as_it_was_asked_for(tmp_path: Path, flags: list[str], ranks: int) -> None:
     """Without several GPUs it silently started one of several."""
     (tmp_path / "mine.py").write_text(
-        "from recipekit.accelerate import check_launcher\nimport os, sys\nfor problem in check_launcher(os.environ):\n    sys.exit(str(problem))\n"
+        "from recipekit.spec.accelerate import check_launcher\nimport os, sys\nfor problem in check_launcher(os.environ):\n    sys.exit(str(problem))\n"
         "open(f\"rank{os.environ.get('RANK', '0')}\", 'w').close()\n"
     )
     place = environment() | {"HF_HOME": str(tmp_path)} | ({"MASTER_PORT": str(free_port())} if ranks == 1 else {})

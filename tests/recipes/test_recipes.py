@@ -20,14 +20,14 @@ import pytest
 from pool import ROOT, environment, free_port
 from recipekit.architectures.lookup import SHIPPED, fitting_task
 from recipekit.architectures.shrink import BYTE_VOCAB
-from recipekit.command import parse
-from recipekit.mesh import make_mesh
 from recipekit.plan import Plan, make_plan
 from recipekit.planner.show import drawn_up, fullest, show
 from recipekit.planner.terms import ACCELERATOR, HOST, total
-from recipekit.refusal import Refusal
-from recipekit.shipped import last_check
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import make_mesh
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.shipped import last_check
+from recipekit.spec.task_specs import TASKS
 
 FILES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py"))}
 every_recipe = pytest.mark.parametrize("name", FILES)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from job import BIN, NANO, Job, checkpoints, deepspeed, metrics, numbers, steps_done
 from pool import free_port
-from recipekit.checkpoints.manifest import faults
-from recipekit.optim.schedules import lr_at
-from recipekit.recipe import Recipe
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.schedules import lr_at
+from recipekit.storage.manifest import faults
 from test_parity import strategy
 from test_resume import BASE, train
 from wandb_file import read_exit_codes
@@ -218,7 +218,7 @@ def test_what_needs_no_torch_takes_a_second_and_imports_none(tmp_path: Path, fla
         job.close()
     assert job.output.count(told) == 1 and "Traceback" not in job.output
     imported = {line.rpartition("|")[2].strip() for line in job.output.splitlines() if line.startswith("import time:")}
-    assert "recipekit.recipe" in imported and not imported & {"torch", "transformers", "deepspeed", "datasets", "numpy", "wandb"}
+    assert "recipekit.spec.recipe" in imported and not imported & {"torch", "transformers", "deepspeed", "datasets", "numpy", "wandb"}
 
 
 @slow

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from recipekit.architectures.shrink import BYTE_VOCAB
-from recipekit.command import parse
 from recipekit.plan import Plan, make_plan
-from recipekit.recipe import AXES, Recipe, check_recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import IDENTITY, find_resume, identity
-from recipekit.tasks.facts import TASKS, own_fields
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import AXES, Recipe, check_recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import IDENTITY, find_resume, identity
+from recipekit.spec.task_specs import TASKS, own_fields
 
 FILE = Path("/somewhere/mine.py")
 VIT = {

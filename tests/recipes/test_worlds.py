@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, environment
-from recipekit.command import parse
 from recipekit.plan import make_plan
 from recipekit.planner.show import show
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.refusal import Refusal
 from test_recipes import FILES, load, plan
 
 sys.path.insert(0, str(ROOT / "tools" / "bench"))

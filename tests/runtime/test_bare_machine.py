@@ -52,7 +52,7 @@ def test_w_and_b_is_on_by_other_values_and_an_unclear_one_is_refused(monkeypatch
 
 PRINTS = """
 import sys
-from recipekit.utf8 import use_utf8
+from recipekit.spec.utf8 import use_utf8
 lines = use_utf8()
 print(sys.argv[1:], open(sys.argv[1]).read(), lines)
 """

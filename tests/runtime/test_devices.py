@@ -12,16 +12,18 @@ import torch
 from recipekit.checkpoints import load, save
 from recipekit.data.lanes import Domains
 from recipekit.data.request import Request
-from recipekit.hosts import build_facts, gpus, ops, speed, torch_builds
+from recipekit.doctor import needs, speed
+from recipekit.hosts import build_facts, gpus, ops, torch_builds
 from recipekit.hosts.findings import Row
 from recipekit.hosts.gpus import Gpu
-from recipekit.mesh import Mesh
 from recipekit.parallel import timeline
-from recipekit.planner import needs, show
+from recipekit.planner import show
 from recipekit.planner.terms import ACCELERATOR, HOST, NVME, Term
-from recipekit.refusal import Problem, Refusal
 from recipekit.run import _single_process_defaults
-from recipekit.runtime import engine, facts, prepare, start, torch_engine
+from recipekit.runtime import engine, facts, prepare, start
+from recipekit.spec.engine import torch_engine
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.refusal import Problem, Refusal
 from torch import nn
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
@@ -404,9 +406,9 @@ def test_a_dry_run_is_for_the_device_that_is_named_else_seen(asked: Asked, monke
 
 
 def test_the_states_of_a_cpu_rank_lie_in_the_hosts_memory(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipekit.command import parse
     from recipekit.plan import make_plan
-    from recipekit.recipe import Recipe
+    from recipekit.spec.command import parse
+    from recipekit.spec.recipe import Recipe
 
     plan = make_plan(parse(Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero2_cpu.json"), Path("needs.py"), ["--tiny"]))
     terms = show.fullest(plan, *show.drawn_up(plan))

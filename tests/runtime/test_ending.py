@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from disks import fill, small_disk
 from job import NANO, Job, checkpoints, deepspeed, steps_done
-from recipekit.recipe import Recipe
-from recipekit.run_folder import unit_of
 from recipekit.runtime import continuation, ending
 from recipekit.runtime.continuation import continue_command, launched, retyped
-from recipekit.runtime.loss_picture import draw_losses, envelope
-from recipekit.runtime.metrics_file import MetricsFile
-from recipekit.runtime.summary import block_of, loading, model_in, page_of
-from recipekit.step_names import newest_complete
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.run_folder import unit_of
+from recipekit.spec.step_names import newest_complete
+from recipekit.track.loss_picture import draw_losses, envelope
+from recipekit.track.metrics_file import MetricsFile
+from recipekit.track.summary import block_of, loading, model_in, page_of
 
 
 def read(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:

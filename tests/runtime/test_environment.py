@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from job import NANO
 from pool import environment, free_port
-from recipekit.cores import usable_cores
 from recipekit.runtime import environment as runtime_environment
 from recipekit.runtime.environment import allocator_settings, complete
+from recipekit.spec.cores import usable_cores
 
 NO_LIMIT = float("inf")
 SEGMENTS, ROUND, CACHE = "expandable_segments:True", "pinned_max_round_threshold_mb:16", "pinned_max_cached_size_mb:16"
@@ -45,7 +45,7 @@ def test_without_pinned_memory_nothing_is_said_of_it() -> None:
 def started(tmp_path: Path, ds_config: str, before: str = "", **variables: str) -> str:
     """What a real start says, of which only the training is left out: torch's allocator settings and threads, as torch has read them."""
     code = (
-        f"import sys, types; {before}\nfrom recipekit import run; from recipekit.recipe import Recipe\n"
+        f"import sys, types; {before}\nfrom recipekit import run; from recipekit.spec.recipe import Recipe\n"
         "def main(plan, peers):\n    import torch\n    print(*plan.notes, sep='\\n')\n"
         "    print('torch has', torch._C._accelerator_getAllocatorSettings(), torch.get_num_threads())\n    return 0\n"
         "sys.modules['recipekit.train'] = types.SimpleNamespace(main=main)\n"  # `run` is asked for; nothing is trained

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from job import BIN, NANO, Job, checkpoints, command_line, contention, deepspeed, metrics
 from pool import FOLDERS, FORKS, ROOT, environment, free_port
-from recipekit.checkpoints.manifest import faults
-from recipekit.refusal import START_AGAIN, Problem, Refusal, refuse
-from recipekit.run_folder import way_on
 from recipekit.runtime import failure
 from recipekit.runtime.failure import GONE as LATEST
 from recipekit.runtime.failure import Peers, began
+from recipekit.spec.refusal import START_AGAIN, Problem, Refusal, refuse
+from recipekit.spec.run_folder import way_on
+from recipekit.storage.manifest import faults
 from wandb_file import read_exit_codes
 
 START = 600.0  # seconds that ranks may take to start where others use the cores
@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from llama_nano_zero2 import RECIPE
 from recipekit import run
-from recipekit.refusal import refuse
+from recipekit.spec.refusal import refuse
 
 WHERE, RANK = os.environ["BREAKS_IN"], os.environ["RANK"]
 torch.distributed.destroy_process_group = lambda *_: time.sleep(3600)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from recipekit.recipe import Recipe
-from recipekit.refusal import Problem, Refusal
-from recipekit.run_folder import ADAPTER, FACTS
 from recipekit.runtime import engine
 from recipekit.runtime.engine import check_resume, refuse_values
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Problem, Refusal
+from recipekit.spec.run_folder import ADAPTER, FACTS
 from test_model import ds_config, tiny_config
 
 

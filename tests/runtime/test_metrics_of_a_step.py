@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.mesh import Mesh
-from recipekit.run_folder import numbers, read_metrics, unit_of
-from recipekit.runtime.loss_picture import curve_of
 from recipekit.runtime.metrics import metrics_of
-from recipekit.runtime.metrics_file import cut_metrics
-from recipekit.runtime.progress import Progress, parts_of
-from recipekit.runtime.summary import block_of, pace
-from recipekit.tasks.facts import TASKS
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.run_folder import numbers, read_metrics, unit_of
+from recipekit.spec.task_specs import TASKS
+from recipekit.track.loss_picture import curve_of
+from recipekit.track.metrics_file import cut_metrics
+from recipekit.track.progress import Progress, parts_of
+from recipekit.track.summary import block_of, pace
 from test_ending import FACTS
 from test_metrics_page import page
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from job import checkpoints, metrics, numbers
 from recipekit.architectures.lookup import SHIPPED
-from recipekit.checkpoints.manifest import faults
-from recipekit.command import parse
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import identity, read_metrics
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import identity, read_metrics
+from recipekit.storage.manifest import faults
 from test_parity import strategy
 from wandb_file import read_history
 

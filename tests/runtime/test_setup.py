@@ -37,7 +37,7 @@ def test_collectives_outwait_the_patience_with_a_server(ops: Callable[[str], Non
     """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a collective."""
     argv = ["--tiny", "--retry_s", "7200"]
     code = (
-        "import sys, torch; from pathlib import Path; from recipekit.command import parse; from recipekit.recipe import Recipe; from recipekit.plan import make_plan\n"
+        "import sys, torch; from pathlib import Path; from recipekit.spec.command import parse; from recipekit.spec.recipe import Recipe; from recipekit.plan import make_plan\n"
         "from recipekit.run import _single_process_defaults; _single_process_defaults()\n"
         "from recipekit.runtime.start import start\n"
         "start(make_plan(parse(Recipe(model='meta-llama/Llama-3.2-1B'), Path('x.py'), sys.argv[1:])))\n"

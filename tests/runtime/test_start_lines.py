@@ -12,17 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recipekit.command import parse
 from recipekit.data.passes import Epoch
+from recipekit.dslint import json_file
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import read_metrics
 from recipekit.runtime.epochs import Epochs, counted, few_steps
 from recipekit.runtime.facts import short
 from recipekit.runtime.first_row import show_row
-from recipekit.shipped import STRATEGIES
-from recipekit.strategy import json_file
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import read_metrics
+from recipekit.spec.shipped import STRATEGIES
 from test_adapters import wrapped
 from test_parity import accumulating, recipe_for, strategy, train_in_layout
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from job import NANO, metrics, steps_done
 from pool import environment
-from recipekit.command import parse, recipe_of
+from recipekit.spec.command import parse, recipe_of
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 from wandb.wandb_agent import Agent
 from wandb_file import read_config, wandb_files

@@ -17,10 +17,10 @@ import pytest
 import torch
 from job import metrics
 from pool import ROOT
-from recipekit.command import parse
 from recipekit.plan import make_plan
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
+from recipekit.spec.command import parse
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
 from reference import train_plain
 from test_export import add_lora
 from test_model import ds_config, tiny_config
@@ -123,9 +123,9 @@ def check_adapter(run: Run, folder: Path, file: str) -> None:
 
 def wrong_weight(folder: str, device: str) -> str:
     """What is said of a cut parameter that is not its file's any more, after all were found to be (a case for two ranks)."""
-    from recipekit.mesh import make_mesh
     from recipekit.model.build import build_model, check_weights
     from recipekit.parallel.groups import Groups
+    from recipekit.spec.mesh import make_mesh
 
     place = torch.device(device, 0)
     groups = Groups(make_mesh(2, tp=2), place.type)
@@ -145,10 +145,10 @@ def wrong_weight(folder: str, device: str) -> str:
 
 def drawn_otherwise(device: str, tp: int) -> list[str]:
     """The parameters of a model that is drawn at random and cut on two ranks of the device, by `tp` 2 or ZeRO-3, and is not the one drawn on the CPU."""
-    from recipekit.mesh import make_mesh
     from recipekit.model.build import build_model
     from recipekit.model.export import whole_parameters
     from recipekit.parallel.groups import Groups
+    from recipekit.spec.mesh import make_mesh
 
     recipe, config, place = (
         Recipe(model="none", init="random", seed=7),

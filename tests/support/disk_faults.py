@@ -31,9 +31,9 @@ sys.path[:0] = [folder for folder in (str(ROOT / "recipes"), str(ROOT / "tests" 
 
 from disks import fill, read_only, small_disk  # noqa: E402
 from pool import FORKS, environment, free_port  # noqa: E402
-from recipekit.checkpoints import manifest  # noqa: E402
-from recipekit.recipe import Recipe  # noqa: E402
-from recipekit.run_folder import numbers, read_metrics  # noqa: E402
+from recipekit.spec.recipe import Recipe  # noqa: E402
+from recipekit.spec.run_folder import numbers, read_metrics  # noqa: E402
+from recipekit.storage import manifest  # noqa: E402
 
 STEPS, EVERY, KEEP = 9, 2, 2
 PACE = 0.1  # seconds that each step takes longer, so that a fault meets it

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 from pool import ROOT, environment, free_port
-from recipekit.run_folder import CHECKPOINTS, METRICS
-from recipekit.run_folder import numbers as numbers  # tests take it from here
-from recipekit.step_names import step_folders, step_of
+from recipekit.spec.run_folder import CHECKPOINTS, METRICS
+from recipekit.spec.run_folder import numbers as numbers  # tests take it from here
+from recipekit.spec.step_names import step_folders, step_of
 
 MARK = "TEST_JOB"  # an environment variable that every descendant of a job inherits, wherever it moves to
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"

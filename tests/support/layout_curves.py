@@ -39,9 +39,9 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, int]]] = {  # name -> ranks, JSON, 
 def train() -> dict[str, list[float]]:
     """Return the loss of each step of plain PyTorch and of each layout."""
     import test_parity as parity  # seconds of imports, which --help and --redraw do without
-    from recipekit.command import parse
     from recipekit.plan import make_plan
-    from recipekit.recipe import Recipe
+    from recipekit.spec.command import parse
+    from recipekit.spec.recipe import Recipe
     from reference import train_plain
 
     recipe = parity.recipe_for("untied", attention="sdpa", **NUMBERS)

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 
-from recipekit.ranks import take_rank
+from recipekit.spec.ranks import take_rank
 
 take_rank(os.environ)
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipekit.mesh import Mesh
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor
 from recipekit.parallel.param_groups import FIRST, Group
 from recipekit.planner.memory import Load, rank_terms
 from recipekit.planner.terms import Term
+from recipekit.spec.mesh import Mesh
 
 RECORDED = Path(__file__).parent / "planned_terms.json"
 JSONS = Path(__file__).resolve().parents[2] / "ds_configs"

@@ -15,7 +15,7 @@ from recipekit.data.processors import load_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
 from recipekit.model import build as model_module
-from recipekit.recipe import Recipe
+from recipekit.spec.recipe import Recipe
 
 
 @dataclass

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from pool import ROOT, environment, free_port
-from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, numbers, read_metrics
-from recipekit.step_names import step_folders, step_name
+from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, LATEST, numbers, read_metrics
+from recipekit.spec.step_names import step_folders, step_name
 
 STEPS, SAVE_EVERY = 6, 3
 CASES: dict[str, tuple[int, list[str]]] = {  # name -> ranks, recipe and flags

@@ -19,9 +19,9 @@ from recipekit.data.request import Request
 from recipekit.model.build import build_model
 from recipekit.model.small import EXAMPLES
 from recipekit.model.small_files import Origin, gather
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
 from recipekit.tasks.image_classification import SHAPES, TASK, Pictures, _box, drawn, published
 from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification
 

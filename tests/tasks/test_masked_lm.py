@@ -18,10 +18,10 @@ from recipekit.data.processors import byte_tokenizer, check_edges, check_tokeniz
 from recipekit.data.request import Request
 from recipekit.data.sameness import OtherData
 from recipekit.data.stream import open_stream
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.run_folder import IDENTITY, identity
-from recipekit.task import IGNORE
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.run_folder import IDENTITY, identity
+from recipekit.spec.task import IGNORE
 from recipekit.tasks.masked_lm import TASK
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast

@@ -17,9 +17,9 @@ from recipekit.data.pairs import Pairs, drawn, encode_pair, keys_of
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.samples import open_samples
-from recipekit.recipe import Recipe
-from recipekit.refusal import Refusal
-from recipekit.task import IGNORE
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.refusal import Refusal
+from recipekit.spec.task import IGNORE
 from recipekit.tasks import preference, reward
 from recipekit.tasks.find import task_called, with_numbers
 

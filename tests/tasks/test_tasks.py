@@ -9,10 +9,10 @@ import torch
 from recipekit.data.request import Request
 from recipekit.data.samples import open_samples
 from recipekit.data.stream import open_stream
-from recipekit.recipe import Recipe
-from recipekit.task import IGNORE, MicroBatch
-from recipekit.tasks import facts
-from recipekit.tasks.facts import TASKS
+from recipekit.spec import task_specs as facts
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.task import IGNORE, MicroBatch
+from recipekit.spec.task_specs import TASKS
 from recipekit.tasks.find import task_called
 
 MODELS = {"image_classification": {"image_size": 16, "id2label": dict.fromkeys(map(str, range(10)), "")}}  # what a task reads of config.json

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port
-from recipekit.run_folder import read_metrics
+from recipekit.spec.run_folder import read_metrics
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 WAYS = {

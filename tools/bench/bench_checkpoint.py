@@ -30,15 +30,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit import Recipe
-from recipekit.command import Command, parse
 from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port
-from recipekit.mesh import fit_batch
-from recipekit.paths import path_of
 from recipekit.plan import Plan, make_plan
-from recipekit.refusal import Refusal, exit_refused
-from recipekit.run_folder import CHECKPOINTS
-from recipekit.step_names import step_name
+from recipekit.spec.command import Command, parse
+from recipekit.spec.mesh import fit_batch
+from recipekit.spec.paths import path_of
+from recipekit.spec.refusal import Refusal, exit_refused
+from recipekit.spec.run_folder import CHECKPOINTS
+from recipekit.spec.step_names import step_name
 
 TITLES = {
     "none": "no save",
@@ -224,11 +224,11 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
+    from recipekit.engine.deepspeed_engine import repaired
     from recipekit.model.build import build_model
     from recipekit.model.weights import fetch_config
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel.groups import Groups
-    from recipekit.runtime.deepspeed_engine import repaired
     from recipekit.runtime.facts import layout_of
     from recipekit.runtime.start import start
     from recipekit.tasks.find import task_called

@@ -29,9 +29,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit.paths import path_of
-from recipekit.run_folder import CHECKPOINTS, LATEST
-from recipekit.step_names import step_name
+from recipekit.spec.paths import path_of
+from recipekit.spec.run_folder import CHECKPOINTS, LATEST
+from recipekit.spec.step_names import step_name
 
 MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
@@ -92,10 +92,12 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     """Makes a run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors written (a hole would cost nothing to copy)."""
     import numpy as np
     import torch
-    from recipekit.checkpoints import convert, copying, manifest, step_folder, tensor_files
-    from recipekit.mesh import Mesh
+    from recipekit.checkpoints import step_folder
+    from recipekit.convert.hugging_face import from_hf
     from recipekit.model.describe import published_blueprint
     from recipekit.parallel.blueprint import Layout, default_optimizer
+    from recipekit.spec.mesh import Mesh
+    from recipekit.storage import copying, manifest, tensor_files
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -108,7 +110,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     plain = Layout(Mesh(), 0, default_optimizer(0, "bfloat16"), "bfloat16")
     layout = step_folder.target_layout(blueprint, plain, dp=8, tp=1, pp=1, zero=2)
     step = folder / "run" / CHECKPOINTS / step_name(0)
-    convert.from_hf(folder / "hf", step, blueprint, layout)
+    from_hf(folder / "hf", step, blueprint, layout)
     shutil.rmtree(folder / "hf")
 
     files = tensor_files.open_checkpoint(step, blueprint, layout, writable=True)

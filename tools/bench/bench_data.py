@@ -37,7 +37,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCEL
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from recipekit.paths import path_of
+from recipekit.spec.paths import path_of
 
 SEQ_LEN, FILES, GROUP = 512, 8, 1000  # tokens of a row; files of each kind; rows of a row group
 BATCH = 32  # rows
@@ -305,18 +305,18 @@ def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
 def differential(pairs: int, folder: Path) -> dict[str, Any]:
     """Measures seconds of training steps of the quickstart's recipe on the stream, and on batches kept in memory, in turns."""
     import deepspeed
-    from recipekit.command import parse
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
+    from recipekit.engine.deepspeed_engine import repaired
     from recipekit.hosts.ports import free_port
     from recipekit.model.build import build_model
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel.groups import Groups
     from recipekit.plan import make_plan
-    from recipekit.recipe import Recipe
-    from recipekit.runtime.deepspeed_engine import repaired
     from recipekit.runtime.start import start
+    from recipekit.spec.command import parse
+    from recipekit.spec.recipe import Recipe
     from recipekit.tasks.find import task_called
     from recipekit.train import train_step
 

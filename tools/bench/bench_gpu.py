@@ -41,9 +41,9 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from recipekit import Recipe
 from recipekit.architectures.safetensors_files import read_header
 from recipekit.hosts.ports import free_port
-from recipekit.paths import path_of
-from recipekit.refusal import Problem, Refusal, exit_refused, refuse
-from recipekit.run_folder import EXPORT, read_metrics
+from recipekit.spec.paths import path_of
+from recipekit.spec.refusal import Problem, Refusal, exit_refused, refuse
+from recipekit.spec.run_folder import EXPORT, read_metrics
 
 Line = dict[str, Any]  # of metrics.jsonl
 PARTS = {

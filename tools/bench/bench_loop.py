@@ -35,15 +35,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit import Recipe
-from recipekit.command import Command, parse
+from recipekit.dslint.json_file import load as load_json
 from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port
-from recipekit.mesh import fit_batch
-from recipekit.paths import path_of
 from recipekit.plan import Plan, make_plan
-from recipekit.refusal import Problem, Refusal, exit_refused, refuse
-from recipekit.run_folder import read_metrics
-from recipekit.strategy.json_file import load as load_json
+from recipekit.spec.command import Command, parse
+from recipekit.spec.mesh import fit_batch
+from recipekit.spec.paths import path_of
+from recipekit.spec.refusal import Problem, Refusal, exit_refused, refuse
+from recipekit.spec.run_folder import read_metrics
 
 MicroBatch = dict[str, Any]  # of tensors
 Start = tuple[Callable[[], Any], Callable[[Callable[[], None]], Any]]
@@ -323,9 +323,9 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.model.weights import fetch_config
     from recipekit.parallel.groups import Groups
     from recipekit.runtime.start import start
-    from recipekit.runtime.tracking import open_tracker
-    from recipekit.task import Sums
+    from recipekit.runtime.sums import Sums
     from recipekit.tasks.find import task_called
+    from recipekit.track.tracking import open_tracker
     from recipekit.train import evaluate
 
     recipe, rank0 = plan.recipe, plan.command.rank == 0
@@ -544,7 +544,7 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
     """Runs the loop of every recipe, unchanged; it pauses after it has recorded a step."""
     from recipekit.checkpoints.attempts import Attempts
-    from recipekit.runtime.deepspeed_engine import repaired
+    from recipekit.engine.deepspeed_engine import repaired
     from recipekit.runtime.epochs import Epochs
     from recipekit.runtime.prepare import Ready
     from recipekit.runtime.stopping import Grace, Stopper
@@ -606,7 +606,7 @@ def initialize(plan: Plan, model: Any) -> Any:
 
 
 def trainer_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], json_file: Path, device: Any) -> Start:
-    from recipekit.strategy.numbers import enabled
+    from recipekit.dslint.numbers import enabled
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
     recipe = plan.recipe
@@ -651,8 +651,8 @@ def accelerate_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], js
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim
+    from recipekit.dslint.numbers import enabled
     from recipekit.optim.groups import parameter_groups
-    from recipekit.strategy.numbers import enabled
     from torch.utils.data import DataLoader
     from transformers import default_data_collator
 

@@ -26,7 +26,7 @@ WAYS = {"whole": "full logits", "chunked": "**ours:** in chunks", "torch": "`F.l
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    from recipekit.paths import path_of
+    from recipekit.spec.paths import path_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(

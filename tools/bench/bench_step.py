@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port
-from recipekit.run_folder import read_metrics
+from recipekit.spec.run_folder import read_metrics
 
 RANKS, WARM_UP, MOST_DOCUMENTS = 2, 4, 4000
 MOST_STEPS = 1_000_000  # more than a run ever does before it is ended

@@ -30,9 +30,9 @@ from typing import Any
 from unittest import mock
 
 from recipekit import Recipe
-from recipekit.command import parse
 from recipekit.plan import Plan, make_plan
-from recipekit.refusal import Refusal, exit_refused, refuse
+from recipekit.spec.command import parse
+from recipekit.spec.refusal import Refusal, exit_refused, refuse
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = {

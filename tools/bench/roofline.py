@@ -31,11 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit import Recipe
-from recipekit.command import parse
 from recipekit.plan import Plan, make_plan
-from recipekit.planner.devices import Device, device_called
-from recipekit.refusal import Refusal, exit_refused, refuse
-from recipekit.tasks.facts import PACKED
+from recipekit.spec.command import parse
+from recipekit.spec.devices import Device, device_called
+from recipekit.spec.refusal import Refusal, exit_refused, refuse
+from recipekit.spec.task_specs import PACKED
 
 LINEAR, ATTENTION, LOSS, LOOKED_UP = "weights of the layers", "attention and its mask", "head and loss", "embedding"
 ELEMENTS, UPDATE = "elementwise operations", "gradient sums and optimizer"
@@ -70,7 +70,7 @@ WAYS = (Way("before", "sdpa", "whole", False), Way("after", "varlen", "chunked",
 class Traced:
     """Holds the operations of a micro-batch and of the optimizer's part in it, and what is counted of them. `model_flops` as for `mfu`."""
 
-    operations: list[Any]  # planner.op_costs.Operation
+    operations: list[Any]  # op_costs.Operation
     kinds: list[str]  # of each
     tokens: int
     model_flops: float
@@ -91,10 +91,10 @@ def seconds(operation: Any, device: Device) -> float:
 def trace(plan: Plan, way: Way) -> Traced:
     """Runs a micro-batch of a plan's model forward and backward, and the optimizer's arithmetic, on tensors without memory."""
     import torch
+    from op_costs import BACKWARD, OPTIMIZER, Costs
     from recipekit.kernels.attention import VARLEN
     from recipekit.kernels.documents import documents_of, for_layers
-    from recipekit.planner.flops import keys_seen, model_flops
-    from recipekit.planner.op_costs import BACKWARD, OPTIMIZER, Costs
+    from recipekit.model.flops import keys_seen, model_flops
     from recipekit.tasks.find import task_called
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -360,7 +360,7 @@ def traced_ways(plan: Plan) -> dict[str, Traced]:
 
 def compiled(traced: Traced) -> Traced:
     """Makes one kernel of what is computed element by element between two operations that are kernels of their own."""
-    from recipekit.planner.op_costs import fused
+    from op_costs import fused
 
     pairs = zip(traced.operations, traced.kinds, strict=True)
     runs = [kind if kind in (ELEMENTS, LOSS) and operation.name.partition(".")[2] not in PRODUCTS else "" for operation, kind in pairs]
@@ -377,7 +377,7 @@ def main(argv: list[str]) -> int:
         metavar="RECIPE",
         help="Recipe file. Flags of the recipe may follow. (default: the cases of bench_gpu.py, printed as a page)",
     )
-    parser.add_argument("--device", default="H100-SXM", metavar="NAME", help="Device to predict for, as named in planner/devices.py. (default: %(default)s)")
+    parser.add_argument("--device", default="H100-SXM", metavar="NAME", help="Device to predict for, as named in spec/devices.py. (default: %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
     if rest and not arguments.recipe:
         parser.error(f"{rest[0]}: flags follow a recipe")

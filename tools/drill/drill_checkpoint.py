@@ -32,11 +32,12 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from recipekit.checkpoints import convert, manifest
+from recipekit.checkpoints.verify import verify
 from recipekit.hosts.ports import free_port
-from recipekit.paths import path_of
-from recipekit.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, read_metrics
-from recipekit.step_names import step_folders, step_name, step_of
+from recipekit.spec.paths import path_of
+from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, read_metrics
+from recipekit.spec.step_names import step_folders, step_name, step_of
+from recipekit.storage import manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -224,7 +225,7 @@ def check_latest(chain: Chain) -> None:
         chain.tally["before the first checkpoint"] += 1
         return
     step = folder / (folder / LATEST).read_text()
-    if faults := manifest.faults(step) or convert.verify(step):
+    if faults := manifest.faults(step) or verify(step):
         raise Broken(f"latest names {step}: {faults}")
     chain.tally["verified"] += 1
 

@@ -1,4 +1,4 @@
-"""Write recipes/recipekit/strategy/schema.json: every key that the installed DeepSpeed reads from its JSON, with type, default and range.
+"""Write recipes/recipekit/dslint/schema.json: every key that the installed DeepSpeed reads from its JSON, with type, default and range.
 
     python tools/make/make_ds_schema.py            # rewrite the file after a change of the DeepSpeed pin
     python tools/make/make_ds_schema.py --check    # exit 1 if the file differs from what the installed DeepSpeed reads

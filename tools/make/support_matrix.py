@@ -59,14 +59,14 @@ CONFIG: dict[str, Any] = {
 def model_types(task: str = TEXT) -> list[str]:
     """Lists every model type that the Auto class of a task knows."""
     from recipekit.architectures.lookup import types_of
-    from recipekit.tasks.facts import TASKS
+    from recipekit.spec.task_specs import TASKS
 
     return sorted(types_of(TASKS[task].auto_class))
 
 
 def layouts_of(task: str) -> list[str]:
     """Lists the layouts that a task does not lack."""
-    from recipekit.tasks.facts import TASKS
+    from recipekit.spec.task_specs import TASKS
 
     return [name for name, (_, _, degrees) in LAYOUTS.items() if not degrees.keys() & TASKS[task].lacks.keys()]
 
@@ -91,7 +91,7 @@ def tiny_model_config(task: str, model_type: str) -> dict[str, Any]:
 def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
     from recipekit import Recipe
     from recipekit.model.empty import empty_model
-    from recipekit.refusal import Refusal
+    from recipekit.spec.refusal import Refusal
     from torch.nn.modules.batchnorm import _BatchNorm
 
     rows = MICRO_BATCH[task]
@@ -271,14 +271,14 @@ def train_cell(task: str, model_type: str, layout: str, folder: str, reference: 
     """Reads the weights in `folder` and trains one cell on this group of ranks (a collective); returns this rank's largest deviations."""
     import deepspeed
     import torch
-    from recipekit.mesh import make_mesh
+    from recipekit.engine.deepspeed_engine import repaired
     from recipekit.model.build import build_model
     from recipekit.model.export import whole_parameters
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel import pipeline
     from recipekit.parallel.groups import Groups
-    from recipekit.runtime.deepspeed_engine import repaired
-    from recipekit.task import Sums
+    from recipekit.runtime.sums import Sums
+    from recipekit.spec.mesh import make_mesh
     from recipekit.tasks.find import task_called
     from recipekit.train import pipeline_loss, train_step
 
@@ -370,8 +370,8 @@ def serve(folder: Path) -> None:
     import deepspeed
     import torch
     import torch.distributed as dist
-    from recipekit.refusal import Refusal
     from recipekit.runtime.start import do_without_shm_op, quiet
+    from recipekit.spec.refusal import Refusal
 
     torch.set_num_threads(1)
     quiet()
@@ -409,7 +409,7 @@ def reason_of(error: BaseException) -> str:
     """Writes one line: the error, and the module of the model (or, without one, of the recipes) that raised it."""
     import traceback
 
-    from recipekit.refusal import Refusal
+    from recipekit.spec.refusal import Refusal
 
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{Path(frame.filename).stem}.{frame.name}" for frame in frames if "/models/" in frame.filename]
@@ -648,7 +648,7 @@ def masked_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
         "",
         *paragraph("- varlen: ✓ means that the default config runs without a mask. For ✗ the reason is below, and a mask is used."),
         *paragraph(
-            "- no plan: the type publishes no plan, and the task's plan (recipekit/tasks/facts.py) names other modules. A recipe can set its own plan "
+            "- no plan: the type publishes no plan, and the task's plan (recipekit/spec/task_specs.py) names other modules. A recipe can set its own plan "
             "(`pp_plan`, `tp_plan`)."
         ),
         "",
@@ -675,7 +675,7 @@ def image_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
         versions(),
         "",
         *paragraph(
-            "If a type publishes no plan, the task's plan (recipekit/tasks/facts.py) is used. no plan: the modules of the type have other names. A recipe can set "
+            "If a type publishes no plan, the task's plan (recipekit/spec/task_specs.py) is used. no plan: the modules of the type have other names. A recipe can set "
             "its own plan (`pp_plan`, `tp_plan`)."
         ),
         "",
@@ -736,7 +736,7 @@ def _absent(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    from recipekit.paths import path_of
+    from recipekit.spec.paths import path_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help=f"Task whose models to run. (default: all tasks, or {TEXT} with --types)")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..hub import commit_of, hub_is_away, is_hub_id
-from ..refusal import refuse
-from ..run_folder import CHECKPOINTS, EXPORT, FACTS, MERGE, MERGED, facts_of_run, without_base
-from ..step_names import MANIFEST, is_step_folder, newest_complete
-from ..tasks.facts import TASKS
+from ..spec.hub import commit_of, hub_is_away, is_hub_id
+from ..spec.refusal import refuse
+from ..spec.run_folder import CHECKPOINTS, EXPORT, FACTS, MERGE, MERGED, facts_of_run, without_base
+from ..spec.step_names import MANIFEST, is_step_folder, newest_complete
+from ..spec.task_specs import TASKS
 from .lookup import CAUSAL, fitting_task, unfit
 from .safetensors_files import open_folder
 from .small_files import ADAPTER, CONFIG, read_json

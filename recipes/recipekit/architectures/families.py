@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..tasks.facts import TASKS
+from ..spec.task_specs import TASKS
 from .lookup import CAUSAL, types_of
 from .shrink import shrink
 

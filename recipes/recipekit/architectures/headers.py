@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .safetensors_files import Entry
 
 NEXT_TOKEN_LAYERS = re.compile(r"num_nextn_predict_layers|(num_)?mtp_(num_)?(hidden_)?layers")  # keys of config.json

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..hub import is_hub_id, published_config, snapshot_of
-from ..refusal import Problem, Refusal, refuse
-from ..tasks.facts import TASKS, task_of
+from ..spec.hub import is_hub_id, published_config, snapshot_of
+from ..spec.refusal import Problem, Refusal, refuse
+from ..spec.task_specs import TASKS, task_of
 from .small_files import check_tokenizer_files
 
 SHIPPED = Path(__file__).parent

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..hub import POINTER_BYTES, check_pointer
-from ..refusal import refuse
+from ..spec.hub import POINTER_BYTES, check_pointer
+from ..spec.refusal import refuse
 
 SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "U16": 2, "U32": 4, "U64": 8}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..refusal import refuse
+from ..spec.refusal import refuse
 
 BYTE_VOCAB = 264  # of the byte-level tokenizer (data/processors.py): 256 bytes and 8 special tokens; 2, 3, 4, 6 and 8 divide it, so tp can cut it
 # What the families call the same number, the commonest name first.

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..refusal import refuse
-from ..run_folder import ADAPTER_CONFIG, FACTS
+from ..spec.refusal import refuse
+from ..spec.run_folder import ADAPTER_CONFIG, FACTS
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..refusal import START_AGAIN, Problem, Refusal
+from ..spec.refusal import START_AGAIN, Problem, Refusal
 
 FIX = "the checkpoints before it are intact. Free space or choose another --out, then start again"
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ..parallel.blueprint import Layout
-from . import errors, manifest, torch_files
-from .places import expert_optimizer_file
+from ..storage import errors, manifest, torch_files
+from ..storage.places import expert_optimizer_file
 
 
 class DeepSpeedFiles(CheckpointEngine):

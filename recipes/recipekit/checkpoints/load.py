@@ -12,16 +12,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..cores import usable_cores
-from ..engine import Engine
 from ..parallel.blueprint import Blueprint, Layout, Tensor
 from ..parallel.groups import waiting_group
-from ..refusal import Refusal, Say, refuse
-from ..run_folder import CHECKPOINTS
-from ..step_names import is_step_folder, step_folders
-from . import convert, copying, errors, manifest
+from ..spec.cores import usable_cores
+from ..spec.engine import Engine
+from ..spec.refusal import Refusal, Say, refuse
+from ..spec.run_folder import CHECKPOINTS
+from ..spec.step_names import is_step_folder, step_folders
+from ..storage import copying, errors, manifest
+from ..storage.manifest import BLUEPRINT, STATE
 from .deepspeed_io import read_pickle
-from .manifest import BLUEPRINT, STATE
+from .reshape import reshape
 from .state import SavedState, State
 from .step_folder import UNDESCRIBED
 
@@ -111,7 +112,7 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
             say(f"converting {step} from {Layout.from_json(state['layout'])} to {layout}")
             shutil.rmtree(scratch, ignore_errors=True)
             try:
-                convert.reshape(step, source, layout, blueprint, copying.Effort(workers=min(8, usable_cores())))
+                reshape(step, source, layout, blueprint, copying.Effort(workers=min(8, usable_cores())))
             except (OSError, Refusal) as error:  # kept for later: the other ranks wait in the next collective
                 failed = [f"cannot be converted in {scratch}: {error}"]
         dist.broadcast_object_list(failed, group=waiting_group())

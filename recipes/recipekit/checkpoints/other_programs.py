@@ -9,14 +9,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..mesh import Mesh
-from ..optim.facts import FACTS, by_matrix, facts_of, family_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, flat_groups, groups_of, held
-from ..refusal import refuse
-from .places import model_file, optimizer_file, shards
+from ..spec.mesh import Mesh
+from ..spec.optimizer_specs import FACTS, by_matrix, facts_of, family_of, states_of
+from ..spec.refusal import refuse
+from ..storage.places import model_file, optimizer_file, shards
+from ..storage.tensor_files import OpenedFile
+from ..storage.torch_files import read
 from .state import State
-from .tensor_files import OpenedFile
-from .torch_files import read
 
 
 def tag_folder(path: Path) -> Path | None:

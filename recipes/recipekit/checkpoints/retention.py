@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..step_names import free_name, step_folders, step_of
-from . import manifest
-from .manifest import MANIFEST, STATE
+from ..spec.step_names import free_name, step_folders, step_of
+from ..storage import manifest
+from ..storage.manifest import MANIFEST, STATE
 
 REMOVED = ".removed_"  # prefix of a step folder that is being removed: a kill leaves a folder that no start takes for a checkpoint
 

@@ -17,18 +17,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..engine import Engine
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import waiting_group
-from ..refusal import START_AGAIN, Problem, Refusal, Say, refuse
-from ..run_folder import LATEST
-from ..step_names import free_name, step_folders, step_name, step_of
-from ..whole_file import fsync, write_whole
-from . import copying, manifest, tensor_files
+from ..spec.engine import Engine
+from ..spec.refusal import START_AGAIN, Problem, Refusal, Say, refuse
+from ..spec.run_folder import LATEST
+from ..spec.step_names import free_name, step_folders, step_name, step_of
+from ..spec.whole_file import fsync, write_whole
+from ..storage import copying, manifest, tensor_files
+from ..storage.digest import add
+from ..storage.manifest import BLUEPRINT, STATE
+from ..storage.places import expected_bytes
 from .attempts import Attempts
-from .digest import add
-from .manifest import BLUEPRINT, STATE
-from .places import expected_bytes
 from .retention import Retention, remove_old
 from .room import LIMIT, Demand, Room, bytes_of, lacking, oldest_first, remove_oldest
 from .state import State

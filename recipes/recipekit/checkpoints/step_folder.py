@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures.small_files import small_files
-from ..mesh import Mesh
+from ..dslint.divisions import check_tp
+from ..dslint.shapes import divisors
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer, stage_bounds
-from ..refusal import Problem, Refusal, refuse
-from ..run_folder import CHECKPOINTS
-from ..step_names import step_folders
-from ..strategy.divisions import check_tp
-from ..strategy.shapes import divisors
-from . import errors, manifest, other_programs
+from ..spec.mesh import Mesh
+from ..spec.refusal import Problem, Refusal, refuse
+from ..spec.run_folder import CHECKPOINTS
+from ..spec.step_names import step_folders
+from ..storage import errors, manifest
+from . import other_programs
 from .state import State
 
 UNDESCRIBED = "its sharded experts were saved before checkpoints described them"

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.factors import state_of
-from . import errors
-from .create import Carried, create, read_carried
-from .places import holders
-from .tensor_files import BITS, TensorFiles, open_checkpoint
+from ..storage import errors
+from ..storage.create import Carried, create, read_carried
+from ..storage.places import holders
+from ..storage.tensor_files import BITS, TensorFiles, open_checkpoint
 
 
 @dataclass

@@ -21,18 +21,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..checkpoints import convert, journal, manifest, published
-from ..checkpoints.copying import Effort
-from ..checkpoints.places import expected_bytes
+from ..checkpoints.reshape import reshape
 from ..checkpoints.step_folder import Step, open_step, target_layout
-from ..cores import usable_cores
-from ..help_page import CommandFormatter
-from ..mesh import Mesh
+from ..checkpoints.verify import verify
+from ..convert import published
+from ..convert.hugging_face import from_hf, to_hf
 from ..model.card import card_of_run
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer
-from ..paths import path_of
-from ..refusal import Refusal, refuse
-from ..run_folder import CHECKPOINTS
+from ..spec.cores import usable_cores
+from ..spec.help_page import CommandFormatter
+from ..spec.mesh import Mesh
+from ..spec.paths import path_of
+from ..spec.refusal import Refusal, refuse
+from ..spec.run_folder import CHECKPOINTS
+from ..storage import journal, manifest
+from ..storage.copying import Effort
+from ..storage.places import expected_bytes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
 DEGREES = {
@@ -90,17 +94,17 @@ def parser(prog: str) -> argparse.ArgumentParser:
             one.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{about} (default: {default or 'as in the checkpoint'})")
         one.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the layout and the size of the output, and write nothing.")
 
-    one = command("to-hf", to_hf, "write Hugging Face files from a checkpoint", "source", "out")
+    one = command("to-hf", to_hf_command, "write Hugging Face files from a checkpoint", "source", "out")
     one.add_argument("--dtype", choices=sorted(DTYPES), help="Dtype of the written weights. (default: the dtype of the model's own files)")
     one.add_argument("--verify", action="store_true", help="Read the output again and compare it with the checkpoint.")
     one.add_argument("--merge", action="store_true", help="For a LoRA run: write the full model with the adapter merged into its weights.")
     one.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the layout and the size of the output, and write nothing.")
-    one = command("from-hf", from_hf, "write a checkpoint of step 0 from Hugging Face files, which --resume can start from", "source", "out")
+    one = command("from-hf", from_hf_command, "write a checkpoint of step 0 from Hugging Face files, which --resume can start from", "source", "out")
     degrees(one, 1)
     one.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="Training dtype of the output. (default: bf16)")
-    one = command("reshape", reshape, "write a checkpoint in another layout, optimizer states included", "source", "out")
+    one = command("reshape", reshape_command, "write a checkpoint in another layout, optimizer states included", "source", "out")
     degrees(one, None)
-    command("verify", verify, "compare every file and every tensor with the manifest that the save wrote", "source")
+    command("verify", verify_command, "compare every file and every tensor with the manifest that the save wrote", "source")
     command("inspect", inspect, "print the layout and the tensors of a checkpoint", "source")
     return made
 
@@ -165,7 +169,7 @@ def opened(path: Path) -> Step:
     return step
 
 
-def to_hf(arguments: argparse.Namespace) -> int:
+def to_hf_command(arguments: argparse.Namespace) -> int:
     step = opened(arguments.source)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.merge:
@@ -184,14 +188,14 @@ def to_hf(arguments: argparse.Namespace) -> int:
     check_space(arguments.out, nbytes)
     bar = Bar()
     with bar.progress:
-        convert.to_hf(step.folder, arguments.out, dtype, effort(arguments, bar), arguments.verify, card_of_step(step, merged=False))
+        to_hf(step.folder, arguments.out, dtype, effort(arguments, bar), arguments.verify, card_of_step(step, merged=False))
     print(f"wrote {arguments.out}" + (", compared with the checkpoint: equal" if arguments.verify else ""))
     return 0
 
 
 def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
     """Write the merged model of a checkpoint with an adapter."""
-    from ..runtime.merge import adapted_model, to_merged  # imports transformers and peft
+    from ..convert.merge import adapted_model, to_merged  # imports transformers and peft
 
     if arguments.verify:
         raise refuse(
@@ -224,7 +228,7 @@ def degrees_of(arguments: argparse.Namespace) -> dict[str, int | None]:
     return {name: getattr(arguments, name) for name in DEGREES}
 
 
-def from_hf(arguments: argparse.Namespace) -> int:
+def from_hf_command(arguments: argparse.Namespace) -> int:
     from ..model.describe import published_model  # imports transformers, which only this command needs
 
     dtype = DTYPES[arguments.dtype]
@@ -234,15 +238,15 @@ def from_hf(arguments: argparse.Namespace) -> int:
         print(note)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
     layout = target_layout(blueprint, start, model.config, **degrees_of(arguments))
-    convert_to = lambda own: convert.from_hf(arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies)  # noqa: E731
+    convert_to = lambda own: from_hf(arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies)  # noqa: E731
     return write(arguments, blueprint, layout, convert_to)
 
 
-def reshape(arguments: argparse.Namespace) -> int:
+def reshape_command(arguments: argparse.Namespace) -> int:
     step = opened(arguments.source)
     layout = target_layout(step.blueprint, step.layout, step.model_config, **degrees_of(arguments))
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
-    return write(arguments, step.blueprint, layout, lambda own: convert.reshape(step.folder, arguments.out, layout, effort=own))
+    return write(arguments, step.blueprint, layout, lambda own: reshape(step.folder, arguments.out, layout, effort=own))
 
 
 def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, work: Callable[[Effort], None]) -> int:
@@ -258,12 +262,12 @@ def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, w
     return 0
 
 
-def verify(arguments: argparse.Namespace) -> int:
+def verify_command(arguments: argparse.Namespace) -> int:
     if not arguments.source.is_dir():
         raise refuse(str(arguments.source), "is not a folder", "name a step folder, such as runs/NAME/checkpoints/step_00000010")
     bar = Bar()
     with bar.progress:
-        faults = convert.verify(arguments.source, effort(arguments, bar))
+        faults = verify(arguments.source, effort(arguments, bar))
     for fault in faults:
         print(f"{arguments.source}: {fault}", file=sys.stderr)
     if not faults:

@@ -10,11 +10,11 @@ import argparse
 import difflib
 from pathlib import Path
 
-from ..help_page import CommandFormatter
-from ..paths import path_of
-from ..refusal import refuse
-from ..shadows import HIDEABLE
-from ..shipped import recipes, strategies
+from ..spec.help_page import CommandFormatter
+from ..spec.paths import path_of
+from ..spec.refusal import refuse
+from ..spec.shadows import HIDEABLE
+from ..spec.shipped import recipes, strategies
 
 
 def shipped(name: str) -> Path:

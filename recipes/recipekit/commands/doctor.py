@@ -30,22 +30,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..command import recipe_of
-from ..help_page import CommandFormatter
-from ..hosts import fabric, findings, gpus, op_cache
+from ..doctor import fabric
+from ..doctor.rendezvous import Chair, Line, Member, echo, meet, reach
+from ..doctor.report import Report
+from ..doctor.subject import Slot, Subject, examine_host, left_mark, local_gpus, read_subject, room
+from ..dslint import check
+from ..hosts import findings, gpus, op_cache
 from ..hosts.findings import Findings, Row
-from ..hosts.rendezvous import Chair, Line, Member, echo, meet, reach
-from ..hosts.report import Report
-from ..hosts.subject import Slot, Subject, examine_host, left_mark, local_gpus, read_subject, room
 from ..hosts.torch_builds import gpus_in_use
-from ..packages import pins, require_packages
-from ..paths import path_of
-from ..ranks import take_rank
-from ..refusal import Refusal, exit_refused
 from ..runtime.stopping import start_launcher_watch
-from ..shipped import recipe_path
-from ..strategy import check
-from ..utf8 import use_utf8
+from ..spec.command import recipe_of
+from ..spec.help_page import CommandFormatter
+from ..spec.packages import pins, require_packages
+from ..spec.paths import path_of
+from ..spec.ranks import take_rank
+from ..spec.refusal import Refusal, exit_refused
+from ..spec.shipped import recipe_path
+from ..spec.utf8 import use_utf8
 
 LOOK = 180.0  # seconds in which a host has to report about itself
 CONNECT = 5.0  # seconds in which a rank has to connect to another
@@ -262,7 +263,7 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
     unfit = [*gpus.check_gpus_seen(), *gpus.check_ordinal(slot.local_rank)]
     told: dict[str, Any] = {"findings": findings.to_json(itertools.chain(unfit, prepare(subject, slot))), "unfit": bool(unfit), "gpus": gpus_in_use()}
     if slot.rank == 0 and subject.plan and subject.plan.model_config:
-        from ..planner.needs import count_needs
+        from ..doctor.needs import count_needs
 
         try:
             told["needs"] = count_needs(subject.plan, on_gpu=bool(gpus_in_use()))
@@ -270,7 +271,7 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
             told["findings"] += findings.to_json(iter(refusal.problems))
     line.send(told)
     os.environ["MASTER_PORT"] = str(line.read(2 * PREPARE)["port"])
-    from ..hosts.speed import join, measure
+    from ..doctor.speed import join, measure
 
     line.send(join())
     while line.read(2 * PREPARE):  # the rank ends this process

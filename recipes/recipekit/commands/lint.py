@@ -8,7 +8,7 @@
 
 Each problem is printed with its fix and with the result in DeepSpeed alone: DeepSpeed fails, hangs, ignores the key,
 replaces the value, or trains with wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules are in
-strategy/rules.py, and the keys are in strategy/schema.json. `python tools/lint.py` is the same command.
+dslint/rules.py, and the keys are in dslint/schema.json. `python tools/lint.py` is the same command.
 """
 
 import argparse
@@ -25,22 +25,22 @@ from typing import Any
 import hjson
 
 from ..architectures.lookup import model_config
-from ..command import recipe_of
 from ..data.mixture import domains_of
-from ..help_page import CommandFormatter
-from ..mesh import Mesh, make_mesh
-from ..optim.facts import FACTORS, FACTS, GRADIENT
-from ..optim.facts import Facts as OptimizerFacts
-from ..paths import path_of
-from ..phases import Ramp
+from ..dslint import baseline, check, divisions, fixes, json_file, numbers, resolve
+from ..dslint import rules as ds_rules
+from ..dslint.schema import schema
 from ..plan import check_mixture
-from ..recipe import Recipe, check_kinds, check_recipe
-from ..refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
-from ..shipped import IS_WHEEL, STRATEGIES, recipe_path
-from ..strategy import baseline, check, divisions, fixes, json_file, numbers, resolve
-from ..strategy import rules as ds_rules
-from ..strategy.schema import schema
-from ..tasks.facts import TASKS
+from ..spec.command import recipe_of
+from ..spec.help_page import CommandFormatter
+from ..spec.mesh import Mesh, make_mesh
+from ..spec.optimizer_specs import FACTORS, FACTS, GRADIENT
+from ..spec.optimizer_specs import Facts as OptimizerFacts
+from ..spec.paths import path_of
+from ..spec.phases import Ramp
+from ..spec.recipe import Recipe, check_kinds, check_recipe
+from ..spec.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
+from ..spec.shipped import IS_WHEEL, STRATEGIES, recipe_path
+from ..spec.task_specs import TASKS
 
 README = STRATEGIES / "README.md"
 DEGREES = {"tp": "Tensor-parallel", "pp": "Pipeline-parallel", "sp": "Sequence-parallel", "ep": "Expert-parallel"}

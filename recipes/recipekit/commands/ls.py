@@ -14,10 +14,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..command import recipe_of
-from ..help_page import CommandFormatter
-from ..mesh import make_mesh
-from ..shipped import last_check, recipes
+from ..spec.command import recipe_of
+from ..spec.help_page import CommandFormatter
+from ..spec.mesh import make_mesh
+from ..spec.shipped import last_check, recipes
 
 RANKS = re.compile(r"^ {4}deepspeed (?:--hostfile \S+ --num_nodes (\d+) )?--num_gpus (\d+) ", re.MULTILINE)
 STATES = re.compile(r"([\d.]+) GiB of states")

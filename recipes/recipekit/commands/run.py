@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 
-from ..refusal import refuse
+from ..spec.refusal import refuse
 
 TYPED_AS = "LAUNCH_TYPED_AS"  # the beginning of the command that launch shows to continue a run
 

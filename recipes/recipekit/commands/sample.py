@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures.export_folder import Export, base_of, check_files, find_export
-from ..help_page import CommandFormatter
-from ..hub import hub_is_away, hub_refusal
-from ..paths import path_of
-from ..refusal import Refusal, refuse
+from ..spec.help_page import CommandFormatter
+from ..spec.hub import hub_is_away, hub_refusal
+from ..spec.paths import path_of
+from ..spec.refusal import Refusal, refuse
 
 LENGTH = 100  # new tokens, unless stated
 OF_CHAT, OF_TEXT = "Hello! Who are you?", "The"  # prompts, unless stated

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .encode import Counts
 from .masks import Masks
 from .packing import Block, make_block, permutation

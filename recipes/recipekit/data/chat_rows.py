@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .rows import is_empty
 
 Message = dict[str, Any]

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .chat_rows import Message, another_answer, learned, parts_of, with_arguments
 
 Span = tuple[int, int]  # characters of a rendered chat: the first, and the one after the last

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 from datasets import config as datasets_config
 
-from ..paths import local_path
-from ..refusal import Refusal, Say, refuse
+from ..spec.paths import local_path
+from ..spec.refusal import Refusal, Say, refuse
 from .content import ONE_PERCENT, HeldOut, characters_of, size_of
 from .encode import Counts, Encoded, Encoder
 from .processors import check_token

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from ..tasks.facts import TASKS
+from ..spec.task_specs import TASKS
 from .chat_rows import TOOLS, form_of
 from .rows import SKIP
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..refusal import refuse
+from ..spec.refusal import refuse
 
 SIGNS = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),

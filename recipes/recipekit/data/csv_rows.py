@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ..refusal import refuse
+from ..spec.refusal import refuse
 from .kinds import suffix
 from .rows import SKIP, named_twice
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..hub import check_pointer
+from ..spec.hub import check_pointer
 from .folders import folders_of, stamp
 
 ENDS = 64 * 1024  # bytes of each end of a file that its fingerprint covers

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..refusal import Problem
-from ..task import IGNORE
-from ..tasks.facts import TASKS
+from ..spec.refusal import Problem
+from ..spec.task import IGNORE
+from ..spec.task_specs import TASKS
 from .chat_rows import OPENAI, Content, Message, UnknownRole, learned, messages_of, text_pieces, unknown_keys
 from .chat_spans import ChatTemplate, Span
 from .processors import edges, encode, num_embeddings

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from ..paths import is_there
-from ..refusal import Problem, Refusal, refuse
+from ..spec.paths import is_there
+from ..spec.refusal import Problem, Refusal, refuse
 from .folders import below, folders_of, is_left_out, left_out
 from .kinds import KINDS, MEDIA, METADATA, PICTURES, choose, count_endings, describes, kind_of, possible, suffix
 from .splits import DEFAULT, PAGES, TRAIN, is_saved, splits_of

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..hub import POINTER_BYTES, check_pointer
-from ..refusal import Refusal, refuse
-from ..tasks.facts import TASKS
+from ..spec.hub import POINTER_BYTES, check_pointer
+from ..spec.refusal import Refusal, refuse
+from ..spec.task_specs import TASKS
 from . import csv_rows
 from .chat_rows import JSON_CHAT, form_of, forms, is_json_chat
 from .columns import absent_column, columns_read

@@ -15,7 +15,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from . import csv_rows
 from .compression import compression_of, decompressed
 from .csv_rows import Record, separator_of

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ..kernels.documents import with_documents, with_starts
-from ..refusal import Say, refuse
-from ..task import IGNORE, MicroBatch, Samples
+from ..spec.refusal import Say, refuse
+from ..spec.task import IGNORE, MicroBatch, Samples
 from .blocks import packed
 from .chunks import Chunk, Reader, SampleChunk
 from .content import HeldOut

@@ -10,8 +10,8 @@ import datasets
 from datasets import config as datasets_config
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from ..hub import DATASETS, hub_is_away, not_cached, snapshot_of
-from ..refusal import Refusal, refuse
+from ..spec.hub import DATASETS, hub_is_away, not_cached, snapshot_of
+from ..spec.refusal import Refusal, refuse
 from .formats import parquet_source, streamed_source
 from .mixture import Domain
 from .remote import Patience

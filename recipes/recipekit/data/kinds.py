@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from ..refusal import refuse
+from ..spec.refusal import refuse
 from .compression import ENDINGS
 from .splits import NOT_DATA
 

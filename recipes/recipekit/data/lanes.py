@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..task import MicroBatch
+from ..spec.task import MicroBatch
 from .blocks import Place
 from .mixture import Domain, furthest_behind
 from .packing import fill_positions, fill_rows, fill_whole_rows

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..task import IGNORE
+from ..spec.task import IGNORE
 from .packing import hashes
 from .processors import num_embeddings
 from .request import Request

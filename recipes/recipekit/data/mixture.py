@@ -4,8 +4,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from ..paths import is_there
-from ..refusal import Problem, Refusal
+from ..spec.paths import is_there
+from ..spec.refusal import Problem, Refusal
 
 _DOMAIN = re.compile(r"\s*([A-Za-z][\w-]*)\s*=(.+)@([^@]+)", re.DOTALL)
 _FORM = 'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70; docs=docs@30". The weight 70|1000:50 is 70, and 50 from step 1000'

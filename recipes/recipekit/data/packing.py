@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..task import IGNORE
+from ..spec.task import IGNORE
 
 
 def hashes(numbers: np.ndarray, *key: object) -> np.ndarray:

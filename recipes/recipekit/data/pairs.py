@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..refusal import Refusal, sentences
-from ..task import IGNORE, MicroBatch, Row
+from ..spec.refusal import Refusal, sentences
+from ..spec.task import IGNORE, MicroBatch, Row
 from .chat_rows import JSON_CHAT, TOOLS, is_json_chat, learned, messages_of, tools_of, without_nulls
 from .chat_spans import UNRENDERABLE, ChatTemplate
 from .processors import encode, fitting_tokenizer, num_embeddings, pad_id

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..phases import Ramp
-from ..refusal import Say
+from ..spec.phases import Ramp
+from ..spec.refusal import Say
 from .blocks import Held, Place, blocks
 from .chunks import TOLD, Chunk, Reader, SampleChunk
 from .encode import Encoder

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..task import MicroBatch
+from ..spec.task import MicroBatch
 from .sameness import StreamState
 
 PREFETCH = 3  # steps prepared ahead, at least

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ..architectures.lookup import local_tokenizer
 from ..architectures.shrink import BYTE_VOCAB
 from ..architectures.small_files import without_marks
-from ..hub import hub_is_away, hub_refusal, snapshot_of
-from ..refusal import refuse
-from ..tasks.facts import TASKS
+from ..spec.hub import hub_is_away, hub_refusal, snapshot_of
+from ..spec.refusal import refuse
+from ..spec.task_specs import TASKS
 from .request import Request
 
 _SPECIAL = ["<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>"]

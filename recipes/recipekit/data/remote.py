@@ -32,7 +32,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, httpx
 
 from ..parallel.groups import waiting_group
-from ..refusal import Refusal, Say, refuse
+from ..spec.refusal import Refusal, Say, refuse
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others a little later
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; each wait is twice the one before

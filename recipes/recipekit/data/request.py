@@ -3,9 +3,9 @@
 import dataclasses
 from dataclasses import dataclass
 
-from ..phases import Ramp, ramp_of
-from ..recipe import Recipe
-from ..tasks.facts import SAMPLES, TASKS
+from ..spec.phases import Ramp, ramp_of
+from ..spec.recipe import Recipe
+from ..spec.task_specs import SAMPLES, TASKS
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..architectures.lookup import is_local, is_ours
-from ..hub import cache_folder, is_hub_id, is_offline, not_cached
-from ..recipe import OWN
-from ..refusal import Problem, Refusal
+from ..spec.hub import cache_folder, is_hub_id, is_offline, not_cached
+from ..spec.recipe import OWN
+from ..spec.refusal import Problem, Refusal
 from .files import local_files
 from .mixture import domains_of
 

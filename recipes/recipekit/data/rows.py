@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .compression import SIGN_BYTES, compressed_as
 
 SKIP = "leave it out (--bad_rows skip)"

@@ -4,9 +4,9 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from ..phases import Ramp
-from ..refusal import Problem, Refusal
-from ..task import MicroBatch
+from ..spec.phases import Ramp
+from ..spec.refusal import Problem, Refusal
+from ..spec.task import MicroBatch
 
 NAMED_FILES = 5  # changed files that a refusal names
 SAMPLED = 1 << 16  # floats of a tensor that are hashed

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from ..refusal import Say, refuse
-from ..task import MicroBatch, Samples
-from ..tasks.facts import TASKS
+from ..spec.refusal import Say, refuse
+from ..spec.task import MicroBatch, Samples
+from ..spec.task_specs import TASKS
 from .blocks import Held, Place, blocks
 from .chunks import tell
 from .formats import DRAWN_PARTS, PICTURES_OF_A_PART

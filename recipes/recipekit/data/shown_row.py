@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ..task import IGNORE, MicroBatch
+from ..spec.task import IGNORE, MicroBatch
 
 BEGIN, END = ">>>", "<<<"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .blocks import no_document
 from .chunks import Chunk, Reader, SampleChunk
 from .content import ONE_PERCENT, SHARE, HeldOut, hash_of, hash_of_tokens

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 from datasets.exceptions import DatasetsError
 
-from ..refusal import refuse
-from ..tasks.facts import TASKS
+from ..spec.refusal import refuse
+from ..spec.task_specs import TASKS
 from .chat_rows import form_of
 from .columns import absent_column, columns_read
 from .rows import check_value, is_empty, named_twice

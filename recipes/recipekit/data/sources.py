@@ -18,9 +18,9 @@ import datasets
 from datasets import config as datasets_config
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from ..hub import hub_is_away, hub_refusal
-from ..refusal import Refusal, refuse
-from ..task import Samples
+from ..spec.hub import hub_is_away, hub_refusal
+from ..spec.refusal import Refusal, refuse
+from ..spec.task import Samples
 from .digests import digests, fingerprint
 from .files import local_files, standard_library
 from .first_row import check_kind

@@ -14,7 +14,7 @@ from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
-from ..refusal import refuse
+from ..spec.refusal import refuse
 from .folders import below
 
 WORDS = {

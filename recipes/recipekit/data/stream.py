@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from ..kernels.documents import with_documents, with_starts
-from ..phases import Ramp
-from ..refusal import Problem, Refusal, Say
-from ..task import Samples
+from ..spec.phases import Ramp
+from ..spec.refusal import Problem, Refusal, Say
+from ..spec.task import Samples
 from .blocks import Place, blocks, packed
 from .chunks import Reader, open_cache
 from .content import HeldOut

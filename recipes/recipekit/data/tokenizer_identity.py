@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..tasks.facts import TASKS
+from ..spec.task_specs import TASKS
 
 ADDED = '"added_tokens":'  # in a serialized tokenizer: padding and truncation, the state of the last call, precede it
 # Options of a tokenizer that change no token: where its files are, padding, truncation and what is hashed by itself.

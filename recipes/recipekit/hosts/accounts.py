@@ -6,7 +6,7 @@ import threading
 import urllib.error
 import urllib.request
 
-from ..refusal import Problem
+from ..spec.refusal import Problem
 from .findings import Findings, Row
 
 DISABLED = "WANDB_DISABLED"  # a variable of transformers' Trainer (read by 4.x; 5.22 has --report_to only)

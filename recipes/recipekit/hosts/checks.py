@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import Plan
-from ..refusal import Problem
+from ..spec.refusal import Problem
 from . import op_cache
 from .accounts import check_wandb_disabled, check_wandb_installed
 from .findings import Findings, Row

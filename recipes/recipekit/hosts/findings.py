@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..refusal import Problem
+from ..spec.refusal import Problem
 
 
 class Row(NamedTuple):

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from ..refusal import Problem, sentences
+from ..spec.refusal import Problem, sentences
 from . import torch_builds
 from .build_facts import DRIVER, driver
 from .findings import Findings, Row, amount

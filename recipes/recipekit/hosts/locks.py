@@ -3,7 +3,7 @@
 import fcntl
 from typing import IO, Any
 
-from ..refusal import Problem, Refusal
+from ..spec.refusal import Problem, Refusal
 
 
 def lock(file: IO[Any], where: str, fix: str, wait: bool = False) -> None:

@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
-from ..refusal import Problem, Refusal, Say, refuse
-from ..strategy.swap import file_system
+from ..dslint.swap import file_system
+from ..spec.refusal import Problem, Refusal, Say, refuse
 from .locks import lock
 
 VARIABLE = "TORCH_EXTENSIONS_DIR"  # torch's: the folder in which ops are compiled

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..refusal import Problem, Refusal, Say, refuse
-from ..strategy.schema import at
+from ..dslint.schema import at
+from ..spec.refusal import Problem, Refusal, Say, refuse
 from . import op_cache, torch_builds
 
 LIBAIO = "install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..refusal import Problem
+from ..spec.refusal import Problem
 from .findings import Findings, Row
 
 

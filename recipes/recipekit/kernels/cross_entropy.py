@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..task import IGNORE
+from ..spec.task import IGNORE
 from .blocks import BLOCK, CPU_BLOCK, columns_at_once
 from .compiled import compiles, fused
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..refusal import Problem, Refusal, refuse
+from ..spec.refusal import Problem, Refusal, refuse
 
 # Variable -> the values that suffice; the first is set if the user's environment has none.
 VARIABLES = {

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..parallel.plans import ends_of
-from ..refusal import Problem, Refusal
+from ..spec.refusal import Problem, Refusal
 
 # Fields of peft's LoraConfig that train, export and merge as in peft with every value (tests/model/test_adapters.py).
 FIELDS = frozenset(

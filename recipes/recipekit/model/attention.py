@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from ..architectures.families import tiny_copy
+from ..dslint.divisions import check_dense_mask
 from ..kernels.attention import VARLEN, Unfit
 from ..kernels.documents import documents_of, for_layers
-from ..refusal import Refusal, refuse
-from ..strategy.divisions import check_dense_mask
-from ..tasks.facts import PACKED, Facts
+from ..spec.refusal import Refusal, refuse
+from ..spec.task_specs import PACKED, Facts
 from .both_ways import choose_both_ways
 from .config_errors import WRONG_VALUE
 from .device import unfit_here

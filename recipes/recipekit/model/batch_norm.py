@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..refusal import refuse
+from ..spec.refusal import refuse
 
 
 def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from ..architectures.families import tiny_copy
+from ..dslint.divisions import check_dense_mask
 from ..kernels.attention import MASKING, VARLEN, Unfit, both_ways
 from ..kernels.documents import document_starts, documents_of, for_layers
-from ..refusal import Refusal, refuse
-from ..strategy.divisions import check_dense_mask
+from ..spec.refusal import Refusal, refuse
 from .config_errors import WRONG_VALUE
 from .device import unfit_here
 from .empty import MASKED, config_of, construct, empty_model

@@ -12,10 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..engine import Engine
-from ..hub import commit_of
+from ..dslint.numbers import enabled
 from ..kernels.attention import VARLEN
-from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, sequence
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, stages_of
@@ -23,10 +21,12 @@ from ..parallel.groups import Groups
 from ..parallel.param_groups import check_named
 from ..parallel.plans import adapted_plans, plans_of
 from ..parallel.tensor import Cut
-from ..recipe import Recipe
-from ..refusal import refuse
-from ..strategy.numbers import enabled
-from ..tasks.facts import TASKS, Plans
+from ..spec.engine import Engine
+from ..spec.hub import commit_of
+from ..spec.optimizer_specs import by_matrix
+from ..spec.recipe import Recipe
+from ..spec.refusal import refuse
+from ..spec.task_specs import TASKS, Plans
 from .adapter import AdapterRequest, adapted, published_keys
 from .attention import choose_attention
 from .batch_norm import norms_of

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..architectures.lookup import folder_of
 from ..architectures.small_files import CARD
-from ..run_folder import ADAPTER, COMMITS, facts_of_run, files_of_run, read_metrics, unit_of
-from ..tasks.facts import TASKS
+from ..spec.run_folder import ADAPTER, COMMITS, facts_of_run, files_of_run, read_metrics, unit_of
+from ..spec.task_specs import TASKS
 
 BASE_LICENSE = "base_license"  # key of run.json: the licence that the base model's card states
 OF_LICENSE = ("license", "license_name", "license_link")  # its keys in the header of a card

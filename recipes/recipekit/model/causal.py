@@ -6,7 +6,7 @@ import torch
 
 from ..architectures.families import tiny_copy
 from ..architectures.lookup import OTHERS
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .config_errors import WRONG_VALUE
 from .empty import config_of, construct
 

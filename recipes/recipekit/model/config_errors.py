@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 
 # Errors that a model of transformers raises for a wrong value in its config.json, or for a wrong input.
 WRONG_VALUE = (

@@ -15,8 +15,8 @@ from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, Tensor
 from ..parallel.param_groups import group_of, layer_scale, numbered
 from ..parallel.plans import ends_of, hidden_matrices, plans_of, published_plans
-from ..refusal import Refusal, refuse
-from ..tasks.facts import TASKS, Plans
+from ..spec.refusal import Refusal, refuse
+from ..spec.task_specs import TASKS, Plans
 from .causal import check_causal
 from .empty import CAUSAL, empty_model
 from .own_head import config_of_files

@@ -15,8 +15,8 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..parallel.plans import lists_of_stages
-from ..refusal import refuse
-from ..tasks.facts import TASKS
+from ..spec.refusal import refuse
+from ..spec.task_specs import TASKS
 from .batch_norm import replace_norms
 from .config_errors import wrong_values
 

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from ..architectures import safetensors_files
 from ..architectures.small_files import ADAPTER, CARD, with_dtype
-from ..engine import Engine
 from ..parallel import expert, tensor
 from ..parallel.groups import Groups, waiting_group
-from ..paths import write_with_umask
-from ..refusal import START_AGAIN, Problem, Refusal
-from ..whole_file import fsync
+from ..spec.engine import Engine
+from ..spec.paths import write_with_umask
+from ..spec.refusal import START_AGAIN, Problem, Refusal
+from ..spec.whole_file import fsync
 from .adapter import merged, published_keys, unties
 from .build import Built
 from .card import is_unchanged

@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ..architectures.headers import NEXT_TOKEN_LAYERS, more_layers
 from ..parallel.blueprint import Stored
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 
 # Buffers that older versions of transformers saved, and that every model now computes.
 COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn)\.masked_bias)$")

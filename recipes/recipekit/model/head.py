@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from ..kernels.cross_entropy import Part, losses_and_tokens, token_losses
 from ..parallel.tensor import columns_of
-from ..refusal import Refusal, refuse
-from ..task import IGNORE
-from ..tasks.facts import TASKS, Facts
+from ..spec.refusal import Refusal, refuse
+from ..spec.task import IGNORE
+from ..spec.task_specs import TASKS, Facts
 from .small import EXAMPLES, ROWS, TOKENS, once_a_config, small_copy
 
 FITS_WITHIN = 1e-5  # of the largest loss, and of the largest gradient

@@ -20,7 +20,7 @@ from ..parallel import tensor as tensor_parallel
 from ..parallel.groups import Groups
 from ..parallel.scalars import broadcasting_scalars
 from ..parallel.tensor import Cut
-from ..refusal import refuse
+from ..spec.refusal import refuse
 from .weights import Weights
 
 

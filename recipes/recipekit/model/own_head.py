@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import safetensors_files
-from ..refusal import refuse
+from ..spec.refusal import refuse
 from .empty import config_of, empty_model
 from .file_keys import find_stored, tied_names, ties
 from .small import once_a_config

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..architectures.families import tiny_copy
 from ..architectures.shrink import shrink
 from ..parallel.partial import partial_gradients
-from ..refusal import Refusal, refuse
-from ..tasks.facts import Facts, Plans
+from ..spec.refusal import Refusal, refuse
+from ..spec.task_specs import Facts, Plans
 from .config_errors import WRONG_VALUE
 from .empty import config_of, construct
 

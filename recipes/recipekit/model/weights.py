@@ -17,11 +17,11 @@ from ..architectures import safetensors_files
 from ..architectures.headers import other_shape
 from ..architectures.lookup import read_config, with_labels
 from ..architectures.small_files import CARD, SUFFIXES
-from ..hub import ask_for_model
 from ..parallel import tensor
 from ..parallel.blueprint import Stored
 from ..parallel.tensor import Cut
-from ..refusal import Problem, refuse
+from ..spec.hub import ask_for_model
+from ..spec.refusal import Problem, refuse
 from .file_keys import find_stored, foreign_affix, refuse_affix, separated_names, tied_names, unused_keys
 
 HEAD = re.compile(r"(\w*classifier|score|head)\.")  # parameters of a head for classes, as transformers names them

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..spec.optimizer_specs import AT_ONCE, state_sizes
 from .borders import Borders, Part, local, square_sum
-from .facts import AT_ONCE, state_sizes
 
 
 class Adafactor(torch.optim.Optimizer):

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from ..parallel.blueprint import Layout, Tensor, flat_groups, flat_tensors, groups_of, local_shape, runs
 from ..parallel.groups import Groups
-from ..refusal import refuse
-from .facts import AT_ONCE
+from ..spec.optimizer_specs import AT_ONCE
+from ..spec.refusal import refuse
 
 
 @dataclass(frozen=True)

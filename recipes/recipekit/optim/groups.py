@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..parallel.param_groups import Group, group_of, numbered
-from ..tasks.facts import Plans
+from ..spec.task_specs import Plans
 
 
 def parameter_groups(model: nn.Module, groups: Mapping[str, Group] | None = None) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
+from ..spec.optimizer_specs import GATHERED
 from .borders import Borders, Part, local
-from .facts import GATHERED
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

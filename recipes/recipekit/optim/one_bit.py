@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..spec.optimizer_specs import AT_ONCE, error_sizes
 from .borders import square_sum
-from .facts import AT_ONCE, error_sizes
 
 FLOOR = 0.01  # least second moment of an element that has one, of the mean of its tensor
 

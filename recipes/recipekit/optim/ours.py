@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..spec.optimizer_specs import facts_of, spelled
 from .adafactor import Adafactor
 from .adagrad import Adagrad
-from .facts import facts_of, spelled
 from .lamb import Lamb
 from .lion import Lion
 from .muon import NewtonSchulz

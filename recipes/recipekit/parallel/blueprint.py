@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..mesh import Mesh
-from ..optim.facts import FACTORS, state_sizes
+from ..spec.mesh import Mesh
+from ..spec.optimizer_specs import FACTORS, state_sizes
 from .param_groups import FIRST, Group
 
 MOST_EXPERTS = 178_956_971  # elements of an optimizer group of divided experts (DeepSpeed 0.19.8, moe/utils.py)
@@ -131,7 +131,7 @@ class Layout:
     swap_bytes: int = 1 << 20  # of the smallest flat tensor that does
     swap_align: int = 1024  # bytes; the files' sizes are multiples of it
     swap_first: int = 0  # DeepSpeed's number (ds_id) of the model's first parameter; the files are named after such numbers
-    algorithm: str = "Adam"  # of the optimizer, as optim/facts.py names it
+    algorithm: str = "Adam"  # of the optimizer, as spec/optimizer_specs.py names it
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # what it keeps for a trained weight: fp32 tensors of its shape, or FACTORS
     of_matrices: tuple[str, ...] | None = None  # what it keeps for its matrices in place of these; None: the same
     scalars: tuple[str, ...] = ("step",)  # and single numbers, the same for all weights of a group

@@ -19,7 +19,7 @@ from deepspeed.utils import logger
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .blueprint import Block
 from .divided import DOWN, GATE_UP
 

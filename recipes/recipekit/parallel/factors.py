@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..optim.facts import FACTORS, state_sizes
+from ..spec.optimizer_specs import FACTORS, state_sizes
 from .blueprint import Extent, Layout, Tensor, flat_groups, flat_tensors, groups_of, local_shape
 
 ROWS, COLUMNS, ELEMENTS = FACTORS

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..mesh import Mesh
+from ..spec.mesh import Mesh
 
 WAITING = "long work"  # the description of the group that waits for it
 LONGEST_WAIT = timedelta(days=7)  # gloo keeps milliseconds in 32 bits

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..refusal import Problem, Refusal
-from ..tasks.facts import Plans
+from ..spec.refusal import Problem, Refusal
+from ..spec.task_specs import Plans
 
 
 @dataclass(frozen=True, order=True)
 class Group:
     """Describes parameters that an optimizer treats alike.
 
-    `matrix`: the optimizer has a rule of its own for matrices (`matrices` of its row in optim/facts.py), and these are such.
+    `matrix`: the optimizer has a rule of its own for matrices (`matrices` of its row in spec/optimizer_specs.py), and these are such.
     `lr_scale` is what the learning rate of a step is multiplied with.
     """
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.distributed import tensor_parallel as styles
 
-from ..refusal import refuse
+from ..spec.refusal import refuse
 
 
 class _Mark(torch.autograd.Function):

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
-from ..refusal import refuse
-from ..tasks.facts import Facts
+from ..spec.refusal import refuse
+from ..spec.task_specs import Facts
 from .blueprint import Blueprint, on_stage, stage_bounds, stages_of
 from .groups import Groups
 from .param_groups import FIRST

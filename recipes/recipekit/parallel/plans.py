@@ -12,9 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
-from ..mesh import Mesh
-from ..refusal import Refusal, refuse
-from ..tasks.facts import Plans
+from ..spec.mesh import Mesh
+from ..spec.refusal import Refusal, refuse
+from ..spec.task_specs import Plans
 
 
 def plans_of(model: PreTrainedModel, own: Plans, task: Plans, matrices: tuple[str, ...] = ()) -> Plans:

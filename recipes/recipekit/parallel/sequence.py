@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels.attention import VARLEN
 from ..kernels.documents import document_starts, documents_from, for_layers
-from ..refusal import Refusal, refuse
+from ..spec.refusal import Refusal, refuse
 from .groups import Groups
 
 MicroBatch = dict[str, torch.Tensor]

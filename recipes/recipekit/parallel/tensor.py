@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 from transformers.distributed import tensor_parallel as styles
 
-from ..refusal import refuse
-from ..tasks.facts import Plans
+from ..spec.refusal import refuse
+from ..spec.task_specs import Plans
 
 
 @dataclass(frozen=True)

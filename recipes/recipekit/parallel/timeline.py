@@ -13,8 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 
-from ..engine import Engine
-from ..refusal import Say
+from ..spec.engine import Engine
+from ..spec.refusal import Say
 
 KINDS = {
     instructions.ForwardPass: "forward",

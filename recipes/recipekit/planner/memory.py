@@ -12,8 +12,8 @@ from math import prod
 from typing import Any
 
 from ..kernels.blocks import columns_at_once
-from ..optim.facts import FACTORS, GRADIENT, by_matrix, facts_of, states_of
 from ..parallel.blueprint import Blueprint, Layout, Tensor, held, local_shape
+from ..spec.optimizer_specs import FACTORS, GRADIENT, by_matrix, facts_of, states_of
 from .groups import Group, groups_of
 from .pinned import ROUNDED_UP_TO, pinned_bytes
 from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term

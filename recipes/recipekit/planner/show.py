@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..command import Command
-from ..mesh import Mesh
+from ..dslint.compiling import layers_whole
 from ..model.adapter import AdapterRequest, adapted
 from ..model.attention import choose_attention
 from ..model.describe import draft
@@ -17,21 +16,22 @@ from ..model.head import give_losses_where_exact
 from ..model.own_head import config_of_files
 from ..model.small import summed_gradients
 from ..model.weights import open_weights
-from ..optim.facts import by_matrix
 from ..parallel import expert, pipeline, sequence, tensor
 from ..parallel.blueprint import Blueprint, Layout, describe, stage_bounds, stages_of
 from ..parallel.param_groups import check_named
 from ..parallel.plans import adapted_plans, plans_of
-from ..phases import rates
 from ..plan import Plan
-from ..strategy.compiling import layers_whole
-from ..tasks.facts import PACKED, TASKS, Facts, Plans
+from ..spec.command import Command
+from ..spec.devices import device_called, gib
+from ..spec.mesh import Mesh
+from ..spec.optimizer_specs import by_matrix
+from ..spec.phases import rates
+from ..spec.task_specs import PACKED, TASKS, Facts, Plans
 from ..tasks.find import task_called
 from .activations import activation_terms, shape_of
-from .devices import device_called
 from .memory import Load, rank_terms
 from .pinned import pins_exactly
-from .terms import ACCELERATOR, BACKWARD, LOSS, MOMENTS, REDUCE, STEP, Term, gib, too_much, total
+from .terms import ACCELERATOR, BACKWARD, LOSS, MOMENTS, REDUCE, STEP, Term, too_much, total
 
 WHEN = {LOSS: "while the loss is computed", BACKWARD: "while gradients arrive", REDUCE: "while they are summed over ranks", STEP: "in the step"}
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..refusal import Problem
+from ..spec.devices import gib
+from ..spec.refusal import Problem
 
 ACCELERATOR, HOST, NVME = "accelerator", "host", "NVMe"
 # The moments of a step, for terms that are not always there: while the loss and its gradient are computed, while gradients
@@ -44,10 +45,6 @@ def too_much(terms: list[Term], place: str, free: int, ranks: int = 1, on: str =
     rule = f"{who} at least {gib(needed)} of it, activations not counted ({listed}, ...)"
     fix = "use more ranks, a smaller micro_batch or seq_len, or a strategy of less memory (ds_configs/README.md)"
     return [Problem(f"{place} memory{f' of {on}' if on else ''} = {gib(free)}", rule, fix)]
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def total(terms: list[Term], place: str, moment: str | None = None, bounds: bool = False) -> int:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from ..optim.facts import AT_ONCE, FACTS, GATHERED, error_sizes, state_sizes
 from ..parallel.blueprint import Blueprint, Layout, Tensor
 from ..parallel.factors import elements_of
+from ..spec.optimizer_specs import AT_ONCE, FACTS, GATHERED, error_sizes, state_sizes
 from .terms import ACCELERATOR, STEP, Term
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from ..data.prefetch import Stream
 from ..data.sameness import changed_files, first_of
-from ..mesh import Mesh
 from ..parallel.groups import waiting_group
-from ..refusal import Problem, Refusal, refuse
+from ..spec.mesh import Mesh
+from ..spec.refusal import Problem, Refusal, refuse
 
 
 def check_same_data(stream: Stream) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..paths import SWEEP_ID
+from ..spec.paths import SWEEP_ID
 from .stopping import command_line, parent
 
 TYPED = "LAUNCH_COMMAND"  # the words of `python -m launch ...`, as JSON

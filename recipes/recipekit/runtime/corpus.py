@@ -18,13 +18,13 @@ from ..data.request import Request, request_of
 from ..data.sameness import OtherData, StreamState
 from ..data.samples import open_rows, open_samples
 from ..data.stream import Corpus, open_corpus, open_stream
-from ..hub import commit_of
 from ..parallel.sequence import own_part
 from ..plan import Plan
-from ..recipe import Recipe
-from ..refusal import Refusal, Say
-from ..run_folder import day_of_run, files_of_run
-from ..task import IGNORE, MicroBatch, Task
+from ..spec.hub import commit_of
+from ..spec.recipe import Recipe
+from ..spec.refusal import Refusal, Say
+from ..spec.run_folder import day_of_run, files_of_run
+from ..spec.task import IGNORE, MicroBatch, Task
 from .agree import shared_problems
 
 

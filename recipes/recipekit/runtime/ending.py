@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import Plan
-from ..refusal import START_AGAIN, Refusal, Say, sentences
-from ..run_folder import EXPORT, MERGE, facts_of_run, read_metrics, way_on, without_base
-from ..tasks.facts import TASKS
-from ..whole_file import write_whole
-from .loss_picture import PICTURE, draw_losses
+from ..spec.refusal import START_AGAIN, Refusal, Say, sentences
+from ..spec.run_folder import EXPORT, MERGE, facts_of_run, read_metrics, way_on, without_base
+from ..spec.task_specs import TASKS
+from ..spec.whole_file import write_whole
+from ..track.loss_picture import PICTURE, draw_losses
+from ..track.summary import SUMMARY, Lines, block_of, page_of
+from ..track.tracking import NoTracker, Tracker
 from .stopping import REASONS
-from .summary import SUMMARY, Lines, block_of, page_of
-from .tracking import NoTracker, Tracker
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from ..checkpoints.state import State
 from ..data.files import folder_classes
 from ..data.mixture import domains_of
 from ..data.request import request_of
-from ..engine import Engine
+from ..dslint.compiling import layers_whole
+from ..engine import deepspeed_engine, torch_engine
 from ..hosts.ops import check_torch_compile
 from ..kernels import compiled
 from ..model.adapter import AdapterRequest, adapted, config_of
@@ -30,18 +31,18 @@ from ..model.weights import fetch_config, published_names, weights_folder
 from ..parallel.blueprint import Blueprint, Layout
 from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
 from ..plan import Plan
-from ..refusal import Refusal, Say, refuse
-from ..run_folder import CHECKPOINTS, EXPORT, MERGED, check_adapter, commits_of_run
-from ..strategy.compiling import layers_whole
-from ..task import Sums, Task
-from ..tasks.facts import TASKS
-from . import deepspeed_engine, torch_engine
+from ..spec.engine import Engine
+from ..spec.refusal import Refusal, Say, refuse
+from ..spec.run_folder import CHECKPOINTS, EXPORT, MERGED, check_adapter, commits_of_run
+from ..spec.task import Task
+from ..spec.task_specs import TASKS
 from .agree import shared_problems
 from .corpus import check_data
 from .ending import way_to_sample
 from .epochs import Epochs, measured
 from .facts import export_dtype, layout_of, parameter_counts
 from .small_files import small_files_of
+from .sums import Sums
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from ..cores import cpu_limit, whole_cores
 from ..hosts.torch_builds import installed
 from ..planner.pinned import ROUNDED_UP_TO, pins, pins_exactly
+from ..spec.cores import cpu_limit, whole_cores
 from .stopping import command_line, parent
 
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"

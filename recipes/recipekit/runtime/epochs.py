@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoints.manifest import STATE
 from ..data.files import local_files
 from ..data.kinds import kind_of
 from ..data.mixture import Domain, domains_of
@@ -21,11 +20,12 @@ from ..data.sameness import OtherData, StreamState
 from ..data.samples import open_rows
 from ..data.stream import Corpus, open_corpus
 from ..parallel.groups import waiting_group
-from ..phases import Ramp
 from ..plan import Plan, make_plan
-from ..refusal import Problem, Refusal, Say
-from ..task import Task
-from ..tasks.facts import PACKED
+from ..spec.phases import Ramp
+from ..spec.refusal import Problem, Refusal, Say
+from ..spec.task import Task
+from ..spec.task_specs import PACKED
+from ..storage.manifest import STATE
 from ..tasks.find import task_called
 from .agree import shared_problems
 from .corpus import request_of_plan

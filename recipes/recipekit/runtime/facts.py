@@ -15,24 +15,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..engine import Engine
+from ..dslint.numbers import enabled
 from ..hosts.build_facts import build_facts, versions
 from ..kernels import deterministic
 from ..model.adapter import config_of
 from ..model.build import Built
 from ..model.card import BASE_LICENSE, license_of
 from ..model.empty import empty_model
-from ..optim.facts import by_matrix, facts_of, family_of, states_of
+from ..model.flops import CONVENTION, Flops, model_flops
 from ..parallel.blueprint import Blueprint, Layout
 from ..plan import Plan
-from ..planner.devices import DEVICES
-from ..planner.flops import CONVENTION, Flops, model_flops
 from ..planner.show import activations_of, drawn_up, fullest
 from ..planner.terms import ACCELERATOR, total
-from ..run_folder import ADAPTER, COMMITS, DATA_FILES, FACTS, STRATEGY, identity
-from ..strategy.numbers import enabled
-from ..tasks.facts import PACKED, Facts
-from ..whole_file import write_whole
+from ..spec.devices import DEVICES
+from ..spec.engine import Engine
+from ..spec.optimizer_specs import by_matrix, facts_of, family_of, states_of
+from ..spec.run_folder import ADAPTER, COMMITS, DATA_FILES, FACTS, STRATEGY, identity
+from ..spec.task_specs import PACKED, Facts
+from ..spec.whole_file import write_whole
 
 
 def peak_memory(device: torch.device) -> int:

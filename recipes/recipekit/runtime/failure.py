@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from ..refusal import START_AGAIN, Refusal, exit_refused, sentences
+from ..spec.refusal import START_AGAIN, Refusal, exit_refused, sentences
 from .stopping import POLL, ignore_stops, leave, tell
 
 SEEN = 2.0  # seconds in which the other ranks see the mark

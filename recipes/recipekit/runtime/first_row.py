@@ -9,8 +9,8 @@ from ..data.shown_row import BEGIN, END, first_document
 from ..data.stream import open_stream
 from ..model.weights import fetch_config
 from ..plan import Plan
-from ..refusal import Say, refuse
-from ..tasks.facts import PACKED, Facts
+from ..spec.refusal import Say, refuse
+from ..spec.task_specs import PACKED, Facts
 from ..tasks.find import task_called
 from .corpus import request_of_plan
 

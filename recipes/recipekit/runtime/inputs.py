@@ -7,9 +7,9 @@ from ..data.mixture import domains_of
 from ..data.processors import check_tokenizer, has_local_tokenizer
 from ..data.request import Request, request_of
 from ..hosts.accounts import check_wandb_disabled, check_wandb_installed
-from ..mesh import Mesh
 from ..plan import Plan
-from ..refusal import Refusal, Say
+from ..spec.mesh import Mesh
+from ..spec.refusal import Refusal, Say
 from ..tasks.find import task_called, with_numbers
 from .corpus import check_tokens, open_data, open_held_out, opener
 

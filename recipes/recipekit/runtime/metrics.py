@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ..data.sameness import StreamState
-from ..planner.flops import keys_seen
-from ..task import MicroBatch
+from ..model.flops import keys_seen
+from ..spec.task import MicroBatch
 from .facts import peak_memory
 from .prepare import Ready
 

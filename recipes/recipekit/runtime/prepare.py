@@ -16,17 +16,19 @@ from ..checkpoints.room import Demand
 from ..checkpoints.state import State
 from ..data.prefetch import Stream
 from ..data.sameness import StreamState
-from ..engine import Engine
 from ..kernels.attention import VARLEN
 from ..kernels.deterministic import check_in_force
+from ..model.flops import Flops
 from ..plan import Plan
-from ..planner.devices import DEVICES
-from ..planner.flops import Flops
-from ..recipe import seconds_of
-from ..refusal import START_AGAIN, Refusal, Say, refuse
-from ..run_folder import CHECKPOINTS, put_aside, way_on
-from ..step_names import step_folders
-from ..task import MicroBatch, Sums, Task
+from ..spec.devices import DEVICES
+from ..spec.engine import Engine
+from ..spec.recipe import seconds_of
+from ..spec.refusal import START_AGAIN, Refusal, Say, refuse
+from ..spec.run_folder import CHECKPOINTS, put_aside, way_on
+from ..spec.step_names import step_folders
+from ..spec.task import MicroBatch, Task
+from ..track.summary import PLANNED
+from ..track.tracking import NoTracker, Tracker, open_tracker
 from .agree import check_same_data, check_same_out, shared_problems
 from .corpus import commits_of, open_data, open_held_out
 from .ending import begin
@@ -37,8 +39,7 @@ from .failure import Peers
 from .first_row import say_first_row
 from .start import start
 from .stopping import Stopper, grace_of
-from .summary import PLANNED
-from .tracking import NoTracker, Tracker, open_tracker
+from .sums import Sums
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,8 @@ def speed_limits(loaded: Loaded, device: str, say: Say) -> tuple[Flops | None, f
     recipe = loaded.plan.recipe
     peak = DEVICES[device].flops if device in DEVICES else None
     if peak is None and loaded.engine.device.type != "cpu":
-        say(f"peak unknown: {device} is not in recipekit/planner/devices.py, so metrics.jsonl has no mfu")
+        say(f"peak unknown: {device} is not in recipekit/spec/devices.py, so metrics.jsonl has no mfu")
     flops = step_flops(loaded.model_config, loaded.built.attention, recipe.model, loaded.task.facts, recipe.adapt) if peak else None
     if peak and flops is None:
-        say("mfu unknown: a layer of this model mixes tokens in a way that recipekit/planner/flops.py does not count")
+        say("mfu unknown: a layer of this model mixes tokens in a way that recipekit/model/flops.py does not count")
     return flops, peak

@@ -22,7 +22,6 @@ from datasets import config as datasets_config
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ..checkpoints.manifest import STATE
 from ..checkpoints.state import State
 from ..data.chat_spans import ChatTemplate
 from ..data.pairs import Pairs, References, keys_of
@@ -30,10 +29,11 @@ from ..data.sameness import StreamState
 from ..data.tokenizer_identity import identity_of
 from ..hosts.locks import lock
 from ..model.adapter import config_of
-from ..paths import local_path, write_with_umask
-from ..refusal import Refusal, Say
-from ..task import MicroBatch
-from ..whole_file import replacing
+from ..spec.paths import local_path, write_with_umask
+from ..spec.refusal import Refusal, Say
+from ..spec.task import MicroBatch
+from ..spec.whole_file import replacing
+from ..storage.manifest import STATE
 from .agree import check_same_data, shared_problems
 from .corpus import open_data, open_held_out
 from .engine import Loaded

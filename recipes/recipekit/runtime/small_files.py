@@ -8,8 +8,8 @@ from ..model.build import Built
 from ..model.empty import CAUSAL
 from ..model.small_files import SmallFiles, gather, origin_of
 from ..plan import Plan
-from ..refusal import Refusal, Say
-from ..tasks.facts import TASKS
+from ..spec.refusal import Refusal, Say
+from ..spec.task_specs import TASKS
 from .facts import export_dtype
 
 

@@ -17,19 +17,20 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils import logger
 
-from ..command import Command
+from ..dslint.baseline import check_precision
+from ..dslint.check import check_device
 from ..hosts.checks import free_memory
 from ..hosts.ops import prepare_ops
 from ..hosts.torch_builds import gpus_in_use
-from ..hub import shorten_retries
 from ..kernels import deterministic
 from ..parallel.groups import time_limit, waiting_group
 from ..plan import Plan
 from ..planner.show import rank_plan
-from ..planner.terms import ACCELERATOR, HOST, NVME, gib, too_much
-from ..refusal import Refusal
-from ..strategy.baseline import check_precision
-from ..strategy.check import check_device
+from ..planner.terms import ACCELERATOR, HOST, NVME, too_much
+from ..spec.command import Command
+from ..spec.devices import gib
+from ..spec.hub import shorten_retries
+from ..spec.refusal import Refusal
 from .agree import shared_problems
 from .failure import Peers
 

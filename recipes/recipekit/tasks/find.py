@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from ..task import Task
+from ..spec.task import Task
 
 
 def task_called(name: str) -> Task:

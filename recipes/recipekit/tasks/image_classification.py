@@ -17,14 +17,14 @@ from ..data.files import folder_classes
 from ..data.mixture import domains_of
 from ..data.pictures import class_number, opened
 from ..data.request import Request
-from ..hub import snapshot_of
 from ..model.batch_norm import check_norms
 from ..model.config_errors import WRONG_VALUE
 from ..model.empty import empty_model
 from ..model.small import logits_of, small_copy
-from ..refusal import Refusal, refuse
-from ..task import IGNORE, MicroBatch, Row, Samples, Task
-from .facts import TASKS
+from ..spec.hub import snapshot_of
+from ..spec.refusal import Refusal, refuse
+from ..spec.task import IGNORE, MicroBatch, Row, Samples, Task
+from ..spec.task_specs import TASKS
 
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop: its share of the picture, and width / height (Szegedy et al., CVPR 2015, section 6)
 TRIES = 10  # crops drawn until one fits

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..model.both_ways import check_both_ways
-from ..task import IGNORE, MicroBatch, Task
+from ..spec.task import IGNORE, MicroBatch, Task
+from ..spec.task_specs import TASKS
 from . import pretrain
-from .facts import TASKS
 
 
 def forward(model: Any, batch: MicroBatch) -> torch.Tensor:

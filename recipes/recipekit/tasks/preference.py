@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from ..data.pairs import NUM_DRAWN, Pairs, collate_pairs, drawn, identity, keys_of, pairs_of
 from ..model.causal import check_causal
-from ..recipe import Recipe
-from ..task import IGNORE, MicroBatch, Row, Samples, Task
-from .facts import TASKS
+from ..spec.recipe import Recipe
+from ..spec.task import IGNORE, MicroBatch, Row, Samples, Task
+from ..spec.task_specs import TASKS
 
 
 def collate(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) -> MicroBatch:

@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from ..data.processors import fitting_tokenizer
 from ..model.causal import check_causal
-from ..task import IGNORE, MicroBatch, Task
-from .facts import TASKS
+from ..spec.task import IGNORE, MicroBatch, Task
+from ..spec.task_specs import TASKS
 
 
 def forward(model: Any, batch: MicroBatch) -> torch.Tensor:

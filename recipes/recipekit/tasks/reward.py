@@ -12,9 +12,9 @@ from torch.nn.functional import logsigmoid
 from ..data.pairs import NUM_DRAWN, Pairs, collate_pairs, drawn, identity, pairs_of
 from ..model.config_errors import WRONG_VALUE
 from ..model.small import EXAMPLES, small_copy
-from ..refusal import Refusal, refuse
-from ..task import IGNORE, MicroBatch, Row, Samples, Task
-from .facts import TASKS
+from ..spec.refusal import Refusal, refuse
+from ..spec.task import IGNORE, MicroBatch, Row, Samples, Task
+from ..spec.task_specs import TASKS
 
 READS_PADS_FROM = 1e-5  # a change of a number, as a share of the largest one
 PADS = 5

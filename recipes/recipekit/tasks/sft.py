@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
+from ..spec.task_specs import TASKS
 from . import pretrain
-from .facts import TASKS
 
 TASK = replace(pretrain.TASK, facts=TASKS["sft"])

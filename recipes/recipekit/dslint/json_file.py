@@ -1,0 +1,135 @@
+"""Finds a strategy's JSON and reads it strictly: no key twice, no comment, no NaN."""
+
+import copy
+import difflib
+import json
+import re
+from json import decoder, scanner
+from pathlib import Path
+from typing import Any
+
+from ..spec.refusal import Problem, Refusal, refuse
+from ..spec.shipped import STRATEGIES, strategies
+from .values import shown
+
+
+def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """Returns the JSON called `name` and its path; a dict is returned as it is, with None for the path.
+
+    A name is looked up as typed, then in `folder` (where the recipe lies), then among the shipped ones (ds_configs/). Raises
+    `Refusal` if no such file is there or its text is not strict JSON.
+    """
+    if isinstance(name, dict):
+        return copy.deepcopy(name), None
+    places = [Path(name).expanduser(), folder / name, STRATEGIES / name]
+    for path in places:
+        if path.is_file():
+            return _read(path), path
+    beside = {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
+    known = sorted(beside | strategies().keys())
+    near = difflib.get_close_matches(Path(name).name, known, 1)
+    fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}" if known else "use the path of a DeepSpeed JSON"
+    looked = ", ".join(str(path) for path in dict.fromkeys(places))
+    raise refuse(f"deepspeed_config = {name}", f"the file does not exist (searched for {looked})", fix)
+
+
+def differences(config: dict[str, Any], path: Path | None) -> list[str]:
+    """Return a line with each key that differs between a JSON and the shipped file of the same name; [] if none does."""
+    shipped = STRATEGIES / path.name if path else None
+    if path is None or shipped is None or not shipped.is_file() or shipped.samefile(path):
+        return []
+    before, now = flat(_read(shipped)), flat(config)
+    listed = []
+    for key in dict.fromkeys([*before, *now]):
+        if key not in now:
+            listed.append(f"without {key} = {shown(before[key])}")
+        elif key not in before:
+            listed.append(f"with {key} = {shown(now[key])}")
+        elif shown(now[key]) != shown(before[key]):
+            listed.append(f"{key} = {shown(now[key])} instead of {shown(before[key])}")
+    return [f"{path} differs from the shipped {path.name}: {', '.join(listed)}"] if listed else []
+
+
+def flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of a JSON by dotted keys; an empty block is a value."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {f"{above}{key}": value}
+    return found
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file in UTF-8, without the byte order mark that Windows' editors write at its start."""
+    return path.read_text(encoding="utf-8-sig")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(str(path), f"cannot be read: {error}", "use a readable JSON file in UTF-8") from None
+    try:
+        config = _StrictDecoder(text).decode(text)
+    except json.JSONDecodeError as error:
+        raise Refusal(_not_strict(path, text, error)) from None
+    except RecursionError:
+        raise refuse(str(path), "is nested too deeply to be a DeepSpeed configuration", "see ds_configs/README.md") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise refuse(str(path), f"is not usable JSON: {error}", "write smaller numbers") from None
+    if not isinstance(config, dict):
+        raise refuse(
+            str(path), f"contains {shown(config)}, not an object", 'start from a file in ds_configs/, such as {"zero_optimization": {"stage": 2}, ...}'
+        )
+    return config
+
+
+def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Problem]:
+    """Lists every comment and spare comma, and the first other fault that is left without them."""
+    found: dict[int, tuple[str, str]] = {}  # where a fault begins -> (its name, the fix)
+    for pattern, what in ((r"(//[^\n]*|#[^\n]*|/\*.*?\*/)", "comments"), (r"(,)(?=\s*[}\]])", "comma before a closing bracket")):
+        for match in list(re.finditer(r'"(?:\\.|[^"\\])*"|' + pattern, text, re.DOTALL)):
+            if remark := match[1]:
+                found[match.start()] = what, "delete all from /* to */" if "\n" in remark else f"delete {remark.rstrip()}"
+                text = text[: match.start()] + re.sub(r"\S", " ", remark) + text[match.end() :]  # everything else keeps its place
+
+    def where(spot: int) -> str:
+        return f"{path}, line {text.count(chr(10), 0, spot) + 1}, column {spot - text.rfind(chr(10), 0, spot)}"
+
+    problems = [Problem(where(spot), f"is not strict JSON, which allows no {what}", fix) for spot, (what, fix) in sorted(found.items())]
+    try:
+        _StrictDecoder(text).decode(text)
+    except json.JSONDecodeError as other:
+        error = other
+    else:
+        if problems:
+            return problems
+    fix = "use double quotes, a comma between keys, no NaN, and each key only once"
+    return [*problems, Problem(where(error.pos), f"is not strict JSON: {error.msg}", fix)]
+
+
+class _StrictDecoder(json.JSONDecoder):
+    """Refuses a key written twice, NaN and Infinity, with line and column.
+
+    json's hooks get no position, so this class uses json's Python scanner, whose parse functions do.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.parse_object = self._object
+        self.parse_constant = self._constant
+        self.scan_once = scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _constant(self, name: str) -> Any:
+        strings_or_name = re.finditer(rf'"(?:\\.|[^"\\])*"|({re.escape(name)})', self.text)
+        start = next(match.start() for match in strings_or_name if match.group(1))
+        raise json.JSONDecodeError(f"{name} is not a JSON number", self.text, start)
+
+    def _object(self, s_and_end: tuple[str, int], strict: bool, scan_once: Any, _hook: Any, _pairs_hook: Any, memo: Any) -> Any:
+        pairs: list[tuple[str, Any]] = []
+        _, end = decoder.JSONObject(s_and_end, strict, scan_once, None, pairs.extend, memo)  # pyright: ignore
+        names = [name for name, _ in pairs]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise json.JSONDecodeError(f'"{twice[0]}" is written twice in the block that starts here', self.text, s_and_end[1] - 1)
+        return dict(pairs), end

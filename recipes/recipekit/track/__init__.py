@@ -1,0 +1,1 @@
+"""Metrics, progress line, summary and loss picture of a run."""

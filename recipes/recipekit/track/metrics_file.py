@@ -1,0 +1,93 @@
+"""metrics.jsonl on a disk that may be full, or damaged by a loss of power: one line for each step, each step once."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from ..spec.refusal import Say
+from ..spec.run_folder import parsed_line
+from ..spec.whole_file import replacing
+
+
+def cut_metrics(path: Path, last_step: int) -> str:
+    """Drop the lines after `last_step` and the lines that a crash has damaged; return a line for the user about lost steps."""
+    kept: list[int] = []
+    with replacing(path) as made, made.open("wb") as out:
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+            complete = line.rstrip(b"\r\n") + b"\n"  # the last line may lack its end
+            step = parsed_line(complete).get("step", 0)
+            if (kept[-1] if kept else 0) < step <= last_step:
+                out.write(complete)
+                kept.append(step)
+    lost = sorted({*range(kept[0], last_step + 1)} - {*kept}) if kept else []
+    if not lost:
+        return ""
+    steps = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps (the first is step {lost[0]})"
+    return f"{path}: the lines of {steps} are missing or damaged. The run continues without them"
+
+
+class MetricsFile:
+    """Adds lines to metrics.jsonl. A line that the disk does not take is kept in memory and written later."""
+
+    def __init__(self, path: Path, say: Say):
+        self._path, self._say = path, say
+        self._file: int | None = None  # its descriptor
+        self._unwritten = b""
+        self._failing = False
+
+    def add(self, line: str) -> None:
+        """Write a line, after those that could not be written before. Reports a failure once; never raises OSError."""
+        self._unwritten += line.encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not self._failing:
+                self._say(f"{self._path} cannot be written ({error.strerror}): its lines are kept in memory and written later")
+            self._failing = True
+
+    def amend(self, more: str) -> None:
+        """Add `more`, JSON members such as '"save_stall_s": 1.5', to the last line. The line stays as it is if the disk fails."""
+        ending = f", {more}}}\n".encode()
+        if self._unwritten:
+            self._unwritten = self._unwritten.removesuffix(b"}\n") + ending
+            return
+        with contextlib.suppress(OSError), self._path.open("rb+") as file:
+            file.seek(-2, os.SEEK_END)
+            if file.read() == b"}\n":
+                file.seek(-2, os.SEEK_END)
+                file.write(ending)
+
+    def flush(self) -> None:
+        """Bring every line to the disk. Raises OSError."""
+        self._write()
+        if self._file is not None:
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Write what is left, if the disk takes it."""
+        try:
+            self._write()
+        except OSError as error:
+            number = self._unwritten.count(b"\n")
+            self._say(f"{self._path}: {number} lines are lost ({error.strerror}). The steps after the newest checkpoint are trained again")
+        self._close()
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                if self._file is None:
+                    self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                # one write for each line, so a SIGKILL tears none; a full disk may take only the beginning
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+        except OSError:
+            self._close()  # a stale handle of NFS never works again
+            raise
+        if self._failing:
+            self._failing = False
+            self._say(f"{self._path} is written again, and no line is lost")
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
