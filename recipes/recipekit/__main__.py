@@ -91,7 +91,7 @@ def complete(words: list[str]) -> int:
     """Print the completion script of a shell."""
     if len(words) != 1 or words[0] not in SHELLS:
         return wrong(" ".join(["--completion", *words]), "requires the name of a shell", f"use one of {', '.join(SHELLS)}")
-    from .commands.completion import script
+    from .spec.completion import script
 
     print(script(words[0], tuple(COMMANDS)), end="")
     return 0

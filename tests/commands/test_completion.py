@@ -1,4 +1,4 @@
-"""recipekit/commands/completion.py: keys typed in an interactive bash, and the candidates that its own completion makes of them."""
+"""recipekit/spec/completion.py: keys typed in an interactive bash, and the candidates that its own completion makes of them."""
 
 import os
 import pty
@@ -14,7 +14,7 @@ import pytest
 from pool import environment
 from recipekit.__main__ import COMMANDS, main
 from recipekit.commands import lint
-from recipekit.commands.completion import LINT, script
+from recipekit.spec.completion import LINT, script
 from recipekit.spec.shipped import recipes, strategies
 
 

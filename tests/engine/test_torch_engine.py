@@ -9,8 +9,8 @@ from typing import Any
 import papers
 import pytest
 import torch
+from recipekit.engine import torch_engine
 from recipekit.parallel.param_groups import Group
-from recipekit.spec.engine import torch_engine
 from torch import nn
 
 BETAS, EPS, DECAY = (0.6, 0.8), 1e-2, 0.3  # none of torch's defaults; with such an eps a factor of a gradient changes AdamW's step

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import set_z3_leaf_module
+from recipekit.engine import used
 from recipekit.engine.used import compared, reached
 from recipekit.model.empty import leaf_modules
-from recipekit.spec.engine import used
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.refusal import Refusal
 from recipekit.spec.run_folder import read_metrics

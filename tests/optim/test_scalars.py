@@ -7,9 +7,9 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from recipekit.engine import torch_engine
 from recipekit.engine.deepspeed_engine import repaired
 from recipekit.parallel.scalars import broadcasting_scalars
-from recipekit.spec.engine import torch_engine
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 

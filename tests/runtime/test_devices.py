@@ -13,6 +13,7 @@ from recipekit.checkpoints import load, save
 from recipekit.data.lanes import Domains
 from recipekit.data.request import Request
 from recipekit.doctor import needs, speed
+from recipekit.engine import torch_engine
 from recipekit.hosts import build_facts, gpus, ops, torch_builds
 from recipekit.hosts.findings import Row
 from recipekit.hosts.gpus import Gpu
@@ -21,7 +22,6 @@ from recipekit.planner import show
 from recipekit.planner.terms import ACCELERATOR, HOST, NVME, Term
 from recipekit.run import _single_process_defaults
 from recipekit.runtime import engine, facts, prepare, start
-from recipekit.spec.engine import torch_engine
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.refusal import Problem, Refusal
 from torch import nn

@@ -21,13 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "slow_runs.json"
 SELECTED = "slow and not gpu and not multi_gpu"
-SOURCES = {  # folder of tests -> what else it proves, besides the wing of its name
-    "loop": ("train.py", "task.py", "tasks", "optim", "parallel", "model", "runtime"),
-    "recipes": ("recipe.py", "command.py", "plan.py", "mesh.py", "run.py", "run_folder.py", "strategy"),
-    "runtime": ("train.py", "checkpoints"),
-    "checkpoints": ("parallel",),
+SOURCES = {  # folder of tests -> what else it proves, besides the package of its name
+    "loop": ("train.py", "spec/task.py", "tasks", "optim", "parallel", "model", "engine", "runtime"),
+    "recipes": ("spec", "plan.py", "run.py", "dslint"),
+    "runtime": ("train.py", "checkpoints", "engine"),
+    "checkpoints": ("parallel", "storage"),
+    "convert": ("parallel", "storage", "checkpoints"),
     "planner": ("model", "checkpoints"),
-    "commands": ("__main__.py", "shipped.py", "completion.py"),
+    "commands": ("__main__.py", "spec/shipped.py", "spec/completion.py"),
 }
 
 
@@ -57,7 +58,7 @@ def slow_tests(text: str) -> str:
 def newest_change(folder: str) -> int:
     """When what the tests of a folder prove was last committed, in seconds of the epoch."""
     kit = [f"recipes/recipekit/{name}" for name in (folder, *SOURCES.get(folder, ()))]
-    more = {"launch": ["launch"], "bench": ["tools/bench", "tools/drill"], "hosts": ["recipes/recipekit/commands/doctor.py"]}.get(folder, [])
+    more = {"launch": ["launch"], "bench": ["tools/bench", "tools/drill"], "doctor": ["recipes/recipekit/commands/doctor.py"]}.get(folder, [])
     return int(git("log", "-1", "--format=%ct", "--", f"tests/{folder}", *more, *kit).strip() or 0)
 
 

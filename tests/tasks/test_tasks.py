@@ -9,10 +9,10 @@ import torch
 from recipekit.data.request import Request
 from recipekit.data.samples import open_samples
 from recipekit.data.stream import open_stream
-from recipekit.spec import task_specs as facts
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.task import IGNORE, MicroBatch
 from recipekit.spec.task_specs import TASKS
+from recipekit.tasks import find
 from recipekit.tasks.find import task_called
 
 MODELS = {"image_classification": {"image_size": 16, "id2label": dict.fromkeys(map(str, range(10)), "")}}  # what a task reads of config.json
@@ -26,7 +26,7 @@ def first_batch(name: str) -> MicroBatch:
 
 
 def test_a_task_is_a_row_and_a_file():
-    files = {path.stem for path in Path(facts.__file__).parent.glob("*.py")} - {"__init__", "facts", "find"}
+    files = {path.stem for path in Path(find.__file__).parent.glob("*.py")} - {"__init__", "find"}
     assert files == TASKS.keys()
     assert Recipe.__dataclass_fields__["task"].metadata["choices"] == tuple(TASKS)
     for name, row in TASKS.items():

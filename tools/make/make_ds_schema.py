@@ -43,7 +43,7 @@ from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-SCHEMA = Path(__file__).resolve().parents[2] / "recipes" / "recipekit" / "strategy" / "schema.json"
+SCHEMA = Path(__file__).resolve().parents[2] / "recipes" / "recipekit" / "dslint" / "schema.json"
 
 Node = dict[str, Any]  # {"type": [...], "default", "min", "above", "max", "below", "enum", "any_case", "items", "keys", "required"} or {"use_instead"}
 

@@ -2,8 +2,8 @@
 
 from dataclasses import fields
 
-from ..spec.recipe import Recipe
-from ..spec.shipped import recipes, strategies
+from .recipe import Recipe
+from .shipped import recipes, strategies
 
 SCRIPT = """\
 _recipekit() {
