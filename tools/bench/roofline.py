@@ -412,8 +412,8 @@ WORDS = """## How it is computed
 
 - **Trace:** to list the operations of a step, one micro-batch runs forward and backward through all layers of the
   recipe's own model, on tensors without memory. Layers are recomputed if the recipe says so. The tool then adds the
-  operations that the optimizer performs after DeepSpeed's ZeRO-1 and -2 on one rank, and divides their cost by the
-  micro-batches of a step.
+  operations of the optimizer, which are listed in the tool as DeepSpeed's ZeRO-1 and -2 perform them on one rank. Their
+  cost is divided by the micro-batches of a step.
 - **Least time:** an operation takes at least the longer of two times: its bytes at the peak bandwidth, and its FLOPs at
   the peak speed. The bound assumes that operations do not overlap. Both peaks are from the data sheet, and no kernel
   reaches them: large matrix products reach 75 to 80 % of the peak.
