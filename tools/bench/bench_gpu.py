@@ -569,7 +569,7 @@ def main(argv: list[str]) -> int:
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problems.append(Problem(f"--out {arguments.out}", f"cannot be written: {error.strerror}", "choose a folder of yours"))
+        problems.append(Problem(f"--out {arguments.out}", f"cannot be written: {error.strerror}", "choose a folder that you can write to"))
     if problems:
         raise Refusal(problems)
     file = arguments.out.resolve() / "rows.jsonl"

@@ -65,7 +65,9 @@ def read_arguments(words: list[str], prog: str) -> tuple[argparse.ArgumentParser
         "--recipe", type=recipe_path, metavar="FILE", help="Recipe file of the run to check. Flags that are not listed here are passed to the recipe."
     )
     parser.add_argument("--out", type=path_of, metavar="FOLDER", help="Run folder to check. (default: the recipe's own run folder; without --recipe: runs)")
-    parser.add_argument("--world", type=int, metavar="N", help="Number of ranks of the run, for layout and memory. (default: number of ranks checked)")
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="Number of ranks of the run, which the layout and the memory depend on. (default: number of ranks checked)"
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="Ranks to start on this machine, without a launcher. (default: one for each GPU, or 2)")
     parser.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="Master port of the run. (default: $MASTER_PORT, or 29500)")
     parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="Seconds to wait for missing ranks. (default: 60)")

@@ -332,9 +332,7 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
 def _check_rates(scales: dict[str, Any], layer_decay: float, adapted: bool) -> list[Problem]:
     """Refuses factors of learning rates that are none, and those of layers where an adapter is trained."""
     found = [
-        Problem(
-            f"lr_scale of {name!r} = {factor!r}", "must be a positive number", f"use a positive number, for example lr_scale={{{name!r}: 0.5}} in the recipe"
-        )
+        Problem(f"lr_scale of {name!r} = {factor!r}", "must be a positive number", f"use for example lr_scale={{{name!r}: 0.5}} in the recipe")
         for name, factor in scales.items()
         if type(factor) not in (int, float) or not 0 < factor < math.inf
     ]
